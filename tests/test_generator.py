@@ -1,0 +1,147 @@
+"""The data generator against plain slicing of the shards' tokens, and each way a shard can be wrong."""
+import struct
+
+import pytest
+import torch
+
+from train_gpt import TRACKS, InputError, check_shards, distributed_data_generator
+from util import random_tokens, write_shard
+
+VOCAB = 257
+
+
+def shards(folder, sizes):
+    """Shards whose every token tells its place: random, kept to compare with."""
+    tokens = [random_tokens(n, seed=i) for i, n in enumerate(sizes)]
+    for i, t in enumerate(tokens):
+        write_shard(folder / f"text_train_{i:06d}.bin", t)
+    return str(folder / "text_train_*.bin"), tokens
+
+
+def generator(pattern, batch_size, rank=0, world_size=1, vocab_size=VOCAB):
+    return distributed_data_generator(pattern, batch_size, rank, world_size, vocab_size, torch.device("cpu"))
+
+
+def expected(tokens, batch_size):
+    """(input, target) of every global batch: a shard is left when less than a batch and its last target remain."""
+    for shard in tokens:
+        pos = 0
+        while pos + batch_size + 1 <= len(shard):
+            yield shard[pos:pos + batch_size], shard[pos + 1:pos + batch_size + 1]
+            pos += batch_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_slices_are_disjoint_and_cross_shards(tmp_path, world_size):
+    batch = 32
+    # 3 batches and a rest; a batch exactly (33 tokens); one token short of a batch; 4 batches to the last token.
+    pattern, tokens = shards(tmp_path, [110, 33, 32, 129])
+    ranks = [generator(pattern, batch, r, world_size) for r in range(world_size)]
+    want = list(expected(tokens, batch))
+    assert len(want) == 3 + 1 + 0 + 4
+    for inputs, targets in want:
+        parts = [next(g) for g in ranks]
+        for x, y in parts:
+            assert x.dtype == torch.int32 and y.dtype == torch.int64
+            assert x.shape == y.shape == (batch // world_size,)
+        assert torch.cat([x for x, _ in parts]).tolist() == inputs
+        assert torch.cat([y for _, y in parts]).tolist() == targets
+
+
+def test_files_are_read_in_sorted_order(tmp_path):
+    for name, first in (("b", 2), ("c", 3), ("a", 1)):
+        write_shard(tmp_path / f"{name}.bin", [first] * 17)
+    g = generator(str(tmp_path / "*.bin"), 16)
+    assert [next(g)[0][0].item() for _ in range(3)] == [1, 2, 3]
+
+
+def test_yielded_tensors_are_not_overwritten(tmp_path):
+    pattern, tokens = shards(tmp_path, [200])
+    g = generator(pattern, 16)
+    kept = [next(g) for _ in range(5)]
+    for (x, y), (inputs, targets) in zip(kept, expected(tokens, 16)):
+        assert x.tolist() == inputs and y.tolist() == targets
+
+
+def test_largest_token_id_is_kept(tmp_path):
+    write_shard(tmp_path / "x.bin", [50256] * 9 + [65535])
+    x, y = next(generator(str(tmp_path / "*.bin"), 8, vocab_size=65536))
+    assert x.tolist() == y.tolist() == [50256] * 8
+
+
+def raw(path, header, body=b""):
+    path.write_bytes(struct.pack("<256i", *header, *[0] * (256 - len(header))) + body)
+
+
+GOOD = struct.pack("<100H", *range(100))
+BAD_SHARDS = {
+    "magic": lambda p: raw(p, (20240519, 1, 100), GOOD),
+    "version": lambda p: raw(p, (20240520, 2, 100), GOOD),
+    "fewer tokens than the header says": lambda p: raw(p, (20240520, 1, 101), GOOD),
+    "more tokens than the header says": lambda p: raw(p, (20240520, 1, 99), GOOD),
+    "half a token": lambda p: raw(p, (20240520, 1, 100), GOOD[:-1]),
+    "negative count": lambda p: raw(p, (20240520, 1, -100), GOOD),
+    "no header": lambda p: p.write_bytes(b"\0" * 100),
+    "empty file": lambda p: p.write_bytes(b""),
+    "a folder": lambda p: p.mkdir(),
+    "token outside the vocabulary": lambda p: write_shard(p, [1, 2, 257] * 40),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SHARDS)
+def test_bad_shard_is_one_clear_line(tmp_path, kind):
+    path = tmp_path / "text_train_000000.bin"
+    BAD_SHARDS[kind](path)
+    with pytest.raises(InputError) as error:
+        next(generator(str(tmp_path / "text_train_*.bin"), 16))
+    message = str(error.value)
+    assert path.name in message and "\n" not in message
+
+
+def test_bad_second_shard_is_found_when_it_is_reached_at_the_latest(tmp_path):
+    pattern, _ = shards(tmp_path, [40, 40])
+    BAD_SHARDS["magic"](tmp_path / "text_train_000001.bin")
+    with pytest.raises(InputError, match="text_train_000001.bin"):
+        g = generator(pattern, 16)
+        for _ in range(3):
+            next(g)
+
+
+@pytest.mark.parametrize("track,command", [("shakespeare", "data/shakespeare.py"),
+                                           ("fineweb", "data/cached_fineweb10B.py")])
+def test_no_shards_names_the_command_that_makes_them(tmp_path, track, command):
+    hp, pattern = TRACKS[track], str(tmp_path / "nothing_*.bin")
+    with pytest.raises(InputError) as error:
+        check_shards(pattern, 16, 1, hp.vocab_size, hp.data_command)
+    assert pattern in str(error.value) and command in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(InputError, match="no shards match"):
+        next(generator(pattern, 16))
+
+
+def test_check_shards_counts_the_steps_as_the_generator_does(tmp_path):
+    for sizes in ([110, 33, 32, 129], [16], [17], [5, 5, 5]):
+        folder = tmp_path / str(len(sizes) + sizes[0])
+        folder.mkdir()
+        pattern, tokens = shards(folder, sizes)
+        steps = len(list(expected(tokens, 16)))
+        check_shards(pattern, 16, steps, VOCAB)
+        assert len(list(generator(pattern, 16))) == steps
+        with pytest.raises(InputError):
+            check_shards(pattern, 16, steps + 1, VOCAB)
+
+
+@pytest.mark.parametrize("kind", BAD_SHARDS)
+def test_check_shards_finds_a_bad_second_shard(tmp_path, kind):
+    write_shard(tmp_path / "text_train_000000.bin", random_tokens(40, seed=0))
+    BAD_SHARDS[kind](tmp_path / "text_train_000001.bin")
+    with pytest.raises(InputError, match="text_train_000001.bin"):
+        check_shards(str(tmp_path / "*.bin"), 16, 4, VOCAB)
+
+
+def test_check_shards_finds_a_late_token_outside_the_vocabulary(tmp_path):
+    tokens = random_tokens(1601, seed=0)
+    tokens[1600] = 257  # only the very last target
+    write_shard(tmp_path / "text_train_000000.bin", tokens)
+    check_shards(str(tmp_path / "*.bin"), 16, 99, VOCAB)
+    with pytest.raises(InputError, match="257"):
+        check_shards(str(tmp_path / "*.bin"), 16, 100, VOCAB)
