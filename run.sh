@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# ./run.sh [train_gpt.py arguments]   everything on a fresh machine: packages, data, training
+# ./run.sh test [pytest arguments]    the same for the tests
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+say() { echo "run.sh: $*"; }
+
+# Packages: the active virtual environment, or our own in .venv
+python=python3
+if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+    python=python
+else
+    if [ ! -x .venv/bin/python ]; then
+        say "making the virtual environment .venv"
+        rm -rf .venv
+        python3 -m venv .venv || { rm -rf .venv; say "error: python3 -m venv failed; install Python 3.11 or later with its venv module" >&2; exit 2; }
+    fi
+    python=.venv/bin/python
+fi
+
+# Installs the given requirement files when a package of theirs is missing. A package that is there in
+# another version stays: machines with their own PyTorch keep it.
+install() {
+    local missing
+    missing=$("$python" - "$@" <<'PY'
+import importlib.metadata, sys
+for file in sys.argv[1:]:
+    for line in open(file):
+        name = line.split("#")[0].strip().split("==")[0].split("[")[0]
+        try:
+            name and importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            print(file, end=" ")
+            break
+PY
+)
+    for file in $missing; do
+        say "installing $file"
+        "$python" -m pip install --quiet --disable-pip-version-check -r "$file"
+    done
+}
+
+if [ "${1:-}" = test ]; then
+    shift
+    install requirements.txt data/requirements.txt records/requirements.txt tests/requirements.txt
+    "$python" data/shakespeare.py
+    say "running the tests"
+    exec "$python" -m pytest tests "$@"
+fi
+
+install requirements.txt
+
+# What the arguments say of the track, the device and the data
+track="" device="" own_data="" help="" previous=""
+for argument in "$@"; do
+    case "$argument" in
+        --track=*) track=${argument#*=} ;;
+        --device=*) device=${argument#*=} ;;
+        --train_files | --val_files | --train_files=* | --val_files=*) own_data=yes ;;
+        -h | --help) help=yes ;;
+    esac
+    case "$previous" in
+        --track) track=$argument ;;
+        --device) device=$argument ;;
+    esac
+    previous=$argument
+done
+gpus=0
+if [ "$device" != cpu ] && command -v nvidia-smi >/dev/null; then
+    gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+fi
+[ -n "$track" ] || { [ "$gpus" -gt 0 ] && track=fineweb || track=shakespeare; }
+
+# Data: made or fetched where there is none
+has() { compgen -G "$1" >/dev/null; }
+if [ -z "$own_data$help" ]; then
+    case "$track" in
+        fineweb)
+            if ! has "data/fineweb10B/fineweb_train_*.bin" || ! has "data/fineweb10B/fineweb_val_*.bin"; then
+                say "fetching the fineweb shards (2 GB)"
+                "$python" data/cached_fineweb10B.py
+            fi ;;
+        shakespeare)
+            if ! has "data/shakespeare/shakespeare_train_*.bin" || ! has "data/shakespeare/shakespeare_val_*.bin"; then
+                say "making the shakespeare shards"
+                "$python" data/shakespeare.py
+            fi ;;
+    esac
+fi
+
+# Launch: a power of two of the GPUs, which share the 8 sequences of a step equally
+processes=1
+while [ $((processes * 2)) -le "$gpus" ] && [ "$processes" -lt 8 ]; do processes=$((processes * 2)); done
+if [ "$processes" -gt 1 ] && [ -z "$help" ]; then
+    say "training on $processes of $gpus GPUs"
+    exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" train_gpt.py "$@"
+fi
+[ -n "$help" ] || say "training on $([ "$gpus" -gt 0 ] && echo "one GPU" || echo "the CPU")"
+exec "$python" train_gpt.py "$@"
