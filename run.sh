@@ -42,7 +42,7 @@ PY
 
 if [ "${1:-}" = test ]; then
     shift
-    install requirements.txt data/requirements.txt records/requirements.txt tests/requirements.txt
+    install requirements.txt data/requirements.txt evals/requirements.txt tests/requirements.txt
     "$python" data/shakespeare.py
     say "running the tests"
     exec "$python" -m pytest tests "$@"

@@ -15,7 +15,7 @@ What is special, against a plain GPT-2:
 - the same training on any number of processes: a step is a fixed set of sequences, shared out among them
 
 Sections: 1 preamble, 2 FP8 matmul, 3 Muon, 4 model, 5 data, 6 hyperparameters and tracks, 7 processes and log,
-8 model, optimizers, schedules, 9 warm-up, 10 gradient buckets, 11 the timed loop. Importing it runs nothing.
+8 model, optimizers, schedules, 9 warm-up, 10 gradient buckets, 11 checkpoints, 12 the timed loop. Importing it runs nothing.
 Shapes: B sequences of S tokens, T = B * S tokens of a forward pass, H heads of D channels, C = model_dim.
 """
 # ----------------------------------------------------------------------------------------------------------
@@ -23,24 +23,14 @@ Shapes: B sequences of S tokens, T = B * S tokens of a forward pass, H heads of 
 with open(__file__, newline="") as f:
     SOURCE = f.read()  # read first: an edit made while the run is on must not reach its log
 
-import argparse
-import copy
-import dataclasses
-import glob
-import itertools
-import json
-import math
-import os
-import platform
-import subprocess
-import sys
-import time
-import uuid
-from dataclasses import dataclass
+import argparse, ctypes, dataclasses, datetime, glob, itertools, json, math, os, platform
+import resource, select, signal, subprocess, sys, threading, time, uuid, zipfile
+from collections import namedtuple
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import numpy as np
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -61,22 +51,28 @@ class RankError(InputError):
 # 2. FP8 matmul: forward in e4m3, gradient in e5m2 (more range, less precision). Used by the head alone
 FP8_MAX = 448  # the largest finite value of float8_e4m3fn
 
-def _scale(like: Tensor, value: float) -> Tensor:
-    return torch.full((), value, dtype=torch.float32, device=like.device)
+@torch.compile(dynamic=False)  # a custom op is opaque to the model's compile, so its casts are fused here
+def fp8_mm(x: Tensor, w: Tensor, x_s: float, w_s: float) -> tuple[Tensor, Tensor, Tensor]:
+    x_f8, w_f8 = (x / x_s).to(torch.float8_e4m3fn), (w / w_s).to(torch.float8_e4m3fn)
+    x_s, w_s = (torch.full((), scale, dtype=torch.float32, device=x.device) for scale in (x_s, w_s))
+    # _scaled_mm wants its second operand column-major: the transpose of a row-major w is just that
+    out = torch._scaled_mm(x_f8, w_f8.T, scale_a=x_s, scale_b=w_s, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return out, x_f8, w_f8
+
+@torch.compile(dynamic=False)
+def fp8_mm_backward(grad, x_f8, w_f8, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor]:
+    grad_f8 = (grad / grad_s).to(torch.float8_e5m2)
+    x_s, w_s, grad_s = (torch.full((), scale, dtype=torch.float32, device=grad.device) for scale in (x_s, w_s, grad_s))
+    grad_x = torch._scaled_mm(grad_f8, w_f8.T.contiguous().T, scale_a=grad_s, scale_b=w_s, out_dtype=torch.bfloat16)
+    grad_w = torch._scaled_mm(grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=grad_s, scale_b=x_s,
+                              out_dtype=torch.float32)
+    return grad_x, grad_w
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
 def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
     """x @ w.T in FP8. x (T, in), w (out, in), any float type -> bf16 (T, out), and both FP8 operands for backward.
     The scales are what one unit of the FP8 operand stands for: x is about x_s * x_f8."""
-    @torch.compile(dynamic=False)  # a custom op is opaque to the outer compile, so its casts are fused here
-    def mm(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x_f8, w_f8 = (x / x_s).to(torch.float8_e4m3fn), (w / w_s).to(torch.float8_e4m3fn)
-        # _scaled_mm wants its second operand column-major: the transpose of a row-major w is just that
-        out = torch._scaled_mm(x_f8, w_f8.T, scale_a=_scale(x, x_s), scale_b=_scale(x, w_s),
-                               out_dtype=torch.bfloat16, use_fast_accum=True)
-        return out, x_f8, w_f8
-
-    return mm(x, w)
+    return fp8_mm(x, w, x_s, w_s)
 
 @mm_op.register_fake
 def _(x, w, x_s, w_s, grad_s):
@@ -87,32 +83,21 @@ def _(x, w, x_s, w_s, grad_s):
 def mm_backward_op(grad: Tensor, x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float,
                    grad_s: float) -> tuple[Tensor, Tensor]:
     """grad (T, out) -> grad_x (T, in) in bf16 and grad_w (out, in) in float32, both with exact accumulation."""
-    @torch.compile(dynamic=False)
-    def mm_backward(grad: Tensor, x_f8: Tensor, w_f8: Tensor) -> tuple[Tensor, Tensor]:
-        grad_f8 = (grad / grad_s).to(torch.float8_e5m2)
-        grad_x = torch._scaled_mm(grad_f8, w_f8.T.contiguous().T, scale_a=_scale(grad, grad_s),
-                                  scale_b=_scale(grad, w_s), out_dtype=torch.bfloat16, use_fast_accum=False)
-        grad_w = torch._scaled_mm(grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=_scale(grad, grad_s),
-                                  scale_b=_scale(grad, x_s), out_dtype=torch.float32, use_fast_accum=False)
-        return grad_x, grad_w
-
-    return mm_backward(grad, x_f8, w_f8)
+    return fp8_mm_backward(grad, x_f8, w_f8, x_s, w_s, grad_s)
 
 @mm_backward_op.register_fake
 def _(grad, x_f8, w_f8, x_s, w_s, grad_s):
     return grad.new_empty(x_f8.shape, dtype=torch.bfloat16), grad.new_empty(w_f8.shape, dtype=torch.float32)
 
-def _mm_setup_context(ctx, inputs, output):
-    _, x_f8, w_f8 = output
-    ctx.save_for_backward(x_f8, w_f8)
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
     ctx.scales = inputs[2:]
     ctx.set_materialize_grads(False)
 
 def _mm_autograd(ctx, grad, *_):
-    grad_x, grad_w = torch.ops.nanogpt.mm_backward(grad, *ctx.saved_tensors, *ctx.scales)
-    return grad_x, grad_w, None, None, None
+    return *torch.ops.nanogpt.mm_backward(grad, *ctx.saved_tensors, *ctx.scales), None, None, None
 
-mm_op.register_autograd(_mm_autograd, setup_context=_mm_setup_context)
+mm_op.register_autograd(_mm_autograd, setup_context=_save_for_backward)
 
 # ----------------------------------------------------------------------------------------------------------
 # 3. Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon)
@@ -145,7 +130,6 @@ class Muon(torch.optim.Optimizer):
     every rank keeps the momentum of every world_size-th parameter alone, and computes that one's update;
     the updates are then gathered, in bf16, while the next ones are computed. All ranks need equal gradients.
     """
-
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5):
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         params = list(params)
@@ -155,12 +139,34 @@ class Muon(torch.optim.Optimizer):
         self.buffers = [torch.empty(self.world_size, g["params"][0].numel(), dtype=torch.bfloat16,
                                     device=g["params"][0].device) for g in self.param_groups]
 
-    def _update(self, p: Tensor, group: dict) -> Tensor:
-        if not self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        m, g, buf = group["momentum"], p.grad, self.state[p]["momentum_buffer"]
-        buf.lerp_(g, 1 - m)
-        return zeropower_via_newtonschulz5(g.lerp(buf, m) if group["nesterov"] else buf, group["ns_steps"])
+    def _update(self, params: list[Tensor], group: dict) -> Tensor:
+        """The updates of parameters whose shapes differ by a transpose at most, in one batch: (N, numel) in bf16."""
+        matrices = []
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            buf = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+            g = p.grad.lerp(buf, group["momentum"]) if group["nesterov"] else buf
+            matrices.append(g.mT if g.size(-2) > g.size(-1) else g)  # tall ones lie down, to be as wide ones are
+        updates = zeropower_via_newtonschulz5(torch.stack(matrices), group["ns_steps"]).bfloat16()
+        return torch.stack([(u.mT if p.size(-2) > p.size(-1) else u).flatten() for p, u in zip(params, updates)])
+
+    def _owners(self) -> list[tuple[Tensor, int]]:
+        return [(p, i % self.world_size) for group in self.param_groups for i, p in enumerate(group["params"])]
+
+    def momentum_buffers(self) -> list[Tensor]:
+        """The momentum of all parameters, in the groups' order, on every rank: all ranks must call this."""
+        buffers = [self.state.get(p, {}).get("momentum_buffer", torch.zeros_like(p)) for p, _ in self._owners()]
+        for buf, (_, owner) in zip(buffers, self._owners()):
+            if self.world_size > 1:
+                dist.broadcast(buf, owner)
+        return buffers
+
+    def load_momentum_buffers(self, buffers: list[Tensor]) -> None:
+        """What momentum_buffers() gave, perhaps on another number of ranks: each keeps its own parameters' share."""
+        for buf, (p, owner) in zip(buffers, self._owners()):
+            if owner == self.rank:
+                self.state[p]["momentum_buffer"] = buf.to(p.device, copy=True)
 
     def _apply(self, params: list[Tensor], group: dict, updates: Tensor, handle) -> None:
         if handle is not None:
@@ -173,18 +179,21 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         for group, updates in zip(self.param_groups, self.buffers):
             pending = None
+            if self.world_size == 1:  # nothing to gather: all of a shape at once
+                shapes = [(*p.shape[:-2], *sorted(p.shape[-2:])) for p in group["params"]]
+                for shape in dict.fromkeys(shapes):
+                    same = [p for p, other in zip(group["params"], shapes) if other == shape]
+                    self._apply(same, group, self._update(same, group), None)
+                continue
             for first in range(0, len(group["params"]), self.world_size):
                 chunk = group["params"][first:first + self.world_size]
                 if self.rank < len(chunk):
-                    mine = self._update(chunk[self.rank], group).flatten().bfloat16()
+                    mine = self._update([chunk[self.rank]], group)[0]
                 else:  # beyond the chunk's end: nothing to compute, but the gather needs every rank
                     mine = torch.zeros_like(updates[0])
                 if pending is not None:
                     self._apply(*pending)  # done with before the buffer is overwritten
-                if self.world_size == 1:
-                    pending = (chunk, group, mine[None], None)
-                else:
-                    pending = (chunk, group, updates, all_gather(updates.view(-1), mine, async_op=True))
+                pending = (chunk, group, updates, all_gather(updates.view(-1), mine, async_op=True))
             self._apply(*pending)
 
 # ----------------------------------------------------------------------------------------------------------
@@ -196,7 +205,6 @@ def norm(x: Tensor) -> Tensor:
 class CastedLinear(nn.Linear):
     """A linear layer without bias: weights (out, in) kept in float32, cast to the type of x (..., in) where used.
     With use_fp8 the product is an FP8 one in training (scales: see mm_op), a bf16 one in evaluation."""
-
     def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
         self.use_fp8, self.scales = use_fp8, (x_s, w_s, grad_s)
         super().__init__(in_features, out_features, bias=False)
@@ -214,7 +222,6 @@ class CastedLinear(nn.Linear):
 class Rotary(nn.Module):
     """Half-truncated rotary embeddings: of the D/2 channel pairs, half rotate and half stay put (RoPE is
     https://arxiv.org/abs/2104.09864; the truncation is the speedrun's). Tables are float32, not saved."""
-
     def __init__(self, head_dim: int, max_seq_len: int):
         super().__init__()
         freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, head_dim // 4), torch.zeros(head_dim // 4)])
@@ -259,12 +266,13 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
 def portable_mask(docs: Tensor, window_blocks: Tensor, span: int) -> Tensor:
     """docs (T,) -> bool (T/128, 1, 128, span*128), True where visible: each block of queries against itself and
     the span - 1 blocks before it. span is static, an upper bound of window_blocks: growth recompiles nothing."""
-    history = (span - 1) * BLOCK_SIZE
-    keys = F.pad(docs, (history, 0), value=-1).unfold(0, span * BLOCK_SIZE, BLOCK_SIZE)  # (N, span*128)
-    q = torch.arange(BLOCK_SIZE, device=docs.device)[:, None]
-    k = torch.arange(-history, BLOCK_SIZE, device=docs.device)  # relative to the query block's start
-    near = (k <= q) & (k.div(BLOCK_SIZE, rounding_mode="floor") + window_blocks > 0)  # (128, span*128)
-    return (near & (docs.view(-1, BLOCK_SIZE, 1) == keys[:, None]))[:, None]
+    position = torch.arange(len(docs), dtype=torch.int32, device=docs.device).view(-1, BLOCK_SIZE, 1)
+    block = position[:, :1]  # (N, 1, 1): where each block starts
+    # a query sees from here: its document's first token or its window's (docs are in order, so a search finds the former)
+    begin = torch.searchsorted(docs, docs, out_int32=True).view_as(position)
+    begin = begin.maximum(block - (window_blocks - 1) * BLOCK_SIZE)
+    keys = block + torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
+    return ((begin <= keys) & (keys <= position))[:, None]
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
     """q, k, v (1, T, H, D) -> (1, T, H, D). With a BlockMask: FlexAttention. With portable_mask's tensor: plain
@@ -278,10 +286,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: 
         return torch.cat([F.pad(t, (0, 0, 0, 0, 0, 0, back, 0))[:len(t)] for back in reversed(range(span))], dim=2)
 
     span = mask.size(-1) // BLOCK_SIZE
-    # spelled out: compiled, this is twice as fast on a CPU as scaled_dot_product_attention with a mask
-    scores = (blocks(q, 1) @ blocks(k, span).mT).mul(scale).masked_fill(~mask, -math.inf)
-    y = F.softmax(scores, dim=-1).type_as(v) @ blocks(v, span)  # (N, H, 128, D)
-    return y.transpose(1, 2).reshape(q.shape)
+    # spelled out: compiled, this is far faster on a CPU than scaled_dot_product_attention with a mask. QK norm bounds
+    # the scores by scale * D: softmax needs no maximum subtracted, and can divide by its sum after the product
+    bias = torch.where(mask, 0.0, -math.inf).type_as(q)
+    weights = (blocks(q * scale, 1) @ blocks(k, span).mT + bias).exp()  # (N, H, 128, span * 128)
+    y = (weights @ blocks(v, span)) / weights.sum(dim=-1, keepdim=True, dtype=torch.float32)  # (N, H, 128, D)
+    return y.type_as(v).transpose(1, 2).reshape(q.shape)
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, hp: "Hyperparameters"):
@@ -333,7 +343,6 @@ class GPT(nn.Module):
     """(input_seq (B, S) int32, target_seq (B, S) int64, window_blocks scalar int32) -> the cross-entropy in nats,
     summed over tokens in training and averaged in evaluation. S is a multiple of 128. `dtype` is that of the
     embedding tables, and so of all activations; every other weight is float32."""
-
     def __init__(self, hp: "Hyperparameters", dtype=torch.bfloat16, use_fp8=False):
         super().__init__()
         self.hp = hp
@@ -431,13 +440,17 @@ def check_shards(pattern: str, batch_size: int, steps: int, vocab_size: int, dat
                          f"add shards ({data_command}) or lower {lower}")
 
 def distributed_data_generator(pattern: str, batch_size: int, rank: int, world_size: int, vocab_size: int = 65536,
-                               device: str | torch.device = "cpu"):
+                               device: str | torch.device = "cpu", first_batch: int = 0):
     """Yields (inputs int32, targets int64), each (batch_size / world_size,): this rank's slice of every global
-    batch, targets one token ahead. What remains of a shard and is too short for a batch is left."""
-    local = batch_size // world_size
+    batch, from number first_batch on, targets one token ahead. What remains of a shard and is too short for a
+    batch is left."""
+    local, batch = batch_size // world_size, -1
     for file in find_shards(pattern):
         length = shard_length(file)
         for start in range(0, length - batch_size, batch_size):
+            batch += 1
+            if batch < first_batch:
+                continue
             tokens = torch.from_numpy(read_tokens(file, start + rank * local, local + 1, vocab_size).astype(np.int32))
             inputs, targets = tokens[:-1], tokens[1:].long()
             if torch.device(device).type == "cuda":
@@ -446,7 +459,7 @@ def distributed_data_generator(pattern: str, batch_size: int, rank: int, world_s
 
 # ----------------------------------------------------------------------------------------------------------
 # 6. Hyperparameters and tracks. The defaults are the official FineWeb track; `--field value` sets any of them
-@dataclass
+@dataclasses.dataclass
 class Hyperparameters:
     # data
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # pattern of the training shards, read in sorted order
@@ -503,11 +516,11 @@ TRACKS = {
     # Shakespeare's plays as bytes, for two CPU cores
     "shakespeare": Hyperparameters(
         train_files="data/shakespeare/shakespeare_train_*.bin", val_files="data/shakespeare/shakespeare_val_*.bin",
-        data_command="python data/shakespeare.py", val_tokens=389_120, batch_tokens=4096, train_seq_len=256,
-        val_seq_len=12_160, sequences_per_pass=16, vocab_size=257, eot_token=256, num_layers=4, num_heads=2,
-        head_dim=64, model_dim=128, num_value_embeds=1, attn_free_layers=(), long_window_layers=(0, 3),
-        max_window=256, num_iterations=600, head_lr=0.022, embed_lr=0.06, muon_momentum_warmup=100,
-        target_val_loss=1.50),
+        data_command="python data/shakespeare.py", val_tokens=389_120, batch_tokens=2048, train_seq_len=256,
+        val_seq_len=12_160, sequences_per_pass=8, vocab_size=257, eot_token=256, num_layers=3, num_heads=2,
+        head_dim=64, model_dim=128, num_value_embeds=1, attn_free_layers=(), long_window_layers=(0, 2),
+        max_window=256, num_iterations=1040, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2,
+        muon_momentum=0.9, muon_momentum_warmup=0, warmup_steps=3, target_val_loss=1.50),
 }
 
 def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
@@ -543,48 +556,47 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Hyperparameters]:
     """The options, and the track's hyperparameters with what the command line changes in them."""
+    def fail(message):
+        raise InputError(f"{message}; --help lists what there is")
+
     def true_or_false(text):
         return dict(true=True, false=False)[text.lower()] if text.lower() in ("true", "false") else int(text) != 0
 
     def layer_list(text):
         return tuple(int(i) for i in text.split(",") if i.strip())
 
-    def fail(message):
-        raise InputError(f"{message}; --help lists what there is")
-
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.error = fail
     options.add_argument("--track", choices=TRACKS, help="default: fineweb where CUDA is, otherwise shakespeare")
     options.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     options.add_argument("--log_dir", default="logs", help="default: logs")
-    options.error = fail
+    options.add_argument("--num_runs", type=int, default=1, metavar="N", help="runs, with seeds seed, seed + 1, ...")
+    options.add_argument("--checkpoint_dir", default="checkpoints", help="default: checkpoints")
+    options.add_argument("--checkpoint_every", type=int, default=0, metavar="N", help="steps; default: 0, never")
+    options.add_argument("--resume", metavar="PATH", help="a checkpoint, a run's folder of them, or: latest")
+    options.add_argument("--resume_force", action="store_true", help="even if source or settings differ (no record)")
     args = options.parse_known_args(argv)[0]
     on_cuda = args.device != "cpu" and torch.cuda.is_available()
-    options.set_defaults(track=args.track or ("fineweb" if on_cuda else "shakespeare"))
-    track = TRACKS[options.get_default("track")]
+    track = args.track or ("fineweb" if on_cuda else "shakespeare")
+    options.set_defaults(track=track, device="cuda" if on_cuda else "cpu")
     parser = argparse.ArgumentParser(parents=[options], allow_abbrev=False, description=__doc__.split("\n\n")[0],
                                      usage="train_gpt.py [--track NAME] [--device NAME] [--FIELD VALUE ...]",
-                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40))
+                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44))
     parser.error = fail
-    fields = parser.add_argument_group(f"hyperparameters, with the defaults of track {options.get_default('track')}")
-    for field in dataclasses.fields(track):
-        value = getattr(track, field.name)
-        read, kind = {bool: (true_or_false, "bool"), tuple: (layer_list, "int,int,...")}.get(
-            type(value), (type(value), type(value).__name__))
-        shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        fields.add_argument(f"--{field.name}", type=read, default=value, metavar=kind, help=f"{shown}",
+    fields = parser.add_argument_group(f"hyperparameters, with the defaults of track {track}")
+    for name, value in vars(TRACKS[track]).items():
+        read = {bool: true_or_false, tuple: layer_list}.get(type(value), type(value))
+        shown = ",".join(map(str, value)) if read is layer_list else str(value)
+        fields.add_argument(f"--{name}", type=read, default=value, metavar=type(value).__name__, help=shown,
                             **(dict(nargs="?", const=True) if read is true_or_false else {}))
     args = parser.parse_args(argv)
-    return args, Hyperparameters(**{f.name: getattr(args, f.name) for f in dataclasses.fields(track)})
+    if args.num_runs < 1 or args.checkpoint_every < 0 or (args.num_runs > 1 and args.resume):
+        fail("--num_runs must be at least 1, and 1 with --resume; --checkpoint_every must not be negative")
+    return args, Hyperparameters(**{name: getattr(args, name) for name in vars(TRACKS[track])})
 
 # ----------------------------------------------------------------------------------------------------------
 # 7. Processes and the log
-@dataclass
-class World:
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    device: torch.device
+World = namedtuple("World", "rank size device")
 
 def cpu_info() -> tuple[str, int, set[str]]:
     """The CPU's model, the cores that this process may use, and its instruction sets as the kernel names them."""
@@ -601,55 +613,67 @@ def activation_dtype(device: torch.device) -> torch.dtype:
     native = device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"}
     return torch.bfloat16 if native else torch.float32
 
-def start_world(device_name: str | None) -> World:
+def start_world(device_name: str) -> World:
     """Joins torchrun's process group, NCCL on CUDA and gloo on the CPU; a single process needs none."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device_name = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device_name == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError("--device cuda: this machine has no usable CUDA GPU; use --device cpu")
+    rank, size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in [
+        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)])
+    device = torch.device(device_name, local_rank if device_name == "cuda" else None)
+    if device.type == "cuda":
         if local_size > torch.cuda.device_count():
-            raise InputError(f"{local_size} processes, but {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
-        device = torch.device("cuda", local_rank)
+            raise InputError(f"--device cuda: {local_size} process{'es' * (local_size > 1)}, but "
+                             f"{torch.cuda.device_count()} usable GPUs; use fewer processes, or --device cpu")
         torch.cuda.set_device(device)
     else:
-        device = torch.device("cpu")
         # else threads add up the embeddings' gradients in any order, and no run is like another
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # glibc: keep freed activations instead of faulting them in at every step
+            libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never give the heap's top back to the kernel
+            libc.mallopt(-4, 0)   # M_MMAP_MAX: no mapping of its own for a large block
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, CPU_CORES // local_size))
     if size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+        # ten minutes: as long as one rank may wait for another that still compiles. One that dies is another
+        # matter: its launcher notices at once, and stops the others (see StopSignal)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10),
                                 device_id=device if device.type == "cuda" else None)
-    return World(rank, size, local_rank, local_size, device)
+    return World(rank, size, device)
 
 class Log:
-    """logs/<uuid>.txt and the console: a progress bar on a terminal, plain lines elsewhere. Rank 0 only."""
-
-    def __init__(self, world: World, log_dir: str, total_steps: int):
-        self.active = world.rank == 0
-        self.run_id = str(uuid.uuid4())
+    """<log_dir>/<run_id>.txt and the console: a progress bar on a terminal, plain lines elsewhere. Rank 0 only."""
+    def __init__(self, world: World, log_dir: str, total_steps: int, run_id: str = "", size: int = 0):
+        """A new log; or that of a run to be continued, cut back to the size in bytes it had at the checkpoint."""
+        self.active, self.run_id, self.bar = world.rank == 0, run_id or str(uuid.uuid4()), None
         self.path = Path(log_dir) / f"{self.run_id}.txt"
-        self.bar = None
-        if self.active:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = open(self.path, "x", newline="", encoding="utf-8")
-            except OSError as e:
-                raise InputError(f"cannot write the log {self.path} ({e.strerror}); choose another --log_dir") from None
-            print(self.path)
-            if sys.stdout.isatty():
-                self.bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout)
+        if not self.active:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.is_new = not self.path.exists()
+            self.file = open(self.path, "xb" if self.is_new else "r+b", buffering=0)  # a line that is out is safe
+            self.file.truncate(min(size, self.size()))
+            self.file.seek(0, os.SEEK_END)
+        except OSError as e:
+            raise InputError(f"cannot write the log {self.path} ({e.strerror}); choose another --log_dir") from None
+        print(self.path)
+        if sys.stdout.isatty():
+            self.bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout)
+
+    def size(self) -> int:
+        return self.path.stat().st_size if self.active else 0
 
     def write(self, line: str, console: bool = True) -> None:
-        if self.active:
-            print(line, file=self.file, flush=True)
-            if console and self.bar is not None:
-                self.bar.write(line)
-            elif console:
-                print(line, flush=True)
+        if not self.active:
+            return
+        try:
+            data = f"{line}\n".encode()
+            while data:
+                data = data[self.file.write(data):]
+        except OSError as e:
+            raise RankError(f"cannot write the log {self.path} ({e.strerror})") from None
+        if console:
+            self.bar.write(line) if self.bar is not None else print(line, flush=True)
 
     def step(self, line: str, step: int, loss: float) -> None:
         """A training step: on a terminal it moves the bar instead of scrolling by."""
@@ -660,24 +684,22 @@ class Log:
 
     def close(self) -> None:
         if self.active:
-            if self.bar is not None:
-                self.bar.close()
             self.file.close()
+        if self.bar is not None:
+            self.bar.close()
 
 def describe_machine(world: World) -> str:
     """What ran it: versions, then nvidia-smi, or the CPU's model, cores and instruction sets. Names no host or user."""
-    lines = [f"Running Python {sys.version}",
-             f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}"]
     if world.device.type == "cuda":
-        smi = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
-        lines.append(smi[:smi.rfind("+--", 0, smi.find("Processes:"))] if "Processes:" in smi else smi)
+        machine = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+        if "Processes:" in machine:  # that table has paths in it
+            machine = machine[:machine.rfind("+--", 0, machine.find("Processes:"))]
     else:
-        known = "avx avx2 f16c fma avx512f avx512bw avx512vl avx512_bf16 avx512_fp16 avx512_vnni amx_tile amx_bf16 " \
-                "amx_int8 asimd bf16 i8mm sve"
-        lines.append(f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
-                     f"instruction sets: {' '.join(f for f in known.split() if f in CPU_FLAGS)}")
-    lines.append(f"{world.size} process{'es' if world.size > 1 else ''} on {world.device.type}")
-    return "\n".join(lines)
+        kinds = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
+        machine = (f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
+                   f"instruction sets: {' '.join(sorted(flag for flag in CPU_FLAGS if flag.startswith(kinds)))}")
+    return (f"Running Python {sys.version}\nRunning PyTorch {torch.version.__version__} compiled for CUDA "
+            f"{torch.version.cuda}\n{machine}\n{world.size} process{'es' * (world.size > 1)} on {world.device.type}")
 
 # ----------------------------------------------------------------------------------------------------------
 # 8. Model, optimizers, schedules
@@ -700,10 +722,19 @@ def build_optimizers(model: GPT, hp: Hyperparameters) -> list[torch.optim.Optimi
                              dict(params=scalars, lr=hp.scalar_lr)],
                             betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
     muon = Muon(matrices, lr=hp.muon_lr, momentum=hp.muon_momentum)
-    for optimizer in (adam, muon):
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
+    for group in (*adam.param_groups, *muon.param_groups):
+        group["initial_lr"] = group["lr"]
+    set_schedules([adam, muon], 0, hp)
     return [adam, muon]
+
+@torch.no_grad()
+def initialize(model: nn.Module, optimizers: list, hp: Hyperparameters, world: World) -> None:
+    """Back to where a run begins: the seed's weights, and optimizers without a past."""
+    for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
+        p.copy_(initial)
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    set_schedules(optimizers, 0, hp)
 
 def get_lr(step: int, hp: Hyperparameters) -> float:
     """What the learning rates are multiplied by: 1, then a straight line down to final_lr_frac."""
@@ -726,26 +757,19 @@ def set_schedules(optimizers: list[torch.optim.Optimizer], step: int, hp: Hyperp
                 group["momentum"] = get_muon_momentum(step, hp)
 
 # ----------------------------------------------------------------------------------------------------------
-# 9. Warm-up: everything the run will use, on random tokens; then the state is what it was
+# 9. Warm-up: everything the run will use, on random tokens, before the clock starts
 def warm_up(model: nn.Module, optimizers: list, buckets: "GradientBuckets", hp: Hyperparameters, world: World) -> None:
-    """Compiles training and evaluation graphs, starts the communicators, fills the allocator's caches."""
-    initial = copy.deepcopy([x.state_dict() for x in (model, *optimizers)])
+    """Compiles training and evaluation, starts the communicators, fills the allocator's caches. Then weights and
+    optimizers are what they were: no learning is carried over."""
     rng = torch.Generator(world.device).manual_seed(world.rank)
-
-    def random_sequence(length):
-        return torch.randint(hp.vocab_size, (length,), dtype=torch.int32, device=world.device, generator=rng)
-
-    local_tokens, window_blocks = hp.batch_tokens // world.size, get_window_blocks(hp.num_iterations, hp)
-    for step in range(hp.warmup_steps):
-        tokens = random_sequence(local_tokens)
-        set_schedules(optimizers, step, hp)
-        train_step(model, optimizers, buckets, tokens, tokens.long(), window_blocks, hp, world)
-    if hp.warmup_steps:
-        tokens = random_sequence(hp.val_seq_len)
-        evaluate(model, [(tokens, tokens.long())], window_blocks, hp, world)
-    for x, state in zip((model, *optimizers), initial):
-        x.load_state_dict(state)
-    buckets.zero()
+    window_blocks = get_window_blocks(hp.num_iterations, hp)
+    for length in [hp.batch_tokens // world.size] * hp.warmup_steps + [hp.val_seq_len] * (hp.warmup_steps > 0):
+        tokens = torch.randint(hp.vocab_size, (length,), dtype=torch.int32, device=world.device, generator=rng)
+        if length == hp.val_seq_len:
+            evaluate(model, [(tokens, tokens.long())], window_blocks, hp, world)
+        else:
+            train_step(model, optimizers, buckets, tokens, tokens.long(), window_blocks, hp, world)
+    initialize(model, optimizers, hp, world)
 
 # ----------------------------------------------------------------------------------------------------------
 # 10. Gradient buckets: averaging overlaps the rest of the backward pass
@@ -753,12 +777,11 @@ class GradientBuckets:
     """Gradients live in flat buffers of about 25 MB, one dtype each, filled in the order that backward produces
     them. On a step's last micro-step, a bucket that is complete starts one asynchronous all-reduce, without copies.
     After wait(), gradients are sums of tokens' losses, averaged over the step's sequences on all processes."""
-
     def __init__(self, params, num_sequences: int, bucket_bytes: int = 25 * 2**20):
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.num_sequences = num_sequences
         self.last_micro_step = False
-        self.handles = []
+        self.handles, self.norms = [], []
         self.buckets = []  # lists of parameters
         open_bucket = {}   # dtype -> the list being filled
         for p in reversed(list(params)):  # backward runs the forward pass in reverse
@@ -781,30 +804,132 @@ class GradientBuckets:
         self.missing[index] -= 1
         if self.missing[index] == 0:
             flat = self.flat[index]
+            self.norms.append(torch.linalg.vector_norm(flat, dtype=torch.float32))  # this rank's own
             if self.num_sequences > 1:
                 flat.div_(self.num_sequences)  # before the sum: gloo has no average
             if self.world_size > 1:
                 self.handles.append(dist.all_reduce(flat, op=dist.ReduceOp.SUM, async_op=True))
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
+        """Ends the step's reductions. -> the norm of this rank's own gradient."""
         assert not any(self.missing), "a parameter took no part in the loss"
         for handle in self.handles:
             handle.wait()
-        self.handles = []
+        norm = torch.stack(self.norms).norm()
+        self.handles, self.norms = [], []
         self.missing = [len(bucket) for bucket in self.buckets]
+        return norm
 
     def zero(self) -> None:
         for flat in self.flat:
             flat.zero_()
 
 # ----------------------------------------------------------------------------------------------------------
-# 11. The timed loop
+# 11. Checkpoints and signals: nothing trained is lost, and nothing wrong is loaded
+CHECKPOINT_KEYS = {"run_id", "step", "tokens", "train_time_ms", "validations", "log_size", "settings", "source", "rng",
+                   "model", "adam", "muon"}
+
+def write_whole(path: Path, write) -> None:
+    """write(file) under a temporary name, then on the disk, then renamed: what bears the final name is whole."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise RankError(f"cannot write {path} ({getattr(e, 'strerror', None) or 'disk full?'}); "
+                        "the checkpoints before it are as they were") from None
+
+def save_checkpoint(folder: Path, model: GPT, optimizers: list, progress: dict, settings: dict, world: World) -> None:
+    """folder/step000100.pt from rank 0, with the momentum that the ranks keep gathered; the newest two stay."""
+    adam, muon = optimizers
+    momentum = muon.momentum_buffers()
+    if world.rank == 0:
+        rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if world.device.type == "cuda" else [])
+        state = dict(progress, settings=settings, source=SOURCE, rng=rng, model=model.state_dict(),
+                     adam=adam.state_dict(), muon=momentum)
+        write_whole(folder / f"step{progress['step']:06d}.pt", lambda f: torch.save(state, f))
+        for old in [*sorted(folder.glob("step*.pt"))[:-2], *folder.glob("*.tmp")]:
+            old.unlink()
+
+def save_model(path: Path, model: GPT, hp: Hyperparameters) -> None:
+    """The weights alone, as safetensors: loading them executes nothing."""
+    tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    metadata = dict(model="speedrun", hyperparameters=json.dumps(dataclasses.asdict(hp)))
+    write_whole(path, lambda f: f.write(safetensors.torch.save(tensors, metadata)))
+
+def read_checkpoint(where: str, checkpoint_dir: str) -> dict:
+    """The newest whole checkpoint of a run: of the newest run for "latest", of a folder, or up to a given file."""
+    path = Path(where)
+    if where == "latest":
+        path = max(Path(checkpoint_dir).glob("*/step*.pt"), key=lambda f: f.stat().st_mtime, default=Path(checkpoint_dir, "-")).parent
+    folder = path.parent if path.is_file() else path
+    for file in sorted(folder.glob("*.pt"), reverse=True):
+        if path.is_file() and file.name > path.name:
+            continue
+        try:
+            damaged = zipfile.ZipFile(file).testzip()  # torch.load ignores the checksums that torch.save wrote
+            state = None if damaged else torch.load(file, map_location="cpu", weights_only=True)
+            if isinstance(state, dict) and CHECKPOINT_KEYS <= state.keys():
+                return state
+            why = f"damaged at {damaged}" if damaged else "not a checkpoint of this program"
+        except Exception as e:  # damage has many faces; a pickle that is refused is one of them
+            why = (f"{type(e).__name__}: {e}").splitlines()[0]
+        print(f"warning: {file} cannot be used ({why}); trying the one before it", file=sys.stderr)
+    raise InputError(f"--resume {where}: no whole checkpoint there; look into {checkpoint_dir}")
+
+def check_same_run(state: dict, settings: dict) -> list[str]:
+    """What differs between a checkpoint's settings and source and ours, in words."""
+    old = state["settings"]
+    differences = [f"{name}: {old.get(name)} in the checkpoint, {settings.get(name)} now"
+                   for name in sorted({*old, *settings} - {"save_checkpoint"}) if old.get(name) != settings.get(name)]
+    if state["source"] != SOURCE:
+        pairs = itertools.zip_longest(state["source"].splitlines(), SOURCE.splitlines())
+        line = next((i for i, (a, b) in enumerate(pairs, 1) if a != b), 1)
+        differences.append(f"source: not the same, first at line {line}")
+    return differences
+
+def load_checkpoint(state: dict, model: GPT, optimizers: list, world: World) -> None:
+    adam, muon = optimizers
+    model.load_state_dict(state["model"])
+    adam.load_state_dict(state["adam"])
+    muon.load_momentum_buffers(state["muon"])
+    torch.set_rng_state(state["rng"][0])
+    if world.device.type == "cuda" and len(state["rng"]) > 1:
+        torch.cuda.set_rng_state(state["rng"][1])
+
+class StopSignal:
+    """SIGTERM or SIGINT: `number` is set, the step is finished and saved. A second one exits at once.
+
+    A thread listens, as a rank that waits for a dead one never comes back to Python's own signal handlers; it
+    gives the other processes of a job 20 seconds, which is within the 30 after which torchrun kills."""
+    def __init__(self, world: World):
+        self.number, self.grace = 0, 20 if world.size > 1 else None
+        self.reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        self.number = os.read(self.reader, 1)[0]
+        select.select([self.reader], [], [], self.grace)
+        os._exit(128 + self.number)
+
+# ----------------------------------------------------------------------------------------------------------
+# 12. The timed loop
 def train_step(model, optimizers, buckets, inputs: Tensor, targets: Tensor, window_blocks: int, hp: Hyperparameters,
-               world: World) -> Tensor:
-    """Forward, backward and update on this process's share of a step, (local tokens,). -> its summed loss."""
+               world: World) -> tuple[Tensor, Tensor]:
+    """Forward, backward and update on this process's share of a step, (local tokens,).
+    -> its loss, the mean over its tokens, and the norm of its gradient."""
     local = hp.num_sequences // world.size
     per_pass = max(n for n in range(1, min(local, hp.sequences_per_pass) + 1) if local % n == 0)
-    window = torch.tensor(window_blocks, dtype=torch.int32).to(world.device, non_blocking=True)
+    window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
     model.train()
     inputs, targets = (t.view(-1, per_pass, hp.train_seq_len) for t in (inputs, targets))  # (micro-steps, B, S)
     total = torch.zeros((), device=world.device)
@@ -813,81 +938,73 @@ def train_step(model, optimizers, buckets, inputs: Tensor, targets: Tensor, wind
         loss = model(x, y, window)
         loss.backward()
         total += loss.detach()
-    buckets.wait()
+    grad_norm = buckets.wait()
     for optimizer in optimizers:
         optimizer.step()
     buckets.zero()
-    return total
+    return total / inputs.numel(), grad_norm
 
 @torch.no_grad()
 def evaluate(model, sequences, window_blocks: int, hp: Hyperparameters, world: World) -> float:
     """The mean loss over this process's `sequences` of (val_seq_len,) inputs and targets
     and over all processes, each of which has equally many."""
     model.eval()
-    window = torch.tensor(window_blocks, dtype=torch.int32, device=world.device)
+    window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
     losses = torch.stack([model(x[None], y[None], window) for x, y in sequences])
     mean = losses.double().mean()
     if world.size > 1:
         dist.all_reduce(mean)
     return mean.item() / world.size
 
-class LossCheck:
-    """Stops the run at a non-finite loss. On CUDA it looks at each loss when the next one is on its way, so that
-    reading it never makes the GPU wait for the host; flush() looks at once."""
+class StepCheck:
+    """Stops the run at a loss or a gradient that is not finite, and has the ranks agree on when to heed a signal.
+    On CUDA a step is looked at when the next one is on its way, so that reading never makes the GPU wait for the
+    host; flush() looks at once."""
+    def __init__(self, world: World, stop_signal: StopSignal):
+        self.world, self.stop_signal, self.unread, self.loss, self.stop = world, stop_signal, None, math.nan, 0
 
-    def __init__(self, rank: int):
-        self.rank, self.unread, self.last = rank, None, math.nan
-
-    def __call__(self, step: int, loss: Tensor) -> None:
+    def __call__(self, step: int, loss: Tensor, grad_norm: Tensor) -> int:
+        """-> the number of the signal that all ranks now know of, or 0."""
         self.flush()
+        bad_rank = torch.where((loss + grad_norm).isfinite(), 0.0, self.world.rank + 1.0)
+        votes = torch.stack([bad_rank, torch.full_like(bad_rank, self.stop_signal.number)])
+        if self.world.size > 1:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         event = torch.cuda.Event() if loss.is_cuda else None
-        self.unread = (step, loss.to("cpu", non_blocking=True), event)
-        if event:
-            event.record()
-        else:
-            self.flush()
+        self.unread = (step, torch.stack([*votes, loss, grad_norm]).to("cpu", non_blocking=True), event)
+        event.record() if event else self.flush()
+        return self.stop
 
     def flush(self) -> None:
-        if self.unread:
-            (step, loss, event), self.unread = self.unread, None
-            if event:
-                event.synchronize()
-            self.last = loss.item()
-            if not math.isfinite(self.last):
-                raise RankError(f"step {step}, rank {self.rank}: the training loss is {self.last}; "
-                                 "lower the learning rates, or look at what was changed last")
+        if self.unread is None:
+            return
+        (step, values, event), self.unread = self.unread, None
+        if event:
+            event.synchronize()
+        bad_rank, stop, self.loss, grad_norm = values.tolist()
+        self.stop = int(stop)
+        if bad_rank:
+            raise InputError(f"step {step}, rank {int(bad_rank) - 1}: the loss or the gradient is not finite (on rank "
+                             f"{self.world.rank}: loss {self.loss}, gradient norm {grad_norm}); lower the learning "
+                             "rates, or look at what was changed last")
 
-class Clock:
-    """Training time: synchronized with the device, and running only between start() and stop()."""
-
-    def __init__(self, world: World):
-        self.world, self.stopped_ms, self.started = world, 0.0, None
-
-    def start(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
-        if self.world.size > 1:
-            dist.barrier()
-        self.started = time.perf_counter()
-
-    def stop(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.stopped_ms, self.started = self.ms(), None
-
-    def ms(self) -> float:  # while running, not synchronized: the host may be ahead of the GPU
-        return self.stopped_ms + (1000 * (time.perf_counter() - self.started) if self.started else 0)
+def synchronized_ms(world: World) -> float:
+    """The clock, read when all ranks and their devices are done with what was asked of them."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    if world.size > 1:
+        dist.barrier()
+    return 1000 * time.perf_counter()
 
 def peak_memory(world: World) -> str:
     if world.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     else:  # a CPU process has its peak resident set, and no caching allocator with a reserve
-        import resource
         allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return f"peak memory allocated: {allocated // 2**20} MiB reserved: {reserved // 2**20} MiB"
 
 def describe_result(hp: Hyperparameters, validations: list[tuple[int, float, float]]) -> str:
-    """validations: (step, val_loss, training time in ms). The line after the last one."""
+    """The line after the last validation. validations: (step, val_loss, training time in ms)."""
     step, val_loss, total_ms = validations[-1]
     met = next((v for v in validations if v[1] <= hp.target_val_loss), None)
     verdict = f"met at step {met[0]} after {met[2] / 1000:.2f} s of training" if met else "not met"
@@ -895,68 +1012,117 @@ def describe_result(hp: Hyperparameters, validations: list[tuple[int, float, flo
     speed = f"{hp.batch_tokens * step / (total_ms / 1000):,.0f} tokens/s"
     return f"target {hp.target_val_loss}: {verdict}; val_loss {val_loss:.4f}{bits} after {total_ms / 1000:.2f} s, {speed}"
 
-def save_checkpoint(path: Path, model, optimizers, hp: Hyperparameters, step: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save(dict(step=step, hyperparameters=dataclasses.asdict(hp), source=SOURCE, model=model.state_dict(),
-                    optimizers=[optimizer.state_dict() for optimizer in optimizers]), temporary)
-    os.replace(temporary, path)  # what bears the final name is whole
+def describe_runs(hp: Hyperparameters, results: list[tuple[int, float, float]]) -> str:
+    """n, mean, deviation, and Student's one-sided p-value that the mean loss is below the target."""
+    from scipy import stats
+    losses, times = np.array(results)[:, 1], np.array(results)[:, 2] / 1000
+    p = stats.ttest_1samp(losses, hp.target_val_loss, alternative="less").pvalue
+    return (f"{len(losses)} runs: val_loss {losses.mean():.4f}, standard deviation {losses.std(ddof=1):.4f}, p-value of "
+            f"being below {hp.target_val_loss} {p:.2g}; training time {times.mean():.2f} s, {times.std(ddof=1):.2f}")
 
-def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
-    check_hyperparameters(hp, int(os.environ.get("WORLD_SIZE", 1)))
-    val_sequences = hp.val_tokens // hp.val_seq_len
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # one look at the data a machine
-        how = (hp.vocab_size, hp.data_command)
-        check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, *how, lower="--num_iterations")
-        check_shards(hp.val_files, hp.val_seq_len, val_sequences, *how, lower="--val_tokens")
-    world = start_world(args.device)
-    log = Log(world, args.log_dir, hp.num_iterations)
-    for part in (SOURCE, "=" * 100, describe_machine(world), "=" * 100):
-        log.write(part, console=False)
-    settings = dict(track=args.track, world_size=world.size, **dataclasses.asdict(hp))
-    log.write(f"hyperparameters: {json.dumps(settings)}", console=False)
-    if hp.train_seq_len != TRACKS[args.track].train_seq_len:
-        log.write(f"train_seq_len {hp.train_seq_len} (track: {TRACKS[args.track].train_seq_len}): "
-                  f"{hp.num_sequences} sequences a step, {hp.batch_tokens} tokens as before")
+def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tuple, resumed: dict | None,
+        differences: list[str], warm: bool) -> tuple[int, float, float]:
+    """One counted run with a log of its own. -> its last validation: (step, val_loss, training time in ms)."""
+    model, compiled, optimizers, buckets, stop_signal = parts
+    settings = dict(track=args.track, **dataclasses.asdict(hp))
+    log = Log(world, args.log_dir, hp.num_iterations, *((resumed["run_id"], resumed["log_size"]) if resumed else ()))
+    if world.rank == 0 and log.is_new:
+        for part in (SOURCE, "=" * 100, describe_machine(world), "=" * 100):
+            log.write(part, console=False)
+        log.write(f"hyperparameters: {json.dumps(dict(settings, world_size=world.size))}", console=False)
+        if hp.train_seq_len != TRACKS[args.track].train_seq_len:
+            log.write(f"train_seq_len {hp.train_seq_len} (track: {TRACKS[args.track].train_seq_len}): "
+                      f"{hp.num_sequences} sequences a step, {hp.batch_tokens} tokens as before")
+    if warm:
+        initialize(model, optimizers, hp, world)
+    else:
+        begun = time.perf_counter()
+        warm_up(compiled, optimizers, buckets, hp, world)
+        log.write(f"warm-up: {hp.warmup_steps} steps and compilation took {time.perf_counter() - begun:.1f} s, untimed")
+        if stop_signal.number:
+            os._exit(128 + stop_signal.number)  # there is nothing to save yet
+    train_ms, validations, first_step = 0.0, [], 0
+    if resumed:
+        load_checkpoint(resumed, model, optimizers, world)
+        first_step, train_ms, validations = resumed["step"], resumed["train_time_ms"], resumed["validations"]
+        forced = f", by resume_force ({'; '.join(differences)}): no record" if differences else ""
+        log.write(f"resume: from step {first_step}, on {world.size} process{'es' * (world.size > 1)}{forced}")
+    folder, check = Path(args.checkpoint_dir) / log.run_id, StepCheck(world, stop_signal)
 
-    model = build_model(hp, world)
-    optimizers = build_optimizers(model, hp)
-    buckets = GradientBuckets(model.parameters(), hp.num_sequences)
-    compiled = torch.compile(model, dynamic=False)
-    started = time.perf_counter()
-    warm_up(compiled, optimizers, buckets, hp, world)
-    log.write(f"warm-up: {hp.warmup_steps} steps and compilation took {time.perf_counter() - started:.1f} s, untimed")
+    def checkpoint(step):
+        begun = time.perf_counter()
+        progress = dict(run_id=log.run_id, step=step, tokens=step * hp.batch_tokens, train_time_ms=train_ms,
+                        validations=validations, log_size=log.size())
+        save_checkpoint(folder, model, optimizers, progress, settings, world)
+        log.write(f"checkpoint: step {step} written in {time.perf_counter() - begun:.1f} s, untimed")
 
     data = dict(vocab_size=hp.vocab_size, device=world.device)
-    train_batches = distributed_data_generator(hp.train_files, hp.batch_tokens, world.rank, world.size, **data)
-    check_loss, clock, validations = LossCheck(world.rank), Clock(world), []
-    clock.start()
-    for step in range(hp.num_iterations + 1):
+    batches = distributed_data_generator(hp.train_files, hp.batch_tokens, world.rank, world.size, **data,
+                                         first_batch=first_step)
+    started = synchronized_ms(world)  # the clock runs while training, and for nothing else
+    for step in range(first_step, hp.num_iterations + 1):
         last_step = step == hp.num_iterations
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
-            clock.stop()
-            check_loss.flush()
+            train_ms += synchronized_ms(world) - started
+            check.flush()
             sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, 0, 1, **data)
-            mine = itertools.islice(sequences, world.rank, val_sequences, world.size)  # the same set on any world size
+            # the same sequences whatever the world size
+            mine = itertools.islice(sequences, world.rank, hp.val_tokens // hp.val_seq_len, world.size)
             val_loss = evaluate(compiled, mine, get_window_blocks(step, hp), hp, world)
-            validations.append((step, val_loss, clock.ms()))
-            log.write(f"step:{step}/{hp.num_iterations} val_loss:{val_loss:.4f} train_time:{clock.ms():.0f}ms "
-                      f"step_avg:{clock.ms() / max(step, 1):.2f}ms")
+            validations.append((step, val_loss, train_ms))
+            log.write(f"step:{step}/{hp.num_iterations} val_loss:{val_loss:.4f} train_time:{train_ms:.0f}ms "
+                      f"step_avg:{train_ms / max(step, 1):.2f}ms")
             if last_step:
                 break
-            clock.start()
+            started = synchronized_ms(world)
         set_schedules(optimizers, step, hp)
-        inputs, targets = next(train_batches)
-        loss = train_step(compiled, optimizers, buckets, inputs, targets, get_window_blocks(step, hp), hp, world)
-        check_loss(step, loss / len(inputs))
-        ms = clock.ms()
+        inputs, targets = next(batches)
+        losses = train_step(compiled, optimizers, buckets, inputs, targets, get_window_blocks(step, hp), hp, world)
+        stop = check(step, *losses)
+        ms = train_ms + 1000 * time.perf_counter() - started  # not synchronized: the host may be ahead of the GPU
         log.step(f"step:{step + 1}/{hp.num_iterations} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
-                 step + 1, check_loss.last)
-    if hp.save_checkpoint and world.rank == 0:
-        save_checkpoint(log.path.parent / log.run_id / f"state_step{step:06d}.pt", model, optimizers, hp, step)
+                 step + 1, check.loss)
+        if stop or (args.checkpoint_every and (step + 1) % args.checkpoint_every == 0):
+            train_ms += synchronized_ms(world) - started
+            check.flush()
+            checkpoint(step + 1)
+            if stop:
+                log.close()
+                os._exit(128 + stop)
+            started = synchronized_ms(world)
+    if hp.save_checkpoint:
+        checkpoint(hp.num_iterations)
+    if world.rank == 0 and (hp.save_checkpoint or args.checkpoint_every):
+        save_model(folder / "model.safetensors", model, hp)
     log.write(peak_memory(world))
     log.write(describe_result(hp, validations))
     log.close()
+    return validations[-1]
+
+def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
+    check_hyperparameters(hp, int(os.environ.get("WORLD_SIZE", 1)))
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # one look at the data a machine
+        how = (hp.vocab_size, hp.data_command)
+        check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, *how, lower="--num_iterations")
+        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, *how, lower="--val_tokens")
+    world = start_world(args.device)
+    resumed, differences = None, []
+    if args.resume:
+        box = [read_checkpoint(args.resume, args.checkpoint_dir) if world.rank == 0 else None]
+        if world.size > 1:
+            dist.broadcast_object_list(box, 0, device=world.device)
+        resumed, differences = box[0], check_same_run(box[0], dict(track=args.track, **dataclasses.asdict(hp)))
+        if differences and not args.resume_force:
+            raise InputError(f"--resume: another run ({'; '.join(differences)}); --resume_force goes on all the same")
+    model = build_model(hp, world)
+    parts = (model, torch.compile(model, dynamic=False), build_optimizers(model, hp),
+             GradientBuckets(model.parameters(), hp.num_sequences), StopSignal(world))
+    results = []
+    for i in range(args.num_runs):
+        seeded = dataclasses.replace(hp, seed=hp.seed + i)
+        results.append(run(args, seeded, world, parts, resumed, differences, warm=i > 0))
+    if args.num_runs > 1 and world.rank == 0:
+        print(describe_runs(hp, results))
     if world.size > 1:
         dist.destroy_process_group()
 
@@ -967,6 +1133,12 @@ def main(argv: list[str]) -> int:
         if isinstance(e, RankError) or int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once a machine is enough
             print(f"error: {e}", file=sys.stderr, flush=True)
         return 2
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
+            raise
+        print(f"error: rank {os.environ.get('RANK')} lost another process, whose own error counts "
+              f"({str(e).splitlines()[0][-80:]})", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 if __name__ == "__main__":

@@ -51,8 +51,9 @@ def reference_loss(params, hp, inputs, targets, window_blocks, long_layers, free
         ve = ve + [None] * (n_layers - 2 * len(ve)) + ve
         stack = []
         for i in range(n_layers):
-            if i >= n_layers // 2:
-                x = x + params["skip_weights"][i - n_layers // 2] * stack.pop()
+            second_half = n_layers - n_layers // 2  # of an odd number of layers, the middle one stands alone
+            if i >= second_half:
+                x = x + params["skip_weights"][i - second_half] * stack.pop()
             x = params[f"blocks.{i}.lambdas"][0] * x + params[f"blocks.{i}.lambdas"][1] * x0
             if i not in free_layers:
                 w, lam = params[f"blocks.{i}.attn.qkv_w"], params[f"blocks.{i}.attn.lambdas"]

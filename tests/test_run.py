@@ -178,7 +178,7 @@ def assert_identical(a, b, where="state"):
 
 
 def check_warm_up(rank, world_size):
-    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    world = World(rank, world_size, torch.device("cpu"))
     hp = replace(TRACKS["shakespeare"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3))
     tokens = torch.randint(0, 257, (3, 1024 // world_size + 1), generator=torch.Generator().manual_seed(rank))
     after = []
@@ -217,7 +217,7 @@ def test_only_training_is_timed(shards, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "warm_up", slow(train_gpt.warm_up))
     monkeypatch.setattr(train_gpt, "evaluate", slow(train_gpt.evaluate))
-    monkeypatch.setattr(train_gpt, "train_step", lambda *args: (time.sleep(0.1), torch.tensor(1.0))[1])
+    monkeypatch.setattr(train_gpt, "train_step", lambda *args: (time.sleep(0.1), torch.ones(2))[1])
     log = run_here(options(shards, num_iterations=2, val_loss_every=1), tmp_path, monkeypatch)
     times = [int(t) for t in re.findall(r"^step:2/2 .*?train_time:(\d+)ms", log, re.M)]
     assert len(times) == 2 and all(200 <= t < 900 for t in times), times
@@ -447,7 +447,7 @@ def test_a_bad_input_as_a_subprocess(tmp_path):
 # ---------------------------------------------------------------------------------------- checkpoint
 def test_checkpoint_holds_the_trained_model(shards, tmp_path, monkeypatch):
     run_here(options(shards, num_iterations=2) + ["--save_checkpoint"], tmp_path, monkeypatch)
-    (path,) = [p for p in (tmp_path / "logs").rglob("*") if p.is_file() and p.suffix != ".txt"]
+    (path,) = (tmp_path / "checkpoints").glob("*/step*.pt")
     saved = torch.load(path, weights_only=True)
     hp = train_gpt.parse_arguments(options(shards))[1]
     model = train_gpt.GPT(hp, dtype=saved["model"]["embed.weight"].dtype)
