@@ -15,8 +15,8 @@ What is special, against a plain GPT-2:
 - the same training on any number of processes: a step is a fixed set of sequences, shared out among them
 
 Sections: 1 preamble, 2 FP8 matmul, 3 Muon, 4 model, 5 data, 6 hyperparameters and tracks, 7 processes and log,
-8 model, optimizers, schedules, 9 warm-up, 10 gradient buckets, 11 checkpoints, 12 the timed loop. Importing it runs nothing.
-Shapes: B sequences of S tokens, T = B * S tokens of a forward pass, H heads of D channels, C = model_dim.
+8 model, optimizers, schedules, 9 warm-up, 10 gradient buckets, 11 checkpoints, 12 the timed loop.
+Importing it runs nothing. Shapes: B sequences of S tokens, T = B * S tokens of a forward pass, H heads of D channels, C = model_dim.
 """
 # ----------------------------------------------------------------------------------------------------------
 # 1. Preamble: the log carries the source, so that a log alone is enough to rerun a record and to judge it
@@ -268,7 +268,7 @@ def portable_mask(docs: Tensor, window_blocks: Tensor, span: int) -> Tensor:
     the span - 1 blocks before it. span is static, an upper bound of window_blocks: growth recompiles nothing."""
     position = torch.arange(len(docs), dtype=torch.int32, device=docs.device).view(-1, BLOCK_SIZE, 1)
     block = position[:, :1]  # (N, 1, 1): where each block starts
-    # a query sees from here: its document's first token or its window's (docs are in order, so a search finds the former)
+    # a query sees from here on: its document's first token, which a search finds as docs are in order, or its window's
     begin = torch.searchsorted(docs, docs, out_int32=True).view_as(position)
     begin = begin.maximum(block - (window_blocks - 1) * BLOCK_SIZE)
     keys = block + torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
@@ -369,7 +369,8 @@ class GPT(nn.Module):
             long, short = flex_block_mask(docs, window_blocks), flex_block_mask(docs, short_blocks)
         else:
             span = math.ceil(self.hp.max_window / BLOCK_SIZE)
-            long, short = portable_mask(docs, window_blocks, span), portable_mask(docs, short_blocks, max(1, span // 2))
+            long = portable_mask(docs, window_blocks, span)
+            short = portable_mask(docs, short_blocks, max(1, span // 2))
         return [long if i in self.hp.long_window_layers else short for i in range(self.hp.num_layers)]
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, window_blocks: Tensor) -> Tensor:
@@ -407,11 +408,11 @@ def shard_length(file: Path) -> int:
     except OSError as e:
         raise InputError(f"{file}: cannot be read ({e.strerror})") from None
     if len(header) < 256 or header[0] != 20240520:
-        raise InputError(f"{file}: not a token shard (no magic number 20240520 in a header of 1024 bytes); make it again")
+        raise InputError(f"{file}: not a token shard (no magic 20240520 in a header of 1024 bytes); make it again")
     if header[1] != 1:
         raise InputError(f"{file}: shard version {header[1]}, but only version 1 is known; make it again")
     if header[2] < 0 or size != 1024 + 2 * int(header[2]):
-        raise InputError(f"{file}: the header says {header[2]} tokens, the file's {size} bytes say otherwise; make it again")
+        raise InputError(f"{file}: {header[2]} tokens by its header, but {size} bytes; make it again")
     return int(header[2])
 
 def read_tokens(file: Path, start: int, count: int, vocab_size: int) -> np.ndarray:
@@ -423,7 +424,7 @@ def read_tokens(file: Path, start: int, count: int, vocab_size: int) -> np.ndarr
     if len(tokens) < count:
         raise RankError(f"{file}: ends before token {start + count}; was it changed while the run was on?")
     if count and tokens.max() >= vocab_size:
-        raise InputError(f"{file}: token {tokens.max()} is outside the vocabulary of {vocab_size}; is it for another track?")
+        raise InputError(f"{file}: token {tokens.max()} is outside the vocabulary of {vocab_size}; another track's?")
     return tokens
 
 def check_shards(pattern: str, batch_size: int, steps: int, vocab_size: int, data_command="", lower="") -> None:
@@ -542,7 +543,7 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
         require(getattr(hp, name) % BLOCK_SIZE == 0, name, f"must be a multiple of {BLOCK_SIZE}")
     for name in ("attn_free_layers", "long_window_layers"):
         require(all(0 <= i < hp.num_layers for i in getattr(hp, name)), name, f"layers are 0 to {hp.num_layers - 1}")
-    require(hp.batch_tokens % hp.train_seq_len == 0, "batch_tokens", f"not a multiple of train_seq_len {hp.train_seq_len}")
+    require(hp.batch_tokens % hp.train_seq_len == 0, "batch_tokens", f"no multiple of train_seq_len {hp.train_seq_len}")
     require(hp.val_tokens % hp.val_seq_len == 0, "val_tokens", f"not a multiple of val_seq_len {hp.val_seq_len}")
     require(hp.eot_token < hp.vocab_size, "eot_token", f"outside the vocabulary of {hp.vocab_size}")
     require(hp.head_dim % 4 == 0, "head_dim", "must be a multiple of 4 (half-truncated rotary embeddings)")
@@ -689,7 +690,7 @@ class Log:
             self.bar.close()
 
 def describe_machine(world: World) -> str:
-    """What ran it: versions, then nvidia-smi, or the CPU's model, cores and instruction sets. Names no host or user."""
+    """Versions, then nvidia-smi, or the CPU's model, cores and instruction sets. Names no host or user."""
     if world.device.type == "cuda":
         machine = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
         if "Processes:" in machine:  # that table has paths in it
@@ -758,7 +759,7 @@ def set_schedules(optimizers: list[torch.optim.Optimizer], step: int, hp: Hyperp
 
 # ----------------------------------------------------------------------------------------------------------
 # 9. Warm-up: everything the run will use, on random tokens, before the clock starts
-def warm_up(model: nn.Module, optimizers: list, buckets: "GradientBuckets", hp: Hyperparameters, world: World) -> None:
+def warm_up(model, optimizers: list, buckets: "GradientBuckets", hp: Hyperparameters, world: World) -> None:
     """Compiles training and evaluation, starts the communicators, fills the allocator's caches. Then weights and
     optimizers are what they were: no learning is carried over."""
     rng = torch.Generator(world.device).manual_seed(world.rank)
@@ -826,8 +827,7 @@ class GradientBuckets:
 
 # ----------------------------------------------------------------------------------------------------------
 # 11. Checkpoints and signals: nothing trained is lost, and nothing wrong is loaded
-CHECKPOINT_KEYS = {"run_id", "step", "tokens", "train_time_ms", "validations", "log_size", "settings", "source", "rng",
-                   "model", "adam", "muon"}
+CHECKPOINT_KEYS = set("run_id step tokens train_time_ms validations log_size settings source rng model adam muon".split())
 
 def write_whole(path: Path, write) -> None:
     """write(file) under a temporary name, then on the disk, then renamed: what bears the final name is whole."""
@@ -866,7 +866,8 @@ def read_checkpoint(where: str, checkpoint_dir: str) -> dict:
     """The newest whole checkpoint of a run: of the newest run for "latest", of a folder, or up to a given file."""
     path = Path(where)
     if where == "latest":
-        path = max(Path(checkpoint_dir).glob("*/step*.pt"), key=lambda f: f.stat().st_mtime, default=Path(checkpoint_dir, "-")).parent
+        files = sorted(Path(checkpoint_dir).glob("*/step*.pt"), key=lambda f: f.stat().st_mtime)
+        path = files[-1].parent if files else Path(checkpoint_dir)
     folder = path.parent if path.is_file() else path
     for file in sorted(folder.glob("*.pt"), reverse=True):
         if path.is_file() and file.name > path.name:

@@ -739,11 +739,15 @@ def torchrun(argv, folder, *launcher, name="console", **environment):
 
 def workers(launcher):
     """{rank: pid} of torchrun's processes."""
-    if launcher.poll() is not None:
-        return {}
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    environs = {pid: Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children}
-    return {int(e[5:]): int(pid) for pid, environ in environs.items() for e in environ if re.match(r"RANK=\d", e)}
+    ranks = {}
+    for task in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((task / "stat").read_text().rsplit(")", 1)[1].split()[1]) == launcher.pid:
+                rank = re.search(r"(?:^|\0)RANK=(\d+)", (task / "environ").read_text())
+                ranks |= {int(rank[1]): int(task.name)} if rank else {}
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            pass
+    return ranks
 
 
 def shows(folder, text, name="console"):
