@@ -23,7 +23,7 @@ Importing it runs nothing. Shapes: B sequences of S tokens, T = B * S tokens of 
 with open(__file__, newline="") as f:
     SOURCE = f.read()  # read first: an edit made while the run is on must not reach its log
 
-import argparse, ctypes, dataclasses, datetime, glob, itertools, json, math, os, platform
+import argparse, contextlib, ctypes, dataclasses, datetime, glob, itertools, json, math, os, pickle, platform
 import resource, select, signal, subprocess, sys, threading, time, uuid, zipfile
 from collections import namedtuple
 from pathlib import Path
@@ -424,7 +424,7 @@ def read_tokens(file: Path, start: int, count: int, vocab_size: int) -> np.ndarr
     if len(tokens) < count:
         raise RankError(f"{file}: ends before token {start + count}; was it changed while the run was on?")
     if count and tokens.max() >= vocab_size:
-        raise InputError(f"{file}: token {tokens.max()} is outside the vocabulary of {vocab_size}; another track's?")
+        raise RankError(f"{file}: token {tokens.max()} is outside the vocabulary of {vocab_size}; another track's?")
     return tokens
 
 def check_shards(pattern: str, batch_size: int, steps: int, vocab_size: int, data_command="", lower="") -> None:
@@ -657,7 +657,7 @@ class Log:
             self.file.seek(0, os.SEEK_END)
         except OSError as e:
             raise InputError(f"cannot write the log {self.path} ({e.strerror}); choose another --log_dir") from None
-        print(self.path)
+        self.show(str(self.path))
         if sys.stdout.isatty():
             self.bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout)
 
@@ -674,7 +674,14 @@ class Log:
         except OSError as e:
             raise RankError(f"cannot write the log {self.path} ({e.strerror})") from None
         if console:
+            self.show(line)
+
+    def show(self, line: str) -> None:
+        try:
             self.bar.write(line) if self.bar is not None else print(line, flush=True)
+        except OSError as e:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter fails once more at its end
+            raise RankError(f"cannot write to the console ({e.strerror})") from None
 
     def step(self, line: str, step: int, loss: float) -> None:
         """A training step: on a terminal it moves the bar instead of scrolling by."""
@@ -840,7 +847,8 @@ def write_whole(path: Path, write) -> None:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise RankError(f"cannot write {path} ({getattr(e, 'strerror', None) or 'disk full?'}); "
                         "the checkpoints before it are as they were") from None
 
@@ -854,7 +862,7 @@ def save_checkpoint(folder: Path, model: GPT, optimizers: list, progress: dict, 
                      adam=adam.state_dict(), muon=momentum)
         write_whole(folder / f"step{progress['step']:06d}.pt", lambda f: torch.save(state, f))
         for old in [*sorted(folder.glob("step*.pt"))[:-2], *folder.glob("*.tmp")]:
-            old.unlink()
+            old.unlink(missing_ok=True)
 
 def save_model(path: Path, model: GPT, hp: Hyperparameters) -> None:
     """The weights alone, as safetensors: loading them executes nothing."""
@@ -876,10 +884,12 @@ def read_checkpoint(where: str, checkpoint_dir: str) -> dict:
             damaged = zipfile.ZipFile(file).testzip()  # torch.load ignores the checksums that torch.save wrote
             state = None if damaged else torch.load(file, map_location="cpu", weights_only=True)
             if isinstance(state, dict) and CHECKPOINT_KEYS <= state.keys():
+                uuid.UUID(state["run_id"])  # it becomes the log's name: nothing but that
                 return state
             why = f"damaged at {damaged}" if damaged else "not a checkpoint of this program"
         except Exception as e:  # damage has many faces; a pickle that is refused is one of them
-            why = (f"{type(e).__name__}: {e}").splitlines()[0]
+            refused = isinstance(e, pickle.UnpicklingError)
+            why = "its pickle holds more than data" if refused else f"{type(e).__name__}: {e}".splitlines()[0]
         print(f"warning: {file} cannot be used ({why}); trying the one before it", file=sys.stderr)
     raise InputError(f"--resume {where}: no whole checkpoint there; look into {checkpoint_dir}")
 
@@ -896,8 +906,12 @@ def check_same_run(state: dict, settings: dict) -> list[str]:
 
 def load_checkpoint(state: dict, model: GPT, optimizers: list, world: World) -> None:
     adam, muon = optimizers
-    model.load_state_dict(state["model"])
-    adam.load_state_dict(state["adam"])
+    try:
+        model.load_state_dict(state["model"])
+        # its moments alone: learning rates and betas are this run's, which differ where --resume_force lets them
+        adam.load_state_dict(dict(state["adam"], param_groups=adam.state_dict()["param_groups"]))
+    except (RuntimeError, ValueError) as e:
+        raise InputError(f"--resume: a checkpoint of another model ({str(e).splitlines()[-1].strip()})") from None
     muon.load_momentum_buffers(state["muon"])
     torch.set_rng_state(state["rng"][0])
     if world.device.type == "cuda" and len(state["rng"]) > 1:
@@ -919,6 +933,11 @@ class StopSignal:
 
     def _listen(self) -> None:
         self.number = os.read(self.reader, 1)[0]
+        if self.grace:  # batch systems signal all processes, and torchrun then passes its own on: the same signal twice
+            time.sleep(1)
+            os.set_blocking(self.reader, False)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self.reader, 100)
         select.select([self.reader], [], [], self.grace)
         os._exit(128 + self.number)
 
@@ -1070,6 +1089,9 @@ def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tupl
             # the same sequences whatever the world size
             mine = itertools.islice(sequences, world.rank, hp.val_tokens // hp.val_seq_len, world.size)
             val_loss = evaluate(compiled, mine, get_window_blocks(step, hp), hp, world)
+            if not math.isfinite(val_loss):
+                raise InputError(f"step {step}: the validation loss is not finite ({val_loss}); lower the learning rates, "
+                                 "or look at what was changed last")
             validations.append((step, val_loss, train_ms))
             log.write(f"step:{step}/{hp.num_iterations} val_loss:{val_loss:.4f} train_time:{train_ms:.0f}ms "
                       f"step_avg:{train_ms / max(step, 1):.2f}ms")
@@ -1079,20 +1101,21 @@ def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tupl
         set_schedules(optimizers, step, hp)
         inputs, targets = next(batches)
         losses = train_step(compiled, optimizers, buckets, inputs, targets, get_window_blocks(step, hp), hp, world)
-        stop = check(step, *losses)
+        stop = check(step + 1, *losses)
         ms = train_ms + 1000 * time.perf_counter() - started  # not synchronized: the host may be ahead of the GPU
         log.step(f"step:{step + 1}/{hp.num_iterations} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
                  step + 1, check.loss)
-        if stop or (args.checkpoint_every and (step + 1) % args.checkpoint_every == 0):
+        final = hp.save_checkpoint and step + 1 == hp.num_iterations
+        if stop or final or (args.checkpoint_every and (step + 1) % args.checkpoint_every == 0):
             train_ms += synchronized_ms(world) - started
             check.flush()
             checkpoint(step + 1)
             if stop:
+                if world.size > 1:
+                    dist.barrier()  # torchrun stops all when the first leaves: none does before the file is there
                 log.close()
                 os._exit(128 + stop)
             started = synchronized_ms(world)
-    if hp.save_checkpoint:
-        checkpoint(hp.num_iterations)
     if world.rank == 0 and (hp.save_checkpoint or args.checkpoint_every):
         save_model(folder / "model.safetensors", model, hp)
     log.write(peak_memory(world))
@@ -1106,6 +1129,11 @@ def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
         how = (hp.vocab_size, hp.data_command)
         check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, *how, lower="--num_iterations")
         check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, *how, lower="--val_tokens")
+    if args.checkpoint_every or hp.save_checkpoint:
+        try:
+            Path(args.checkpoint_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise InputError(f"--checkpoint_dir {args.checkpoint_dir}: cannot be made ({e.strerror})") from None
     world = start_world(args.device)
     resumed, differences = None, []
     if args.resume:

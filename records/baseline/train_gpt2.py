@@ -319,7 +319,7 @@ TRACKS = {
     # bytes, for a CPU of two cores: see the track of the same name in train_gpt.py
     "shakespeare": Hyperparameters(
         train_files="data/shakespeare/shakespeare_train_*.bin", val_files="data/shakespeare/shakespeare_val_*.bin",
-        val_tokens=327_680, repeat_data=True, target_val_loss=1.50, block_size=256, vocab_size=257,
+        val_tokens=389_120, repeat_data=True, target_val_loss=1.50, block_size=256, vocab_size=257,
         n_layer=4, n_head=4, n_embd=256, batch_tokens=4096, micro_batch=16, num_iterations=2000, warmup_iters=100,
         learning_rate=2e-3, hellaswag=0, samples=1, sample_prompt="To be, or not to be"),
 }
