@@ -1,5 +1,6 @@
 """Shared settings of the tests: the script's folder is importable, nothing is compiled unless a test asks."""
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,3 +18,6 @@ import torch
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+# A shell's background job ignores SIGINT, and so would all that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
