@@ -4,12 +4,14 @@ import math
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from dataclasses import replace
 
 import pytest
+import scipy.stats
 import torch
 
 import train_gpt
@@ -132,6 +134,33 @@ def test_same_seed_same_run_other_seed_other_run(shards, one_process, tmp_path, 
     other = val_losses(run_here(options(shards, **NO_SCALARS, seed=1), tmp_path / "b", monkeypatch))
     assert again == one_process
     assert other[0] == one_process[0] and other[6] != one_process[6]
+
+
+def test_num_runs_are_the_runs_that_each_seed_gives(shards, tmp_path, monkeypatch, capsys):
+    """Three counted runs in one process: each bitwise (weights, state, losses) what --seed gives alone, each with a
+    log of its own; then n, mean, deviation and the p-value that scipy gives for the logged losses."""
+    argv = options(shards, warmup_steps=2) + ["--save_checkpoint"]
+    (tmp_path / "all").mkdir()
+    monkeypatch.chdir(tmp_path / "all")
+    assert train_gpt.main([*argv, "--seed", "5", "--num_runs", "3"]) == 0
+    summary = capsys.readouterr().out.splitlines()[-1]
+    losses = []
+    for log in (tmp_path / "all" / "logs").iterdir():
+        run = log.read_text()
+        seed = int(re.search(r'"seed": (\d+)', run)[1])
+        alone = run_here([*argv, "--seed", str(seed)], tmp_path / str(seed), monkeypatch)
+        assert val_losses(run) == val_losses(alone) and len(val_losses(run)) > 1
+        (ours,) = (tmp_path / "all" / "checkpoints" / log.stem).glob("step*.pt")
+        (theirs,) = (tmp_path / str(seed) / "checkpoints").glob("*/step*.pt")
+        ours, theirs = (torch.load(path, weights_only=True) for path in (ours, theirs))
+        for part in ("model", "adam", "muon"):
+            assert_identical(ours[part], theirs[part])
+        losses.append(val_losses(run)[6])
+    assert len(set(losses)) == 3
+    numbers = [float(x) for x in re.findall(r"\d+\.\d+(?:e-\d+)?|\d+", summary)]
+    p_value = scipy.stats.ttest_1samp(losses, TRACKS["shakespeare"].target_val_loss, alternative="less").pvalue
+    expected = [3, statistics.mean(losses), statistics.stdev(losses), 1.5, p_value]
+    assert numbers[:5] == pytest.approx(expected, rel=0.01, abs=1e-4), summary
 
 
 def test_shorter_sequences_keep_the_tokens_of_a_step(tmp_path, monkeypatch, shards, capsys):
