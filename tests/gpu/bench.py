@@ -35,7 +35,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HOPPER = ROOT / "records" / "fineweb" / "HOPPER.md"
-PACKAGES = ["torch", "numpy", "tqdm"]  # what train_gpt.py imports; --report needs pytest too
+PACKAGES = ["torch", "numpy", "safetensors", "tqdm"]  # what train_gpt.py imports; --report needs pytest too
 
 # Dense bf16, FLOP/s, by the name that the driver gives: NVIDIA's H100 and H200 datasheets, whose 1,979 TFLOP/s
 # of the SXM boards are with sparsity. Other boards of these names have other peaks: --peak_tflops
