@@ -771,12 +771,15 @@ def warm_up(model, optimizers: list, buckets: "GradientBuckets", hp: Hyperparame
     optimizers are what they were: no learning is carried over."""
     rng = torch.Generator(world.device).manual_seed(world.rank)
     window_blocks = get_window_blocks(hp.num_iterations, hp)
-    for length in [hp.batch_tokens // world.size] * hp.warmup_steps + [hp.val_seq_len] * (hp.warmup_steps > 0):
-        tokens = torch.randint(hp.vocab_size, (length,), dtype=torch.int32, device=world.device, generator=rng)
-        if length == hp.val_seq_len:
-            evaluate(model, [(tokens, tokens.long())], window_blocks, hp, world)
-        else:
-            train_step(model, optimizers, buckets, tokens, tokens.long(), window_blocks, hp, world)
+
+    def random_tokens(n):
+        tokens = torch.randint(hp.vocab_size, (n,), dtype=torch.int32, device=world.device, generator=rng)
+        return tokens, tokens.long()
+
+    for _ in range(hp.warmup_steps):
+        train_step(model, optimizers, buckets, *random_tokens(hp.batch_tokens // world.size), window_blocks, hp, world)
+    if hp.warmup_steps:
+        evaluate(model, [random_tokens(hp.val_seq_len)], window_blocks, hp, world)
     initialize(model, optimizers, hp, world)
 
 # ----------------------------------------------------------------------------------------------------------

@@ -236,6 +236,19 @@ def test_warm_up_leaves_no_trace_on_two_processes(tmp_path):
     spawn(check_warm_up, 2, tmp_path)
 
 
+def test_warm_up_trains_and_validates_whatever_the_lengths(monkeypatch):
+    """Also where a step has as many tokens as a validation sequence: both graphs are needed once the clock runs."""
+    world, calls = World(0, 1, torch.device("cpu")), []
+    hp = replace(TRACKS["shakespeare"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3, val_seq_len=1024))
+    assert hp.val_seq_len == hp.batch_tokens // world.size
+    for name in ("train_step", "evaluate"):
+        plain = getattr(train_gpt, name)
+        monkeypatch.setattr(train_gpt, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1])
+    model = build_model(hp, world)
+    warm_up(model, build_optimizers(model, hp), GradientBuckets(model.parameters(), hp.num_sequences), hp, world)
+    assert calls == ["train_step"] * 3 + ["evaluate"]
+
+
 def test_only_training_is_timed(shards, tmp_path, monkeypatch):
     """Warm-up and validation are made to take a second each: the clock does not see them."""
     def slow(function):
