@@ -293,6 +293,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: 
     y = (weights @ blocks(v, span)) / weights.sum(dim=-1, keepdim=True, dtype=torch.float32)  # (N, H, 128, D)
     return y.type_as(v).transpose(1, 2).reshape(q.shape)
 
+def ngram_rows(tokens: Tensor, docs: Tensor, max_ngram: int, rows: int) -> Tensor:
+    """tokens, docs (T,) -> (T, max_ngram - 1) int64: for n = 2 to max_ngram, the row to which the last n tokens hash
+    in a table of its own, all tables in one. Document by document: what lies before one is the same for all."""
+    hashed, found = tokens.long() * 0x9E3779B1 & 2**31 - 1, []
+    for back in range(1, max_ngram):
+        inside = F.pad(docs, (back, 0))[:-back] == docs
+        earlier = torch.where(inside, 1 + F.pad(tokens, (back, 0))[:-back], 0)
+        hashed = (hashed + earlier) * 0x9E3779B1 & 2**31 - 1  # below 2^63 before the mask
+        found.append((back - 1) * rows + (hashed * rows >> 31))  # the upper bits are the well-mixed ones
+    return torch.stack(found, dim=1)
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, hp: "Hyperparameters"):
         super().__init__()
@@ -349,23 +360,29 @@ class GPT(nn.Module):
         k, n = hp.num_value_embeds, hp.num_layers
         # registered in the order of the forward pass: the gradient buckets count on it
         self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=dtype)
+        # hashed n-gram embeddings (Byte Latent Transformer, https://arxiv.org/abs/2412.09871; bigrams in the speedrun's
+        # record 62): n = 2, 3, ... have a table each, and an equal share of the channels
+        self.ngram_embed = None
+        if hp.max_ngram > 1:
+            tables = hp.max_ngram - 1
+            self.ngram_embed = nn.Embedding(tables * hp.ngram_rows, hp.model_dim // tables, dtype=dtype)
+            self.ngram_embed.weight.data.zero_()
         # token value embeddings (Zhou et al. 2024, https://arxiv.org/abs/2410.17897), in U-net order:
         # the first k layers and the last k share k tables
         hdim = hp.num_heads * hp.head_dim
         self.value_embeds = nn.ModuleList(nn.Embedding(hp.vocab_size, hdim, dtype=dtype) for _ in range(k))
         self.ve_of_layer = {i: i for i in range(k)} | {n - k + i: i for i in range(k)}
         self.blocks = nn.ModuleList(Block(hp, i) for i in range(n))
-        self.skip_weights = nn.Parameter(torch.ones(n // 2))
+        self.skip_weights = nn.Parameter(torch.ones(n // 2)) if n > 1 else None
         # the head's input is RMS-normed, so no element exceeds sqrt(C); a summed loss has gradients within 1
         self.lm_head = CastedLinear(hp.model_dim, hp.padded_vocab_size, use_fp8, x_s=hp.model_dim**0.5 / FP8_MAX,
                                     w_s=24 / FP8_MAX, grad_s=1 / FP8_MAX)
         self.lm_head.weight.data.zero_()
 
-    def masks(self, input_seq: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
+    def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
         """One mask a layer: the long window or half of it, at least one block."""
-        docs = document_ids(input_seq, self.hp.eot_token)
         short_blocks = (window_blocks // 2).clamp_min(1)
-        if input_seq.is_cuda:
+        if docs.is_cuda:
             long, short = flex_block_mask(docs, window_blocks), flex_block_mask(docs, short_blocks)
         else:
             span = math.ceil(self.hp.max_window / BLOCK_SIZE)
@@ -374,10 +391,16 @@ class GPT(nn.Module):
         return [long if i in self.hp.long_window_layers else short for i in range(self.hp.num_layers)]
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, window_blocks: Tensor) -> Tensor:
-        masks = self.masks(input_seq, window_blocks)
+        docs = document_ids(input_seq, self.hp.eot_token)
+        masks = self.masks(docs, window_blocks)
         tokens, seq_len = input_seq.flatten(), input_seq.size(1)
         value_embeds = [table(tokens) for table in self.value_embeds]  # each (T, H*D)
-        x = x0 = norm(self.embed(tokens))[None]  # (1, T, C)
+        x = self.embed(tokens)
+        if self.ngram_embed is not None:
+            rows = ngram_rows(tokens, docs, self.hp.max_ngram, self.hp.ngram_rows)
+            # (T, tables, C / tables) -> (T, C). Indexed: an nn.Embedding's gradient takes a float32 copy of the table
+            x = x + self.ngram_embed.weight[rows].flatten(1)
+        x = x0 = norm(x)[None]  # (1, T, C)
         skips, n = [], self.hp.num_layers // 2
         for i, block in enumerate(self.blocks):
             if i >= self.hp.num_layers - n:  # second half of the U-net: add what the first half stored
@@ -479,6 +502,8 @@ class Hyperparameters:
     head_dim: int = 128
     model_dim: int = 768
     num_value_embeds: int = 3          # tables; the first and the last so many layers use them
+    max_ngram: int = 1                 # the longest n-grams that have embeddings; 1: none but the tokens' own
+    ngram_rows: int = 65536            # of each table of n-gram embeddings: n-grams are hashed into so many
     attn_free_layers: tuple[int, ...] = (7,)                # layers with an MLP only
     long_window_layers: tuple[int, ...] = (0, 4, 7, 11)     # layers with the long window, the others have half
     max_window: int = 1728             # the long window at the end of training, in tokens
@@ -494,6 +519,7 @@ class Hyperparameters:
     adam_beta2: float = 0.95
     adam_eps: float = 1e-10
     muon_lr: float = 0.05
+    ns_steps: int = 5                  # of the Newton-Schulz iteration
     muon_momentum: float = 0.95
     muon_momentum_start: float = 0.85  # momentum rises from here
     muon_momentum_warmup: int = 300    # over so many steps
@@ -520,7 +546,7 @@ TRACKS = {
         data_command="python data/shakespeare.py", val_tokens=389_120, batch_tokens=2048, train_seq_len=256,
         val_seq_len=12_160, sequences_per_pass=8, vocab_size=257, eot_token=256, num_layers=3, num_heads=2,
         head_dim=64, model_dim=128, num_value_embeds=1, attn_free_layers=(), long_window_layers=(0, 2),
-        max_window=256, num_iterations=1040, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2,
+        max_window=256, max_ngram=9, num_iterations=330, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2,
         muon_momentum=0.9, muon_momentum_warmup=0, warmup_steps=3, target_val_loss=1.50),
 }
 
@@ -548,6 +574,8 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
     require(hp.eot_token < hp.vocab_size, "eot_token", f"outside the vocabulary of {hp.vocab_size}")
     require(hp.head_dim % 4 == 0, "head_dim", "must be a multiple of 4 (half-truncated rotary embeddings)")
     require(2 * hp.num_value_embeds <= hp.num_layers, "num_value_embeds", f"more than half of {hp.num_layers} layers")
+    require(hp.max_ngram == 1 or (hp.max_ngram <= BLOCK_SIZE and hp.model_dim % (hp.max_ngram - 1) == 0), "max_ngram",
+            f"its {hp.max_ngram - 1} tables cannot share {hp.model_dim} channels equally")
     require(hp.cooldown_frac <= 1, "cooldown_frac", "must be at most 1")
     val_sequences = hp.val_tokens // hp.val_seq_len
     fits = [n for n in range(1, hp.num_sequences + 1) if hp.num_sequences % n == 0 and val_sequences % n == 0]
@@ -724,12 +752,12 @@ def build_optimizers(model: GPT, hp: Hyperparameters) -> list[torch.optim.Optimi
     """Muon for the matrices of the blocks; Adam for the head, the embeddings and all that is not a matrix."""
     matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
     scalars = [p for p in model.parameters() if p.ndim < 2]
-    embeds = [model.embed.weight, *(table.weight for table in model.value_embeds)]
+    embeds = [p for name, p in model.named_parameters() if "embed" in name]  # of tokens, n-grams and values
     # an epsilon far below the usual 1e-8: with it, second moments of rare tokens are not drowned
     adam = torch.optim.Adam([dict(params=[model.lm_head.weight], lr=hp.head_lr), dict(params=embeds, lr=hp.embed_lr),
                              dict(params=scalars, lr=hp.scalar_lr)],
                             betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
-    muon = Muon(matrices, lr=hp.muon_lr, momentum=hp.muon_momentum)
+    muon = Muon(matrices, lr=hp.muon_lr, momentum=hp.muon_momentum, ns_steps=hp.ns_steps)
     for group in (*adam.param_groups, *muon.param_groups):
         group["initial_lr"] = group["lr"]
     set_schedules([adam, muon], 0, hp)
@@ -815,7 +843,7 @@ class GradientBuckets:
         self.missing[index] -= 1
         if self.missing[index] == 0:
             flat = self.flat[index]
-            self.norms.append(torch.linalg.vector_norm(flat, dtype=torch.float32))  # this rank's own
+            self.norms.append(torch.linalg.vector_norm(flat).float())  # this rank's own; added up in float32 anyway
             if self.num_sequences > 1:
                 flat.div_(self.num_sequences)  # before the sum: gloo has no average
             if self.world_size > 1:

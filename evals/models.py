@@ -51,13 +51,13 @@ class Checkpoint:
 # Forward passes with a cache. Greedy decoding with and without it gives the same tokens
 
 class Cache:
-    """Keys and values (layers, B, H, capacity, D) of the tokens so far, and their documents (B, capacity)."""
+    """The tokens so far and their documents (B, capacity), their keys and values (layers, B, H, capacity, D)."""
 
     def __init__(self, shape, batch: int, capacity: int, device):
         layers, heads, head_dim = shape
         self.keys = torch.empty(layers, batch, heads, capacity, head_dim, device=device)
         self.values = torch.empty_like(self.keys)
-        self.docs = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        self.tokens, self.docs = torch.zeros(2, batch, capacity, dtype=torch.int64, device=device)
         self.length = 0
 
     def append(self, layer: int, k, v, first: int = 0):
@@ -93,6 +93,16 @@ def rotate(rotary, x, positions):
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
 
+def ngram_embeddings(model, cache, start, end):
+    """(B, end - start, C) of the tokens there, from them and the few before them that an n-gram reaches back to."""
+    hp, B = model.hp, len(cache.tokens)
+    first = max(0, start - hp.max_ngram + 1)
+    # the function of the training script takes one row of tokens: the rows' documents are told apart
+    docs = cache.docs[:, first:end] + 1 + torch.arange(B, device=cache.docs.device)[:, None] * (end + 1)
+    rows = train_gpt.ngram_rows(cache.tokens[:, first:end].flatten(), docs.flatten(), hp.max_ngram, hp.ngram_rows)
+    return model.ngram_embed(rows).view(B, end - first, -1)[:, start - first:]
+
+
 def speedrun_forward(model, ids, cache=None, last_only=False):
     """train_gpt.GPT on ids (B, t), the continuation of what is in the cache -> logits (B, t, padded vocab), capped.
 
@@ -103,6 +113,7 @@ def speedrun_forward(model, ids, cache=None, last_only=False):
     cache = cache or Cache((hp.num_layers, hp.num_heads, hp.head_dim), B, t, ids.device)
     start, end = cache.length, cache.length + t
     before = cache.docs[:, start - 1:start] if start else torch.zeros(B, 1, dtype=torch.int64, device=ids.device)
+    cache.tokens[:, start:end] = ids
     cache.docs[:, start:end] = before + (ids == hp.eot_token).cumsum(1)
     long_window = train_gpt.get_window_blocks(hp.num_iterations, hp)
     q_pos = torch.arange(start, end, device=ids.device)
@@ -116,7 +127,10 @@ def speedrun_forward(model, ids, cache=None, last_only=False):
         masks[window] = first, (near & same)[:, None]
 
     value_embeds = [table(ids) for table in model.value_embeds]  # each (B, t, H*D)
-    x = x0 = norm(model.embed(ids))
+    x = model.embed(ids)
+    if model.ngram_embed is not None:
+        x = x + ngram_embeddings(model, cache, start, end)
+    x = x0 = norm(x)
     skips, half = [], hp.num_layers // 2
     for i, block in enumerate(model.blocks):
         if i >= hp.num_layers - half:

@@ -29,6 +29,7 @@ SAMPLE, HELLASWAG = ROOT / "evals" / "sample.py", ROOT / "evals" / "hellaswag.py
 GPT2_BYTES = train_gpt2.GPTConfig(block_size=64, vocab_size=257, padded_vocab_size=320, n_layer=2, n_head=2, n_embd=32)
 SPEEDRUN = replace(train_gpt.TRACKS["shakespeare"], num_layers=5, num_heads=2, head_dim=16, model_dim=32,
                    num_value_embeds=2, attn_free_layers=(2,), long_window_layers=(0, 4), max_window=512,
+                   max_ngram=5, ngram_rows=64,
                    train_seq_len=256, val_seq_len=1024, val_tokens=1024)
 
 
