@@ -543,11 +543,12 @@ TRACKS = {
     # Shakespeare's plays as bytes, for two CPU cores
     "shakespeare": Hyperparameters(
         train_files="data/shakespeare/shakespeare_train_*.bin", val_files="data/shakespeare/shakespeare_val_*.bin",
-        data_command="python data/shakespeare.py", val_tokens=389_120, batch_tokens=2048, train_seq_len=256,
-        val_seq_len=12_160, sequences_per_pass=8, vocab_size=257, eot_token=256, num_layers=3, num_heads=2,
-        head_dim=64, model_dim=128, num_value_embeds=1, attn_free_layers=(), long_window_layers=(0, 2),
-        max_window=256, max_ngram=9, num_iterations=330, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2,
-        muon_momentum=0.9, muon_momentum_warmup=0, warmup_steps=3, target_val_loss=1.50),
+        data_command="python data/shakespeare.py", val_tokens=389_120, batch_tokens=4096, train_seq_len=256,
+        val_seq_len=12_160, sequences_per_pass=16, vocab_size=257, eot_token=256, num_layers=1, num_heads=1,
+        head_dim=64, model_dim=128, num_value_embeds=0, max_ngram=5, ngram_rows=32768, attn_free_layers=(),
+        long_window_layers=(0,), max_window=256, num_iterations=170, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.2,
+        embed_lr=0.2, adam_beta1=0.5, adam_beta2=0.99, muon_lr=0.04, ns_steps=3, muon_momentum=0.9,
+        muon_momentum_warmup=0, warmup_steps=3, target_val_loss=1.50),
 }
 
 def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
@@ -574,8 +575,10 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
     require(hp.eot_token < hp.vocab_size, "eot_token", f"outside the vocabulary of {hp.vocab_size}")
     require(hp.head_dim % 4 == 0, "head_dim", "must be a multiple of 4 (half-truncated rotary embeddings)")
     require(2 * hp.num_value_embeds <= hp.num_layers, "num_value_embeds", f"more than half of {hp.num_layers} layers")
-    require(hp.max_ngram == 1 or (hp.max_ngram <= BLOCK_SIZE and hp.model_dim % (hp.max_ngram - 1) == 0), "max_ngram",
+    require(hp.max_ngram <= BLOCK_SIZE, "max_ngram", f"must be at most {BLOCK_SIZE}")
+    require(hp.max_ngram == 1 or hp.model_dim % (hp.max_ngram - 1) == 0, "max_ngram",
             f"its {hp.max_ngram - 1} tables cannot share {hp.model_dim} channels equally")
+    require(hp.ngram_rows <= 2**31, "ngram_rows", "must be at most 2^31, as hashes are below it")
     require(hp.cooldown_frac <= 1, "cooldown_frac", "must be at most 1")
     val_sequences = hp.val_tokens // hp.val_seq_len
     fits = [n for n in range(1, hp.num_sequences + 1) if hp.num_sequences % n == 0 and val_sequences % n == 0]

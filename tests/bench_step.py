@@ -91,7 +91,7 @@ def main(argv):
         return 2
 
     peak = matmul_peak(world.device)
-    figures, _ = bench.measure(hp, world, warmup=5, repeats=args.repeats, kernels=None, peak_flops=peak)
+    figures, _ = bench.measure(hp, world, warmup=3, repeats=args.repeats, kernels=None, peak_flops=peak)
     after = matmul_peak(world.device)
 
     on_cuda = world.device.type == "cuda"

@@ -29,7 +29,7 @@ from util import ROOT, env, random_tokens, read_log, val_losses, write_shard
 STEPS, EVERY = 12, 3  # of a run, and from one checkpoint to the next
 TINY = dict(num_layers=4, num_heads=2, head_dim=16, model_dim=32, num_value_embeds=1, long_window_layers="0,3",
             max_window=256, train_seq_len=128, batch_tokens=512, val_seq_len=128, val_tokens=512, num_iterations=STEPS,
-            val_loss_every=4, warmup_steps=0, sequences_per_pass=2)
+            val_loss_every=4, warmup_steps=0, sequences_per_pass=2, ngram_rows=64)
 IN_FLOAT32 = dict(scalar_lr=0.0)  # with float32(): runs on other numbers of processes agree (see test_run.py)
 
 

@@ -21,7 +21,7 @@ from util import ROOT, SCRIPT, random_tokens, read_log, run_script, spawn, start
 # A model that takes milliseconds: 8 sequences of 128 tokens a step.
 TINY = dict(num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_value_embeds=1, long_window_layers="0,3",
             max_window=256, train_seq_len=128, batch_tokens=1024, val_seq_len=128, val_tokens=2048, num_iterations=6,
-            val_loss_every=2, warmup_steps=1, sequences_per_pass=2)
+            val_loss_every=2, warmup_steps=1, sequences_per_pass=2, ngram_rows=64)
 
 
 # Until the zero-initialized projections have moved, the loss does not depend on the scale of the residual stream: the
@@ -391,6 +391,10 @@ BAD_OPTIONS = {  # name: (what is changed, what the line must say)
     "attention-free layer that is not there": (dict(attn_free_layers="9"), "attn_free_layers"),
     "more value embeddings than layers": (dict(num_value_embeds=3), "num_value_embeds"),
     "head size": (dict(head_dim=30), "head_dim"),
+    "n-gram tables that do not fill the channels": (dict(max_ngram=4), "max_ngram"),
+    "n-grams longer than a block": (dict(max_ngram=129, model_dim=128), "max_ngram"),
+    "no rows": (dict(ngram_rows=0), "ngram_rows"),
+    "too many rows": (dict(ngram_rows=2**31 + 1), "ngram_rows"),
     "end-of-text outside the vocabulary": (dict(eot_token=257), "eot_token"),
     "no window": (dict(max_window=0), "max_window"),
     "cooldown beyond the run": (dict(cooldown_frac=1.5), "cooldown_frac"),
@@ -471,7 +475,7 @@ def test_world_size_that_does_not_divide_says_which_do(shards, tmp_path, monkeyp
 
 def test_non_finite_loss_stops_the_run(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    argv = options(shards, head_lr=1e38, embed_lr=1e38, scalar_lr=1e38, muon_lr=1e38, val_loss_every=0)
+    argv = options(shards, head_lr=3e38, val_loss_every=0)
     assert train_gpt.main(argv) == 2
     out, err = capsys.readouterr()
     assert re.fullmatch(r"error: step [12]\b.*(nan|inf).*\n", err), err
@@ -506,12 +510,13 @@ def shakespeare():
     return folder
 
 
-def test_short_run_on_shakespeare_compiled(shakespeare, tmp_path):
-    """The shakespeare track itself, cut to 60 steps, through torch.compile: from ln 384 to below a bound."""
-    done = run_script(["--track", "shakespeare", "--device", "cpu", "--num_iterations", 60, "--warmup_steps", 1,
-                       "--val_loss_every", 60, "--val_tokens", 4 * TRACKS["shakespeare"].val_seq_len], tmp_path,
+def test_the_shakespeare_track_meets_its_target(shakespeare, tmp_path):
+    """The whole track through torch.compile, as a newcomer runs it: from ln 384 to about 1.495 (its seeds differ by
+    about 0.002; the bound leaves room for other CPUs' rounding)."""
+    hp = TRACKS["shakespeare"]
+    done = run_script(["--track", "shakespeare", "--device", "cpu", "--val_loss_every", hp.num_iterations], tmp_path,
                       TORCH_COMPILE_DISABLE="0", OMP_NUM_THREADS=str(min(4, os.cpu_count())))
     assert done.returncode == 0, done.stderr[-3000:]
     losses = val_losses(done.stdout)
     assert losses[0] == pytest.approx(math.log(384), abs=2e-4)
-    assert losses[60] < 2.35, losses
+    assert losses[hp.num_iterations] < hp.target_val_loss + 0.005, losses
