@@ -24,7 +24,8 @@ from train_gpt2 import GPT, GPTConfig, Hyperparameters, InputError
 
 # a model that trains in a second, in float32, so that sums in another order agree closely
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_tokens=512, micro_batch=16, val_tokens=960,
-            num_iterations=4, warmup_iters=2, val_loss_every=2, bf16=False, compile=False, samples=0)
+            num_iterations=4, warmup_iters=2, val_loss_every=2, bf16=False, compile=False, flash=True,
+            samples=0)
 
 
 def options(**settings):
@@ -148,7 +149,7 @@ def test_encoding():
 # Optimizer and schedule
 
 def test_decay_groups():
-    hp = tiny_hp()
+    hp = tiny_hp(beta2=Hyperparameters().beta2)
     model, _, optimizer, _ = train_gpt2.build(hp, torch.device("cpu"))
     decayed, kept = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]

@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from train_gpt2 import TRACKS, build, cpu_info, has_bf16, train_step
+from train_gpt2 import TRACKS, build, cpu_info, has_bf16, keep_freed_memory, train_step
 
 LEVERS = [("float32", None), ("TF32 matmuls", "tf32"), ("bf16 autocast", "bf16"), ("torch.compile", "compile"),
           ("flash attention", "flash"), ("padded vocabulary", "pad_vocab"), ("fused AdamW", "fused")]
@@ -65,6 +65,8 @@ def main():
         sys.exit("error: --device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
 
     device = torch.device(args.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     track = args.track or ("fineweb" if args.device == "cuda" else "shakespeare")
     off = {lever: False for _, lever in LEVERS if lever}
     hp = dataclasses.replace(TRACKS[track], micro_batch=args.micro_batch, **off)
