@@ -185,13 +185,13 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
         own = [r for r in records if r.hardware == hardware]
         dates, times = [day(r.date) for r in own], [r.summary.time_mean for r in own]
         axes.step(dates, times, "o-", where="post", color=COLORS[i % len(COLORS)], label=hardware)
-        for r, x, y in zip(own, dates, times):  # below the point: the line comes from above
-            axes.annotate(f"#{records.index(r) + 1}\n{y:.1f} s", (x, y), (0, -8), textcoords="offset points",
-                          ha="center", va="top", fontsize=9)
+        for r, x, y in zip(own, dates, times):  # above the line to the next record, and clear of those of the same day
+            axes.annotate(f"#{records.index(r) + 1} {r.name[:30]}, {y:.1f} s", (x, y), (7, 5),
+                          textcoords="offset points", fontsize=9)
     finish_time_axes(axes, [day(r.date) for r in records])
     axes.set_ylim(0, 1.15 * max(r.summary.time_mean for r in records))
     axes.set(ylabel="training time to the target (s)")
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right")
     save_figure(figure, path)
 
 
