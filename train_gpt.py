@@ -10,6 +10,7 @@ What is special, against a plain GPT-2:
 - Muon for the weight matrices of the blocks: momentum, orthogonalized by a Newton-Schulz iteration
 - no biases, no learned norm gains; QK norm, half-truncated rotary embeddings, ReLU squared, zero-initialized
   output projections, U-net skips, value embeddings, learned residual mixing with the token embedding
+- hashed n-gram embeddings beside the tokens' own, on the byte-level track
 - sliding-window attention inside documents, whose window grows during training
 - logits soft-capped and, on GPUs that can, computed in FP8
 - the same training on any number of processes: a step is a fixed set of sequences, shared out among them
@@ -548,7 +549,7 @@ TRACKS = {
         head_dim=64, model_dim=128, num_value_embeds=0, max_ngram=5, ngram_rows=32768, attn_free_layers=(),
         long_window_layers=(0,), max_window=256, num_iterations=170, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.2,
         embed_lr=0.2, adam_beta1=0.5, adam_beta2=0.99, muon_lr=0.04, ns_steps=3, muon_momentum=0.9,
-        muon_momentum_warmup=0, warmup_steps=3, target_val_loss=1.50),
+        muon_momentum_warmup=0, warmup_steps=3, val_loss_every=85, target_val_loss=1.50),
 }
 
 def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
