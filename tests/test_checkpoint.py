@@ -466,7 +466,8 @@ def exit_self(_):
 def test_other_hyperparameters_are_listed(shards, stopped):
     before = contents(stopped)
     job = resume(shards, stopped, muon_lr=0.125, head_lr=0.5)
-    job.fails("muon_lr: 0.05 in the checkpoint, 0.125 now", "head_lr", "0.5", "--resume_force")
+    before_lr = train_gpt.TRACKS["shakespeare"].muon_lr
+    job.fails(f"muon_lr: {before_lr} in the checkpoint, 0.125 now", "head_lr", "0.5", "--resume_force")
     assert "embed_lr" not in job.err
     assert contents(stopped) == before
 
