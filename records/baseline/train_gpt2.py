@@ -323,7 +323,8 @@ TRACKS = {
         train_files="data/shakespeare/shakespeare_train_*.bin", val_files="data/shakespeare/shakespeare_val_*.bin",
         val_tokens=389_120, repeat_data=True, target_val_loss=1.50, block_size=128, vocab_size=257,
         n_layer=4, n_head=6, n_embd=192, batch_tokens=2048, micro_batch=16, num_iterations=5800, warmup_iters=100,
-        learning_rate=4e-3, beta2=0.99, flash=False, val_loss_every=500, hellaswag=0, samples=1, sample_prompt="To be, or not to be"),
+        learning_rate=4e-3, beta2=0.99, flash=False, val_loss_every=500, hellaswag=0, samples=1,
+        sample_prompt="To be, or not to be"),
 }
 
 
