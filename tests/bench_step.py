@@ -98,8 +98,8 @@ def main(argv):
     name = torch.cuda.get_device_name() if on_cuda else f"{train_gpt.CPU_MODEL}, {torch.get_num_threads()} threads"
     print(f"{name}, PyTorch {torch.__version__}")
     passes = hp.batch_tokens // figures["micro-step tokens"]
-    print(f"{options.track}: {hp.num_layers} layer{'s' * (hp.num_layers > 1)}, width {hp.model_dim}; {hp.batch_tokens:,} tokens a step, "
-          f"in {passes} pass{'es' * (passes > 1)} of {figures['micro-step tokens']:,}")
+    print(f"{options.track}: {hp.num_layers} layer{'s' * (hp.num_layers > 1)}, width {hp.model_dim}; "
+          f"{hp.batch_tokens:,} tokens a step, in {passes} pass{'es' * (passes > 1)} of {figures['micro-step tokens']:,}")
     print(f"matmul peak: {peak / 1e9:,.0f} GFLOP/s before, {after / 1e9:,.0f} after the step was timed\n")
     peak = max(peak, after)
 

@@ -34,7 +34,7 @@ def run(*arguments):
                           capture_output=True, text=True, timeout=300)
 
 
-def test_the_tables(tmp_path):
+def test_the_tables():
     done = run(*SMALL)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "shakespeare: 3 layers, width 32; 512 tokens a step, in 2 passes of 256" in done.stdout
