@@ -1,7 +1,7 @@
 """
 Any checkpoint of this repository, or OpenAI's GPT-2 from the hub, as one thing that evaluates and decodes.
 
-    checkpoint = load("model.safetensors")   # of train_gpt.py or of records/baseline/train_gpt2.py; or load("gpt2-xl")
+    checkpoint = load("model.safetensors")   # of train_gpt.py or of baseline/train_gpt2.py; or load("gpt2-xl")
     for tokens in generate(checkpoint, prompt, 100): ...
 
 A checkpoint is data: safetensors and JSON. Nothing is unpickled and nothing that it contains is run; its keys and
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "records" / "baseline")]
+sys.path[:0] = [str(ROOT), str(ROOT / "baseline")]
 import train_gpt
 import train_gpt2
 

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from util import ROOT, random_tokens, run_script, val_losses, write_shard
 
-BASELINE = ROOT / "records" / "baseline"
+BASELINE = ROOT / "baseline"
 sys.path.insert(0, str(BASELINE))
 import train_gpt
 import train_gpt2

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from util import ROOT, run_script
 
-sys.path[:0] = [str(ROOT / "evals"), str(ROOT / "records" / "baseline")]
+sys.path[:0] = [str(ROOT / "evals"), str(ROOT / "baseline")]
 import hellaswag
 import models
 import train_gpt

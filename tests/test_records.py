@@ -19,8 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from scipy import integrate, stats
 
-RECORDS = Path(__file__).resolve().parent.parent / "records"
-sys.path.insert(0, str(RECORDS))
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS, TOOLS = ROOT / "records", ROOT / "tools"
+sys.path.insert(0, str(TOOLS))
 import leaderboard
 import log_parsing
 import plot
@@ -92,7 +93,7 @@ def test_scripts_run_from_anywhere(tmp_path):
     log = next((tmp_path / "runs").glob("*.txt"))
     for command, status in [(["verify.py", "runs"], 0), (["replay.py", log, "-o", "x.py"], 0), (["submit.py"], 2),
                             (["plot.py", "runs", "-o", "x.png"], 0), (["verify.py", "x.png"], 2)]:
-        done = subprocess.run([sys.executable, RECORDS / command[0], *command[1:]], cwd=tmp_path, capture_output=True)
+        done = subprocess.run([sys.executable, TOOLS / command[0], *command[1:]], cwd=tmp_path, capture_output=True)
         assert done.returncode == status and b"Traceback" not in done.stderr, done.stderr.decode()
     assert (tmp_path / "x.py").read_bytes() == SOURCE.encode()
     png_size(tmp_path / "x.png")
@@ -617,7 +618,7 @@ def test_history_has_every_row(root):
 
 
 def test_what_stands_in_the_repository_is_fresh():
-    hint = "stale: run `python records/submit.py --regenerate`"
+    hint = "stale: run `python tools/submit.py --regenerate`"
     assert (RECORDS / "README.md").read_text(encoding="utf-8") == leaderboard.readme(RECORDS), hint
     assert (RECORDS / "history.png").exists(), hint
     for track, records in leaderboard.read_records(RECORDS).items():

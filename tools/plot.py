@@ -1,7 +1,7 @@
 """
 Plots validation losses of runs against each other.
 
-    python records/plot.py [LABEL=]LOG_OR_FOLDER... -o curves.png [--x step|time|tokens] [--smooth] [--target 3.28]
+    python tools/plot.py [LABEL=]LOG_OR_FOLDER... -o curves.png [--x step|time|tokens] [--smooth] [--target 3.28]
 
 A folder's logs share one label, its name; so do several arguments with the same LABEL=. A label with several runs is
 drawn as their mean with a band of one standard deviation. --smooth joins the measured points by a monotone cubic

@@ -1,7 +1,7 @@
 """
 Judges a submission: the logs of several runs of one script.
 
-    python records/verify.py LOG_OR_FOLDER... [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
+    python tools/verify.py LOG_OR_FOLDER... [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
 
 A record's runs have a mean loss below the target (one-sided one-sample t-test, p < 0.01), keep the rules that a log
 can show, and with --against are faster than the record before (Welch's t-test on the times, p < 0.01).

@@ -1,7 +1,7 @@
 """
 What each speed lever of the baseline is worth on this machine, one after another.
 
-    python records/baseline/levers.py [--track T] [--device D] [--steps 20] [--micro_batch 16]
+    python baseline/levers.py [--track T] [--device D] [--steps 20] [--micro_batch 16]
 
 Every row adds one lever to the row above it and times whole training steps (forward, backward, clipping, AdamW) of
 one micro-batch of random tokens: the median, after untimed steps that compile. A lever that means nothing on the

@@ -1,8 +1,8 @@
 """
 Gets the source of a run out of its log.
 
-    python records/replay.py LOG [-o FILE]          the script that made it, byte for byte
-    python records/replay.py LOG --diff OTHER_LOG   what changed from LOG's script to OTHER_LOG's
+    python tools/replay.py LOG [-o FILE]          the script that made it, byte for byte
+    python tools/replay.py LOG --diff OTHER_LOG   what changed from LOG's script to OTHER_LOG's
 """
 import argparse
 import difflib

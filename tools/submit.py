@@ -1,8 +1,8 @@
 """
 Files a record: verifies its logs, keeps them with a README, brings the leaderboard up to date.
 
-    python records/submit.py --track T --name NAME LOG_OR_FOLDER... [--what TEXT] [--date YYYY-MM-DD] [--same-ml]
-    python records/submit.py --regenerate      rewrite the READMEs and plots from the logs that are here
+    python tools/submit.py --track T --name NAME LOG_OR_FOLDER... [--what TEXT] [--date YYYY-MM-DD] [--same-ml]
+    python tools/submit.py --regenerate      rewrite the READMEs and plots from the logs that are here
 
 What verify.py refuses is refused here, and so is a log that names people, machines or absolute paths. A record must
 be faster than the fastest one of its track on the same hardware; on hardware new to the track it is the first.
@@ -20,7 +20,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from leaderboard import HERE, Record, read_records, record_to_beat, regenerate, write_record
+from leaderboard import RECORDS, Record, read_records, record_to_beat, regenerate, write_record
 from log_parsing import Log, LogError, read_logs, run_command, write_file
 from replay import diff
 from verify import judge, print_table, summary_lines
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--target", type=float, help="for logs that do not state the loss they race to")
     parser.add_argument("--same-ml", action="store_true", help="only the speed changed: waive the p-value")
     parser.add_argument("--regenerate", action="store_true", help="only rewrite what is generated")
-    parser.add_argument("--records_dir", type=Path, default=HERE, metavar="DIR", help="(default: where this script is)")
+    parser.add_argument("--records_dir", type=Path, default=RECORDS, metavar="DIR", help="(default: records/)")
     args = parser.parse_args(argv)
     if args.regenerate:
         regenerate(args.records_dir)

@@ -3,12 +3,12 @@ The baseline of the speedrun: GPT-2 124M, reproduced.
 
 This is the recipe that every speedup is measured against: Radford et al. 2019 for the model, Brown et al. 2020
 (GPT-3, appendix B) for the optimizer's constants, and Karpathy's "Let's reproduce GPT-2" and llm.c for the rest.
-It reads the same shards, in the same order, and writes the same log as train_gpt.py, so that the tools in records/
+It reads the same shards, in the same order, and writes the same log as train_gpt.py, so that the tools in tools/
 compare the two directly.
 
-    python records/baseline/train_gpt2.py --track shakespeare            # one process, CPU or GPU
-    torchrun --standalone --nproc_per_node=8 records/baseline/train_gpt2.py --track fineweb
-    python records/baseline/train_gpt2.py --init_from gpt2 --num_iterations 0   # only evaluates OpenAI's weights
+    python baseline/train_gpt2.py --track shakespeare            # one process, CPU or GPU
+    torchrun --standalone --nproc_per_node=8 baseline/train_gpt2.py --track fineweb
+    python baseline/train_gpt2.py --init_from gpt2 --num_iterations 0   # only evaluates OpenAI's weights
 
 Every speed lever is a flag (--tf32 --bf16 --compile --flash --pad_vocab --fused, each true or false):
 levers.py in this folder measures them one after another.
@@ -42,7 +42,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).resolve().parents[2]  # the repository: data/ and evals/ are found from here
+ROOT = Path(__file__).resolve().parent.parent  # the repository: data/ and evals/ are found from here
 
 
 class InputError(Exception):

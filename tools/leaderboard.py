@@ -18,7 +18,7 @@ from log_parsing import Log, LogError, read_logs, write_file
 from plot import COLORS, plot_curves, save_figure
 from verify import COLUMNS, P_VALUE, Summary, judge, p_text, summarize, summary_lines, table_rows
 
-HERE = Path(__file__).resolve().parent
+RECORDS = Path(__file__).resolve().parent.parent / "records"
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\w+)")
 
 
@@ -95,7 +95,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
     verdict = judge(record.logs, record.target, prior.logs if prior else [], record.same_ml)
     rows, machines = table_rows(record.logs)
     rows = [(f"[{log.name}]({log.path.name})", *row[1:]) for log, row in zip(record.logs, rows)]
-    command = f"python records/verify.py records/{record.track}/{record.folder.name}"
+    command = f"python tools/verify.py records/{record.track}/{record.folder.name}"
     if prior:
         command += f" --against records/{record.track}/{prior.folder.name}" + " --same-ml" * record.same_ml
     log = record.logs[0]
@@ -113,7 +113,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
         *markdown_table(COLUMNS, rows, right="val_loss time steps step_avg"), "",
         *machines, "",
         "## Check it, run it", "", "```", command,
-        f"python records/replay.py records/{record.track}/{record.folder.name}/{log.path.name} -o train_gpt.py",
+        f"python tools/replay.py records/{record.track}/{record.folder.name}/{log.path.name} -o train_gpt.py",
         run, "```", "", "Every hyperparameter of a run stands in its log.", ""])
 
 
@@ -151,12 +151,12 @@ def readme(root: Path) -> str:
     rows = [(r["record"], r["minutes"], r["technique"], r["date"]) for r in history]
     lines = [
         "# Records", "",
-        "Written by `python records/submit.py --regenerate` from the logs in this folder: edit those, not this.", "",
+        "Written by `python tools/submit.py --regenerate` from the logs in this folder: edit those, not this.", "",
         "| command | |", "|---|---|",
-        "| `python records/verify.py LOG...` | judges a submission: statistics and rules |",
-        "| `python records/replay.py LOG` | the source of a run, out of its log |",
-        "| `python records/plot.py LOG... -o curves.png` | loss curves against each other |",
-        "| `python records/submit.py --track T --name NAME LOG...` | files a record, rewrites this page |", ""]
+        "| `python tools/verify.py LOG...` | judges a submission: statistics and rules |",
+        "| `python tools/replay.py LOG` | the source of a run, out of its log |",
+        "| `python tools/plot.py LOG... -o curves.png` | loss curves against each other |",
+        "| `python tools/submit.py --track T --name NAME LOG...` | files a record, rewrites this page |", ""]
     for track, records in tracks.items():
         lines += leaderboard(track, records)
     if not tracks:
@@ -229,7 +229,7 @@ def write_record(record: Record, prior: Record | None) -> None:
     plot_curves({record.name: record.logs}, record.folder / "curves.png", x="time", targets=[record.target])
 
 
-def regenerate(root: Path = HERE) -> None:
+def regenerate(root: Path = RECORDS) -> None:
     """Writes everything that is generated in records/. Raises LogError."""
     text, tracks = readme(root), read_records(root)
     for track, records in tracks.items():
