@@ -41,13 +41,14 @@ SMI = "| NVIDIA-SMI 535.183.06             Driver Version: 535.183.06   CUDA Ver
 
 
 def our_log(path: Path, loss=1.49, time_ms=100_000, seed=0, source=SOURCE, steps=600, cpu="AMD EPYC, 2 cores", extra="",
-            machine=None, **hyperparameters) -> Path:
-    """A log as train_gpt.py writes it. `time_ms` is the training time, `extra` goes between two steps."""
+            machine=None, every=100, **hyperparameters) -> Path:
+    """A log as train_gpt.py writes it. `time_ms` is the training time, `extra` goes between two steps; a validation
+    `every` so many steps."""
     facts = dict(track="shakespeare", seed=seed, val_tokens=327_680, batch_tokens=4096, target_val_loss=1.5) | hyperparameters
     machine = machine or f"CPU: {cpu}, 2 threads a process, instruction sets: avx2 fma\n1 process on cpu"
     lines = [source, LINE, "Running Python 3.11.7 (main) [GCC 12.2.0]", "Running PyTorch 2.13.0+cpu compiled for CUDA None",
              machine, LINE, f"hyperparameters: {json.dumps(facts)}"]
-    for step in range(0, steps + 1, 100):
+    for step in range(0, steps + 1, every):
         at = time_ms * step / steps
         value = loss + 4 * (1 - step / steps) ** 3
         if step:
@@ -62,11 +63,11 @@ def our_log(path: Path, loss=1.49, time_ms=100_000, seed=0, source=SOURCE, steps
 
 
 def make_runs(folder: Path, losses=(1.488, 1.491, 1.486, 1.489), times=(100_000, 100_400, 99_700, 100_100), **kwargs) -> Path:
-    """A folder of our logs with seeds 0, 1, ..., named like real ones."""
+    """A folder of our logs with seeds 0, 1, ..., named like real ones, and with a record's number of validations."""
     names = random.Random(str(folder))
     for seed, (loss, time_ms) in enumerate(zip(losses, times)):
         name = uuid.UUID(int=names.getrandbits(128))
-        our_log(folder / f"{name}.txt", **dict(loss=loss, time_ms=time_ms, seed=seed) | kwargs)
+        our_log(folder / f"{name}.txt", **dict(loss=loss, time_ms=time_ms, seed=seed, every=50) | kwargs)
     return folder
 
 
@@ -104,7 +105,7 @@ def test_scripts_run_from_anywhere(tmp_path):
 def test_our_log(tmp_path):
     log = log_parsing.parse_log(our_log(tmp_path / "a.txt", loss=1.4912, time_ms=90_000, seed=7))
     assert log.source == SOURCE.encode()
-    assert (log.track, log.target, log.val_tokens, log.tokens_per_step) == ("shakespeare", 1.5, 327_680, 4096)
+    assert (log.track, log.target, log.val_tokens, log.step_tokens) == ("shakespeare", 1.5, 327_680, [4096])
     assert (log.hardware, log.torch, log.peak_memory_mib) == ("AMD EPYC, 2 cores", "2.13.0+cpu", 612)
     assert (log.last_step, log.num_steps, log.incomplete, log.forced) == (600, 600, "", False)
     assert [v.step for v in log.validations] == [0, 100, 200, 300, 400, 500, 600]
@@ -145,8 +146,67 @@ def test_logs_of_the_field(tmp_path, kind):
     assert (log.final.val_loss, log.final.train_time_ms, log.final.step_avg_ms) == (loss, pytest.approx(train_time), step_avg)
     assert (log.source, log.hardware, log.torch) == (source, hardware, torch)
     assert log.val_tokens == 10_485_760
-    assert log.tokens_per_step == (None if "3200" in text else 8 * 48 * 1024 if "1770" in text else 8 * 64 * 1024)
+    assert log.step_tokens == [8 * 48 * 1024 if "1770" in text else 8 * 64 * 1024]
     assert [p.name for p in log_parsing.find_logs([tmp_path])[0]] == ["run.log"]
+
+
+@pytest.mark.parametrize("source, tokens", [
+    ("train_batch_size: int = 2048 * 24 * 8", [393_216]),
+    ("batch_size = 8*64*1024 # in tokens", [524_288]),
+    ("batch_size = 8\nsequence_length = 64*1024", [524_288]),
+    ("seq_len = 48*1024 # of each process\nval_seq_len = 4*64*1024", [393_216]),
+    ("train_seq_len=64*1024,\nmax_seq_len = 65536", [524_288]),
+    ("def load(files, batch_size: int, seq_len=1024): pass\nbatch_size = 524_288", [524_288]),
+    ("train_bs_schedule: tuple = (8 * 2048 * 8, 16 * 2048 * 8, 24 * 2048 * 8)", [131_072, 262_144, 393_216]),
+    ("train_bs_schedule = [\n    131072,\n    262144]", [131_072, 262_144]),
+    ("stages = [Stage(batch_size=8 * 2048 * 8, lr=1),\n Stage(lr=2, batch_size=16 * 2048 * 8)]", [131_072, 262_144]),
+    ("batch_size = 512", []),  # of sequences, whose length is not said
+    ("def load(files, seq_len=1024): pass\nbatch_size = int(os.environ['BATCH'])", []),
+    ("train_batch_size = world_size * 65536", []),
+    ("my_batch_size = 524288\nbatch_size_of = 524288", []),
+])
+def test_tokens_of_a_step(tmp_path, source, tokens):
+    path = our_log(tmp_path / "a.txt", source=source)
+    path.write_text(re.sub("hyperparameters: .*\n", "", path.read_text()))
+    log = log_parsing.parse_log(path)
+    assert log.step_tokens == tokens
+    done = run("plot.py", path, "-o", tmp_path / "x.png", "--x", "tokens")
+    said = "takes a varying number of tokens a step; use" if tokens else "does not say how many tokens a step; use"
+    assert done.returncode == 0 if len(tokens) == 1 else done.returncode == 2 and said in done.stderr.decode()
+
+
+DASHES = "-" * 40
+KERNELS = ["\nimport triton\n\nbatch_size = 99 * 65536\n", "def g(): pass"]
+APPENDED = {  # how a log shows a script with one, then with two other files
+    "named, between dashes": [f"\n\n{DASHES}\n# {name}.py\n{DASHES}\n\n" for name in ("kernels", "more/kernels_2")],
+    "below another line of =": [f"\n{LINE}\n"] * 2,
+    "both": [f"\n\n{DASHES}\n# x.py\n{DASHES}\n\n", f"\n{LINE}\n"]}
+
+
+@pytest.mark.parametrize("way", APPENDED)
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("ending", ["\n", ""])
+def test_several_sources_in_one_log(tmp_path, way, files, ending):
+    script = f"{SOURCE}batch_size = 65536{ending}"
+    text = script + "".join(join + text for join, text in zip(APPENDED[way], KERNELS[:files]))
+    path = our_log(tmp_path / "a.txt", source=text)
+    log, alone = log_parsing.parse_log(path), log_parsing.parse_log(our_log(tmp_path / "b.txt", source=script))
+    assert log.sources == [s.encode() for s in (script, *KERNELS[:files])] and alone.sources == [script.encode()]
+    for part in ("run", "validations", "hardware", "torch"):
+        assert getattr(log, part) == getattr(alone, part)
+    assert log.constants("batch_size") == [65_536]
+
+    done = run("replay.py", path)
+    assert done.stdout == script.encode() and done.returncode == 0
+    more = f"{files} further source{'s' * (files - 1)} ({'4' if files == 1 else '4 and 1'} lines)"
+    assert more in done.stderr.decode() and len(done.stderr.splitlines()) == 1
+    assert run("replay.py", tmp_path / "b.txt").stderr == b""
+    changed = our_log(tmp_path / "c.txt", source=text.replace("import triton", "import triton as tr"))
+    lines = run("replay.py", path, "--diff", changed).stdout.decode().splitlines()
+    assert [line for line in lines[2:] if line[0] in "+-"] == ["-import triton", "+import triton as tr"]
+    assert any("2 different sources" in r for r in judged(path, changed, same_ml=True).reasons)
+    our_log(changed, source=text.replace("import triton", "torch._inductor.config.x = 1"))
+    assert "not allowed: torch._inductor.config in source line 2 of the log's source 2" in judged(changed).reasons
 
 
 def test_short_separator_but_not_a_heading_in_the_source(tmp_path):
@@ -390,6 +450,17 @@ def test_other_rules(tmp_path):
     assert any("does not say on how many tokens" in r for r in judged(field).reasons)
 
 
+def test_an_assumed_target_is_said(tmp_path):
+    field = tmp_path / "field.txt"
+    field.write_text(FIELD["today's, lines in between, one step average"][0])
+    own = our_log(tmp_path / "own.txt")
+    for paths, options, assumed in [([field], [], True), ([field, own], [], True), ([own], [], False),
+                                    ([field], ["--target", 2.92], False)]:
+        text = run("verify.py", *paths, *options).stdout.decode()
+        assert ("\ntarget    3.28 assumed, as the logs state none: give theirs with --target\n" in text) == assumed
+        assert json.loads(run("verify.py", *paths, *options, "--json").stdout)["target_assumed"] == assumed
+
+
 def test_against_a_prior_record(tmp_path):
     prior = make_runs(tmp_path / "prior")
     faster = make_runs(tmp_path / "faster", times=(90_000, 90_300, 89_900, 90_200), source=SOURCE + "#\n")
@@ -418,6 +489,9 @@ def test_same_ml(tmp_path):
 
 @pytest.mark.parametrize("code", [
     "model = torch.compile(model, dynamic=False)", "@torch.compile\ndef f(): pass", "@torch.compile(dynamic=False)\ndef f(): pass",
+    "torch.compile(model, dynamic=False, fullgraph=True)", "@torch.compile(fullgraph=True)\ndef f(): pass",
+    "import torch as t\nt.compile(f, fullgraph=True)", "functools.partial(torch.compile, fullgraph=True)",
+    "model.compile(fullgraph=True)",
     "# torch._inductor.config.x = 1", "'torch._inductor.config.x = 1'", "re.compile('a', flags=re.M)", "import re as r\nr.compile('a')",
     "torch._dynamo.config.compiled_autograd = True", "@torch.compiler.disable\ndef f(): pass", "compile('1', '', mode='eval')"])
 def test_allowed_compiler_use(code):
@@ -432,14 +506,16 @@ def test_allowed_compiler_use(code):
     ("import torch._inductor as i\ni.config.x = 1", "torch._inductor.config"),
     ("from torch import _inductor\n_inductor.config.x = 1", "torch._inductor.config"),
     ("torch.compile(model, mode='max-autotune', dynamic=False)", "torch.compile(mode='max-autotune')"),
-    ("@torch.compile(fullgraph=True)\ndef f(): pass", "torch.compile(fullgraph=True)"),
+    ("@torch.compile(disable=True)\ndef f(): pass", "torch.compile(disable=True)"),
+    ("torch.compile(model, fullgraph=flag)", "torch.compile(fullgraph=flag)"),
+    ("torch.compile(model, fullgraph=True, mode='x')", "torch.compile(mode='x')"),
     ("torch.compile(model, dynamic=True)", "torch.compile(dynamic=True)"),
     ("torch.compile(model,\n  dynamic=False,\n  options={'a': 1})", "torch.compile(options={'a': 1})"),
     ("torch.compile(model, **flags)", "torch.compile(**=flags)"),
     ("from torch import compile as c\nc(model, backend='x')", "torch.compile(backend='x')"),
-    ("import torch as t\nt.compile(model, fullgraph=True)", "torch.compile(fullgraph=True)"),
-    ("c = torch.compile\nc(model, fullgraph=True)", "torch.compile(fullgraph=True)"),
-    ("functools.partial(torch.compile, fullgraph=True)", "torch.compile(fullgraph=True)"),
+    ("import torch as t\nt.compile(model, mode='x')", "torch.compile(mode='x')"),
+    ("c = torch.compile\nc(model, mode='x')", "torch.compile(mode='x')"),
+    ("functools.partial(torch.compile, mode='x')", "torch.compile(mode='x')"),
     ("model.compile(mode='max-autotune')", "torch.compile(mode='max-autotune')"),
 ])
 def test_forbidden_compiler_use(tmp_path, code, found):
@@ -450,10 +526,11 @@ def test_forbidden_compiler_use(tmp_path, code, found):
 
 
 def test_compiler_use_in_a_source_that_does_not_parse():
-    source = "def (\n# torch._inductor.config\ntorch._inductor.config.x = 1\n@torch.compile(\n dynamic=False,\n fullgraph=True)\n"
+    source = "def (\n# torch._inductor.config\ntorch._inductor.config.x = 1\n@torch.compile(\n dynamic=False,\n mode='x')\n"
     assert log_parsing.compiler_settings(source.encode()) == [
-        "torch._inductor.config in source line 3", "torch.compile(fullgraph=True) in source line 4"]
-    assert log_parsing.compiler_settings(b"def (\ntorch.compile(f, dynamic=False)\ntorch.compile(f)\n") == []
+        "torch._inductor.config in source line 3", "torch.compile(mode='x') in source line 4"]
+    for call in (b"f", b"f, dynamic=False", b"f, fullgraph=True,\n dynamic=False"):
+        assert log_parsing.compiler_settings(b"def (\ntorch.compile(" + call + b")\n") == []
     assert log_parsing.compiler_settings(b"(" * 100_000) == []
 
 
@@ -470,10 +547,10 @@ def test_curve(tmp_path):
     logs, _ = log_parsing.read_logs([make_runs(tmp_path / "runs", losses, times)])
     for x, last in [("step", 600), ("time", 110), ("tokens", 600 * 4096 / 1e6)]:
         at, mean, spread = plot.curve(logs, x)
-        assert (len(at), at[0], at[-1]) == (7, 0, pytest.approx(last))
+        assert (len(at), at[0], at[-1]) == (13, 0, pytest.approx(last))
         assert mean[-1] == pytest.approx(1.48) and spread[-1] == pytest.approx(0.02)
     del logs[0].validations[2]  # only steps that all runs share
-    assert len(plot.curve(logs, "step")[0]) == 6
+    assert len(plot.curve(logs, "step")[0]) == 12
 
 
 def test_plot_command(tmp_path):
@@ -494,14 +571,60 @@ def test_plot_command(tmp_path):
 
 def test_plot_of_unusual_runs(tmp_path):
     (tmp_path / "a.txt").write_text(FIELD["more digits, times in seconds, other numbers in between, GPUs in one line"][0])
-    tokens = run("plot.py", "a.txt", "-o", "out.png", "--x", "tokens", cwd=tmp_path)
-    assert tokens.returncode == 2 and b"how many tokens a step" in tokens.stderr
     only_final = (tmp_path / "a.txt").read_text().replace("step:0/3200", "nothing")
     (tmp_path / "b.txt").write_text(only_final)
     assert run("plot.py", "b.txt", "-o", "out.png", "--smooth", cwd=tmp_path).returncode == 0
     png_size(tmp_path / "out.png")
     (tmp_path / "c.txt").write_text(only_final.replace("val_loss", "loss"))
     assert b"no validation" in run("plot.py", "c.txt", "-o", "out.png", cwd=tmp_path).stderr
+
+
+def drawn(patch, draw) -> "plot.plt.Figure":
+    """The figure that `draw` would save."""
+    figures = []
+    for module in (plot, leaderboard):
+        patch.setattr(module, "save_figure", lambda figure, path: (figure.canvas.draw(), figures.append(figure)))
+    draw()
+    plot.plt.close(figures[0])
+    return figures[0]
+
+
+@pytest.mark.parametrize("times, scale", [((5_000, 600_000), "symlog"), ((59_000, 600_000), "symlog"),
+                                          ((60_000, 600_000), "linear")])
+def test_times_of_different_magnitude(tmp_path, monkeypatch, times, scale):
+    groups = {str(t): [log_parsing.parse_log(our_log(tmp_path / f"{t}.txt", time_ms=t))] for t in times}
+    for x, expected in [("time", scale), ("step", "linear")]:
+        figure = drawn(monkeypatch, lambda: plot.plot_curves(groups, tmp_path / "x.png", x, smooth=True))
+        assert [axes.get_xscale() for axes in figure.axes] == [expected, expected]
+    if scale == "linear":
+        return
+    figure = drawn(monkeypatch, lambda: plot.plot_curves(groups, tmp_path / "x.png", "time"))
+    whole = figure.axes[0]
+    place = lambda seconds: whole.transAxes.inverted().transform(whole.transData.transform((seconds, 1)))[0]
+    first, last = times[0] / 6000, times[1] / 1000  # of the shorter run, of the longer one
+    # equal factors are equally far apart, the start stands at the left edge, and the short run takes a fair part
+    assert place(10 * first) - place(first) == pytest.approx(place(100 * first) - place(10 * first), rel=1e-3)
+    assert place(0) == pytest.approx(0, abs=1e-6) and 0.05 < place(first) and place(last) < 1
+    assert place(times[0] / 1000) - place(0) > 0.2
+    labels = [label.get_text() for label in whole.get_xticklabels()]
+    assert labels[0] == "0" and labels[-1] == "100" and float(labels[1]) >= first
+
+
+def test_leaderboard_within_a_month_counts_records(tmp_path, monkeypatch):
+    def figure(*dates):
+        logs = [log_parsing.parse_log(our_log(tmp_path / "a.txt", time_ms=90_000 - n)) for n in range(len(dates))]
+        records = [leaderboard.Record(tmp_path / f"{date}_R{n}", [logs[n]], f"r{n}", "", 1.5, False, "")
+                   for n, date in enumerate(dates)]
+        return drawn(monkeypatch, lambda: leaderboard.plot_leaderboard(records, tmp_path / "x.png")).axes[0]
+
+    for dates, label in [(["2026-11-21"] * 3, "record, 2026-11-21"), (["2026-11-21"], "record, 2026-11-21"),
+                         (["2026-01-01", "2026-01-31"], "record, 2026-01-01 to 2026-01-31")]:  # 30 days apart
+        axes = figure(*dates)
+        assert list(axes.lines[0].get_xdata()) == list(range(1, len(dates) + 1))
+        assert [t.get_text() for t in axes.get_xticklabels()] == [f"#{n}" for n in range(1, len(dates) + 1)]
+        assert axes.get_xlabel() == label
+    axes = figure("2026-01-01", "2026-02-01")
+    assert list(axes.lines[0].get_xdata()) == [leaderboard.day("2026-01-01"), leaderboard.day("2026-02-01")]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -528,7 +651,7 @@ def test_records_are_filed(tmp_path, root):
     second = make_runs(tmp_path / "second", times=(90_000, 90_300, 89_900, 90_200), source=SOURCE + "#\n", muon_lr=0.04)
     assert file_it(root, first, "First | record").returncode == 0
     assert file_it(root, second, "faster!", date="2026-02-03").returncode == 0
-    one = our_log(tmp_path / "one.txt", loss=1.51, time_ms=80_000)
+    one = our_log(tmp_path / "one.txt", loss=1.51, time_ms=80_000, every=50)
     assert file_it(root, one, "kernel", "--same-ml", "--what", "Only *kernels*.", date="2026-02-04").returncode == 0
     folders = ["2026-01-02_FirstRecord", "2026-02-03_Faster", "2026-02-04_Kernel"]
     assert sorted(p.name for p in (root / "shakespeare").iterdir() if p.is_dir()) == folders
@@ -566,7 +689,10 @@ def test_records_are_refused(tmp_path, root):
             ("leak", dict(extra="saved to /home/jane/x.pt") | faster, "absolute path: /home/jane/x.pt"),
             ("files", dict(train_files="/mnt/disk/x_*.bin") | faster, "absolute path: /mnt/disk/x_"),
             ("mac", dict(extra="see /Users/jane") | faster, "absolute path: /Users/jane"),
-            ("root", dict(extra="'/root/x'") | faster, "absolute path: /root/x")]:
+            ("root", dict(extra="'/root/x'") | faster, "absolute path: /root/x"),
+            ("few", dict(every=100) | faster, "all runs: 6 validations after step 0, a record's curve needs 8: run it "
+                                              "with --val_loss_every 75, which costs no training time\n"),
+            ("last", dict(every=600) | faster, "all runs: 1 validation after step 0")]:
         done = file_it(root, make_runs(tmp_path / name, **kwargs), name)
         assert done.returncode == 1 and reason in done.stdout.decode(), (name, done.stdout.decode())
         assert "REFUSED\n- " in done.stdout.decode()
@@ -577,6 +703,27 @@ def test_records_are_refused(tmp_path, root):
         assert done.returncode == 2 and reason in done.stderr.decode(), done.stderr.decode()
     assert file_it(root, tmp_path / "nothing", "x").returncode == 2
     assert everything(root) == before and not list(root.rglob(".*"))
+
+
+@pytest.mark.parametrize("steps, every, enough", [(600, 75, True), (600, 86, False), (600, 600, False), (607, 75, True),
+                                                  (5, 1, True), (5, 2, False)])
+def test_a_record_is_a_curve(tmp_path, steps, every, enough):
+    path = our_log(tmp_path / "a.txt", steps=steps, every=every)
+    assert bool(submit.too_few_validations(log_parsing.parse_log(path))) != enough
+    path.write_text(re.sub("hyperparameters: .*\n", "", path.read_text()))  # another program's
+    assert submit.too_few_validations(log_parsing.parse_log(path)) == ""
+
+
+def test_records_without_a_curve_stay(tmp_path, root):
+    """Those that were filed when no number of validations was asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(submit, "FEWEST_VALIDATIONS", 0)
+        assert file_it(root, make_runs(tmp_path / "first", every=300), "first").returncode == 0
+    before = everything(root)
+    assert run("submit.py", "--records_dir", root, "--regenerate").returncode == 0
+    assert everything(root) == before
+    faster = make_runs(tmp_path / "second", times=(90_000, 90_300, 89_900, 90_200), source=SOURCE + "#\n")
+    assert file_it(root, faster, "second", date="2026-02-03").returncode == 0
 
 
 def test_names_of_this_machine_are_refused(tmp_path, monkeypatch):

@@ -132,7 +132,7 @@ def leaderboard(track: str, records: list[Record]) -> list[str]:
     return [f"## {track}", "", f"Target: a mean validation loss below {targets}, at p < {P_VALUE:g}. Seconds are mean "
             "training time; in bold, the fastest on its hardware.", "",
             *markdown_table(header, rows, right="# seconds val_loss p runs steps"), "",
-            f"![record time by date]({track}/leaderboard.png)", ""]
+            f"![record times]({track}/leaderboard.png)", ""]
 
 
 def read_history(root: Path) -> list[dict[str, str]]:
@@ -179,16 +179,25 @@ def day(date: str) -> datetime.date:
 
 
 def plot_leaderboard(records: list[Record], path: Path) -> None:
-    """Record time by date, a line for each hardware; the numbers are the table's."""
+    """Record time by date, or by the table's number within a month; a line for each hardware."""
     figure, axes = plt.subplots()
+    dates, times = [day(r.date) for r in records], [r.summary.time_mean for r in records]
+    crowded = max(dates) - min(dates) < datetime.timedelta(days=31)
+    places = list(range(1, len(records) + 1)) if crowded else dates
     for i, hardware in enumerate(dict.fromkeys(r.hardware for r in records)):
-        own = [r for r in records if r.hardware == hardware]
-        dates, times = [day(r.date) for r in own], [r.summary.time_mean for r in own]
-        axes.step(dates, times, "o-", where="post", color=COLORS[i % len(COLORS)], label=hardware)
-        for r, x, y in zip(own, dates, times):  # above the line to the next record, and clear of those of the same day
-            axes.annotate(f"#{records.index(r) + 1} {r.name[:30]}, {y:.1f} s", (x, y), (7, 5),
+        own = [n for n, r in enumerate(records) if r.hardware == hardware]
+        axes.step([places[n] for n in own], [times[n] for n in own], "o-", where="post", color=COLORS[i % len(COLORS)],
+                  label=hardware)
+        for n in own:  # above the line to the next record
+            axes.annotate(f"#{n + 1} {records[n].name[:30]}, {times[n]:.1f} s", (places[n], times[n]), (7, 5),
                           textcoords="offset points", fontsize=9)
-    finish_time_axes(axes, [day(r.date) for r in records])
+    if crowded:
+        axes.set_xticks(places, [f"#{n}" for n in places])
+        room = max(len(records) - 1, 1)
+        axes.set_xlim(1 - 0.05 * room, len(records) + 0.45 * room)  # the last one's name stands on the right
+        axes.set_xlabel(f"record, {min(dates)}" + f" to {max(dates)}" * (max(dates) > min(dates)))
+    else:
+        finish_time_axes(axes, dates)
     axes.set_ylim(0, 1.15 * max(r.summary.time_mean for r in records))
     axes.set(ylabel="training time to the target (s)")
     axes.legend(loc="upper right")

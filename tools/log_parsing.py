@@ -3,12 +3,14 @@ Reads the logs of training runs: ours, and any in the format of the NanoGPT spee
 
 A log is the source of the script that made it, a line of `=`, the machine, and the run's lines
 (`step:S/N val_loss:L train_time:Tms step_avg:Ams`, and more that is skipped here). Logs of the field also come
-with a line of `=` above the source, with times in seconds, with `step_avg:nan`, or without a peak-memory line.
+with a line of `=` above the source, with a second source below the first, with times in seconds, with
+`step_avg:nan`, or without a peak-memory line.
 
 Only this module knows the format. What it cannot read is a LogError whose text is one line.
 """
 import ast
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -32,6 +34,14 @@ PROCESSES = re.compile(r"^(\d+) process(?:es)? on cuda", re.MULTILINE)
 GPU_ROW = re.compile(r"^\|? *\d+ +((?:NVIDIA|Tesla|GeForce|Quadro)\b\S*(?: \S+)*?)(?: {2,}| +(?:On|Off)\b)",
                      re.MULTILINE)
 GPU_LINE = re.compile(r"\b(NVIDIA [\w -]+?) with world[ _]size[ =](\d+)")
+HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)  # the machine's first line, below the sources
+NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# [\w./-]+\n-{20,}\n\n")  # the name of a file that the script appended
+
+# What sources call the tokens of a step, and the factor to them: sequences a step times tokens a sequence, or the
+# sequence of one of 8 processes. A schedule or its stages give several numbers.
+STEP_TOKENS = [(("batch_tokens",), 1), (("train_bs_schedule",), 1), (("train_batch_size",), 1),
+               (("batch_size", "sequence_length"), 1), (("batch_size",), 1), (("train_seq_len",), 8), (("seq_len",), 8)]
+FEWEST_TOKENS = 65_536  # of a step of the field; smaller numbers count sequences, or the tokens of one
 
 
 class LogError(Exception):
@@ -49,8 +59,8 @@ class Validation:
 @dataclass
 class Log:
     path: Path
-    source: bytes | None                 # the script, byte for byte
-    run: str                             # everything below the source
+    sources: list[bytes]                 # the script, byte for byte, and files that follow it
+    run: str                             # everything below the sources
     hyperparameters: dict = field(default_factory=dict)  # ours only; with "track" and "seed"
     hardware: str = ""                   # "8x NVIDIA H100 80GB HBM3", "AMD EPYC, 2 cores"; "" where the log is silent
     torch: str = ""
@@ -60,6 +70,11 @@ class Log:
     num_steps: int = 0
     forced: bool = False                 # resumed with --resume_force
     repeated: bool = False               # the steps start again: several runs in one file
+
+    @property
+    def source(self) -> bytes | None:
+        """The script."""
+        return self.sources[0] if self.sources else None
 
     @property
     def name(self) -> str:
@@ -101,24 +116,24 @@ class Log:
         return self.hyperparameters.get("val_tokens", written[0] if len(written) == 1 else None)
 
     @property
-    def tokens_per_step(self) -> int | None:
-        """How many tokens each step trains on; None where the log does not say, or where it varies."""
+    def step_tokens(self) -> list[int]:
+        """How many tokens a step trains on: several numbers where it varies, [] where the log does not say."""
         if "batch_tokens" in self.hyperparameters:
-            return self.hyperparameters["batch_tokens"]
-        # old sources: sequences a step times tokens a sequence, or 8 processes with one sequence each
-        for names, factor in [(("batch_tokens",), 1), (("batch_size", "sequence_length"), 1), (("train_seq_len",), 8)]:
-            values = [self.constants(name) for name in names]
-            if all(len(v) == 1 for v in values):
-                return factor * math.prod(v[0] for v in values)
-        return None
+            return [self.hyperparameters["batch_tokens"]]
+        for names, factor in STEP_TOKENS:
+            products = {factor * math.prod(values) for values in itertools.product(*map(self.constants, names))}
+            if found := sorted(n for n in products if n >= FEWEST_TOKENS):
+                return found
+        return []
 
     def constants(self, name: str) -> list[int]:
-        """The different numbers, or products of numbers, that the source gives to `name`."""
+        """The different numbers, products of numbers or tuples of them that the source gives to `name`."""
         text = (self.source or b"").decode("utf-8", "replace")
         number = r"\d[\d_]{0,18}"
-        found = re.findall(rf"\b{name}\s*(?::\s*int\s*)?=\s*({number}(?:\s*\*\s*{number})*)\s*(?=[,)#]|$)", text,
-                           re.MULTILINE)
-        return sorted({math.prod(int(n.replace("_", "")) for n in product.split("*")) for product in found})
+        numbers = rf"{number}(?:\s*[*,]\s*{number})*"
+        found = re.findall(rf"\b{name}\s*(?::\s*\w+\s*)?=\s*[(\[]?\s*({numbers})\s*(?=[],)#]|$)", text, re.MULTILINE)
+        products = {product for values in found for product in values.split(",")}
+        return sorted({math.prod(int(n.replace("_", "")) for n in product.split("*")) for product in products})
 
     def digest(self) -> str:
         """Of the run's lines: equal for copies of one log."""
@@ -141,15 +156,23 @@ def separator(data: bytes, start: int) -> tuple[int, int] | None:
     return None
 
 
-def split_source(data: bytes) -> tuple[bytes | None, bytes]:
-    """A log -> (the source byte for byte, the rest). None where no line of `=` ends a source."""
-    first = separator(data, 0)
-    if first is None:
-        return None, data
-    if first[0] == 0:  # the oldest logs open with a separator, and write the source as it is
-        second = separator(data, first[1])
-        return (None, data) if second is None else (data[first[1]:second[0]], data[second[1]:])
-    return data[:first[0] - 1], data[first[1]:]  # all others print it: one newline is print's
+def split_sources(data: bytes) -> tuple[list[bytes], bytes]:
+    """A log -> (the sources byte for byte, the rest). No source where no line of `=` ends one."""
+    start, newline = 0, 1  # logs print the source: one newline is print's
+    end = separator(data, 0)
+    if end is not None and end[0] == 0:  # the oldest open with a separator, and write the source as it is
+        start, newline = end[1], 0
+        end = separator(data, start)
+    if end is None:
+        return [], data
+    ends, head = [end], data[:data.find(b"\nstep:", end[1]) + 1]
+    while ends and not HEADER.match(head, ends[-1][1]):  # a further source, if the machine's first line is found below
+        ends = [*ends, following] if (following := separator(head, ends[-1][1])) else []
+    sources = []
+    for end in ends or [end]:
+        sources += NEXT_SOURCE.split(data[start:end[0] - newline])
+        start = end[1]
+    return sources, data[start:]
 
 
 def find_hardware(run: str) -> str:
@@ -189,7 +212,7 @@ def parse_log(path: str | Path) -> Log:
         raise LogError(f"{path}: empty file")
     if b"\0" in data:
         raise LogError(f"{path}: binary file, or a log damaged by a crash (it holds zero bytes)")
-    source, rest = split_source(data)
+    sources, rest = split_sources(data)
     run = rest.decode("utf-8", "replace")
     at = run.rfind("\nstep:")
     while (last := STEP.match(run, at + 1)) is None and at >= 0:  # the last line may be cut
@@ -198,7 +221,7 @@ def parse_log(path: str | Path) -> Log:
         raise LogError(f"{path}: no line that begins with step:S/N; not a log, or one of a run that never started")
 
     header = run[:run.find("\nstep:") + 1]
-    log = Log(Path(path), source, run, find_hyperparameters(header), last_step=int(last[1]), num_steps=int(last[2]))
+    log = Log(Path(path), sources, run, find_hyperparameters(header), last_step=int(last[1]), num_steps=int(last[2]))
     resumed_at = None
     for line in run.split("\n"):  # of a million lines, regular expressions see only these
         log.forced |= "resume_force" in line and not line.startswith("hyperparameters:")
@@ -248,9 +271,12 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
 
 # ----------------------------------------------------------------------------------------------------------
 # What the source does to the compiler
+ALLOWED_FLAGS = {("dynamic", "False"), ("fullgraph", "True")}  # the latter makes a graph break an error, that is all
+
+
 def compiler_settings(source: bytes) -> list[str]:
     """What a source may not do: a line for each touch of torch._inductor.config and for each flag of torch.compile
-    other than dynamic=False. Reads the syntax tree, runs nothing."""
+    that is not in ALLOWED_FLAGS. Reads the syntax tree, runs nothing."""
     text = source.decode("utf-8", "replace")
     try:
         with warnings.catch_warnings():
@@ -305,15 +331,16 @@ def settings_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
         ours = callee == "torch.compile" or any(dotted(a) == "torch.compile" for a in node.args)
         method = isinstance(node.func, ast.Attribute) and node.func.attr == "compile"
         for keyword in node.keywords:
-            allowed = keyword.arg == "dynamic" and getattr(keyword.value, "value", None) is False
-            if (ours or method and keyword.arg in flags) and not allowed:
-                what = f"torch.compile({keyword.arg or '**'}={ast.unparse(keyword.value)})"
-                found.append((what, keyword.value.lineno))
+            if not (ours or method and keyword.arg in flags):
+                continue
+            value = ast.unparse(keyword.value)
+            if (keyword.arg, value) not in ALLOWED_FLAGS:
+                found.append((f"torch.compile({keyword.arg or '**'}={value})", keyword.value.lineno))
     return found
 
 
 def settings_by_text(text: str) -> list[tuple[str, int]]:
-    """The same for a source that this Python cannot parse (another version's syntax, two files in one log)."""
+    """The same for a source that this Python cannot parse (another version's syntax)."""
     text = re.sub(r"#.*", "", text)
     line = lambda at: text.count("\n", 0, at) + 1
     found = [("torch._inductor.config", line(m.start()))
@@ -321,7 +348,7 @@ def settings_by_text(text: str) -> list[tuple[str, int]]:
     for call in re.finditer(r"torch\.compile\(([^()]*)", text):
         flags = [(m[1], m[2].strip()) for m in re.finditer(r"(\w+)\s*=\s*([^,]*)", call[1])]
         found += [(f"torch.compile({flag}={value})", line(call.start()))
-                  for flag, value in flags if (flag, value) != ("dynamic", "False")]
+                  for flag, value in flags if (flag, value) not in ALLOWED_FLAGS]
     return found
 
 

@@ -43,10 +43,12 @@ def save_figure(figure, path: Path) -> None:
 
 def positions(log: Log, x: str) -> dict[int, float]:
     """step -> where its validation stands on the x axis. Raises LogError if the log does not say."""
-    if x == "tokens" and log.tokens_per_step is None:
-        raise LogError(f"{log.path}: does not say how many tokens a step takes; use --x step or --x time")
-    return {v.step: {"step": v.step, "time": v.train_time_ms / 1000,
-                     "tokens": v.step * (log.tokens_per_step or 0) / 1e6}[x] for v in log.validations}
+    tokens = log.step_tokens if x == "tokens" else [0]
+    if len(tokens) != 1:
+        what = "takes a varying number of" if tokens else "does not say how many"
+        raise LogError(f"{log.path}: {what} tokens a step; use --x step or --x time")
+    return {v.step: dict(step=v.step, time=v.train_time_ms / 1000, tokens=v.step * tokens[0] / 1e6)[x]
+            for v in log.validations}
 
 
 def curve(logs: list[Log], x: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -58,6 +60,23 @@ def curve(logs: list[Log], x: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     places = np.array([[p[s] for s in steps] for p in at]).reshape(len(logs), -1)
     spread = table.std(axis=0, ddof=1) if len(logs) > 1 else np.zeros(len(steps))
     return places.mean(axis=0), table.mean(axis=0), spread
+
+
+def scale_time(panels: tuple, curves: list[np.ndarray]) -> None:
+    """A logarithmic axis where the longest run took more than ten times the shortest, which would be a wall at the left
+    edge otherwise. Linear up to the first validation after the start, so that the one before it stands at 0."""
+    timed = [at[at > 0] for at in curves if at[-1] > 0]
+    longest = max((at[-1] for at in timed), default=0)
+    if not timed or longest <= 10 * min(at[-1] for at in timed):
+        return
+    first = min(at[0] for at in timed)
+    powers = [10.0 ** n for n in range(math.ceil(math.log10(first)), math.ceil(math.log10(longest)))]
+    for axes in panels:
+        low = max(axes.get_xlim()[0], 0)
+        axes.set_xscale("symlog", linthresh=first, linscale=0.5)
+        axes.set_xticks([0, *powers], [f"{x:g}" for x in (0, *powers)])
+        axes.minorticks_off()
+        axes.set_xlim(low, 1.3 * longest)
 
 
 def plot_curves(groups: dict[str, list[Log]], path: Path, x: str = "step", smooth: bool = False,
@@ -73,7 +92,7 @@ def plot_curves(groups: dict[str, list[Log]], path: Path, x: str = "step", smoot
         text = f"{label}: {mean[-1]:.4f}" + (f" ± {spread[-1]:.4f}, {runs} runs" if runs > 1 else "")
         dense, line, low, high = at, mean, mean - spread, mean + spread
         if smooth and len(at) > 2 and (np.diff(at) > 0).all():
-            dense = np.linspace(at[0], at[-1], 1000)
+            dense = np.linspace(at[:-1], at[1:], 50, axis=1).ravel()  # as fine at the left of a logarithmic axis
             line, low, high = (PchipInterpolator(at, y)(dense) for y in (line, low, high))
         for axes in (whole, end):
             axes.plot(at, mean, "o", color=color, markersize=3.5)
@@ -98,6 +117,8 @@ def plot_curves(groups: dict[str, list[Log]], path: Path, x: str = "step", smoot
                 axes.set_xlim(min(starts), last + 0.04 * (last - min(starts)))
         if top > lowest:
             axes.set_ylim(lowest - 0.06 * (top - lowest), top + 0.06 * (top - lowest))
+    if x == "time":
+        scale_time((whole, end), [at for at, _, _ in curves.values()])
     whole.set(ylabel="validation loss (nats per token)")
     end.set_title("the end of the runs")
     figure.supxlabel(X_LABELS[x], fontsize=11)

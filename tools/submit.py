@@ -4,8 +4,9 @@ Files a record: verifies its logs, keeps them with a README, brings the leaderbo
     python tools/submit.py --track T --name NAME LOG_OR_FOLDER... [--what TEXT] [--date YYYY-MM-DD] [--same-ml]
     python tools/submit.py --regenerate      rewrite the READMEs and plots from the logs that are here
 
-What verify.py refuses is refused here, and so is a log that names people, machines or absolute paths. A record must
-be faster than the fastest one of its track on the same hardware; on hardware new to the track it is the first.
+What verify.py refuses is refused here, and so is a log that names people, machines or absolute paths, or that has a
+hyperparameters line and fewer than 8 validations after step 0 (records filed before that rule stay). A record must be
+faster than the fastest one of its track on the same hardware; on hardware new to the track it is the first.
 Exit status: 0 filed, 1 refused (the reasons are listed), 2 input that cannot be used.
 """
 import argparse
@@ -23,11 +24,12 @@ from pathlib import Path
 from leaderboard import RECORDS, Record, read_records, record_to_beat, regenerate, write_record
 from log_parsing import Log, LogError, read_logs, run_command, write_file
 from replay import diff
-from verify import judge, print_table, summary_lines
+from verify import judge, per_run, print_table, summary_lines
 
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
                            re.MULTILINE)
 COMMON_NAMES = {"root", "user", "localhost"}  # say nothing about anyone
+FEWEST_VALIDATIONS = 8  # of a run, for its curve to be one; they are not timed
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -50,12 +52,21 @@ def leaks(log: Log) -> list[str]:
     return reasons
 
 
+def too_few_validations(log: Log) -> str:
+    """Why a log's curve would have too few points; "" if it has enough, and for the logs of other programs."""
+    n, fewest = sum(v.step > 0 for v in log.validations), min(FEWEST_VALIDATIONS, log.num_steps)
+    if n >= fewest or not log.hyperparameters:
+        return ""
+    return (f"{n} validation{'s' * (n != 1)} after step 0, a record's curve needs {fewest}: run it with "
+            f"--val_loss_every {log.num_steps // fewest}, which costs no training time")
+
+
 def describe_change(logs: list[Log], prior: Record | None, track: str) -> str:
     """What the logs say about it: how much of the source changed, and which hyperparameters."""
     if prior is None:
         return f"The first record of the `{track}` track on this hardware."
     old, new = prior.logs[0], logs[0]
-    lines = diff(old.source, new.source, "", "").splitlines()[2:]
+    lines = diff(*(b"\n".join(log.sources) for log in (old, new)), "", "").splitlines()[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     text = f"Against [{prior.name}](../{prior.folder.name}/): {added} lines of source added, {removed} removed."
     keys = [k for k in {**old.hyperparameters, **new.hyperparameters} if k != "seed"
@@ -128,9 +139,9 @@ def main(argv: list[str]) -> int:
         raise LogError(f"--same-ml: no record of {args.track} on {logs[0].hardware} whose losses could stand for these")
 
     stated = {log.target for log in logs if "target_val_loss" in log.hyperparameters}
-    target = args.target if args.target is not None else logs[0].target
-    verdict = judge(logs, target, prior.logs if prior else [], args.same_ml)
-    reasons = verdict.reasons + [reason for log in logs for reason in leaks(log)]
+    verdict = judge(logs, args.target, prior.logs if prior else [], args.same_ml)
+    target = verdict.target
+    reasons = verdict.reasons + per_run(logs, too_few_validations) + [reason for log in logs for reason in leaks(log)]
     reasons += [f"{log.name}: a log of the track {log.track}" for log in logs if log.track not in ("", args.track)]
     reasons += [f"a run raced to {t:g}, not to {target:g}" for t in sorted(stated - {target})]
     reasons += [f"the track's target is {r.target:g}, not {target:g}" for r in others[:1] if r.target != target]

@@ -53,6 +53,7 @@ class Verdict:
     target: float
     same_ml: bool
     summary: Summary
+    target_assumed: bool = False     # the field's, as neither the logs nor the command name one
     comparison: Comparison | None = None
     reasons: list[str] = field(default_factory=list)  # why it is no record; empty for a valid one
 
@@ -121,12 +122,13 @@ def broken_rules(logs: list[Log]) -> list[str]:
 
     sources = {}
     for log in logs:
-        sources.setdefault(log.source, log)
+        sources.setdefault(tuple(log.sources), log)
     if len(sources) > 1:
         first, other, *_ = sources.values()
         reasons.append(f"{len(sources)} different sources, see `replay.py {first.path} --diff {other.path}`")
-    for source in sources:
-        reasons += [f"not allowed: {what}" for what in compiler_settings(source or b"")]
+    for number, source in dict.fromkeys(pair for several in sources for pair in enumerate(several, 1)):
+        where = f" of the log's source {number}" if number > 1 else ""
+        reasons += [f"not allowed: {what}{where}" for what in compiler_settings(source)]
 
     settings = [{k: v for k, v in log.hyperparameters.items() if k not in PER_RUN} for log in logs]
     differ = sorted(k for k in set().union(*settings) if any(s.get(k) != settings[0].get(k) for s in settings))
@@ -166,8 +168,9 @@ def judge(logs: list[Log], target: float | None = None, prior: list[Log] = (), s
     targets = list(dict.fromkeys(log.target for log in logs))
     if target is None and len(targets) > 1:
         reasons.append(f"the runs race to different targets: {listed(targets)}")
+    assumed = target is None and not all("target_val_loss" in log.hyperparameters for log in logs)
     target = targets[0] if target is None else target
-    verdict = Verdict(target, same_ml, summarize(logs, target), reasons=reasons)
+    verdict = Verdict(target, same_ml, summarize(logs, target), assumed, reasons=reasons)
     ours = verdict.summary
     if ours.n and not same_ml:
         if ours.n < 2:
@@ -238,6 +241,8 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
               f", {CONFIDENCE:.0%} confidence {s.time_interval[0]:.3f} to {s.time_interval[1]:.3f} s"))]
     if verdict.same_ml:
         lines[2] = ("p-value", f"waived (--same-ml): the prior record's losses stand; measured {p_text(s.p_value)}")
+    if verdict.target_assumed:
+        lines.insert(2, ("target", f"{verdict.target:g} assumed, as the logs state none: give theirs with --target"))
     if c:
         lines += [("prior", f"mean {c.prior.time_mean:.3f} s, {c.prior.n} run{'s' if c.prior.n > 1 else ''}"),
                   ("saved", f"{c.saved:.3f} s ({c.saved_fraction:.2%}), p {p_text(c.p_value)} ({c.test})")]
