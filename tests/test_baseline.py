@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from util import ROOT, random_tokens, run_script, val_losses, write_shard
+from util import ROOT, random_tokens, run_forked, run_script, val_losses, write_shard
 
 BASELINE = ROOT / "baseline"
 sys.path.insert(0, str(BASELINE))
@@ -315,7 +315,7 @@ def test_warm_up_leaves_no_trace(workplace):
 def test_two_processes_are_one(workplace):
     one = run_here(workplace, grad_clip=0.5)
     expected = load_file(saved_model(workplace))
-    result = run_script(["--track", "shakespeare", "--device", "cpu", *options(**(TINY | dict(grad_clip=0.5, micro_batch=4)))],
+    result = run_forked(["--track", "shakespeare", "--device", "cpu", *options(**(TINY | dict(grad_clip=0.5, micro_batch=4)))],
                         cwd=workplace, nproc=2, script=BASELINE / "train_gpt2.py")
     assert result.returncode == 0, result.stderr[-2000:]
     assert "in 2 micro-steps x 2 processes x 4 sequences of 32" in result.stdout
@@ -396,10 +396,10 @@ def test_impossible_shards(workplace):
 
 def test_errors_are_one_line(workplace):
     """From the command line: a bad setting, and a loss that becomes infinite, end with one line and status 2."""
-    for changes, message in [(dict(n_head=3), "error: --n_embd 32 is not"),
-                             (dict(learning_rate=1e30, val_loss_every=0), "error: step ")]:
-        result = run_script(["--track", "shakespeare", "--device", "cpu", *options(**(TINY | changes))],
-                            cwd=workplace, script=BASELINE / "train_gpt2.py")
+    for run, changes, message in [(run_script, dict(n_head=3), "error: --n_embd 32 is not"),
+                                  (run_forked, dict(learning_rate=1e30, val_loss_every=0), "error: step ")]:
+        result = run(["--track", "shakespeare", "--device", "cpu", *options(**(TINY | changes))],
+                     cwd=workplace, script=BASELINE / "train_gpt2.py")
         assert result.returncode == 2 and result.stderr.startswith(message), result.stderr
         assert result.stderr.count("\n") == 1 and not (workplace / "checkpoints").exists()
 

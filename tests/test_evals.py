@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from util import ROOT, run_script
+from util import ROOT, run_forked, run_script
 
 sys.path[:0] = [str(ROOT / "evals"), str(ROOT / "baseline")]
 import hellaswag
@@ -251,12 +251,12 @@ def test_files_that_are_no_checkpoints(tmp_path):
 def test_sample_from_the_command_line(tmp_path):
     save(gpt2_checkpoint(), tmp_path / "model.safetensors")
     args = [tmp_path, "--n", 3, "--max_tokens", 40, "--prompt", "Ay, é", "--seed", 7]
-    first, second = (run_script(args, cwd=tmp_path, script=SAMPLE) for _ in range(2))
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == second.stdout and first.stderr == ""
+    first, second = (run(args, cwd=tmp_path, script=SAMPLE) for run in (run_script, run_forked))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout == second.stdout and first.stderr == second.stderr == ""
     assert [f"[{i}/3] Ay, é" in first.stdout for i in (1, 2, 3)] == [True] * 3
     assert all(c.isprintable() or c in "\n\t" for c in first.stdout)
-    bad = run_script([tmp_path, "--temperature", -1], cwd=tmp_path, script=SAMPLE)
+    bad = run_forked([tmp_path, "--temperature", -1], cwd=tmp_path, script=SAMPLE)
     assert bad.returncode == 2 and bad.stderr == "error: --temperature must be at least 0, not -1.0\n"
 
 
@@ -398,11 +398,11 @@ def test_two_processes_count_as_one(tmp_path):
     write_items(tmp_path)
     save(speedrun_checkpoint(), tmp_path / "model.safetensors")
     args = [tmp_path, "--data", tmp_path / "items.jsonl"]
-    one = run_script(args, cwd=tmp_path, script=HELLASWAG)
-    two = run_script(args, cwd=tmp_path, script=HELLASWAG, nproc=2)
+    one = run_forked(args, cwd=tmp_path, script=HELLASWAG)
+    two = run_forked(args, cwd=tmp_path, script=HELLASWAG, nproc=2)
     assert one.returncode == two.returncode == 0, one.stderr + two.stderr[-2000:]
     assert one.stdout == two.stdout and one.stdout.endswith(" items:13\n") and one.stderr == ""
-    bad = run_script([tmp_path, "--data", "nothing.jsonl"], cwd=tmp_path, script=HELLASWAG)
+    bad = run_forked([tmp_path, "--data", "nothing.jsonl"], cwd=tmp_path, script=HELLASWAG)
     assert bad.returncode == 2 and bad.stderr.startswith("error: nothing.jsonl: ") and bad.stderr.count("\n") == 1
 
 
@@ -455,5 +455,5 @@ def test_weights_and_items_from_the_hub(tmp_path):
         result = run_script(["gpt2", "--limit", 4, "--device", "cpu"], cwd=tmp_path, script=launcher, **settings)
         assert result.returncode == 0, result.stderr[-2000:]
         assert result.stdout.startswith("hellaswag acc:") and result.stdout.endswith(" items:4\n")
-        missing = run_script(["gpt2-medium"], cwd=tmp_path, script=launcher, **settings)
+        missing = run_forked(["gpt2-medium"], cwd=tmp_path, script=launcher, **settings)
     assert missing.returncode == 2 and missing.stderr.startswith("error: cannot fetch gpt2-medium from the hub")

@@ -1,10 +1,16 @@
-"""Helpers of the tests: shards written by hand, the script as a subprocess, gloo processes on loopback."""
+"""Helpers of the tests: shards written by hand, the script as a process of its own, gloo processes on loopback."""
+import itertools
 import multiprocessing
 import os
 import re
+import runpy
+import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -48,6 +54,72 @@ def run_script(args, cwd, nproc=None, timeout=300, script=SCRIPT, **extra):
                           capture_output=True, text=True, timeout=timeout)
 
 
+def forkserver():
+    """A multiprocessing context whose processes are forked from a server that has made torch's imports once: a fresh
+    interpreter each would take seconds. The server holds nothing of ours, so what it forks runs our files as they are."""
+    multiprocessing.set_forkserver_preload(
+        ["torch._inductor.compile_fx", "torch.nn.attention.flex_attention", "torch.distributed.run", "numpy", "tqdm",
+         "safetensors.torch", "pytest"])
+    return multiprocessing.get_context("forkserver")
+
+
+def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
+    """run_script(), its processes forked from the server: `nproc` of them as torchrun starts them, but without torchrun.
+    The code is the first that is not 0, the outputs are those of the ranks one after the other."""
+    ranks = [{}] if nproc == 1 else [
+        dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc),
+             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for port in [free_port()] for rank in range(nproc)]
+    argv = [str(script), *map(str, args)]
+    with tempfile.TemporaryDirectory() as folder:
+        consoles = [str(Path(folder) / str(rank)) for rank in range(nproc)]
+        processes = [forkserver().Process(target=_as_main, args=(argv, str(cwd), env(**extra, **rank), console))
+                     for rank, console in zip(ranks, consoles)]
+        for process in processes:
+            process.start()
+        try:
+            end = time.monotonic() + timeout
+            for process in processes:
+                process.join(max(0, end - time.monotonic()))
+            if any(process.is_alive() for process in processes):
+                raise subprocess.TimeoutExpired(argv, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        out, err = ("".join(Path(f"{console}.{name}").read_text() for console in consoles) for name in ("out", "err"))
+    return subprocess.CompletedProcess(argv, next((p.exitcode for p in processes if p.exitcode), 0), out, err)
+
+
+def _as_main(argv, cwd, environment, console):
+    """In a forked process: what `python argv[0] argv[1] ...` does in that folder and environment."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{console}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ours = {str(ROOT), *map(str, ROOT.iterdir())}  # on the path of the tests, not on the script's
+    sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *(p for p in sys.path if p not in ours)]
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+_ports = itertools.cycle(range(10_000 + os.getpid() % 350 * 64, 10_000 + os.getpid() % 350 * 64 + 64))
+
+
+def free_port():
+    """A port that nobody listens on. Each process of the tests goes round in 64 of its own, below those that the system
+    gives away: none is taken between here and its use."""
+    for port in itertools.islice(_ports, 64):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise OSError("none of 64 ports is free")
+
+
 def _gloo_child(rank, fn, world_size, store, args):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -58,9 +130,8 @@ def _gloo_child(rank, fn, world_size, store, args):
 
 
 def start_processes(fn, nprocs, *args):
-    """Run fn(rank, *args) in `nprocs` processes; their failures are ours. They are forked from a server that has
-    imported torch once: a fresh interpreter each would take seconds."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.nn.attention.flex_attention", "numpy", "tqdm"])
+    """Run fn(rank, *args) in `nprocs` processes of the fork server; their failures are ours."""
+    forkserver()
     mp.start_processes(fn, args=args, nprocs=nprocs, start_method="forkserver")
 
 
