@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [train_gpt.py arguments]   everything on a fresh machine: packages, data, training
+# ./run.sh compare [arguments]        the same for "does my idea help?": tools/compare.py
 # ./run.sh test [pytest arguments]    the same for the tests
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -15,7 +16,7 @@ else
         rm -rf .venv
         python3 -m venv .venv || { rm -rf .venv; say "error: python3 -m venv failed; install Python 3.11 or later with its venv module" >&2; exit 2; }
     fi
-    python=.venv/bin/python
+    python=$PWD/.venv/bin/python
 fi
 
 # Installs the given requirement files when a package of theirs is missing. A package that is there in
@@ -49,6 +50,8 @@ if [ "${1:-}" = test ]; then
 fi
 
 install requirements.txt
+compare=""
+[ "${1:-}" != compare ] || { compare=yes; shift; }
 
 # What the arguments say of the track, the device and the data
 track="" device="" own_data="" help="" previous=""
@@ -86,6 +89,12 @@ if [ -z "$own_data$help" ]; then
                 "$python" data/shakespeare.py
             fi ;;
     esac
+fi
+
+if [ -n "$compare" ]; then
+    script=$PWD/tools/compare.py
+    cd "$OLDPWD"  # patches and scripts are named as the caller sees them
+    exec "$python" "$script" "$@"
 fi
 
 # Launch: a power of two of the GPUs, which share the 8 sequences of a step equally

@@ -1,0 +1,331 @@
+"""
+Does an idea help? Runs it and a base in turn, and says what it does to the loss, to a step's time, and to both.
+
+    ./run.sh compare                                   the working tree's train_gpt.py against the last commit's
+    ./run.sh compare --idea "--muon_lr 0.03"           a setting against the track's own
+    ./run.sh compare --idea wide="--model_dim 160" --idea gelu=gelu.patch --runs 8 --track shakespeare
+    ./run.sh compare --base v1.0 --idea my-branch --json out.json --plot out.png
+
+--base and --idea take [NAME=]KIND: quoted options (on the base's source), a .patch or .diff to it, another .py
+script, a git revision, or . for the working tree; options may follow the others too ("gelu.patch --muon_lr 0.03").
+What this command does not know goes to all of them: --track, --device, --num_iterations 60.
+
+Sources are frozen first. Then come rounds of one run each, all with the round's seed, in an order that turns from
+round to round. All is kept in logs/compare/NAME/: the same command goes on where it stopped, and --runs 10 after
+--runs 5 adds five. The base also runs with a tenth fewer and a tenth more steps, to tell what a loss is worth in steps.
+These runs are taken over from comparisons that made them on this machine with the same source, settings, seed,
+threads and PyTorch; so is the base's own loss if --no_times says that times do not matter. effects.py has the
+statistics. Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interrupted.
+"""
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from effects import Effect, analyse, in_words, plot_effects, short, table
+from log_parsing import Log, LogError, parse_log, run_command, write_file
+from variants import (COPY_SEEDS, ROOT, Variant, check_settings, digest, environment, other_steps, read_variant,
+                      run_key, tell_apart)
+
+COMPARISONS = ROOT / "logs" / "compare"
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+class RunError(Exception):
+    """A run that failed; the message has its last lines."""
+
+
+@dataclass(frozen=True)
+class Run:
+    variant: str
+    seed: int | None  # None: the untimed one, which compiles
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}_seed{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{short(self.variant)}, {'to compile, untimed' if self.seed is None else f'seed {self.seed}'}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Runs
+@dataclass
+class Place:
+    """A comparison's folder: sources/, runs/VARIANT/ and taken_over/VARIANT/ with logs, working/ while a run is on."""
+    folder: Path
+    facts: dict
+    launcher: list[str]  # what stands before the script on the command line
+    lock: int            # runs hold it too: one that outlives us lets no other comparison begin beside it
+
+    def path(self, run: Run, kind: str = "runs") -> Path:
+        return self.folder / kind / run.variant / f"{run.name}.txt"
+
+    def log(self, run: Run, taken_over: bool) -> Log | None:
+        return complete_log(self.path(run)) or (complete_log(self.path(run, "taken_over")) if taken_over else None)
+
+    def start(self, run: Run, variant: Variant) -> subprocess.Popen:
+        here = self.folder / "working" / run.name
+        here.mkdir(parents=True)
+        options = [*variant.options, "--log_dir", str(here / "logs")]
+        options += ["--num_iterations", "1", "--val_loss_every", "0"] if run.seed is None else ["--seed", str(run.seed)]
+        if isinstance(variant.settings, dict):  # train_gpt.py writes a checkpoint when torchrun is stopped
+            options += ["--checkpoint_dir", str(here / "checkpoints")]
+        with open(here / "console.txt", "wb") as console:
+            return subprocess.Popen([*self.launcher, self.folder / "sources" / f"{run.variant}.py", *options], cwd=ROOT,
+                                    env=environment(OMP_NUM_THREADS=str(self.facts["threads"])), pass_fds=[self.lock],
+                                    stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True)
+
+    def finish(self, run: Run, status: int) -> str:
+        """Files the log. -> what it says. Raises RunError if there is no whole one."""
+        here = self.folder / "working" / run.name
+        log = complete_log(next((here / "logs").glob("*.txt"), here)) if run.seed is not None else None
+        if status or (run.seed is not None and not log):
+            lines = (here / "console.txt").read_text(errors="replace").strip().splitlines()[-12:]
+            what = f"exit status {status}" if status else "no log of a whole run"
+            raise RunError("\n".join([*lines, f"error: this run failed: {run} ({what}); above are the last lines of "
+                                      f"{here / 'console.txt'}"]))
+        if log:
+            self.path(run).parent.mkdir(parents=True, exist_ok=True)
+            log.path.replace(self.path(run))
+        shutil.rmtree(here)
+        return f"val_loss {log.final.val_loss:.4f}, {log.final.step_avg_ms:.2f} ms a step" if log else "done"
+
+    def stop(self, child: subprocess.Popen) -> None:
+        """At once; but torchrun's workers lead sessions of their own, and only SIGTERM makes it end them."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if len(self.launcher) > 1:
+                child.terminate()
+                child.wait(40)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+    def carry_out(self, todo: list[Run], variants: dict[str, Variant], jobs: int) -> None:
+        """In this order, `jobs` at a time. Raises RunError. However it ends, no run goes on."""
+        waiting, running, began, shown = list(todo), {}, time.monotonic(), 0
+        bar = tqdm(total=len(todo), unit="run", dynamic_ncols=True, leave=False, disable=None)  # on terminals
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    run = waiting.pop(0)
+                    running[run] = self.start(run, variants[run.variant])
+                    bar.set_description("; ".join(map(str, running)))
+                time.sleep(0.02)
+                if time.monotonic() - shown > 1:
+                    bar.refresh()
+                    shown = time.monotonic()
+                for run in [run for run, child in running.items() if child.poll() is not None]:
+                    text = self.finish(run, running.pop(run).returncode)
+                    bar.update()
+                    done = len(todo) - len(waiting) - len(running)
+                    left = tqdm.format_interval((time.monotonic() - began) / done * (len(todo) - done))
+                    if bar.disable:
+                        print(f"{done}/{len(todo)} {run}: {text}; {left} left", file=sys.stderr, flush=True)
+        finally:
+            bar.close()
+            for child in running.values():
+                self.stop(child)
+
+    def freeze(self, variants: list[Variant], jobs: int) -> None:
+        """Writes sources and comparison.json. Raises LogError if those that are there are of another comparison."""
+        made = {v.name: dict(source=hashlib.sha256(v.source).hexdigest(), settings=v.settings, first_seed=v.first_seed,
+                             extra=v.extra, key=run_key(v, self.facts)) for v in variants}
+        file, conditions = self.folder / "comparison.json", dict(self.facts, jobs=jobs)
+        if file.exists():
+            before = json.loads(file.read_text())
+            for k, value in conditions.items():
+                if before[k] != value:
+                    raise LogError(f"{self.folder}: begun with {k} {before[k]}, not {value}; give another --name")
+            kept = before["variants"]
+            if any(kept.get(name) != v for name, v in made.items() if name in kept or not v["extra"]) or \
+                    any(name not in made for name, v in kept.items() if not v["extra"]):
+                raise LogError(f"{self.folder}: of other sources, settings or seeds; give another --name")
+            made = kept | made
+        (self.folder / "sources").mkdir(exist_ok=True)
+        for v in variants:
+            write_file(self.folder / "sources" / f"{v.name}.py", v.source)
+        write_file(file, json.dumps(dict(conditions, variants=made), indent=1).encode())
+
+    def take_over(self, run: Run, key: str) -> None:
+        """Copies the log of the same run from another comparison, if one has it."""
+        for file in sorted(COMPARISONS.glob("*/comparison.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one has nothing
+                for name, other in json.loads(file.read_text())["variants"].items():
+                    log = file.parent / "runs" / name / f"{name}_seed{run.seed}.txt"
+                    if other["key"] == key and complete_log(log):
+                        self.path(run, "taken_over").parent.mkdir(parents=True, exist_ok=True)
+                        return write_file(self.path(run, "taken_over"), log.read_bytes())
+
+
+def complete_log(path: Path) -> Log | None:
+    try:
+        log = parse_log(path)
+    except LogError:
+        return None
+    return None if log.incomplete else log
+
+
+def machine(on_gpu: bool) -> str:
+    if on_gpu:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.strip()
+    info = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    model = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
+    return f"{model[1] if model else platform.machine()}, {CORES} cores"
+
+
+# ----------------------------------------------------------------------------------------------------------
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """-> our options, and those for all runs. Raises LogError."""
+    def fail(message):
+        raise LogError(f"{message}; --help lists what there is")
+
+    def number(text):
+        if not 1 <= int(text) <= COPY_SEEDS:
+            raise ValueError
+        return int(text)
+
+    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    parser.add_argument("--base", metavar="[NAME=]KIND", help="default: the working tree; without --idea, HEAD")
+    parser.add_argument("--idea", metavar="[NAME=]KIND", action="append", help="any number; default: the working tree")
+    parser.add_argument("--runs", type=number, default=5, metavar="N", help="of each, 2 or more; default: 5")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first round; default: 0")
+    parser.add_argument("--jobs", type=number, default=1, metavar="N", help="runs at a time, which share the cores")
+    parser.add_argument("--nproc_per_node", type=number, default=1, metavar="N", help="processes a run, by torchrun")
+    parser.add_argument("--aa", action="store_true", help="allow an idea that is the base: it gets other seeds")
+    parser.add_argument("--no_steps", action="store_true", help="no base with a tenth fewer or more steps")
+    parser.add_argument("--no_times", action="store_true", help="losses alone")
+    parser.add_argument("--name", help="of the folder in logs/compare/; default: made of what is compared")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and the logs' paths there")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the differences with their intervals")
+    joined = []  # as one word, or an idea that begins with -- would pass for an option
+    for word in argv:
+        if joined and joined[-1] in ("--base", "--idea"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    args, common = parser.parse_known_args(joined)
+    if common and not common[0].startswith("--"):
+        fail(f"{common[0]}: a source is given by --idea or --base")
+    if args.runs < 2 or args.seed < 0:
+        fail("--runs must be 2 or more, for a spread; --seed must not be negative")
+    if args.name is not None and not re.fullmatch(r"\w[\w.+%-]*", args.name):
+        fail(f"--name {args.name}: letters, digits and ._+- only")
+    for file in filter(None, (args.json, args.plot)):
+        if not file.absolute().parent.is_dir() or file.is_dir() or (file is args.plot and file.suffix != ".png"):
+            fail(f"{file}: must be a file in a folder that exists; a plot's name ends in .png")
+    return args, common
+
+
+def compare(argv: list[str]) -> int:
+    args, common = read_arguments(argv)
+    tree = (ROOT / "train_gpt.py").read_bytes()
+    base = read_variant(args.base or ("." if args.idea else "HEAD"), tree, common)
+    base.first_seed = args.seed
+    variants = [base, *(read_variant(text, base.source, common) for text in args.idea or ["."])]
+    check_settings(variants, args.nproc_per_node)
+    tell_apart(variants, args.aa)
+    ideas, extras = variants[1:], [] if args.no_steps else other_steps(base)
+    on_gpu = any(isinstance(v.settings, dict) and v.settings["device"] == "cuda" for v in variants)
+    if on_gpu and args.jobs > 1:
+        raise LogError("--jobs: on GPUs one run at a time, as all would use the same")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(threads) if threads.isdigit() else max(1, CORES // (args.jobs * args.nproc_per_node))
+    facts = dict(machine=machine(on_gpu), torch=importlib.metadata.version("torch"), threads=threads,
+                 processes=args.nproc_per_node)
+    what = digest([(v.name, run_key(v, {}), v.first_seed) for v in variants])[:8]
+    folder = COMPARISONS / (args.name or f"{'_'.join(v.name for v in ideas)[:50]}_{what}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise LogError(f"{folder}: a comparison is at work here; wait for it, or give another --name") from None
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc_per_node}"]
+        place = Place(folder, facts, [sys.executable, *(launcher if args.nproc_per_node > 1 else [])], lock.fileno())
+        place.freeze([*variants, *extras], args.jobs)
+        shutil.rmtree(folder / "working", ignore_errors=True)
+        groups = run_rounds(place, [base, *extras, *ideas], args)
+    effects = analyse(groups[base.name], {v.name: groups[v.name] for v in ideas},
+                      [log for v in extras for log in groups[v.name]], timed=not args.no_times)
+    report(base, variants, effects, groups, facts, folder, args)
+    return 0
+
+
+def run_rounds(place: Place, variants: list[Variant], args: argparse.Namespace) -> dict[str, list[Log]]:
+    """Makes the runs that are missing. -> each variant's logs, in the order of the rounds; the base is the first."""
+    by_name = {v.name: v for v in variants}
+    untimed = {v.name for v in variants if v.extra or (args.no_times and v is variants[0])}
+    rounds = [[Run(v.name, v.first_seed + i) for v in variants] for i in range(args.runs)]
+    turned = [run for i, runs in enumerate(rounds) for run in runs[i % len(runs):] + runs[:i % len(runs)]]
+    for run in turned:
+        if run.variant in untimed and not place.log(run, taken_over=True):
+            place.take_over(run, run_key(by_name[run.variant], place.facts))
+    todo = [run for run in turned if not place.log(run, run.variant in untimed)]
+    compiled = [Run(v.name, None) for v in variants if todo and not v.extra]
+    place.carry_out(compiled + todo, by_name, args.jobs)
+    return {runs[0].variant: [place.log(run, run.variant in untimed) for run in runs] for runs in zip(*rounds)}
+
+
+def report(base: Variant, variants: list[Variant], effects: list[Effect], groups: dict[str, list[Log]], facts: dict,
+           folder: Path, args: argparse.Namespace) -> None:
+    """Prints the answer, and writes it where it is asked for. Raises LogError."""
+    sentences = [in_words(e) for e in effects]
+    notes = ["±: half of a 99% interval; p: Welch's t-test, two-sided"
+             + f", corrected by Holm over {len(effects)} ideas" * (len(effects) > 1)]
+    if not args.no_times:
+        notes.append("step time: as a fraction of the base's")
+    if effects[0].steps is not None:
+        notes.append("steps, time: what it takes more, or less, to the base's loss")
+    elif not args.no_steps:
+        notes.append("steps: not known, as the base's loss does not clearly fall with more of them")
+    notes += [f"{v.name}: the base itself or a copy, with seeds from {v.first_seed} on" for v in variants
+              if v.first_seed != base.first_seed]
+    if args.jobs > 1:
+        notes.append(f"step times are of {args.jobs} runs at a time, which disturb each other")
+    print(textwrap.fill(f"base {base.name}; {args.runs} rounds, seeds from {args.seed} on; {facts['machine']}, "
+                        f"{facts['threads']} threads a process, PyTorch {facts['torch']}", 80))
+    print("", *table(groups, effects), "", *(textwrap.fill(note, 80) for note in notes), "", sep="\n")
+    print(*(textwrap.fill(sentence, 80) for sentence in sentences), f"\nlogs: {folder / 'runs'}", sep="\n")
+    if args.json:
+        logs = {name: [dict(path=str(log.path), seed=by.first_seed + i, val_loss=log.final.val_loss,
+                            step_avg_ms=log.final.step_avg_ms) for i, log in enumerate(groups[name])]
+                for name, by in [(name, next((v for v in variants if v.name == name), base)) for name in groups]}
+        ideas = [asdict(e) | dict(verdict=e.verdict, words=words) for e, words in zip(effects, sentences)]
+        answer = dict(facts, jobs=args.jobs, folder=str(folder), base=base.name, ideas=ideas, runs=logs)
+        write_file(args.json, json.dumps(answer, indent=1, allow_nan=False).encode())
+    if args.plot:
+        plot_effects(effects, args.plot)
+
+
+def main(argv: list[str]) -> int:
+    try:
+        return compare(argv)
+    except RunError as e:
+        print(e, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; runs that were finished are kept, and the same command goes on from there", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run_command(main)

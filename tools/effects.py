@@ -1,0 +1,212 @@
+"""
+What the runs of ideas and of their base say: the statistics of compare.py, its table, its words and its picture.
+
+n is the number of runs, an interval is of 99% confidence, and all noise is that of these runs alone.
+- difference in loss: Welch's two-sided t-test, p corrected over the ideas by Holm
+- "one of X or more would have been seen nine times in ten": if the comparison were made again with a true difference
+  of X, p would be below 0.01, at Holm's strictest, that often. X is made of measured noise; that this is itself
+  uncertain makes X larger, by far with two or three runs
+- step time: the mean logarithm of idea / base within a round, Student's t-test; drift between rounds cancels
+- steps to the base's loss: a line through the base's loss over the logarithm of steps, from runs with a tenth fewer
+  and a tenth more, turns the difference into steps; with the step's time it is time. Intervals by the delta method,
+  the slope's error included
+"""
+import functools
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy import optimize, stats
+
+from log_parsing import Log
+from verify import P_VALUE, p_text
+
+POWER = 0.9  # nine times in ten
+
+Bounds = tuple[float, float]
+
+
+@dataclass
+class Effect:
+    """Of an idea, against the base. Losses in nats per token; None: not known."""
+    name: str
+    n: int
+    base_n: int
+    loss: float
+    difference: float
+    difference_interval: Bounds
+    p: float | None                          # None where neither side has any spread
+    detectable: float                        # X
+    p_corrected: float | None = None
+    step_time: float | None = None           # a fraction of the base's
+    step_time_interval: Bounds | None = None
+    step_time_p: float | None = None
+    step_time_p_corrected: float | None = None
+    steps: float | None = None               # to the base's loss, more than the base's: -0.04 is 4% fewer
+    steps_interval: Bounds | None = None
+    time: float | None = None                # likewise
+    time_interval: Bounds | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.p is None:
+            return "no test"
+        return "no difference shown" if self.p_corrected >= P_VALUE else "helps" if self.difference < 0 else "hurts"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Statistics. A "part" is a variance with its degrees of freedom
+def combine(parts: list[Bounds]) -> tuple[float, float]:
+    """Standard error and degrees of freedom (Welch, Satterthwaite) of a sum of independent parts."""
+    variance = sum(v for v, _ in parts)
+    return math.sqrt(variance), variance**2 / sum(v**2 / df for v, df in parts) if variance else 1.0
+
+
+def interval(center: float, parts: list[Bounds]) -> Bounds:
+    error, df = combine(parts)
+    half = error * float(stats.t.ppf(1 - P_VALUE / 2, df))
+    return center - half, center + half
+
+
+def p_value(center: float, parts: list[Bounds]) -> float | None:
+    """Two-sided, of its being zero. None where nothing varies."""
+    error, df = combine(parts)
+    return 2 * float(stats.t.sf(abs(center) / error, df)) if error else None
+
+
+def mean_and_part(values: list[float]) -> tuple[float, Bounds]:
+    return statistics.fmean(values), (statistics.variance(values) / len(values), len(values) - 1)
+
+
+def holm(ps: list[float | None]) -> list[float | None]:
+    """Holm's correction of the p-values that are there."""
+    left, corrected, largest = sum(p is not None for p in ps), list(ps), 0.0
+    for i in sorted((i for i, p in enumerate(ps) if p is not None), key=lambda i: ps[i]):
+        corrected[i] = largest = max(largest, min(1.0, left * ps[i]))
+        left -= 1
+    return corrected
+
+
+@functools.lru_cache(100_000)
+def detectable_errors(df: float, alpha: float) -> float:
+    """How many measured standard errors a true difference must have to be found in POWER of repetitions."""
+    critical = stats.t.ppf(1 - alpha / 2, df)
+    measured = np.sqrt(stats.chi2.ppf((np.arange(100) + 0.5) / 100, df) / df)  # fractions of the true standard error
+    found = lambda c: stats.nct.sf(critical, df, c * measured).mean()
+    return float(optimize.brentq(lambda c: found(c) - POWER, critical, 1e4 * critical))
+
+
+def loss_slope(logs: list[Log]) -> tuple[float, Bounds] | None:
+    """Of the loss over the logarithm of steps, and its part; None where it does not clearly fall."""
+    if len({log.num_steps for log in logs}) < 3:
+        return None
+    fit = stats.linregress([math.log(log.num_steps) for log in logs], [log.final.val_loss for log in logs])
+    part = (float(fit.stderr) ** 2, len(logs) - 2)
+    return (float(fit.slope), part) if interval(fit.slope, [part])[1] < 0 else None
+
+
+def analyse(base: list[Log], ideas: dict[str, list[Log]], extras: list[Log] = (), timed: bool = True) -> list[Effect]:
+    """Of each: complete logs, two or more, in the order of the rounds. extras: the base's with other steps."""
+    slope = loss_slope([*base, *extras])
+    base_loss, base_part = mean_and_part([log.final.val_loss for log in base])
+    effects = []
+    for name, logs in ideas.items():
+        loss, part = mean_and_part([log.final.val_loss for log in logs])
+        difference, parts = loss - base_loss, [part, base_part]
+        error, df = combine(parts)
+        e = Effect(name, len(logs), len(base), loss, difference, interval(difference, parts),
+                   p_value(difference, parts), error * detectable_errors(round(df, 1), P_VALUE / len(ideas)))
+        effects.append(e)
+        if timed:
+            ratios = [math.log(a.final.step_avg_ms / b.final.step_avg_ms) for a, b in zip(logs, base)]
+            ratio, ratio_part = mean_and_part(ratios)
+            low, high = interval(ratio, [ratio_part])
+            e.step_time, e.step_time_interval = math.exp(ratio), (math.exp(low), math.exp(high))
+            e.step_time_p = p_value(ratio, [ratio_part])
+        if slope:
+            b, (b_variance, b_df) = slope
+            steps = math.log(logs[0].num_steps / base[0].num_steps) - difference / b
+            parts = [(v / b**2, k) for v, k in parts] + [(difference**2 * b_variance / b**4, b_df)]
+            low, high = interval(steps, parts)
+            e.steps, e.steps_interval = math.expm1(steps), (math.expm1(low), math.expm1(high))
+            if timed:
+                low, high = interval(steps + ratio, [*parts, ratio_part])
+                e.time, e.time_interval = math.expm1(steps + ratio), (math.expm1(low), math.expm1(high))
+    for e, p, time_p in zip(effects, holm([e.p for e in effects]), holm([e.step_time_p for e in effects])):
+        e.p_corrected, e.step_time_p_corrected = p, time_p
+    return effects
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The answer
+def short(name: str) -> str:
+    return name if len(name) <= 12 else name[:11] + "~"
+
+
+def percent(x: float | None, bounds: Bounds | None = None) -> str:
+    """Of what is more than the base's."""
+    return "-" if x is None else f"{x:+.1%}" + (f" ({bounds[0]:+.1%} to {bounds[1]:+.1%})" if bounds else "")
+
+
+def in_words(e: Effect) -> str:
+    n = f"n = {e.n} and {e.base_n}"
+    if e.verdict == "no test":
+        text = f"no test: the losses of neither side have any spread ({n})"
+    elif e.verdict == "no difference shown":
+        text = f"no difference shown; one of {e.detectable:.4f} or more would have been seen nine times in ten ({n})"
+    else:
+        low, high = sorted(map(abs, e.difference_interval))
+        text = (f"{e.verdict}: loss {abs(e.difference):.4f} {'lower' if e.difference < 0 else 'higher'} "
+                f"({low:.4f} to {high:.4f}; {n})")
+        if e.steps is not None:
+            text += f"; to the base's loss: steps {percent(e.steps, e.steps_interval)}"
+            text += ", beyond the tenth that was measured" if not 0.9 <= 1 + e.steps <= 1.1 else ""
+        if e.time is not None:
+            text += f", time {percent(e.time, e.time_interval)}"
+            if e.verdict == "helps" and e.time_interval[0] > 0 or e.verdict == "hurts" and e.time_interval[1] < 0:
+                text += f", so {'later' if e.time > 0 else 'sooner'} there all the same"
+    if e.step_time_p_corrected is not None and e.step_time_p_corrected < P_VALUE:
+        text += f"; time of a step {percent(e.step_time - 1, tuple(bound - 1 for bound in e.step_time_interval))}"
+    return f"{e.name}: {text}"
+
+
+def table(groups: dict[str, list[Log]], effects: list[Effect]) -> list[str]:
+    """Lines of about 80 columns, one for each group of logs, the base's first."""
+    rows = [("idea", "n", "loss", "difference", "p", "step time", "steps", "time")]
+    found = {e.name: e for e in effects}
+    for name, logs in groups.items():
+        row = [short(name), str(len(logs)), f"{statistics.fmean(log.final.val_loss for log in logs):.4f}"]
+        if e := found.get(name):
+            half = lambda bounds: (bounds[1] - bounds[0]) / 2
+            row += [f"{e.difference:+.4f}±{half(e.difference_interval):.4f}", p_text(e.p_corrected),
+                    f"{e.step_time:.3f}±{half(e.step_time_interval):.3f}" if e.step_time else "-",
+                    percent(e.steps), percent(e.time)]
+        elif len(rows) == 1:
+            row += ["", "", f"{statistics.fmean(log.final.step_avg_ms for log in logs):.2f} ms"]
+        rows.append(row + [""] * (8 - len(row)))
+    widths = [max(len(row[i]) for row in rows) for i in range(8)]
+    return ["  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+            for row in rows]
+
+
+def plot_effects(effects: list[Effect], path: Path) -> None:
+    """A row an idea, with intervals: the loss, and what is known of the times. Raises LogError."""
+    from plot import COLORS, plt, save_figure  # takes a second, which a comparison without a picture is spared
+    panels = [("difference in loss", "difference", 1, 0), ("time of a step, %", "step_time", 100, 1),
+              ("time to the base's loss, %", "time", 100, 0)]
+    panels = [panel for panel in panels if all(getattr(e, panel[1]) is not None for e in effects)]
+    figure, axes = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=(8, 1.5 + 0.4 * len(effects)))
+    for ax, (title, name, factor, zero) in zip(axes[0], panels):
+        for row, e in enumerate(effects):
+            bounds = [factor * (bound - zero) for bound in getattr(e, f"{name}_interval")]
+            color = "0.45" if bounds[0] <= 0 <= bounds[1] else COLORS[2 if bounds[1] < 0 else 1]
+            ax.plot(bounds, [row, row], color=color, linewidth=2)
+            ax.plot([factor * (getattr(e, name) - zero)], [row], "o", color=color, markersize=5)
+        ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
+        ax.set_title(title)
+    axes[0, 0].set_yticks(range(len(effects)), [f"{e.name}\nn = {e.n}" for e in effects])
+    axes[0, 0].set_ylim(len(effects) - 0.5, -0.5)
+    figure.supxlabel("idea against the base, 99% intervals; left of the line is better", fontsize=11)
+    save_figure(figure, path)
