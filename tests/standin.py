@@ -48,7 +48,8 @@ def main(argv):
     ms = 40 * hp.slower * math.exp(draw.gauss(0, 0.01))
     os.makedirs(args.log_dir)
     with open(os.path.join(args.log_dir, f"{draw.getrandbits(64):x}.txt"), "w", newline="") as f:
-        print(SOURCE, "=" * 100, "Running PyTorch 2.13.0", "CPU: none, 2 cores", f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}", "=" * 100,
+        print(SOURCE, "=" * 100, "Running PyTorch 2.13.0", "CPU: none, 2 cores",
+              f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}", "=" * 100,
               f"hyperparameters: {json.dumps(dict(dataclasses.asdict(hp), track='shakespeare'))}",
               f"step:0/{n} val_loss:5.9000 train_time:0ms step_avg:0.00ms",
               f"step:{n}/{n} val_loss:{loss:.4f} train_time:{n * ms:.0f}ms step_avg:{ms:.2f}ms", sep="\n", file=f)

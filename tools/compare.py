@@ -96,7 +96,8 @@ class Place:
         here = self.folder / "working" / run.name
         log = complete_log(next((here / "logs").glob("*.txt"), here)) if run.seed is not None else None
         if status or (run.seed is not None and not log):
-            lines = (here / "console.txt").read_text(errors="replace").strip().splitlines()[-12:]
+            text = (here / "console.txt").read_text(errors="replace").strip()
+            lines = re.split(r"\n.* failed \(exitcode", text)[0].splitlines()[-12:]  # torchrun's own words come after
             what = f"exit status {status}" if status else "no log of a whole run"
             raise RunError("\n".join([*lines, f"error: this run failed: {run} ({what}); above are the last lines of "
                                       f"{here / 'console.txt'}"]))
@@ -320,6 +321,9 @@ def main(argv: list[str]) -> int:
         return compare(argv)
     except RunError as e:
         print(e, file=sys.stderr)
+        return 1
+    except OSError as e:  # a full disk, a folder that cannot be written
+        print(f"error: {e.filename or 'logs/compare'}: {(e.strerror or str(e)).lower()}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; runs that were finished are kept, and the same command goes on from there", file=sys.stderr)

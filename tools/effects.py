@@ -70,6 +70,11 @@ def interval(center: float, parts: list[Bounds]) -> Bounds:
     return center - half, center + half
 
 
+def exponentials(bounds: Bounds) -> Bounds:
+    """Finite ones: an interval from two runs may reach anywhere."""
+    return math.exp(min(bounds[0], 700)), math.exp(min(bounds[1], 700))
+
+
 def p_value(center: float, parts: list[Bounds]) -> float | None:
     """Two-sided, of its being zero. None where nothing varies."""
     error, df = combine(parts)
@@ -122,18 +127,17 @@ def analyse(base: list[Log], ideas: dict[str, list[Log]], extras: list[Log] = ()
         if timed:
             ratios = [math.log(a.final.step_avg_ms / b.final.step_avg_ms) for a, b in zip(logs, base)]
             ratio, ratio_part = mean_and_part(ratios)
-            low, high = interval(ratio, [ratio_part])
-            e.step_time, e.step_time_interval = math.exp(ratio), (math.exp(low), math.exp(high))
+            e.step_time, e.step_time_interval = math.exp(ratio), exponentials(interval(ratio, [ratio_part]))
             e.step_time_p = p_value(ratio, [ratio_part])
         if slope:
             b, (b_variance, b_df) = slope
             steps = math.log(logs[0].num_steps / base[0].num_steps) - difference / b
             parts = [(v / b**2, k) for v, k in parts] + [(difference**2 * b_variance / b**4, b_df)]
-            low, high = interval(steps, parts)
-            e.steps, e.steps_interval = math.expm1(steps), (math.expm1(low), math.expm1(high))
+            low, high = exponentials(interval(steps, parts))
+            e.steps, e.steps_interval = math.expm1(steps), (low - 1, high - 1)
             if timed:
-                low, high = interval(steps + ratio, [*parts, ratio_part])
-                e.time, e.time_interval = math.expm1(steps + ratio), (math.expm1(low), math.expm1(high))
+                low, high = exponentials(interval(steps + ratio, [*parts, ratio_part]))
+                e.time, e.time_interval = math.expm1(steps + ratio), (low - 1, high - 1)
     for e, p, time_p in zip(effects, holm([e.p for e in effects]), holm([e.step_time_p for e in effects])):
         e.p_corrected, e.step_time_p_corrected = p, time_p
     return effects
@@ -147,7 +151,8 @@ def short(name: str) -> str:
 
 def percent(x: float | None, bounds: Bounds | None = None) -> str:
     """Of what is more than the base's."""
-    return "-" if x is None else f"{x:+.1%}" + (f" ({bounds[0]:+.1%} to {bounds[1]:+.1%})" if bounds else "")
+    show = lambda x: f"{x:+.1%}" if x < 10 else "over +1000%"
+    return "-" if x is None else show(x) + (f" ({show(bounds[0])} to {show(bounds[1])})" if bounds else "")
 
 
 def in_words(e: Effect) -> str:
@@ -179,9 +184,9 @@ def table(groups: dict[str, list[Log]], effects: list[Effect]) -> list[str]:
     for name, logs in groups.items():
         row = [short(name), str(len(logs)), f"{statistics.fmean(log.final.val_loss for log in logs):.4f}"]
         if e := found.get(name):
-            half = lambda bounds: (bounds[1] - bounds[0]) / 2
-            row += [f"{e.difference:+.4f}±{half(e.difference_interval):.4f}", p_text(e.p_corrected),
-                    f"{e.step_time:.3f}±{half(e.step_time_interval):.3f}" if e.step_time else "-",
+            half = lambda bounds, places: f"{h:.{places}f}" if (h := (bounds[1] - bounds[0]) / 2) < 10 else ">10"
+            row += [f"{e.difference:+.4f}±{half(e.difference_interval, 4)}", p_text(e.p_corrected),
+                    f"{e.step_time:.3f}±{half(e.step_time_interval, 3)}" if e.step_time else "-",
                     percent(e.steps), percent(e.time)]
         elif len(rows) == 1:
             row += ["", "", f"{statistics.fmean(log.final.step_avg_ms for log in logs):.2f} ms"]
@@ -206,6 +211,8 @@ def plot_effects(effects: list[Effect], path: Path) -> None:
             ax.plot([factor * (getattr(e, name) - zero)], [row], "o", color=color, markersize=5)
         ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
         ax.set_title(title)
+        if factor == 100:
+            ax.set_xlim(right=min(ax.get_xlim()[1], 500))  # two runs' intervals may reach anywhere
     axes[0, 0].set_yticks(range(len(effects)), [f"{e.name}\nn = {e.n}" for e in effects])
     axes[0, 0].set_ylim(len(effects) - 0.5, -0.5)
     figure.supxlabel("idea against the base, 99% intervals; left of the line is better", fontsize=11)

@@ -102,7 +102,7 @@ def read_variant(text: str, base: bytes, common: list[str]) -> Variant:
         kind = "" if options and options[0].startswith("--") else options.pop(0) if options else "."
         source = read_source(kind, base) if kind else base
     except (LogError, OSError, ValueError) as e:
-        raise LogError(f"{text}: {e.strerror.lower() if isinstance(e, OSError) else e}") from None
+        raise LogError(f"{e.filename}: {e.strerror.lower()}" if isinstance(e, OSError) else f"{text}: {e}") from None
     if given := OURS & {word.split("=")[0] for word in common + options}:
         raise LogError(f"{min(given)}: this command gives it to the runs itself (the first round's seed: --seed)")
     kind = "worktree" if kind == "." else Path(kind).stem if Path(kind).suffix in (".py", ".patch", ".diff") else kind
