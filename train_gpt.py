@@ -15,53 +15,63 @@ What is special, against a plain GPT-2:
 - logits soft-capped and, on GPUs that can, computed in FP8
 - the same training on any number of processes: a step is a fixed set of sequences, shared out among them
 
-Sections: 1 preamble, 2 FP8 matmul, 3 Muon, 4 model, 5 data, 6 hyperparameters and tracks, 7 processes and log,
-8 model, optimizers, schedules, 9 warm-up, 10 gradient buckets, 11 checkpoints, 12 the timed loop.
-Importing it runs nothing. Shapes: B sequences of S tokens, T = B * S tokens of a forward pass, H heads of D channels, C = model_dim.
+Importing it runs nothing. Shapes: B sequences of S tokens, T = B * S, H heads of D channels, C = model_dim.
 """
-# ----------------------------------------------------------------------------------------------------------
-# 1. Preamble: the log carries the source, so that a log alone is enough to rerun a record and to judge it
+# ---- 1. Preamble: the log carries the source, so that a log alone is enough to rerun a record and to judge it --------
 with open(__file__, newline="") as f:
     SOURCE = f.read()  # read first: an edit made while the run is on must not reach its log
 
-import argparse, contextlib, ctypes, dataclasses, datetime, glob, itertools, json, math, os, pickle, platform
-import resource, select, signal, subprocess, sys, threading, time, uuid, zipfile
-from collections import namedtuple
+import argparse, collections, contextlib, ctypes, dataclasses, datetime, glob, itertools, json, math, os
+import platform, re, resource, signal, subprocess, sys, time, uuid, zipfile
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-import numpy as np
-import safetensors.torch
-import torch
+import numpy as np, safetensors.torch, torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
 BLOCK_SIZE = 128  # tokens in a block of the attention mask; sequence lengths and windows are multiples of it
 
 class InputError(Exception):
-    """Something the user can mend; its message is the one line that is shown."""
+    """Something the user can mend; its message is the one line that is shown. one_rank: this rank alone has met it."""
+    def __init__(self, message: str, one_rank: bool = False):
+        super().__init__(message)
+        self.one_rank = one_rank
 
-class RankError(InputError):
-    """The same, met on one rank alone, which then is the one that says so."""
+@contextlib.contextmanager
+def naming(task: str):
+    """An OSError inside becomes the one line that says what could not be done."""
+    try:
+        yield
+    except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
+        raise InputError(f"{task} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]})", one_rank=True) from None
 
-# ----------------------------------------------------------------------------------------------------------
-# 2. FP8 matmul: forward in e4m3, gradient in e5m2 (more range, less precision). Used by the head alone
+# ---- 2. FP8 matmul: forward in e4m3, gradient in e5m2 (more range, less precision). Used by the head alone -----------
 FP8_MAX = 448  # the largest finite value of float8_e4m3fn
 
+@torch.library.custom_op("nanogpt::mm", mutates_args=())
 @torch.compile(dynamic=False)  # a custom op is opaque to the model's compile, so its casts are fused here
-def fp8_mm(x: Tensor, w: Tensor, x_s: float, w_s: float) -> tuple[Tensor, Tensor, Tensor]:
+def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x @ w.T in FP8. x (T, in), w (out, in), any float type -> bf16 (T, out), and both FP8 operands for backward.
+    The scales are what one unit of the FP8 operand stands for: x is about x_s * x_f8."""
     x_f8, w_f8 = (x / x_s).to(torch.float8_e4m3fn), (w / w_s).to(torch.float8_e4m3fn)
     x_s, w_s = (torch.full((), scale, dtype=torch.float32, device=x.device) for scale in (x_s, w_s))
     # _scaled_mm wants its second operand column-major: the transpose of a row-major w is just that
     out = torch._scaled_mm(x_f8, w_f8.T, scale_a=x_s, scale_b=w_s, out_dtype=torch.bfloat16, use_fast_accum=True)
     return out, x_f8, w_f8
 
+mm_op.register_fake(lambda x, w, x_s, w_s, grad_s: (
+    x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16),
+    x.new_empty(x.shape, dtype=torch.float8_e4m3fn), w.new_empty(w.shape, dtype=torch.float8_e4m3fn)))
+
+@torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
 @torch.compile(dynamic=False)
-def fp8_mm_backward(grad, x_f8, w_f8, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor]:
+def mm_backward_op(grad: Tensor, x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float,
+                   grad_s: float) -> tuple[Tensor, Tensor]:
+    """grad (T, out) -> grad_x (T, in) in bf16 and grad_w (out, in) in float32, both with exact accumulation."""
     grad_f8 = (grad / grad_s).to(torch.float8_e5m2)
     x_s, w_s, grad_s = (torch.full((), scale, dtype=torch.float32, device=grad.device) for scale in (x_s, w_s, grad_s))
     grad_x = torch._scaled_mm(grad_f8, w_f8.T.contiguous().T, scale_a=grad_s, scale_b=w_s, out_dtype=torch.bfloat16)
@@ -69,26 +79,8 @@ def fp8_mm_backward(grad, x_f8, w_f8, x_s: float, w_s: float, grad_s: float) -> 
                               out_dtype=torch.float32)
     return grad_x, grad_w
 
-@torch.library.custom_op("nanogpt::mm", mutates_args=())
-def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x @ w.T in FP8. x (T, in), w (out, in), any float type -> bf16 (T, out), and both FP8 operands for backward.
-    The scales are what one unit of the FP8 operand stands for: x is about x_s * x_f8."""
-    return fp8_mm(x, w, x_s, w_s)
-
-@mm_op.register_fake
-def _(x, w, x_s, w_s, grad_s):
-    return (x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16),
-            x.new_empty(x.shape, dtype=torch.float8_e4m3fn), w.new_empty(w.shape, dtype=torch.float8_e4m3fn))
-
-@torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
-def mm_backward_op(grad: Tensor, x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float,
-                   grad_s: float) -> tuple[Tensor, Tensor]:
-    """grad (T, out) -> grad_x (T, in) in bf16 and grad_w (out, in) in float32, both with exact accumulation."""
-    return fp8_mm_backward(grad, x_f8, w_f8, x_s, w_s, grad_s)
-
-@mm_backward_op.register_fake
-def _(grad, x_f8, w_f8, x_s, w_s, grad_s):
-    return grad.new_empty(x_f8.shape, dtype=torch.bfloat16), grad.new_empty(w_f8.shape, dtype=torch.float32)
+mm_backward_op.register_fake(lambda grad, x_f8, w_f8, x_s, w_s, grad_s: (
+    grad.new_empty(x_f8.shape, dtype=torch.bfloat16), grad.new_empty(w_f8.shape, dtype=torch.float32)))
 
 def _save_for_backward(ctx, inputs, output):
     ctx.save_for_backward(*output[1:])
@@ -100,14 +92,11 @@ def _mm_autograd(ctx, grad, *_):
 
 mm_op.register_autograd(_mm_autograd, setup_context=_save_for_backward)
 
-# ----------------------------------------------------------------------------------------------------------
-# 3. Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon)
+# ---- 3. Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) ----------------------------------------------
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     """Orthogonalizes each matrix of G (..., m, n): U S V^T becomes about U V^T, in half precision, same shape.
-
     A quintic Newton-Schulz iteration whose coefficients maximize the slope at zero, at the price of not
-    converging: singular values end anywhere in about [0.5, 1.5], which does the optimizer no harm.
-    """
+    converging: singular values end anywhere in about [0.5, 1.5], which does the optimizer no harm."""
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G.to(activation_dtype(G.device))
     if G.size(-2) > G.size(-1):
@@ -126,22 +115,21 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-schulz, for the weight matrices of the blocks and nothing else.
-
     Parameters (..., rows, cols) are stacks of matrices, each orthogonalized by itself. With a process group,
     every rank keeps the momentum of every world_size-th parameter alone, and computes that one's update;
-    the updates are then gathered, in bf16, while the next ones are computed. All ranks need equal gradients.
-    """
+    the updates are then gathered, in bf16, while the next ones are computed. All ranks need equal gradients."""
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5):
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        params = list(params)
-        sizes = dict.fromkeys(p.numel() for p in params)  # a set that keeps its order, as all ranks must agree
-        super().__init__([dict(params=[p for p in params if p.numel() == size]) for size in sizes],
+        groups = {}  # by shape, whether a matrix stands or lies; in the order of params, as all ranks must agree
+        for p in params:
+            groups.setdefault((*p.shape[:-2], *sorted(p.shape[-2:])), []).append(p)
+        super().__init__([dict(params=group) for group in groups.values()],
                          dict(lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps))
         self.buffers = [torch.empty(self.world_size, g["params"][0].numel(), dtype=torch.bfloat16,
                                     device=g["params"][0].device) for g in self.param_groups]
 
     def _update(self, params: list[Tensor], group: dict) -> Tensor:
-        """The updates of parameters whose shapes differ by a transpose at most, in one batch: (N, numel) in bf16."""
+        """The updates of a group's parameters, in one batch: (N, numel) in bf16."""
         matrices = []
         for p in params:
             if not self.state[p]:
@@ -152,22 +140,13 @@ class Muon(torch.optim.Optimizer):
         updates = zeropower_via_newtonschulz5(torch.stack(matrices), group["ns_steps"]).bfloat16()
         return torch.stack([(u.mT if p.size(-2) > p.size(-1) else u).flatten() for p, u in zip(params, updates)])
 
-    def _owners(self) -> list[tuple[Tensor, int]]:
-        return [(p, i % self.world_size) for group in self.param_groups for i, p in enumerate(group["params"])]
-
-    def momentum_buffers(self) -> list[Tensor]:
-        """The momentum of all parameters, in the groups' order, on every rank: all ranks must call this."""
-        buffers = [self.state.get(p, {}).get("momentum_buffer", torch.zeros_like(p)) for p, _ in self._owners()]
-        for buf, (_, owner) in zip(buffers, self._owners()):
-            if self.world_size > 1:
-                dist.broadcast(buf, owner)
-        return buffers
-
-    def load_momentum_buffers(self, buffers: list[Tensor]) -> None:
-        """What momentum_buffers() gave, perhaps on another number of ranks: each keeps its own parameters' share."""
-        for buf, (p, owner) in zip(buffers, self._owners()):
-            if owner == self.rank:
-                self.state[p]["momentum_buffer"] = buf.to(p.device, copy=True)
+    def gather_momentum(self) -> None:
+        """Gives every rank the momentum of all parameters, for a checkpoint: all ranks must call this."""
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                buf = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                if self.world_size > 1:
+                    dist.broadcast(buf, i % self.world_size)
 
     def _apply(self, params: list[Tensor], group: dict, updates: Tensor, handle) -> None:
         if handle is not None:
@@ -179,13 +158,10 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group, updates in zip(self.param_groups, self.buffers):
-            pending = None
-            if self.world_size == 1:  # nothing to gather: all of a shape at once
-                shapes = [(*p.shape[:-2], *sorted(p.shape[-2:])) for p in group["params"]]
-                for shape in dict.fromkeys(shapes):
-                    same = [p for p, other in zip(group["params"], shapes) if other == shape]
-                    self._apply(same, group, self._update(same, group), None)
+            if self.world_size == 1:  # nothing to gather: the whole group at once
+                self._apply(group["params"], group, self._update(group["params"], group), None)
                 continue
+            pending = None
             for first in range(0, len(group["params"]), self.world_size):
                 chunk = group["params"][first:first + self.world_size]
                 if self.rank < len(chunk):
@@ -197,8 +173,7 @@ class Muon(torch.optim.Optimizer):
                 pending = (chunk, group, updates, all_gather(updates.view(-1), mine, async_op=True))
             self._apply(*pending)
 
-# ----------------------------------------------------------------------------------------------------------
-# 4. The model
+# ---- 4. The model ----------------------------------------------------------------------------------------------------
 def norm(x: Tensor) -> Tensor:
     """RMS norm over the last dimension, without a gain."""
     return F.rms_norm(x, (x.size(-1),))
@@ -249,11 +224,9 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
     Made from the bounds of each block, at (T/128)^2 cost; only partly visible blocks are masked inside."""
     def document_causal(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
-
     def ordered(blocks):  # (N, N) bool -> how many and which keys' blocks each query block has, those first
-        blocks = blocks.int()
-        return blocks.sum(-1, dtype=torch.int32)[None, None], \
-            blocks.argsort(dim=-1, descending=True, stable=True).int()[None, None]
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+        return blocks.sum(-1, dtype=torch.int32)[None, None], order[None, None]
 
     first, last = docs.view(-1, BLOCK_SIZE)[:, 0], docs.view(-1, BLOCK_SIZE)[:, -1]  # documents are in order
     i = torch.arange(len(first), device=docs.device)
@@ -364,12 +337,10 @@ class GPT(nn.Module):
         # hashed n-gram embeddings (Byte Latent Transformer, https://arxiv.org/abs/2412.09871; bigrams in the speedrun's
         # record 62): n = 2, 3, ... have a table each, and an equal share of the channels
         self.ngram_embed = None
-        if hp.max_ngram > 1:
-            tables = hp.max_ngram - 1
+        if (tables := hp.max_ngram - 1) > 0:
             self.ngram_embed = nn.Embedding(tables * hp.ngram_rows, hp.model_dim // tables, dtype=dtype)
             self.ngram_embed.weight.data.zero_()
-        # token value embeddings (Zhou et al. 2024, https://arxiv.org/abs/2410.17897), in U-net order:
-        # the first k layers and the last k share k tables
+        # value embeddings (Zhou et al. 2024, https://arxiv.org/abs/2410.17897): first and last k layers share k tables
         hdim = hp.num_heads * hp.head_dim
         self.value_embeds = nn.ModuleList(nn.Embedding(hp.vocab_size, hdim, dtype=dtype) for _ in range(k))
         self.ve_of_layer = {i: i for i in range(k)} | {n - k + i: i for i in range(k)}
@@ -416,80 +387,62 @@ class GPT(nn.Module):
         reduction = "sum" if self.training else "mean"
         return F.cross_entropy(logits.view(-1, logits.size(-1)), target_seq.flatten(), reduction=reduction)
 
-# ----------------------------------------------------------------------------------------------------------
-# 5. Data: shards of 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens
-def find_shards(pattern: str, data_command: str = "") -> list[Path]:
-    """The shards in sorted order. A relative pattern is looked for here, then beside this file."""
-    files = sorted(glob.glob(pattern)) or sorted(glob.glob(str(HERE / pattern)))
-    if not files:
-        raise InputError(f"no shards match {pattern}" + (f"; make them with: {data_command}" if data_command else ""))
-    return [Path(f) for f in files]
-
+# ---- 5. Data: shards of 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens --------
 def shard_length(file: Path) -> int:
     """The number of tokens that the shard's header and its size agree on."""
-    try:
+    with naming(f"cannot read {file}"):
         header, size = np.fromfile(file, dtype="<i4", count=256), file.stat().st_size
-    except OSError as e:
-        raise InputError(f"{file}: cannot be read ({e.strerror})") from None
-    if len(header) < 256 or header[0] != 20240520:
-        raise InputError(f"{file}: not a token shard (no magic 20240520 in a header of 1024 bytes); make it again")
-    if header[1] != 1:
-        raise InputError(f"{file}: shard version {header[1]}, but only version 1 is known; make it again")
-    if header[2] < 0 or size != 1024 + 2 * int(header[2]):
-        raise InputError(f"{file}: {header[2]} tokens by its header, but {size} bytes; make it again")
+    if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or size != 1024 + 2 * int(header[2]):
+        raise InputError(f"{file}: {size} bytes that begin with {header[:3]} are no shard of tokens; make it again")
     return int(header[2])
 
 def read_tokens(file: Path, start: int, count: int, vocab_size: int) -> np.ndarray:
     """(count,) uint16. Read, not memory-mapped: a shard cut short under a running job is an error, not a SIGBUS."""
-    try:
+    with naming(f"cannot read {file}"):
         tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
-    except OSError as e:
-        raise RankError(f"{file}: cannot be read any more ({e.strerror})") from None
-    if len(tokens) < count:
-        raise RankError(f"{file}: ends before token {start + count}; was it changed while the run was on?")
-    if count and tokens.max() >= vocab_size:
-        raise RankError(f"{file}: token {tokens.max()} is outside the vocabulary of {vocab_size}; another track's?")
+        if len(tokens) < count:
+            raise OSError(f"it ends before token {start + count}; was it changed while the run was on?")
+        if tokens.max() >= vocab_size:
+            raise OSError(f"token {tokens.max()} is outside the vocabulary of {vocab_size}; another track's?")
     return tokens
 
-def check_shards(pattern: str, batch_size: int, steps: int, vocab_size: int, data_command="", lower="") -> None:
-    """Reads all that the run will read, and raises InputError now rather than an hour into training. data_command
-    makes such shards, and the option `lower` asks for fewer steps: the error says so."""
-    have = 0
-    for file in find_shards(pattern, data_command):
-        here = min((shard_length(file) - 1) // batch_size, steps - have)
-        for start in range(0, here * batch_size, 2**24):
-            read_tokens(file, start, min(2**24, here * batch_size + 1 - start), vocab_size)
-        have += max(here, 0)
-    if have < steps:
-        raise InputError(f"{pattern}: tokens for {have} batches of {batch_size}, but {steps} are asked for; "
-                         f"add shards ({data_command}) or lower {lower}")
+def global_batches(pattern: str, batch_size: int):
+    """Yields every batch's shard and first token, in sorted order. A rest too short for a batch and the token after it
+    is left. A relative pattern is looked for here, then beside this file."""
+    files = sorted(glob.glob(pattern)) or sorted(glob.glob(str(Path(__file__).resolve().parent / pattern)))
+    if not files:
+        raise InputError(f"no shards match {pattern}; data/cached_fineweb10B.py or data/shakespeare.py makes them")
+    for file in map(Path, files):
+        for start in range(0, shard_length(file) - batch_size, batch_size):
+            yield file, start
+
+def check_shards(pattern: str, batch_size: int, steps: int, vocab_size: int, lower: str = "") -> None:
+    """Reads all that the run will read: an InputError now, not an hour into training. `lower` asks for fewer steps."""
+    batches = list(itertools.islice(global_batches(pattern, batch_size), steps))
+    if len(batches) < steps:
+        raise InputError(f"{pattern}: tokens for {len(batches)} batches of {batch_size}, but {steps} are asked for; "
+                         f"add shards or lower {lower}")
+    for file, start in batches:
+        read_tokens(file, start, batch_size + 1, vocab_size)
 
 def distributed_data_generator(pattern: str, batch_size: int, rank: int, world_size: int, vocab_size: int = 65536,
                                device: str | torch.device = "cpu", first_batch: int = 0):
-    """Yields (inputs int32, targets int64), each (batch_size / world_size,): this rank's slice of every global
-    batch, from number first_batch on, targets one token ahead. What remains of a shard and is too short for a
-    batch is left."""
-    local, batch = batch_size // world_size, -1
-    for file in find_shards(pattern):
-        length = shard_length(file)
-        for start in range(0, length - batch_size, batch_size):
-            batch += 1
-            if batch < first_batch:
-                continue
-            tokens = torch.from_numpy(read_tokens(file, start + rank * local, local + 1, vocab_size).astype(np.int32))
-            inputs, targets = tokens[:-1], tokens[1:].long()
-            if torch.device(device).type == "cuda":
-                inputs, targets = (t.pin_memory().to(device, non_blocking=True) for t in (inputs, targets))
-            yield inputs, targets
+    """Yields (inputs int32, targets int64), each (batch_size / world_size,): this rank's slice of every batch."""
+    local = batch_size // world_size
+    for file, start in itertools.islice(global_batches(pattern, batch_size), first_batch, None):
+        tokens = torch.from_numpy(read_tokens(file, start + rank * local, local + 1, vocab_size).astype(np.int32))
+        inputs, targets = tokens[:-1], tokens[1:].long()
+        if torch.device(device).type == "cuda":
+            inputs, targets = (t.pin_memory().to(device, non_blocking=True) for t in (inputs, targets))
+        yield inputs, targets
 
-# ----------------------------------------------------------------------------------------------------------
-# 6. Hyperparameters and tracks. The defaults are the official FineWeb track; `--field value` sets any of them
+# ---- 6. Hyperparameters and tracks. The defaults are the official FineWeb track; `--field value` sets any of them ----
 @dataclasses.dataclass
 class Hyperparameters:
+    track: str = "fineweb"             # whose defaults all the others are
     # data
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # pattern of the training shards, read in sorted order
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"      # pattern of the validation shards
-    data_command: str = "python data/cached_fineweb10B.py"    # what makes them, for the error that says so
     val_tokens: int = 10_485_760       # how many tokens to validate on: fixed, or losses don't compare
     batch_tokens: int = 8 * 48 * 1024  # tokens a step, whatever the number of processes
     train_seq_len: int = 48 * 1024     # tokens a sequence; halve it on a small card, the step keeps its tokens
@@ -498,10 +451,10 @@ class Hyperparameters:
     vocab_size: int = 50257            # token ids lie below
     eot_token: int = 50256             # the token that begins a document
     # model
-    num_layers: int = 12
-    num_heads: int = 6
-    head_dim: int = 128
-    model_dim: int = 768
+    num_layers: int = 12               # blocks of attention and MLP
+    num_heads: int = 6                 # of attention
+    head_dim: int = 128                # channels a head
+    model_dim: int = 768               # channels of the residual stream
     num_value_embeds: int = 3          # tables; the first and the last so many layers use them
     max_ngram: int = 1                 # the longest n-grams that have embeddings; 1: none but the tokens' own
     ngram_rows: int = 65536            # of each table of n-gram embeddings: n-grams are hashed into so many
@@ -512,16 +465,16 @@ class Hyperparameters:
     # optimization
     num_iterations: int = 1770         # steps
     cooldown_frac: float = 0.4         # the fraction of the steps in which learning rates fall
-    final_lr_frac: float = 0.1         # what it falls to, of itself
-    head_lr: float = 0.22
-    embed_lr: float = 0.6
-    scalar_lr: float = 0.04
-    adam_beta1: float = 0.8
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-10
-    muon_lr: float = 0.05
+    final_lr_frac: float = 0.1         # what they fall to, of themselves
+    head_lr: float = 0.22              # Adam's learning rate for the head
+    embed_lr: float = 0.6              # Adam's for the embedding tables of tokens, n-grams and values
+    scalar_lr: float = 0.04            # Adam's for all that is not a matrix: lambdas, skip weights
+    adam_beta1: float = 0.8            # decay of Adam's first moment
+    adam_beta2: float = 0.95           # decay of its second
+    adam_eps: float = 1e-10            # far below the usual 1e-8, which would drown rare tokens' second moments
+    muon_lr: float = 0.05              # for the matrices of the blocks
     ns_steps: int = 5                  # of the Newton-Schulz iteration
-    muon_momentum: float = 0.95
+    muon_momentum: float = 0.95        # Muon's momentum after its warm-up
     muon_momentum_start: float = 0.85  # momentum rises from here
     muon_momentum_warmup: int = 300    # over so many steps
     # the run
@@ -531,120 +484,95 @@ class Hyperparameters:
     target_val_loss: float = 3.28      # what the track races to
     save_checkpoint: bool = False      # save the final model and optimizers
 
-    @property
-    def num_sequences(self) -> int:
-        return self.batch_tokens // self.train_seq_len
-
-    @property
-    def padded_vocab_size(self) -> int:
-        return math.ceil(self.vocab_size / 128) * 128  # matmuls like multiples of 128
+    num_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)     # of a step
+    padded_vocab_size = property(lambda self: math.ceil(self.vocab_size / 128) * 128)  # matmuls like multiples of 128
 
 TRACKS = {
     "fineweb": Hyperparameters(),
-    # Shakespeare's plays as bytes, for two CPU cores
-    "shakespeare": Hyperparameters(
-        train_files="data/shakespeare/shakespeare_train_*.bin", val_files="data/shakespeare/shakespeare_val_*.bin",
-        data_command="python data/shakespeare.py", val_tokens=389_120, batch_tokens=4096, train_seq_len=256,
-        val_seq_len=12_160, sequences_per_pass=16, vocab_size=257, eot_token=256, num_layers=1, num_heads=1,
-        head_dim=64, model_dim=128, num_value_embeds=0, max_ngram=5, ngram_rows=32768, attn_free_layers=(),
-        long_window_layers=(0,), max_window=256, num_iterations=170, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.2,
-        embed_lr=0.2, adam_beta1=0.5, adam_beta2=0.99, muon_lr=0.04, ns_steps=3, muon_momentum=0.9,
-        muon_momentum_warmup=0, warmup_steps=3, val_loss_every=85, target_val_loss=1.50),
+    "shakespeare": Hyperparameters(  # the plays as bytes, for two CPU cores
+        track="shakespeare", train_files="data/shakespeare/shakespeare_train_*.bin",
+        val_files="data/shakespeare/shakespeare_val_*.bin", val_tokens=389_120, batch_tokens=4096, train_seq_len=256,
+        val_seq_len=12_160, sequences_per_pass=16, vocab_size=257, eot_token=256, num_layers=1, num_heads=1, head_dim=64,
+        model_dim=128, num_value_embeds=0, max_ngram=5, ngram_rows=32768, attn_free_layers=(), long_window_layers=(0,),
+        max_window=256, num_iterations=170, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.2, embed_lr=0.2,
+        adam_beta1=0.5, adam_beta2=0.99, muon_lr=0.04, ns_steps=3, muon_momentum=0.9, muon_momentum_warmup=0,
+        warmup_steps=3, val_loss_every=85, target_val_loss=1.50),
 }
+
+RULES = """
+train_seq_len % 128 == 0; val_seq_len % 128 == 0; batch_tokens % train_seq_len == 0; val_tokens % val_seq_len == 0
+eot_token < vocab_size; head_dim % 4 == 0; 2 * num_value_embeds <= num_layers
+all(i in range(num_layers) for i in attn_free_layers + long_window_layers)
+max_ngram <= 128; max_ngram == 1 or model_dim % (max_ngram - 1) == 0; ngram_rows <= 2**31
+cooldown_frac <= 1; adam_beta1 < 1; adam_beta2 < 1; muon_momentum < 1; muon_momentum_start < 1
+"""  # what every set of hyperparameters keeps, in Python
 
 def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
     """Raises InputError for what cannot be trained."""
-    def require(ok, name, rule):
-        if not ok:
-            raise InputError(f"--{name} {getattr(hp, name)}: {rule}")
-
-    may_be_zero = ("eot_token num_value_embeds muon_momentum_warmup seed warmup_steps val_loss_every final_lr_frac "
-                   "head_lr embed_lr scalar_lr muon_lr adam_beta1 adam_beta2 muon_momentum muon_momentum_start")
-    for field in dataclasses.fields(hp):
-        if field.type in (int, float):
-            value, zero = getattr(hp, field.name), field.name in may_be_zero.split()
-            require(math.isfinite(value) and (value >= 0 if zero else value > 0), field.name,
-                    f"must be a finite number, {'zero or more' if zero else 'more than zero'}")
-    for name in ("adam_beta1", "adam_beta2", "muon_momentum", "muon_momentum_start"):
-        require(getattr(hp, name) < 1, name, "must be below 1")
-    for name in ("train_seq_len", "val_seq_len"):
-        require(getattr(hp, name) % BLOCK_SIZE == 0, name, f"must be a multiple of {BLOCK_SIZE}")
-    for name in ("attn_free_layers", "long_window_layers"):
-        require(all(0 <= i < hp.num_layers for i in getattr(hp, name)), name, f"layers are 0 to {hp.num_layers - 1}")
-    require(hp.batch_tokens % hp.train_seq_len == 0, "batch_tokens", f"no multiple of train_seq_len {hp.train_seq_len}")
-    require(hp.val_tokens % hp.val_seq_len == 0, "val_tokens", f"not a multiple of val_seq_len {hp.val_seq_len}")
-    require(hp.eot_token < hp.vocab_size, "eot_token", f"outside the vocabulary of {hp.vocab_size}")
-    require(hp.head_dim % 4 == 0, "head_dim", "must be a multiple of 4 (half-truncated rotary embeddings)")
-    require(2 * hp.num_value_embeds <= hp.num_layers, "num_value_embeds", f"more than half of {hp.num_layers} layers")
-    require(hp.max_ngram <= BLOCK_SIZE, "max_ngram", f"must be at most {BLOCK_SIZE}")
-    require(hp.max_ngram == 1 or hp.model_dim % (hp.max_ngram - 1) == 0, "max_ngram",
-            f"its {hp.max_ngram - 1} tables cannot share {hp.model_dim} channels equally")
-    require(hp.ngram_rows <= 2**31, "ngram_rows", "must be at most 2^31, as hashes are below it")
-    require(hp.cooldown_frac <= 1, "cooldown_frac", "must be at most 1")
+    may_be_zero = re.compile("eot_token|num_value_embeds|seed|warmup|every|lr|beta|momentum")
+    for name, value in vars(hp).items():
+        at_least = "zero or more" if may_be_zero.search(name) else "more than zero"
+        if type(value) in (int, float) and not (math.isfinite(value) and value >= 0 and (value or at_least[0] == "z")):
+            raise InputError(f"--{name} {value}: must be a finite number, {at_least}")
+    for rule in filter(None, re.split(r"[;\n]\s*", RULES)):
+        if not eval(rule, dict(vars(hp))):
+            given = [f"--{name} {value}" for name, value in vars(hp).items() if re.search(rf"\b{name}\b", rule)]
+            raise InputError(f"{', '.join(given)}: must keep the rule {rule}")
     val_sequences = hp.val_tokens // hp.val_seq_len
-    fits = [n for n in range(1, hp.num_sequences + 1) if hp.num_sequences % n == 0 and val_sequences % n == 0]
-    if world_size not in fits:
+    most = math.gcd(hp.num_sequences, val_sequences)
+    if most % world_size:
+        fits = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
         raise InputError(f"{world_size} processes cannot share {hp.num_sequences} training and {val_sequences} "
-                         f"validation sequences equally; use {', '.join(map(str, fits))} processes")
+                         f"validation sequences equally; use {fits}")
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Hyperparameters]:
     """The options, and the track's hyperparameters with what the command line changes in them."""
     def fail(message):
         raise InputError(f"{message}; --help lists what there is")
-
-    def true_or_false(text):
-        return dict(true=True, false=False)[text.lower()] if text.lower() in ("true", "false") else int(text) != 0
-
-    def layer_list(text):
-        return tuple(int(i) for i in text.split(",") if i.strip())
-
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.error = fail
-    options.add_argument("--track", choices=TRACKS, help="default: fineweb where CUDA is, otherwise shakespeare")
-    options.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    options.add_argument("--log_dir", default="logs", help="default: logs")
-    options.add_argument("--num_runs", type=int, default=1, metavar="N", help="runs, with seeds seed, seed + 1, ...")
-    options.add_argument("--checkpoint_dir", default="checkpoints", help="default: checkpoints")
-    options.add_argument("--checkpoint_every", type=int, default=0, metavar="N", help="steps; default: 0, never")
-    options.add_argument("--resume", metavar="PATH", help="a checkpoint, a run's folder of them, or: latest")
-    options.add_argument("--resume_force", action="store_true", help="even if source or settings differ (no record)")
-    args = options.parse_known_args(argv)[0]
-    on_cuda = args.device != "cpu" and torch.cuda.is_available()
-    track = args.track or ("fineweb" if on_cuda else "shakespeare")
-    options.set_defaults(track=track, device="cuda" if on_cuda else "cpu")
-    parser = argparse.ArgumentParser(parents=[options], allow_abbrev=False, description=__doc__.split("\n\n")[0],
-                                     usage="train_gpt.py [--track NAME] [--device NAME] [--FIELD VALUE ...]",
-                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, description=__doc__.split("\n\n")[0],
+                                     usage="train_gpt.py [--track NAME] [--device NAME] [--FIELD VALUE ...]")
     parser.error = fail
-    fields = parser.add_argument_group(f"hyperparameters, with the defaults of track {track}")
-    for name, value in vars(TRACKS[track]).items():
-        read = {bool: true_or_false, tuple: layer_list}.get(type(value), type(value))
-        shown = ",".join(map(str, value)) if read is layer_list else str(value)
-        fields.add_argument(f"--{name}", type=read, default=value, metavar=type(value).__name__, help=shown,
-                            **(dict(nargs="?", const=True) if read is true_or_false else {}))
+    parser.register("type", bool, lambda text: bool(json.loads(text.lower())))
+    parser.register("type", tuple, lambda text: tuple(json.loads(f"[{text}]")))
+    add = parser.add_argument
+    add("--track", choices=TRACKS, help="default: fineweb where CUDA is, otherwise shakespeare")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--log_dir", default="logs", help="default: logs")
+    add("--num_runs", type=int, default=1, metavar="N", help="runs, with seeds seed, seed + 1, ...; default: 1")
+    add("--checkpoint_dir", default="checkpoints", help="default: checkpoints")
+    add("--checkpoint_every", type=int, default=0, metavar="N", help="steps; default: 0, never")
+    add("--resume", metavar="PATH", help="a checkpoint, a run's folder of them, or: latest")
+    add("--resume_force", action="store_true", help="even if source or settings differ (no record)")
+    args = parser.parse_known_args(argv)[0]
+    on_cuda = args.device != "cpu" and torch.cuda.is_available()
+    hp = TRACKS[args.track or ("fineweb" if on_cuda else "shakespeare")]
+    parser.set_defaults(track=hp.track, device="cuda" if on_cuda else "cpu")
+    add("-h", "--help", action="help", help="show this and exit")
+    fields = parser.add_argument_group(f"hyperparameters, with the defaults of track {hp.track}")
+    meaning = dict(re.findall(r"^    (\w+): .*?  # (.*)$", SOURCE, re.M))  # of each field: the comment beside it
+    for name, value in list(vars(hp).items())[1:]:
+        shown = ",".join(map(str, value)) if type(value) is tuple else value
+        fields.add_argument(f"--{name}", type=type(value), default=value, metavar=type(value).__name__,
+                            help=f"{meaning[name]}; default: {shown}",
+                            **(dict(nargs="?", const=True) if type(value) is bool else {}))
     args = parser.parse_args(argv)
     if args.num_runs < 1 or args.checkpoint_every < 0 or (args.num_runs > 1 and args.resume):
         fail("--num_runs must be at least 1, and 1 with --resume; --checkpoint_every must not be negative")
-    return args, Hyperparameters(**{name: getattr(args, name) for name in vars(TRACKS[track])})
+    return args, Hyperparameters(**{name: getattr(args, name) for name in vars(hp)})
 
-# ----------------------------------------------------------------------------------------------------------
-# 7. Processes and the log
-World = namedtuple("World", "rank size device")
+# ---- 7. Processes and machines ---------------------------------------------------------------------------------------
+World = collections.namedtuple("World", "rank size device")
 
-def cpu_info() -> tuple[str, int, set[str]]:
-    """The CPU's model, the cores that this process may use, and its instruction sets as the kernel names them."""
-    text = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    entries = {key.strip(): value for key, _, value in (line.partition(": ") for line in text.splitlines())}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    flags = set(f"{entries.get('flags', '')} {entries.get('Features', '')}".split())
-    return entries.get("model name") or platform.machine(), cores, flags
-
-CPU_MODEL, CPU_CORES, CPU_FLAGS = cpu_info()
+# the CPU's model, the cores that this process may use, and its instruction sets as the kernel names them
+_cpu = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+_cpu = dict(re.findall(r"^(\S[^\t:]*)\s*: (.*)$", _cpu, re.M))
+CPU_MODEL = _cpu.get("model name") or platform.machine()
+CPU_FLAGS = set(f"{_cpu.get('flags')} {_cpu.get('Features')}".split())
+CPU_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 def activation_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the hardware multiplies it, float32 on other CPUs."""
-    native = device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"}
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
 
 def start_world(device_name: str) -> World:
     """Joins torchrun's process group, NCCL on CUDA and gloo on the CPU; a single process needs none."""
@@ -666,83 +594,27 @@ def start_world(device_name: str) -> World:
             libc.mallopt(-4, 0)   # M_MMAP_MAX: no mapping of its own for a large block
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, CPU_CORES // local_size))
-    if size > 1:
-        # ten minutes: as long as one rank may wait for another that still compiles. One that dies is another
-        # matter: its launcher notices at once, and stops the others (see StopSignal)
+    if size > 1:  # ten minutes: as long as one rank may wait for another that still compiles
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10),
                                 device_id=device if device.type == "cuda" else None)
     return World(rank, size, device)
 
-class Log:
-    """<log_dir>/<run_id>.txt and the console: a progress bar on a terminal, plain lines elsewhere. Rank 0 only."""
-    def __init__(self, world: World, log_dir: str, total_steps: int, run_id: str = "", size: int = 0):
-        """A new log; or that of a run to be continued, cut back to the size in bytes it had at the checkpoint."""
-        self.active, self.run_id, self.bar = world.rank == 0, run_id or str(uuid.uuid4()), None
-        self.path = Path(log_dir) / f"{self.run_id}.txt"
-        if not self.active:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.is_new = not self.path.exists()
-            self.file = open(self.path, "xb" if self.is_new else "r+b", buffering=0)  # a line that is out is safe
-            self.file.truncate(min(size, self.size()))
-            self.file.seek(0, os.SEEK_END)
-        except OSError as e:
-            raise InputError(f"cannot write the log {self.path} ({e.strerror}); choose another --log_dir") from None
-        self.show(str(self.path))
-        if sys.stdout.isatty():
-            self.bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout)
-
-    def size(self) -> int:
-        return self.path.stat().st_size if self.active else 0
-
-    def write(self, line: str, console: bool = True) -> None:
-        if not self.active:
-            return
-        try:
-            data = f"{line}\n".encode()
-            while data:
-                data = data[self.file.write(data):]
-        except OSError as e:
-            raise RankError(f"cannot write the log {self.path} ({e.strerror})") from None
-        if console:
-            self.show(line)
-
-    def show(self, line: str) -> None:
-        try:
-            self.bar.write(line) if self.bar is not None else print(line, flush=True)
-        except OSError as e:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter fails once more at its end
-            raise RankError(f"cannot write to the console ({e.strerror})") from None
-
-    def step(self, line: str, step: int, loss: float) -> None:
-        """A training step: on a terminal it moves the bar instead of scrolling by."""
-        self.write(line, console=self.bar is None)
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {line.split('step_avg:')[1]}", refresh=False)
-            self.bar.update(step - self.bar.n)
-
-    def close(self) -> None:
-        if self.active:
-            self.file.close()
-        if self.bar is not None:
-            self.bar.close()
-
-def describe_machine(world: World) -> str:
-    """Versions, then nvidia-smi, or the CPU's model, cores and instruction sets. Names no host or user."""
+def log_header(hp: Hyperparameters, world: World) -> str:
+    """The source, versions, nvidia-smi or the CPU, the settings. Names no host or user."""
     if world.device.type == "cuda":
         machine = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
-        if "Processes:" in machine:  # that table has paths in it
-            machine = machine[:machine.rfind("+--", 0, machine.find("Processes:"))]
+        machine = re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", machine, flags=re.S)  # that table has paths in it
     else:
-        kinds = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
+        flags = sorted(f for f in CPU_FLAGS if f.startswith(("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")))
         machine = (f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
-                   f"instruction sets: {' '.join(sorted(flag for flag in CPU_FLAGS if flag.startswith(kinds)))}")
-    return (f"Running Python {sys.version}\nRunning PyTorch {torch.version.__version__} compiled for CUDA "
-            f"{torch.version.cuda}\n{machine}\n{world.size} process{'es' * (world.size > 1)} on {world.device.type}")
+                   f"instruction sets: {' '.join(flags)}")
+    return "\n".join((
+        SOURCE, "=" * 100, f"Running Python {sys.version}",
+        f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}", machine,
+        f"{world.size} process{'es' * (world.size > 1)} on {world.device.type}", "=" * 100,
+        f"hyperparameters: {json.dumps(dict(dataclasses.asdict(hp), world_size=world.size))}", ""))
 
-# ----------------------------------------------------------------------------------------------------------
-# 8. Model, optimizers, schedules
+# ---- 8. Model, optimizers, schedules ---------------------------------------------------------------------------------
 def build_model(hp: Hyperparameters, world: World) -> GPT:
     torch.manual_seed(hp.seed)
     has_fp8 = world.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
@@ -757,24 +629,13 @@ def build_optimizers(model: GPT, hp: Hyperparameters) -> list[torch.optim.Optimi
     matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
     scalars = [p for p in model.parameters() if p.ndim < 2]
     embeds = [p for name, p in model.named_parameters() if "embed" in name]  # of tokens, n-grams and values
-    # an epsilon far below the usual 1e-8: with it, second moments of rare tokens are not drowned
     adam = torch.optim.Adam([dict(params=[model.lm_head.weight], lr=hp.head_lr), dict(params=embeds, lr=hp.embed_lr),
                              dict(params=scalars, lr=hp.scalar_lr)],
                             betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
     muon = Muon(matrices, lr=hp.muon_lr, momentum=hp.muon_momentum, ns_steps=hp.ns_steps)
     for group in (*adam.param_groups, *muon.param_groups):
         group["initial_lr"] = group["lr"]
-    set_schedules([adam, muon], 0, hp)
     return [adam, muon]
-
-@torch.no_grad()
-def initialize(model: nn.Module, optimizers: list, hp: Hyperparameters, world: World) -> None:
-    """Back to where a run begins: the seed's weights, and optimizers without a past."""
-    for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
-        p.copy_(initial)
-    for optimizer in optimizers:
-        optimizer.state.clear()
-    set_schedules(optimizers, 0, hp)
 
 def get_lr(step: int, hp: Hyperparameters) -> float:
     """What the learning rates are multiplied by: 1, then a straight line down to final_lr_frac."""
@@ -790,43 +651,36 @@ def get_window_blocks(step: int, hp: Hyperparameters) -> int:
     return max(1, math.ceil(hp.max_window * (step / hp.num_iterations) / BLOCK_SIZE))
 
 def set_schedules(optimizers: list[torch.optim.Optimizer], step: int, hp: Hyperparameters) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * get_lr(step, hp)
-            if "momentum" in group:
-                group["momentum"] = get_muon_momentum(step, hp)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group["initial_lr"] * get_lr(step, hp)
+        if "momentum" in group:
+            group["momentum"] = get_muon_momentum(step, hp)
 
-# ----------------------------------------------------------------------------------------------------------
-# 9. Warm-up: everything the run will use, on random tokens, before the clock starts
+# ---- 9. Warm-up: everything the run will use, on random tokens, before the clock starts ------------------------------
 def warm_up(model, optimizers: list, buckets: "GradientBuckets", hp: Hyperparameters, world: World) -> None:
-    """Compiles training and evaluation, starts the communicators, fills the allocator's caches. Then weights and
-    optimizers are what they were: no learning is carried over."""
+    """Compiles, starts the communicators, fills the allocator's caches; then weights and optimizers begin anew."""
+    local, window_blocks = hp.batch_tokens // world.size, get_window_blocks(hp.num_iterations, hp)
     rng = torch.Generator(world.device).manual_seed(world.rank)
-    window_blocks = get_window_blocks(hp.num_iterations, hp)
-
-    def random_tokens(n):
-        tokens = torch.randint(hp.vocab_size, (n,), dtype=torch.int32, device=world.device, generator=rng)
-        return tokens, tokens.long()
-
+    tokens = torch.randint(hp.vocab_size, (max(local, hp.val_seq_len),), device=world.device, generator=rng)
     for _ in range(hp.warmup_steps):
-        train_step(model, optimizers, buckets, *random_tokens(hp.batch_tokens // world.size), window_blocks, hp, world)
+        train_step(model, optimizers, buckets, tokens[:local].int(), tokens[:local], window_blocks, hp, world)
     if hp.warmup_steps:
-        evaluate(model, [random_tokens(hp.val_seq_len)], window_blocks, hp, world)
-    initialize(model, optimizers, hp, world)
+        evaluate(model, [(tokens[:hp.val_seq_len].int(), tokens[:hp.val_seq_len])], window_blocks, hp, world)
+    with torch.no_grad():
+        for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
+            p.copy_(initial)
+    for optimizer in optimizers:
+        optimizer.state.clear()
 
-# ----------------------------------------------------------------------------------------------------------
-# 10. Gradient buckets: averaging overlaps the rest of the backward pass
+# ---- 10. Gradient buckets: averaging overlaps the rest of the backward pass ------------------------------------------
 class GradientBuckets:
     """Gradients live in flat buffers of about 25 MB, one dtype each, filled in the order that backward produces
     them. On a step's last micro-step, a bucket that is complete starts one asynchronous all-reduce, without copies.
     After wait(), gradients are sums of tokens' losses, averaged over the step's sequences on all processes."""
     def __init__(self, params, num_sequences: int, bucket_bytes: int = 25 * 2**20):
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.num_sequences = num_sequences
-        self.last_micro_step = False
-        self.handles, self.norms = [], []
-        self.buckets = []  # lists of parameters
-        open_bucket = {}   # dtype -> the list being filled
+        self.num_sequences, self.last_micro_step, self.handles = num_sequences, False, []
+        self.buckets, open_bucket = [], {}  # lists of parameters, and dtype -> the list that is being filled
         for p in reversed(list(params)):  # backward runs the forward pass in reverse
             bucket = open_bucket.get(p.dtype)
             if bucket is None or sum(x.nbytes for x in bucket) + p.nbytes > bucket_bytes:
@@ -842,68 +696,50 @@ class GradientBuckets:
         self.missing = [len(bucket) for bucket in self.buckets]
 
     def _gradient_ready(self, index: int) -> None:
-        if not self.last_micro_step:
-            return
-        self.missing[index] -= 1
+        self.missing[index] -= self.last_micro_step  # a bool: the earlier ones do not count
         if self.missing[index] == 0:
             flat = self.flat[index]
-            self.norms.append(torch.linalg.vector_norm(flat).float())  # this rank's own; added up in float32 anyway
-            if self.num_sequences > 1:
-                flat.div_(self.num_sequences)  # before the sum: gloo has no average
+            flat.div_(self.num_sequences)  # before the sum: gloo has no average
             if self.world_size > 1:
                 self.handles.append(dist.all_reduce(flat, op=dist.ReduceOp.SUM, async_op=True))
 
-    def wait(self) -> Tensor:
-        """Ends the step's reductions. -> the norm of this rank's own gradient."""
+    def wait(self) -> None:
         assert not any(self.missing), "a parameter took no part in the loss"
         for handle in self.handles:
             handle.wait()
-        norm = torch.stack(self.norms).norm()
-        self.handles, self.norms = [], []
-        self.missing = [len(bucket) for bucket in self.buckets]
-        return norm
+        self.handles, self.missing = [], [len(bucket) for bucket in self.buckets]
 
-    def zero(self) -> None:
-        for flat in self.flat:
-            flat.zero_()
-
-# ----------------------------------------------------------------------------------------------------------
-# 11. Checkpoints and signals: nothing trained is lost, and nothing wrong is loaded
-CHECKPOINT_KEYS = set("run_id step tokens train_time_ms validations log_size settings source rng model adam muon".split())
-
-def write_whole(path: Path, write) -> None:
+# ---- 11. Checkpoints and signals: nothing trained is lost, and nothing wrong is loaded -------------------------------
+def write_whole(path: Path, write, advice: str) -> None:
     """write(file) under a temporary name, then on the disk, then renamed: what bears the final name is whole."""
     temporary = path.with_suffix(".tmp")
-    try:
+    with naming(f"cannot write {path}; {advice}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise RankError(f"cannot write {path} ({getattr(e, 'strerror', None) or 'disk full?'}); "
-                        "the checkpoints before it are as they were") from None
+        try:
+            with open(temporary, "wb") as f:
+                write(f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
-def save_checkpoint(folder: Path, model: GPT, optimizers: list, progress: dict, settings: dict, world: World) -> None:
-    """folder/step000100.pt from rank 0, with the momentum that the ranks keep gathered; the newest two stay."""
-    adam, muon = optimizers
-    momentum = muon.momentum_buffers()
-    if world.rank == 0:
-        rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if world.device.type == "cuda" else [])
-        state = dict(progress, settings=settings, source=SOURCE, rng=rng, model=model.state_dict(),
-                     adam=adam.state_dict(), muon=momentum)
-        write_whole(folder / f"step{progress['step']:06d}.pt", lambda f: torch.save(state, f))
+def save_checkpoint(folder: Path, step: int, book: "Logbook", model: GPT, optimizers: list) -> None:
+    """folder/step000100.pt from rank 0; the newest two stay. No random state: training draws no random numbers."""
+    optimizers[1].gather_momentum()
+    if book.world.rank == 0:
+        state = dict(run_id=book.run_id, step=step, tokens=step * book.hp.batch_tokens, train_time_ms=book.train_ms,
+                     validations=book.validations, log=book.text, settings=dataclasses.asdict(book.hp), source=SOURCE,
+                     model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers])
+        write_whole(folder / f"step{step:06d}.pt", lambda f: torch.save(state, f), "those before it are as they were")
         for old in [*sorted(folder.glob("step*.pt"))[:-2], *folder.glob("*.tmp")]:
             old.unlink(missing_ok=True)
 
 def save_model(path: Path, model: GPT, hp: Hyperparameters) -> None:
     """The weights alone, as safetensors: loading them executes nothing."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
-    metadata = dict(model="speedrun", hyperparameters=json.dumps(dataclasses.asdict(hp)))
-    write_whole(path, lambda f: f.write(safetensors.torch.save(tensors, metadata)))
+    data = safetensors.torch.save(tensors, dict(model="speedrun", hyperparameters=json.dumps(dataclasses.asdict(hp))))
+    write_whole(path, lambda f: f.write(data), "the checkpoints are as they were")
 
 def read_checkpoint(where: str, checkpoint_dir: str) -> dict:
     """The newest whole checkpoint of a run: of the newest run for "latest", of a folder, or up to a given file."""
@@ -911,77 +747,49 @@ def read_checkpoint(where: str, checkpoint_dir: str) -> dict:
     if where == "latest":
         files = sorted(Path(checkpoint_dir).glob("*/step*.pt"), key=lambda f: f.stat().st_mtime)
         path = files[-1].parent if files else Path(checkpoint_dir)
-    folder = path.parent if path.is_file() else path
-    for file in sorted(folder.glob("*.pt"), reverse=True):
-        if path.is_file() and file.name > path.name:
-            continue
-        try:
-            damaged = zipfile.ZipFile(file).testzip()  # torch.load ignores the checksums that torch.save wrote
-            state = None if damaged else torch.load(file, map_location="cpu", weights_only=True)
-            if isinstance(state, dict) and CHECKPOINT_KEYS <= state.keys():
+    folder, newest = (path.parent, path.name) if path.is_file() else (path, "~")  # "~" sorts behind all
+    for file in sorted((f for f in folder.glob("*.pt") if f.name <= newest), reverse=True):
+        with contextlib.suppress(Exception):  # damage has many faces
+            if zipfile.ZipFile(file).testzip() is None:  # torch.load ignores the checksums that torch.save wrote
+                state = torch.load(file, map_location="cpu", weights_only=True)  # refuses a pickle of more than data
                 uuid.UUID(state["run_id"])  # it becomes the log's name: nothing but that
                 return state
-            why = f"damaged at {damaged}" if damaged else "not a checkpoint of this program"
-        except Exception as e:  # damage has many faces; a pickle that is refused is one of them
-            refused = isinstance(e, pickle.UnpicklingError)
-            why = "its pickle holds more than data" if refused else f"{type(e).__name__}: {e}".splitlines()[0]
-        print(f"warning: {file} cannot be used ({why}); trying the one before it", file=sys.stderr)
+        print(f"warning: {file} is damaged or no checkpoint of this program; trying the one before", file=sys.stderr)
     raise InputError(f"--resume {where}: no whole checkpoint there; look into {checkpoint_dir}")
 
-def check_same_run(state: dict, settings: dict) -> list[str]:
-    """What differs between a checkpoint's settings and source and ours, in words."""
-    old = state["settings"]
-    differences = [f"{name}: {old.get(name)} in the checkpoint, {settings.get(name)} now"
-                   for name in sorted({*old, *settings} - {"save_checkpoint"}) if old.get(name) != settings.get(name)]
-    if state["source"] != SOURCE:
-        pairs = itertools.zip_longest(state["source"].splitlines(), SOURCE.splitlines())
-        line = next((i for i, (a, b) in enumerate(pairs, 1) if a != b), 1)
-        differences.append(f"source: not the same, first at line {line}")
-    return differences
+def find_checkpoint(args: argparse.Namespace, hp: Hyperparameters) -> dict:
+    """What --resume asks for. Raises InputError where its settings or source are not ours."""
+    state = read_checkpoint(args.resume, args.checkpoint_dir)
+    old, new = state["settings"], dataclasses.asdict(hp)
+    names = [name for name in sorted({*old, *new} - {"save_checkpoint"}) if old.get(name) != new.get(name)]
+    differences = [f"{name}: {old.get(name)} in the checkpoint, {new.get(name)} now" for name in names]
+    differences = "; ".join(differences + ["source: not the same"] * (state["source"] != SOURCE))
+    if differences and not args.resume_force:
+        raise InputError(f"--resume: another run ({differences}); --resume_force goes on all the same")
+    return dict(state, forced=f", by resume_force ({differences}): no record" if differences else "")
 
-def load_checkpoint(state: dict, model: GPT, optimizers: list, world: World) -> None:
-    adam, muon = optimizers
+def load_checkpoint(state: dict, model: GPT, optimizers: list) -> None:
     try:
         model.load_state_dict(state["model"])
-        # its moments alone: learning rates and betas are this run's, which differ where --resume_force lets them
-        adam.load_state_dict(dict(state["adam"], param_groups=adam.state_dict()["param_groups"]))
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            # its moments alone: learning rates and betas are this run's, which differ where --resume_force lets them
+            optimizer.load_state_dict(dict(saved, param_groups=optimizer.state_dict()["param_groups"]))
     except (RuntimeError, ValueError) as e:
         raise InputError(f"--resume: a checkpoint of another model ({str(e).splitlines()[-1].strip()})") from None
-    muon.load_momentum_buffers(state["muon"])
-    torch.set_rng_state(state["rng"][0])
-    if world.device.type == "cuda" and len(state["rng"]) > 1:
-        torch.cuda.set_rng_state(state["rng"][1])
 
-class StopSignal:
-    """SIGTERM or SIGINT: `number` is set, the step is finished and saved. A second one exits at once.
+stop_signal = []  # SIGTERM or SIGINT, and when it came
 
-    A thread listens, as a rank that waits for a dead one never comes back to Python's own signal handlers; it
-    gives the other processes of a job 20 seconds, which is within the 30 after which torchrun kills."""
-    def __init__(self, world: World):
-        self.number, self.grace = 0, 20 if world.size > 1 else None
-        self.reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._listen, daemon=True).start()
+def on_signal(number: int, frame) -> None:
+    """The first one: the step is finished and saved. A second one exits at once; but of several processes, within a
+    second it is the first, as batch systems signal all of them, and torchrun then passes its own on."""
+    if stop_signal and time.monotonic() >= stop_signal[1] + (int(os.environ.get("WORLD_SIZE", 1)) > 1):
+        os._exit(128 + number)
+    stop_signal[:] = stop_signal or (number, time.monotonic())
 
-    def _listen(self) -> None:
-        self.number = os.read(self.reader, 1)[0]
-        if self.grace:  # batch systems signal all processes, and torchrun then passes its own on: the same signal twice
-            time.sleep(1)
-            os.set_blocking(self.reader, False)
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.reader, 100)
-        select.select([self.reader], [], [], self.grace)
-        os._exit(128 + self.number)
-
-# ----------------------------------------------------------------------------------------------------------
-# 12. The timed loop
+# ---- 12. The timed loop ----------------------------------------------------------------------------------------------
 def train_step(model, optimizers, buckets, inputs: Tensor, targets: Tensor, window_blocks: int, hp: Hyperparameters,
-               world: World) -> tuple[Tensor, Tensor]:
-    """Forward, backward and update on this process's share of a step, (local tokens,).
-    -> its loss, the mean over its tokens, and the norm of its gradient."""
+               world: World) -> Tensor:
+    """Forward, backward and update on this process's share of a step, (local tokens,). -> its mean loss."""
     local = hp.num_sequences // world.size
     per_pass = max(n for n in range(1, min(local, hp.sequences_per_pass) + 1) if local % n == 0)
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
@@ -993,55 +801,28 @@ def train_step(model, optimizers, buckets, inputs: Tensor, targets: Tensor, wind
         loss = model(x, y, window)
         loss.backward()
         total += loss.detach()
-    grad_norm = buckets.wait()
+    buckets.wait()
     for optimizer in optimizers:
         optimizer.step()
-    buckets.zero()
-    return total / inputs.numel(), grad_norm
+    torch._foreach_zero_(buckets.flat)
+    return total / inputs.numel()
 
 @torch.no_grad()
-def evaluate(model, sequences, window_blocks: int, hp: Hyperparameters, world: World) -> float:
-    """The mean loss over this process's `sequences` of (val_seq_len,) inputs and targets
-    and over all processes, each of which has equally many."""
+def evaluate(model, sequences, window_blocks: int, hp: Hyperparameters, world: World) -> Tensor:
+    """The mean loss of `sequences`, (val_seq_len,) inputs and targets, equally many on each process, and of those."""
     model.eval()
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
-    losses = torch.stack([model(x[None], y[None], window) for x, y in sequences])
-    mean = losses.double().mean()
+    mean = torch.stack([model(x[None], y[None], window) for x, y in sequences]).double().mean()
     if world.size > 1:
         dist.all_reduce(mean)
-    return mean.item() / world.size
+    return mean / world.size
 
-class StepCheck:
-    """Stops the run at a loss or a gradient that is not finite, and has the ranks agree on when to heed a signal.
-    On CUDA a step is looked at when the next one is on its way, so that reading never makes the GPU wait for the
-    host; flush() looks at once."""
-    def __init__(self, world: World, stop_signal: StopSignal):
-        self.world, self.stop_signal, self.unread, self.loss, self.stop = world, stop_signal, None, math.nan, 0
-
-    def __call__(self, step: int, loss: Tensor, grad_norm: Tensor) -> int:
-        """-> the number of the signal that all ranks now know of, or 0."""
-        self.flush()
-        bad_rank = torch.where((loss + grad_norm).isfinite(), 0.0, self.world.rank + 1.0)
-        votes = torch.stack([bad_rank, torch.full_like(bad_rank, self.stop_signal.number)])
-        if self.world.size > 1:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        event = torch.cuda.Event() if loss.is_cuda else None
-        self.unread = (step, torch.stack([*votes, loss, grad_norm]).to("cpu", non_blocking=True), event)
-        event.record() if event else self.flush()
-        return self.stop
-
-    def flush(self) -> None:
-        if self.unread is None:
-            return
-        (step, values, event), self.unread = self.unread, None
-        if event:
-            event.synchronize()
-        bad_rank, stop, self.loss, grad_norm = values.tolist()
-        self.stop = int(stop)
-        if bad_rank:
-            raise InputError(f"step {step}, rank {int(bad_rank) - 1}: the loss or the gradient is not finite (on rank "
-                             f"{self.world.rank}: loss {self.loss}, gradient norm {grad_norm}); lower the learning "
-                             "rates, or look at what was changed last")
+def peak_memory(world: World) -> str:
+    if world.device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    else:  # a CPU process has its peak resident set, and no caching allocator with a reserve
+        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return f"peak memory allocated: {allocated // 2**20} MiB reserved: {reserved // 2**20} MiB"
 
 def synchronized_ms(world: World) -> float:
     """The clock, read when all ranks and their devices are done with what was asked of them."""
@@ -1051,142 +832,153 @@ def synchronized_ms(world: World) -> float:
         dist.barrier()
     return 1000 * time.perf_counter()
 
-def peak_memory(world: World) -> str:
-    if world.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    else:  # a CPU process has its peak resident set, and no caching allocator with a reserve
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return f"peak memory allocated: {allocated // 2**20} MiB reserved: {reserved // 2**20} MiB"
+class Logbook:
+    """A run's clock, validations and log: <log_dir>/<run_id>.txt and the console, with a progress bar on a terminal and
+    plain lines elsewhere. Rank 0 alone writes."""
+    def __init__(self, args: argparse.Namespace, hp: Hyperparameters, world: World, resumed: dict):
+        self.hp, self.world, self.run_id = hp, world, resumed.get("run_id") or str(uuid.uuid4())
+        self.train_ms, self.validations = resumed.get("train_time_ms", 0.0), resumed.get("validations", [])
+        self.loss, self.first_bad = math.nan, torch.full((), math.inf, dtype=torch.float64, device=world.device)
+        self.text, self.path = resumed.get("log") or log_header(hp, world), Path(args.log_dir) / f"{self.run_id}.txt"
+        self.bar = tqdm(total=hp.num_iterations, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout,
+                        disable=world.rank > 0 or not sys.stdout.isatty())
+        if world.rank == 0:
+            write_whole(self.path, lambda file: file.write(self.text.encode()), "choose another --log_dir")
+        self.write(f"{self.path}", log=False)
 
-def describe_result(hp: Hyperparameters, validations: list[tuple[int, float, float]]) -> str:
-    """The line after the last validation. validations: (step, val_loss, training time in ms)."""
-    step, val_loss, total_ms = validations[-1]
-    met = next((v for v in validations if v[1] <= hp.target_val_loss), None)
-    verdict = f"met at step {met[0]} after {met[2] / 1000:.2f} s of training" if met else "not met"
-    bits = f" ({val_loss / math.log(2):.4f} bits per byte)" if hp.vocab_size == 257 else ""  # a byte-level track
-    speed = f"{hp.batch_tokens * step / (total_ms / 1000):,.0f} tokens/s"
-    return f"target {hp.target_val_loss}: {verdict}; val_loss {val_loss:.4f}{bits} after {total_ms / 1000:.2f} s, {speed}"
+    def write(self, line: str, log: bool = True, console: bool = True) -> None:
+        if log and self.world.rank == 0:
+            self.text += f"{line}\n"
+            with naming(f"cannot write the log {self.path}"), open(self.path, "a") as file:
+                file.write(f"{line}\n")
+        if console and self.world.rank == 0:
+            with naming("cannot write to the console"):
+                tqdm.write(line, file=sys.stdout)  # above the bar, if there is one
+                sys.stdout.flush()
 
-def describe_runs(hp: Hyperparameters, results: list[tuple[int, float, float]]) -> str:
-    """n, mean, deviation, and Student's one-sided p-value that the mean loss is below the target."""
-    from scipy import stats
-    losses, times = np.array(results)[:, 1], np.array(results)[:, 2] / 1000
-    p = stats.ttest_1samp(losses, hp.target_val_loss, alternative="less").pvalue
-    return (f"{len(losses)} runs: val_loss {losses.mean():.4f}, standard deviation {losses.std(ddof=1):.4f}, p-value of "
-            f"being below {hp.target_val_loss} {p:.2g}; training time {times.mean():.2f} s, {times.std(ddof=1):.2f}")
+    @contextlib.contextmanager
+    def untimed(self):
+        """The clock runs while training, and for nothing else: it stands while the block under `with` runs."""
+        self.train_ms += synchronized_ms(self.world) - self.started_ms
+        yield
+        self.started_ms = synchronized_ms(self.world)
 
-def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tuple, resumed: dict | None,
-        differences: list[str], warm: bool) -> tuple[int, float, float]:
+    def look(self, step: int, number: Tensor, now: bool = False) -> int:
+        """Stops the run at a number that is not finite on any rank. -> the signal that all ranks heed now, or 0. Where
+        the host does not wait anyway (`now`), only at each fifth step: torchrun leaves 30 s from a signal to the kill."""
+        world = self.world
+        bad = torch.where(number.isfinite(), math.inf, (2 * step + now) * world.size + world.rank)  # in order of time
+        self.first_bad = self.first_bad.minimum(bad)
+        if not now and step % (1 if world.size == 1 and not number.is_cuda else 5):
+            return 0
+        votes = torch.stack([-self.first_bad, torch.full_like(self.first_bad, stop_signal[0] if stop_signal else 0)])
+        if world.size > 1:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        (bad, stop), self.loss = votes.tolist(), self.loss if now else number.item()
+        if bad > -math.inf:
+            step, rank = divmod(int(-bad), world.size)
+            raise InputError(f"step {step // 2}, rank {rank}: the loss or the weights are not finite (here: {number.item()}); "
+                             "lower the learning rates, or look at what was changed last")
+        return int(stop)
+
+    def validation(self, step: int, val_loss: float) -> None:
+        self.validations.append((step, val_loss, self.train_ms))
+        self.write(f"step:{step}/{self.hp.num_iterations} val_loss:{val_loss:.4f} train_time:{self.train_ms:.0f}ms "
+                   f"step_avg:{self.train_ms / max(step, 1):.2f}ms")
+
+    def step(self, step: int) -> None:
+        """A training step's line: on a terminal it moves the bar instead of scrolling by."""
+        ms = self.train_ms + 1000 * time.perf_counter() - self.started_ms  # the host may be ahead of the GPU
+        line = f"step:{step}/{self.hp.num_iterations} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
+        self.write(line, console=self.bar.disable)
+        self.bar.set_postfix_str(f"loss {self.loss:.4f}, {ms / step:.2f} ms a step", refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def result(self) -> None:
+        """The lines after the last validation."""
+        hp, (step, val_loss, ms) = self.hp, self.validations[-1]
+        met = next((v for v in self.validations if v[1] <= hp.target_val_loss), None)
+        verdict = f"met at step {met[0]} after {met[2] / 1000:.2f} s of training" if met else "not met"
+        bits = f" ({val_loss / math.log(2):.4f} bits per byte)" if hp.vocab_size == 257 else ""  # a byte-level track
+        self.write(peak_memory(self.world))
+        self.write(f"target {hp.target_val_loss}: {verdict}; val_loss {val_loss:.4f}{bits} after {ms / 1000:.2f} s, "
+                   f"{hp.batch_tokens * step / (ms / 1000):,.0f} tokens/s")
+        self.bar.close()
+
+def run(args: argparse.Namespace, hp: Hyperparameters, world: World, trainer: tuple, resumed: dict) -> tuple:
     """One counted run with a log of its own. -> its last validation: (step, val_loss, training time in ms)."""
-    model, compiled, optimizers, buckets, stop_signal = parts
-    settings = dict(track=args.track, **dataclasses.asdict(hp))
-    log = Log(world, args.log_dir, hp.num_iterations, *((resumed["run_id"], resumed["log_size"]) if resumed else ()))
-    if world.rank == 0 and log.is_new:
-        for part in (SOURCE, "=" * 100, describe_machine(world), "=" * 100):
-            log.write(part, console=False)
-        log.write(f"hyperparameters: {json.dumps(dict(settings, world_size=world.size))}", console=False)
-        if hp.train_seq_len != TRACKS[args.track].train_seq_len:
-            log.write(f"train_seq_len {hp.train_seq_len} (track: {TRACKS[args.track].train_seq_len}): "
-                      f"{hp.num_sequences} sequences a step, {hp.batch_tokens} tokens as before")
-    if warm:
-        initialize(model, optimizers, hp, world)
-    else:
-        begun = time.perf_counter()
-        warm_up(compiled, optimizers, buckets, hp, world)
-        log.write(f"warm-up: {hp.warmup_steps} steps and compilation took {time.perf_counter() - begun:.1f} s, untimed")
-        if stop_signal.number:
-            os._exit(128 + stop_signal.number)  # there is nothing to save yet
-    train_ms, validations, first_step = 0.0, [], 0
+    model, compiled, optimizers, buckets = trainer
+    book = Logbook(args, hp, world, resumed)
+    folder, first_step = Path(args.checkpoint_dir) / book.run_id, resumed.get("step", 0)
+    if hp.train_seq_len != TRACKS[hp.track].train_seq_len and not resumed:
+        book.write(f"train_seq_len {hp.train_seq_len} (track: {TRACKS[hp.track].train_seq_len}): {hp.num_sequences} "
+                   f"sequences a step, {hp.batch_tokens} tokens as before")
+    begun = time.perf_counter()
+    warm_up(compiled, optimizers, buckets, hp, world)
+    book.write(f"warm-up: {hp.warmup_steps} steps and compilation took {time.perf_counter() - begun:.1f} s, untimed")
     if resumed:
-        load_checkpoint(resumed, model, optimizers, world)
-        first_step, train_ms, validations = resumed["step"], resumed["train_time_ms"], resumed["validations"]
-        forced = f", by resume_force ({'; '.join(differences)}): no record" if differences else ""
-        log.write(f"resume: from step {first_step}, on {world.size} process{'es' * (world.size > 1)}{forced}")
-    folder, check = Path(args.checkpoint_dir) / log.run_id, StepCheck(world, stop_signal)
-
-    def checkpoint(step):
-        begun = time.perf_counter()
-        progress = dict(run_id=log.run_id, step=step, tokens=step * hp.batch_tokens, train_time_ms=train_ms,
-                        validations=validations, log_size=log.size())
-        save_checkpoint(folder, model, optimizers, progress, settings, world)
-        log.write(f"checkpoint: step {step} written in {time.perf_counter() - begun:.1f} s, untimed")
-
-    data = dict(vocab_size=hp.vocab_size, device=world.device)
-    batches = distributed_data_generator(hp.train_files, hp.batch_tokens, world.rank, world.size, **data,
-                                         first_batch=first_step)
-    started = synchronized_ms(world)  # the clock runs while training, and for nothing else
+        load_checkpoint(resumed, model, optimizers)
+        book.write(f"resume: from step {first_step}, on {world.size} process(es){resumed['forced']}")
+    batches = distributed_data_generator(hp.train_files, hp.batch_tokens, world.rank, world.size, hp.vocab_size,
+                                         world.device, first_step)
+    book.started_ms = synchronized_ms(world)
     for step in range(first_step, hp.num_iterations + 1):
+        # --------------- validation
         last_step = step == hp.num_iterations
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
-            train_ms += synchronized_ms(world) - started
-            check.flush()
-            sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, 0, 1, **data)
-            # the same sequences whatever the world size
-            mine = itertools.islice(sequences, world.rank, hp.val_tokens // hp.val_seq_len, world.size)
-            val_loss = evaluate(compiled, mine, get_window_blocks(step, hp), hp, world)
-            if not math.isfinite(val_loss):
-                raise InputError(f"step {step}: the validation loss is not finite ({val_loss}); lower the learning rates, "
-                                 "or look at what was changed last")
-            validations.append((step, val_loss, train_ms))
-            log.write(f"step:{step}/{hp.num_iterations} val_loss:{val_loss:.4f} train_time:{train_ms:.0f}ms "
-                      f"step_avg:{train_ms / max(step, 1):.2f}ms")
-            if last_step:
-                break
-            started = synchronized_ms(world)
+            with book.untimed():
+                sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device)
+                # the same sequences whatever the world size
+                mine = itertools.islice(sequences, world.rank, hp.val_tokens // hp.val_seq_len, world.size)
+                val_loss = evaluate(compiled, mine, get_window_blocks(step, hp), hp, world)
+                book.look(step, val_loss, now=True)
+                book.validation(step, val_loss.item())
+        if last_step:
+            break
+        # --------------- training
         set_schedules(optimizers, step, hp)
         inputs, targets = next(batches)
-        losses = train_step(compiled, optimizers, buckets, inputs, targets, get_window_blocks(step, hp), hp, world)
-        stop = check(step + 1, *losses)
-        ms = train_ms + 1000 * time.perf_counter() - started  # not synchronized: the host may be ahead of the GPU
-        log.step(f"step:{step + 1}/{hp.num_iterations} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
-                 step + 1, check.loss)
-        final = hp.save_checkpoint and step + 1 == hp.num_iterations
-        if stop or final or (args.checkpoint_every and (step + 1) % args.checkpoint_every == 0):
-            train_ms += synchronized_ms(world) - started
-            check.flush()
-            checkpoint(step + 1)
-            if stop:
-                if world.size > 1:
-                    dist.barrier()  # torchrun stops all when the first leaves: none does before the file is there
-                log.close()
+        loss = train_step(compiled, optimizers, buckets, inputs, targets, get_window_blocks(step, hp), hp, world)
+        stop = book.look(step + 1, loss)
+        book.step(step + 1)
+        # --------------- checkpoint
+        due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0
+        if stop or due or (hp.save_checkpoint and step + 1 == hp.num_iterations):
+            with book.untimed():
+                begun = time.perf_counter()
+                book.look(step + 1, nn.utils.get_total_norm(model.parameters()), now=True)  # or nothing is saved
+                save_checkpoint(folder, step + 1, book, model, optimizers)
+                book.write(f"checkpoint: step {step + 1} written in {time.perf_counter() - begun:.1f} s, untimed")
+            if stop:  # all ranks are here: torchrun stops the others when the first one leaves
                 os._exit(128 + stop)
-            started = synchronized_ms(world)
     if world.rank == 0 and (hp.save_checkpoint or args.checkpoint_every):
         save_model(folder / "model.safetensors", model, hp)
-    log.write(peak_memory(world))
-    log.write(describe_result(hp, validations))
-    log.close()
-    return validations[-1]
+    book.result()
+    return book.validations[-1]
 
 def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
     check_hyperparameters(hp, int(os.environ.get("WORLD_SIZE", 1)))
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # one look at the data a machine
-        how = (hp.vocab_size, hp.data_command)
-        check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, *how, lower="--num_iterations")
-        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, *how, lower="--val_tokens")
-    if args.checkpoint_every or hp.save_checkpoint:
-        try:
-            Path(args.checkpoint_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise InputError(f"--checkpoint_dir {args.checkpoint_dir}: cannot be made ({e.strerror})") from None
+        check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size, "--num_iterations")
+        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size, "--val_tokens")
+        if args.checkpoint_every or hp.save_checkpoint:
+            with naming(f"--checkpoint_dir {args.checkpoint_dir} cannot be made"):
+                Path(args.checkpoint_dir).mkdir(parents=True, exist_ok=True)
     world = start_world(args.device)
-    resumed, differences = None, []
-    if args.resume:
-        box = [read_checkpoint(args.resume, args.checkpoint_dir) if world.rank == 0 else None]
-        if world.size > 1:
-            dist.broadcast_object_list(box, 0, device=world.device)
-        resumed, differences = box[0], check_same_run(box[0], dict(track=args.track, **dataclasses.asdict(hp)))
-        if differences and not args.resume_force:
-            raise InputError(f"--resume: another run ({'; '.join(differences)}); --resume_force goes on all the same")
+    resumed = find_checkpoint(args, hp) if args.resume else {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
     model = build_model(hp, world)
-    parts = (model, torch.compile(model, dynamic=False), build_optimizers(model, hp),
-             GradientBuckets(model.parameters(), hp.num_sequences), StopSignal(world))
-    results = []
-    for i in range(args.num_runs):
-        seeded = dataclasses.replace(hp, seed=hp.seed + i)
-        results.append(run(args, seeded, world, parts, resumed, differences, warm=i > 0))
-    if args.num_runs > 1 and world.rank == 0:
-        print(describe_runs(hp, results))
+    trainer = (model, torch.compile(model, dynamic=False), build_optimizers(model, hp),
+               GradientBuckets(model.parameters(), hp.num_sequences))
+    results = [run(args, dataclasses.replace(hp, seed=hp.seed + i), world, trainer, resumed)
+               for i in range(args.num_runs)]
+    if args.num_runs > 1 and world.rank == 0:  # Student's one-sided test that the mean loss is below the target
+        from scipy import stats
+        losses, times = np.array(results)[:, 1], np.array(results)[:, 2] / 1000
+        p = stats.ttest_1samp(losses, hp.target_val_loss, alternative="less").pvalue
+        print(f"{len(losses)} runs: val_loss {losses.mean():.4f}, standard deviation {losses.std(ddof=1):.4f}, p-value of "
+              f"being below {hp.target_val_loss} {p:.2g}; training time {times.mean():.2f} s, {times.std(ddof=1):.2f}")
     if world.size > 1:
         dist.destroy_process_group()
 
@@ -1194,7 +986,7 @@ def main(argv: list[str]) -> int:
     try:
         train(*parse_arguments(argv))
     except InputError as e:
-        if isinstance(e, RankError) or int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once a machine is enough
+        if e.one_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once a machine is enough
             print(f"error: {e}", file=sys.stderr, flush=True)
         return 2
     except RuntimeError as e:

@@ -107,7 +107,7 @@ def bucket_child(rank, world_size):
         other = both.clone()
         dist.broadcast(other, 0)
         assert torch.equal(both, other), "ranks disagree"
-        buckets.zero()
+        torch._foreach_zero_(buckets.flat)  # as train_step does
         assert not any(p.grad.any() for p in model.parameters())
 
 

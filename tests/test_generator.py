@@ -112,7 +112,7 @@ def test_bad_second_shard_is_found_when_it_is_reached_at_the_latest(tmp_path):
 def test_no_shards_names_the_command_that_makes_them(tmp_path, track, command):
     hp, pattern = TRACKS[track], str(tmp_path / "nothing_*.bin")
     with pytest.raises(InputError) as error:
-        check_shards(pattern, 16, 1, hp.vocab_size, hp.data_command)
+        check_shards(pattern, 16, 1, hp.vocab_size)
     assert pattern in str(error.value) and command in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(InputError, match="no shards match"):
         next(generator(pattern, 16))

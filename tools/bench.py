@@ -167,7 +167,7 @@ def ms_of_parts(parts, tokens, hp, device):
         buckets.wait()
         for optimizer in optimizers:
             optimizer.step()
-        buckets.zero()
+        torch._foreach_zero_(buckets.flat)
 
     return [ms_of(part, device) for part in (lambda: losses.append(compiled(x, y, window)),
                                              lambda: losses.pop().backward(), update)]
