@@ -47,7 +47,7 @@ def env(**extra):
     return e
 
 
-def run_script(args, cwd, nproc=None, timeout=300, script=SCRIPT, **extra):
+def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, **extra):
     """Run the script in `cwd`: alone, or with `nproc` processes under torchrun."""
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     return subprocess.run([sys.executable, *launcher, str(script), *map(str, args)], cwd=cwd, env=env(**extra),
@@ -56,15 +56,15 @@ def run_script(args, cwd, nproc=None, timeout=300, script=SCRIPT, **extra):
 
 def forkserver():
     """A multiprocessing context whose processes are forked from a server that has made torch's imports once: a fresh
-    interpreter each would take seconds. The server holds nothing of ours, so what it forks runs our files as they are."""
+    interpreter each would take seconds. The server holds nothing of ours: what it forks runs our files as they are."""
     multiprocessing.set_forkserver_preload(
         ["torch._inductor.compile_fx", "torch.nn.attention.flex_attention", "torch.distributed.run", "numpy", "tqdm",
          "safetensors.torch", "pytest"])
     return multiprocessing.get_context("forkserver")
 
 
-def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
-    """run_script(), its processes forked from the server: `nproc` of them as torchrun starts them, but without torchrun.
+def run_forked(args, cwd, nproc=1, timeout=1200, script=SCRIPT, **extra):
+    """run_script(), but forked from the server; several processes as torchrun starts them, without torchrun itself.
     The code is the first that is not 0, the outputs are those of the ranks one after the other."""
     ranks = [{}] if nproc == 1 else [
         dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc),
