@@ -46,7 +46,7 @@ if [ "${1:-}" = test ]; then
     install requirements.txt data/requirements.txt evals/requirements.txt tests/requirements.txt
     "$python" data/shakespeare.py
     say "running the tests"
-    # one process a core; those that run out of tests take some from another. A path among the arguments replaces "tests"
+    # a process a core, and those that run out of tests take some from another; a path in the arguments replaces "tests"
     exec "$python" -m pytest -o testpaths=tests -n auto --maxprocesses 8 --dist worksteal "$@"
 fi
 
