@@ -26,6 +26,7 @@ import platform, re, resource, signal, subprocess, sys, time, uuid, zipfile
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # OpenMP threads that spin for long starve beside other processes
 import numpy as np, safetensors.torch, torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -258,7 +259,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: 
     def blocks(t, span):  # (1, T, H, D) -> (N, H, span * 128, D): each block with the span - 1 before it
         t = t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)
         return torch.cat([F.pad(t, (0, 0, 0, 0, 0, 0, back, 0))[:len(t)] for back in reversed(range(span))], dim=2)
-
     span = mask.size(-1) // BLOCK_SIZE
     # spelled out: compiled, this is far faster on a CPU than scaled_dot_product_attention with a mask. QK norm bounds
     # the scores by scale * D: softmax needs no maximum subtracted, and can divide by its sum after the product
@@ -612,7 +612,7 @@ def log_header(hp: Hyperparameters, world: World) -> str:
         SOURCE, "=" * 100, f"Running Python {sys.version}",
         f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}", machine,
         f"{world.size} process{'es' * (world.size > 1)} on {world.device.type}", "=" * 100,
-        f"hyperparameters: {json.dumps(dict(dataclasses.asdict(hp), world_size=world.size))}", ""))
+        f"hyperparameters: {json.dumps(dict(dataclasses.asdict(hp), world_size=world.size))}\n"))
 
 # ---- 8. Model, optimizers, schedules ---------------------------------------------------------------------------------
 def build_model(hp: Hyperparameters, world: World) -> GPT:
@@ -895,7 +895,6 @@ class Logbook:
         self.bar.update(step - self.bar.n)
 
     def result(self) -> None:
-        """The lines after the last validation."""
         hp, (step, val_loss, ms) = self.hp, self.validations[-1]
         met = next((v for v in self.validations if v[1] <= hp.target_val_loss), None)
         verdict = f"met at step {met[0]} after {met[2] / 1000:.2f} s of training" if met else "not met"

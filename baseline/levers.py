@@ -17,9 +17,9 @@ import statistics
 import sys
 import time
 
-import torch
+from train_gpt2 import TRACKS, build, cpu_info, has_bf16, keep_freed_memory, train_step  # before torch: it sets OpenMP
 
-from train_gpt2 import TRACKS, build, cpu_info, has_bf16, keep_freed_memory, train_step
+import torch
 
 LEVERS = [("float32", None), ("TF32 matmuls", "tf32"), ("bf16 autocast", "bf16"), ("torch.compile", "compile"),
           ("flash attention", "flash"), ("padded vocabulary", "pad_vocab"), ("fused AdamW", "fused")]

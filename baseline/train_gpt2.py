@@ -35,6 +35,7 @@ import time
 import uuid
 from pathlib import Path
 
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is imported: see train_gpt.py
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -12,10 +12,12 @@ training, do not have.
 import dataclasses
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Callable
 
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is imported: see train_gpt.py
 import torch
 import torch.nn.functional as F
 

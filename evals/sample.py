@@ -12,9 +12,9 @@ import argparse
 import codecs
 import sys
 
-import torch
+from models import InputError, generate, load  # before torch: it sets OpenMP
 
-from models import InputError, generate, load
+import torch
 
 
 def printable(text: str) -> str:
