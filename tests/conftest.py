@@ -35,5 +35,14 @@ def _seed():
     import torch  # not above: where several processes run the tests, the one that starts them has no use for it
     torch.manual_seed(0)
 
+
+@pytest.fixture(autouse=True)
+def _signal_handlers():
+    """main() has handlers of its own, which outlive a run in this process, a module's fixture too: what a later test
+    forks must not have them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 # A shell's background job ignores SIGINT, and so would all that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

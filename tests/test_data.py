@@ -576,6 +576,7 @@ def test_bad_own_files_are_one_line_and_leave_nothing(tmp_path, arguments, messa
     (tmp_path / "list.jsonl").write_text('["text"]\n')
     (tmp_path / "number.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
     arguments = [arguments[0], *(tmp_path / x if x[-1] in "tl" else x for x in arguments[1:])]
+    gpt2_bpe.fetch_vocabulary()  # its first use says where it comes from
     result = run_script("fineweb.py", *arguments, "--out", tmp_path / "out", "--workers", 1)
     assert message in one_error(result) and result.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
