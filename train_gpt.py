@@ -499,11 +499,11 @@ TRACKS = {
         warmup_steps=3, val_loss_every=85, target_val_loss=1.50),
 }
 
-RULES = """
-train_seq_len % 128 == 0; val_seq_len % 128 == 0; batch_tokens % train_seq_len == 0; val_tokens % val_seq_len == 0
+RULES = f"""
+train_seq_len % {BLOCK_SIZE} == 0; val_seq_len % {BLOCK_SIZE} == 0; batch_tokens % train_seq_len == 0; val_tokens % val_seq_len == 0
 eot_token < vocab_size; head_dim % 4 == 0; 2 * num_value_embeds <= num_layers
 all(i in range(num_layers) for i in attn_free_layers + long_window_layers)
-max_ngram <= 128; max_ngram == 1 or model_dim % (max_ngram - 1) == 0; ngram_rows <= 2**31
+max_ngram <= {BLOCK_SIZE}; max_ngram == 1 or model_dim % (max_ngram - 1) == 0; ngram_rows <= 2**31
 cooldown_frac <= 1; adam_beta1 < 1; adam_beta2 < 1; muon_momentum < 1; muon_momentum_start < 1
 """  # what every set of hyperparameters keeps, in Python
 
@@ -511,9 +511,9 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
     """Raises InputError for what cannot be trained."""
     may_be_zero = re.compile("eot_token|num_value_embeds|seed|warmup|every|lr|beta|momentum")
     for name, value in vars(hp).items():
-        at_least = "zero or more" if may_be_zero.search(name) else "more than zero"
-        if type(value) in (int, float) and not (math.isfinite(value) and value >= 0 and (value or at_least[0] == "z")):
-            raise InputError(f"--{name} {value}: must be a finite number, {at_least}")
+        zero = bool(may_be_zero.search(name))
+        if type(value) in (int, float) and not (math.isfinite(value) and (value > 0 or value == 0 and zero)):
+            raise InputError(f"--{name} {value}: must be finite, {'zero or more' if zero else 'more than zero'}")
     for rule in filter(None, re.split(r"[;\n]\s*", RULES)):
         if not eval(rule, dict(vars(hp))):
             given = [f"--{name} {value}" for name, value in vars(hp).items() if re.search(rf"\b{name}\b", rule)]
