@@ -37,7 +37,8 @@ PY
 )
     for file in $missing; do
         say "installing $file"
-        "$python" -m pip install --quiet --disable-pip-version-check -r "$file"
+        # --no-compile: Python compiles what it imports; all of PyTorch's modules would take half of the time
+        "$python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$file"
     done
 }
 
@@ -73,7 +74,7 @@ gpus=0
 if [ "$device" != cpu ] && command -v nvidia-smi >/dev/null; then
     gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 fi
-[ -n "$track" ] || { [ "$gpus" -gt 0 ] && track=fineweb || track=shakespeare; }
+[ -n "$track" ] || { [ "$gpus" -gt 0 ] && track=fineweb || track=mini; }
 
 # Data: made or fetched where there is none
 has() { compgen -G "$1" >/dev/null; }
@@ -84,7 +85,7 @@ if [ -z "$own_data$help" ]; then
                 say "fetching the fineweb shards (2 GB)"
                 "$python" data/cached_fineweb10B.py
             fi ;;
-        shakespeare)
+        mini | shakespeare)
             if ! has "data/shakespeare/shakespeare_train_*.bin" || ! has "data/shakespeare/shakespeare_val_*.bin"; then
                 say "making the shakespeare shards"
                 "$python" data/shakespeare.py
