@@ -433,6 +433,18 @@ def test_each_rule(tmp_path, change, reason):
     assert done.returncode == 1 and "\nNOT VALID\n- " in done.stdout.decode()
 
 
+def test_mini_is_the_whole_model(tmp_path):
+    kept = dict(track="mini", num_layers=4, max_ngram=1, num_value_embeds=2, max_window=256, muon_momentum_warmup=100)
+    assert judged(make_runs(tmp_path / "good", **kept)).reasons == []
+    assert judged(make_runs(tmp_path / "deeper", **kept | dict(num_layers=9))).reasons == []
+    for i, (name, value) in enumerate([("num_layers", 3), ("max_ngram", 2), ("num_value_embeds", 0), ("max_window", 128),
+                                       ("muon_momentum_warmup", 0), ("num_layers", "many"), ("max_ngram", None)]):
+        reason, = judged(make_runs(tmp_path / str(i), **kept | {name: value})).reasons
+        assert reason.startswith(f"all runs: {name} {value}, the track mini has "), reason
+        free = make_runs(tmp_path / f"free{i}", **kept | {name: value, "track": "shakespeare"})
+        assert judged(free).reasons == []  # the open race
+
+
 def test_other_rules(tmp_path):
     runs = make_runs(tmp_path / "runs")
     copy = tmp_path / "copy.txt"
