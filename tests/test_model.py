@@ -162,9 +162,10 @@ def test_loss_and_gradients_equal_the_plain_model(window, num_seqs):
             reference_loss(*args, reduction="mean").item(), rel=2e-6)
 
 
-def test_the_shakespeare_track_equals_the_plain_model():
-    """The other track's own sizes: another depth, other value embeddings, other windows."""
-    hp = TRACKS["shakespeare"]
+@pytest.mark.parametrize("track", ["mini", "shakespeare"])
+def test_the_other_tracks_equal_the_plain_model(track):
+    """Their own sizes: other depths, other value embeddings, other windows."""
+    hp = TRACKS[track]
     model = randomize(GPT(hp, dtype=torch.float32)).eval()
     inputs, targets = batch(hp, 2, 256)
     params = {n: p.detach().double() for n, p in model.named_parameters()}

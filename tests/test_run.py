@@ -374,7 +374,7 @@ def test_every_field_is_an_option():
                          attn_free_layers=(1, 2), train_files="x_*.bin")
     assert train_gpt.parse_arguments(["--track", "shakespeare"])[1] == TRACKS["shakespeare"]
     if not torch.cuda.is_available():
-        assert train_gpt.parse_arguments([])[1] == TRACKS["shakespeare"]
+        assert train_gpt.parse_arguments([])[1] == TRACKS["mini"]
 
 
 # ---------------------------------------------------------------------------------------- bad input
