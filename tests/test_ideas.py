@@ -1,0 +1,115 @@
+"""The page of ideas: it is what the kept results say, and the patches of its rows apply to the script as it is."""
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import ideas
+import variants
+from log_parsing import LogError
+
+NAMES = sorted(file.parent.name for file in ideas.FOLDER.glob("*/idea.json"))
+META = dict(part="soft-cap", change="none", does="caps.", where="4, `GPT`", records="9", field="10 to 8 min", options="--seed 1")
+
+
+def effect(name, difference, p, **more):
+    half = abs(difference) / 2
+    return dict(name=name, n=5, base_n=5, loss=1.5 + difference, difference=difference, p=p, p_corrected=p, steps=difference,
+                difference_interval=[difference - half, difference + half], time=None, verdict="helps", words="it helps", **more)
+
+
+def answer(path: Path, *effects):
+    """What `compare --json` writes, as far as the page reads it."""
+    runs = {name: [dict(path="/a/b.txt", seed=i, val_loss=1.5, step_avg_ms=70.0) for i in range(5)]
+            for name in ["base", *(e["name"] for e in effects)]}
+    path.write_text(json.dumps(dict(machine="a CPU, 2 cores", torch="2.13.0", threads=1, processes=1, jobs=2, folder="/x",
+                                    base="base", ideas=list(effects), runs=runs)))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for i, name in enumerate(["b", "a", "c", "d"]):
+        (tmp_path / "ideas" / name).mkdir(parents=True)
+        part = "gelu" if name in "cd" else f"part {name}"
+        (tmp_path / "ideas" / name / "idea.json").write_text(json.dumps(META | dict(part=part, rank=i)))
+    return tmp_path / "ideas"
+
+
+def test_page_says_what_was_measured(folder, tmp_path):
+    found = answer(tmp_path / "answer.json", effect("a", 0.02, 1e-4), effect("b", -0.02, 0.0020), effect("c", 0.03, 1e-5),
+                   effect("d", 0.004, 0.5))
+    assert ideas.main(["--keep", str(found), "--folder", str(folder)]) == 0
+    text = (tmp_path / "IDEAS.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [re.search(r"ideas/(\w)/", row)[1] for row in rows] == ["b", "a", "c", "d"]  # by rank
+    # Holm over all rows: 1e-5 x 4, 1e-4 x 3, 0.002 x 2, 0.5 x 1
+    assert [row.split(" | ")[5] for row in rows] == ["0.0040", "0.0003", "4.0e-05", "0.5000"]
+    assert [row.split(" | ")[8].strip(" |") for row in rows] == ["disagrees", "agrees", "agrees", "not seen"]
+    # of the two ways to do without the part "gelu", the better one, d, is not seen
+    assert "of the 3 parts, **1 help too, 1 are not seen, 1 hurt**" in text
+    assert "/a/b.txt" not in (folder / "a" / "result.json").read_text()
+    (folder / "NOTES.md").write_text("By hand.\n")
+    assert "\n\nBy hand.\n\n| part |" in ideas.page(folder)
+
+
+def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
+    with pytest.raises(LogError, match="e: no .*idea.json"):
+        ideas.keep(answer(tmp_path / "answer.json", effect("e", 0.02, 1e-4)), folder)
+    (folder / "a" / "idea.json").write_text(json.dumps({k: v for k, v in META.items() if k != "options"}))
+    with pytest.raises(LogError, match="wants options, or idea.patch"):
+        ideas.page(folder)
+    (folder / "a" / "idea.json").write_text(json.dumps(META | dict(does="")))
+    with pytest.raises(LogError, match="does is missing"):
+        ideas.page(folder)
+
+
+def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
+    """With compare.py's answer made up: what it is asked for, and that a failure files nothing."""
+    (folder / "a" / "idea.patch").write_text("")
+    asked = []
+
+    def compared(status, words):
+        asked[:] = words
+        answer(Path(words[-1]), effect("a", 0.02, 1e-4), effect("b", 0.03, 1e-4))
+        return status
+
+    monkeypatch.setattr(ideas, "compare", lambda words: compared(1, words))
+    assert ideas.main(["--measure", "a", "b", "--runs", "8", "--folder", str(folder)]) == 1
+    assert not (folder / "a" / "result.json").exists()
+    monkeypatch.setattr(ideas, "compare", lambda words: compared(0, words))
+    assert ideas.main(["--measure", "a", "b", "--runs", "8", "--folder", str(folder)]) == 0
+    assert asked[:-1] == ["--track", "mini", "--runs", "8", "--idea", f"a={folder}/a/idea.patch --seed 1",
+                          "--idea", "b=--seed 1", "--json"]
+    assert "2 help too" in (tmp_path / "IDEAS.md").read_text()
+    with pytest.raises(LogError, match="e: no such idea"):
+        ideas.main(["--measure", "e", "--folder", str(folder)])
+    with pytest.raises(SystemExit):
+        ideas.main(["--runs", "8", "--folder", str(folder)])
+
+
+def test_the_page_is_current():
+    assert (ideas.FOLDER.parent / "IDEAS.md").read_text() == ideas.page(ideas.FOLDER), "python tools/ideas.py writes it"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if (ideas.FOLDER / name / "idea.patch").exists()])
+def test_patches_of_current_ideas_apply(name):
+    if json.loads((ideas.FOLDER / name / "idea.json").read_text())["current"]:
+        changed = variants.patched(ideas.FOLDER / name / "idea.patch", (ROOT / "train_gpt.py").read_bytes())
+        compile(changed, name, "exec")
+
+
+def test_options_of_current_ideas_change_something():
+    source = (ROOT / "train_gpt.py").read_bytes()
+    found = {name: json.loads((ideas.FOLDER / name / "idea.json").read_text()) for name in NAMES}
+    made = [variants.Variant(name, source, ["--track", "mini", *shlex.split(idea["options"])])
+            for name, idea in found.items() if idea["current"] and "options" in idea]
+    base = variants.Variant("base", source, ["--track", "mini"])
+    variants.check_settings([base, *made], 1)  # in one process
+    for variant in made:
+        assert variant.settings != base.settings, variant.name

@@ -1,0 +1,152 @@
+"""
+The page of parts and ideas on the mini track: records/mini/IDEAS.md, written from what was measured.
+
+    python tools/ideas.py                         write the page from records/mini/ideas/
+    python tools/ideas.py --keep answer.json...   first file what `./run.sh compare --json answer.json` answered
+    python tools/ideas.py --measure NAME...       first compare these with the recipe (options go on to compare.py:
+                                                  --runs 8 --seed 200), and file the answer
+
+records/mini/ideas/NAME/ has idea.json, by hand: which part of the recipe it takes out and how, what the part does
+and where it stands, the field's record that brought it and its effect there ("adds": true where the idea is the
+field's change and not its removal; "current": false once it need no longer apply to train_gpt.py); idea.patch, or
+options in idea.json, or both; and result.json, which --keep writes. An idea's name in the comparison is NAME. What
+is said by hand above the table is records/mini/ideas/NOTES.md. Exit status: 0 written, 1 a run failed, 2 bad input.
+"""
+import argparse
+import json
+import shlex
+import tempfile
+from pathlib import Path
+
+from compare import main as compare
+from effects import holm, percent
+from log_parsing import LogError, run_command, write_file
+from verify import P_VALUE, p_text
+
+FOLDER = Path(__file__).resolve().parent.parent / "records" / "mini" / "ideas"
+FACTS = ("machine", "torch", "threads", "processes", "jobs")
+FIELDS = ("part", "change", "does", "where", "records", "field")
+
+
+def read_ideas(folder: Path) -> dict[str, dict]:
+    """Name -> idea.json's fields, with `result` where there is one, in the order of `rank`. Raises LogError."""
+    ideas = {}
+    for file in sorted(folder.glob("*/idea.json")):
+        try:
+            idea = json.loads(file.read_text())
+            missing = [name for name in FIELDS if not idea.get(name)]
+            if missing or not ("options" in idea or (file.parent / "idea.patch").exists()):
+                raise ValueError(f"{missing[0]} is missing" if missing else "wants options, or idea.patch beside it")
+            result = file.parent / "result.json"
+            idea["result"] = json.loads(result.read_text()) if result.exists() else None
+        except ValueError as e:
+            raise LogError(f"{file}: {e}") from None
+        ideas[file.parent.name] = idea
+    return dict(sorted(ideas.items(), key=lambda item: (item[1].get("rank", 0), item[0])))
+
+
+def keep(answer: Path, folder: Path) -> None:
+    """Files each idea of a comparison. Raises LogError."""
+    found = json.loads(answer.read_text())
+    strip = lambda runs: [{k: v for k, v in run.items() if k != "path"} for run in runs]
+    for effect in found["ideas"]:
+        home = folder / effect["name"]
+        if not (home / "idea.json").exists():
+            raise LogError(f"{answer}: {effect['name']}: no {home / 'idea.json'}, which says what the idea is")
+        kept = {name: found[name] for name in FACTS} | dict(
+            effect={k: v for k, v in effect.items() if k not in ("name", "words", "verdict", "p_corrected",
+                                                                 "step_time_p_corrected")},
+            runs=strip(found["runs"][effect["name"]]), base_runs=strip(found["runs"][found["base"]]))
+        write_file(home / "result.json", (json.dumps(kept, indent=1) + "\n").encode())
+
+
+def measure(names: list[str], folder: Path, options: list[str]) -> int:
+    """Compares them with the recipe and files the answer. -> compare.py's exit status. Raises LogError."""
+    ideas, words = read_ideas(folder), ["--track", "mini", *options]
+    for name in names:
+        if name not in ideas:
+            raise LogError(f"{name}: no such idea; there are {', '.join(ideas)}")
+        patch = folder / name / "idea.patch"
+        source = shlex.quote(str(patch)) if patch.exists() else ""
+        words += ["--idea", f"{name}={source} {ideas[name].get('options', '')}".replace("= ", "=").strip()]
+    with tempfile.TemporaryDirectory() as place:
+        answer = Path(place) / "answer.json"
+        status = compare([*words, "--json", str(answer)])
+        if status == 0:
+            keep(answer, folder)
+    return status
+
+
+def verdict_on(idea: dict, p: float | None) -> str:
+    """All parts helped the field: without them the loss should be higher."""
+    helps = idea["result"]["effect"]["difference"] < 0
+    return "not seen" if p is None or p >= P_VALUE else "agrees" if helps == idea.get("adds", False) else "disagrees"
+
+
+def page(folder: Path) -> str:
+    ideas = read_ideas(folder)
+    measured = {name: idea for name, idea in ideas.items() if idea["result"]}
+    ps = dict(zip(measured, holm([idea["result"]["effect"]["p"] for idea in measured.values()])))
+    rows, parts = [], {}
+    for name, idea in measured.items():
+        e = idea["result"]["effect"]
+        low, high = e["difference_interval"]
+        verdict = verdict_on(idea, ps[name])
+        parts.setdefault(idea["part"], []).append((e["difference"], verdict))
+        rows.append((idea["part"], f"[{idea['change']}](ideas/{name}/)", f"{idea['records']}: {idea['field']}", e["n"],
+                     f"{e['difference']:+.4f} ({low:+.4f} to {high:+.4f})", p_text(ps[name]),
+                     percent(e["steps"]), percent(e["time"]), verdict))
+    # of several ways to do without a part, the best one tells what the part is worth
+    best = [min(ways)[1] for ways in parts.values()]
+    lines = ["# What the mini track can tell: every part of the recipe, taken out", "",
+             "Written by `python tools/ideas.py` from [ideas/](ideas/): edit there, not here.", ""]
+    if measured:
+        results = [idea["result"] for idea in measured.values()]
+        machines = sorted({f"{r['machine']}, {r['threads']} threads a run, {r['jobs']} at a time, PyTorch {r['torch']}"
+                           for r in results})
+        runs = sorted({r["effect"]["n"] for r in results})
+        counts = ", ".join(f"{best.count(sign)} {words}" for sign, words in
+                           [("agrees", "help too"), ("not seen", "are not seen"), ("disagrees", "hurt")])
+        lines += [f"{len(measured)} changes to {len(parts)} parts of the recipe, {' or '.join(map(str, runs))} runs each on "
+                  f"{'; '.join(machines)}. Each part helped the field at the official size. Here, of the {len(parts)} parts, "
+                  f"**{counts}** (p < {P_VALUE:g}, Welch's t-test, corrected by Holm over all rows; of several ways to do "
+                  "without a part, the best one counts).", ""]
+    notes = folder / "NOTES.md"
+    lines += [notes.read_text().strip(), ""] if notes.exists() else []
+    if not measured:
+        lines += [f"Nothing has been measured yet. {len(ideas)} changes to the recipe are ready: "
+                  "`python tools/ideas.py --measure NAME`.", ""]
+    header = ("part", "instead", "brought by the field's record", "n", "difference in loss (99%)", "p", "steps", "time",
+              "sign")
+    if measured:
+        lines += ["| " + " | ".join(header) + " |", "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"]
+        lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+        lines += ["", "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches.", ""]
+    lines += ["## The parts, and where they stand", ""]
+    said = set()
+    for idea in ideas.values():
+        if idea["part"] not in said:
+            said.add(idea["part"])
+            lines.append(f"- **{idea['part']}** (section {idea['where']}): {idea['does']}")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ideas.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, nargs="+", default=[], metavar="answer.json")
+    parser.add_argument("--measure", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="default: records/mini/ideas")
+    args, options = parser.parse_known_args(argv)
+    if options and not args.measure:
+        parser.error(f"{options[0]}: only --measure passes options on")
+    for answer in args.keep:
+        keep(answer, args.folder)
+    if args.measure and (status := measure(args.measure, args.folder, options)):
+        return status
+    write_file(args.folder.parent / "IDEAS.md", page(args.folder).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
