@@ -495,7 +495,7 @@ TRACKS = {
         val_seq_len=12_160, sequences_per_pass=4, vocab_size=257, eot_token=256, num_layers=4, num_heads=2, head_dim=64,
         model_dim=128, num_value_embeds=1, attn_free_layers=(), long_window_layers=(0, 3), max_window=256,
         num_iterations=490, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2, adam_beta2=0.98,
-        muon_momentum=0.9, muon_momentum_warmup=100, warmup_steps=3, val_loss_every=98, target_val_loss=1.50),
+        muon_momentum=0.9, muon_momentum_warmup=100, warmup_steps=3, val_loss_every=125, target_val_loss=1.50),
 }
 TRACKS["shakespeare"] = dataclasses.replace(  # the open race on the same bytes: anything goes
     TRACKS["mini"], track="shakespeare", train_seq_len=256, sequences_per_pass=16, num_layers=1, num_heads=1,
