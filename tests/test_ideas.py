@@ -52,7 +52,7 @@ def test_page_says_what_was_measured(folder, tmp_path):
     assert [row.split(" | ")[5] for row in rows] == ["0.0040", "0.0003", "4.0e-05", "0.5000"]
     assert [row.split(" | ")[8].strip(" |") for row in rows] == ["disagrees", "agrees", "agrees", "not seen"]
     # of the two ways to do without the part "gelu", the better one, d, is not seen
-    assert "of the 3 parts, **1 help too, 1 are not seen, 1 hurt**" in text
+    assert "Measured are 4 of 4 changes" in text and "**helps too: 1, not seen: 1, hurts: 1**" in text
     assert "/a/b.txt" not in (folder / "a" / "result.json").read_text()
     (folder / "NOTES.md").write_text("By hand.\n")
     assert "\n\nBy hand.\n\n| part |" in ideas.page(folder)
@@ -86,7 +86,7 @@ def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
     assert ideas.main(["--measure", "a", "b", "--runs", "8", "--folder", str(folder)]) == 0
     assert asked[:-1] == ["--track", "mini", "--runs", "8", "--idea", f"a={folder}/a/idea.patch --seed 1",
                           "--idea", "b=--seed 1", "--json"]
-    assert "2 help too" in (tmp_path / "IDEAS.md").read_text()
+    assert "helps too: 2" in (tmp_path / "IDEAS.md").read_text()
     with pytest.raises(LogError, match="e: no such idea"):
         ideas.main(["--measure", "e", "--folder", str(folder)])
     with pytest.raises(SystemExit):

@@ -105,12 +105,12 @@ def page(folder: Path) -> str:
         machines = sorted({f"{r['machine']}, {r['threads']} threads a run, {r['jobs']} at a time, PyTorch {r['torch']}"
                            for r in results})
         runs = sorted({r["effect"]["n"] for r in results})
-        counts = ", ".join(f"{best.count(sign)} {words}" for sign, words in
-                           [("agrees", "help too"), ("not seen", "are not seen"), ("disagrees", "hurt")])
-        lines += [f"{len(measured)} changes to {len(parts)} parts of the recipe, {' or '.join(map(str, runs))} runs each on "
-                  f"{'; '.join(machines)}. Each part helped the field at the official size. Here, of the {len(parts)} parts, "
-                  f"**{counts}** (p < {P_VALUE:g}, Welch's t-test, corrected by Holm over all rows; of several ways to do "
-                  "without a part, the best one counts).", ""]
+        counts = ", ".join(f"{words} {best.count(sign)}" for sign, words in
+                           [("agrees", "helps too:"), ("not seen", "not seen:"), ("disagrees", "hurts:")])
+        lines += [f"Measured are {len(measured)} of {len(ideas)} changes to the recipe, {' or '.join(map(str, runs))} runs "
+                  f"each on {'; '.join(machines)}. Each part helped the field at the official size. Of the parts measured "
+                  f"here, **{counts}** (p < {P_VALUE:g}, Welch's t-test, corrected by Holm over all rows; of several ways "
+                  "to do without a part, the best one counts).", ""]
     notes = folder / "NOTES.md"
     lines += [notes.read_text().strip(), ""] if notes.exists() else []
     if not measured:
