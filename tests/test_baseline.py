@@ -1,7 +1,9 @@
 """The GPT-2 baseline against transformers, against one large batch, against one process, against its own numbers."""
 import dataclasses
+import gc
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import replace
@@ -10,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from util import ROOT, random_tokens, run_forked, run_script, val_losses, write_shard
+from util import ROOT, env, free_port, random_tokens, run_forked, run_script, start_processes, val_losses, write_shard
 
 BASELINE = ROOT / "baseline"
 sys.path.insert(0, str(BASELINE))
@@ -328,6 +332,27 @@ def test_two_processes_are_one(workplace):
     actual = load_file(saved_model(workplace))
     moved = sum((actual[k] - expected[k]).abs().mean() for k in expected) / len(expected)
     assert moved < 2e-5  # four steps of up to 2e-3 each
+
+
+def main_then_what_is_left(rank, port, folder):
+    """One rank's main(); when it leaves the group, nothing but the group may hold gloo's threads."""
+    os.environ.update(env(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(port)))
+    os.chdir(folder)
+    leave, left = dist.destroy_process_group, []
+
+    def watched():
+        left.extend(x for x in gc.get_objects() if isinstance(x, DistributedDataParallel))
+        leave()
+
+    dist.destroy_process_group = watched
+    train_gpt2.main(["--track", "shakespeare", "--device", "cpu", *options(**(TINY | dict(micro_batch=4, num_iterations=1)))])
+    assert not left
+
+
+def test_the_group_ends_after_what_uses_it(workplace):
+    """A reducer that outlives the group joins gloo's threads while it holds the GIL, and one may wait for the GIL."""
+    start_processes(main_then_what_is_left, 2, free_port(), str(workplace))
 
 
 def test_loss_falls_on_a_tiny_corpus(workplace):

@@ -1,6 +1,7 @@
 """Helpers of the tests: shards written by hand, the script as a process of its own, gloo processes on loopback."""
 import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import runpy
@@ -63,7 +64,7 @@ def forkserver():
     return multiprocessing.get_context("forkserver")
 
 
-def run_forked(args, cwd, nproc=1, timeout=1200, script=SCRIPT, **extra):
+def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
     """run_script(), but forked from the server; several processes as torchrun starts them, without torchrun itself.
     The code is the first that is not 0, the outputs are those of the ranks one after the other."""
     ranks = [{}] if nproc == 1 else [
@@ -76,18 +77,24 @@ def run_forked(args, cwd, nproc=1, timeout=1200, script=SCRIPT, **extra):
                      for rank, console in zip(ranks, consoles)]
         for process in processes:
             process.start()
+        failed = None  # the first that failed; the others then wait for it, and torchrun would end them too
         try:
             end = time.monotonic() + timeout
-            for process in processes:
-                process.join(max(0, end - time.monotonic()))
-            if any(process.is_alive() for process in processes):
-                raise subprocess.TimeoutExpired(argv, timeout)
+            while failed is None and (alive := [p for p in processes if p.exitcode is None]):
+                if not multiprocessing.connection.wait([p.sentinel for p in alive], max(0, end - time.monotonic())):
+                    break
+                failed = next((p.exitcode for p in alive if p.exitcode), None)
+            for process in processes if failed is not None else ():
+                process.join(10)  # what it has to say about the one that is gone
         finally:
+            stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
             for process in processes:
                 process.kill()
                 process.join()
         out, err = ("".join(Path(f"{console}.{name}").read_text() for console in consoles) for name in ("out", "err"))
-    return subprocess.CompletedProcess(argv, next((p.exitcode for p in processes if p.exitcode), 0), out, err)
+    if stuck and failed is None:
+        raise subprocess.TimeoutExpired(argv, timeout, f"ranks {stuck} did not end\n{out}", err)
+    return subprocess.CompletedProcess(argv, failed or 0, out, err)
 
 
 def _as_main(argv, cwd, environment, console):
