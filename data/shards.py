@@ -9,7 +9,7 @@ import hashlib
 import os
 import signal
 import sys
-import tempfile
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -32,17 +32,15 @@ def atomic_write(path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # the same folder: a rename is atomic only within a file system; the suffix keeps it out of *.bin patterns
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as f:
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:  # named before it is made (tempfile names what it has made): an interrupt finds nothing that has no name here
+        with open(temporary, "xb") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide the data from the machine's other users
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -1,6 +1,7 @@
 """The data scripts: shards, Shakespeare, the hub's cached FineWeb, tokenizing raw text, GPT-2's vocabulary."""
 import hashlib
 import http.server
+import itertools
 import json
 import os
 import random
@@ -181,6 +182,33 @@ def test_failure_while_writing_leaves_no_temporary_file(tmp_path):
             f.write(b"half")
             raise OSError("disk full")
     assert visible_files(tmp_path) == []
+
+
+def test_interrupted_at_any_line_leaves_no_temporary_file(tmp_path):
+    """Ctrl-C at the first, second, ... line of Python that writing a shard runs, the library's lines too."""
+    def tracer(frame, event, argument):
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            sys.settrace(None)  # the handlers run undisturbed
+            raise KeyboardInterrupt
+        return tracer
+
+    for line in itertools.count():
+        left, done = line, False
+        before = sys.gettrace()
+        try:
+            sys.settrace(tracer)
+            shards.write_shard(tmp_path / "a.bin", [1])
+            done = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert list(tmp_path.glob("*.tmp")) == []
+        if done:
+            break
+    assert line > 30 and (tmp_path / "a.bin").read_bytes() == shard_bytes([1])
 
 
 def test_full_disk_is_one_line(tmp_path):
