@@ -10,7 +10,7 @@ What is special, against a plain GPT-2:
 - Muon for the weight matrices of the blocks: momentum, orthogonalized by a Newton-Schulz iteration
 - no biases, no learned norm gains; QK norm, half-truncated rotary embeddings, ReLU squared, zero-initialized
   output projections, U-net skips, value embeddings, learned residual mixing with the token embedding
-- hashed n-gram embeddings beside the tokens' own, on the byte-level track
+- hashed n-gram embeddings beside the tokens' own, on the track shakespeare alone
 - sliding-window attention inside documents, whose window grows during training
 - logits soft-capped and, on GPUs that can, computed in FP8
 - the same training on any number of processes: a step is a fixed set of sequences, shared out among them

@@ -1,7 +1,6 @@
 """The page of ideas: it is what the kept results say, and the patches of its rows apply to the script as it is."""
 import json
 import re
-import shlex
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import ideas
 import variants
 from log_parsing import LogError
 
-NAMES = sorted(file.parent.name for file in ideas.FOLDER.glob("*/idea.json"))
+CURRENT = {name: idea for name, idea in ideas.read_ideas(ideas.FOLDER).items() if idea["current"]}
 META = dict(part="soft-cap", change="none", does="caps.", where="4, `GPT`", records="9", field="10 to 8 min", options="--seed 1")
 
 
@@ -97,18 +96,16 @@ def test_the_page_is_current():
     assert (ideas.FOLDER.parent / "IDEAS.md").read_text() == ideas.page(ideas.FOLDER), "python tools/ideas.py writes it"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if (ideas.FOLDER / name / "idea.patch").exists()])
+@pytest.mark.parametrize("name", [name for name in CURRENT if (ideas.FOLDER / name / "idea.patch").exists()])
 def test_patches_of_current_ideas_apply(name):
-    if json.loads((ideas.FOLDER / name / "idea.json").read_text())["current"]:
-        changed = variants.patched(ideas.FOLDER / name / "idea.patch", (ROOT / "train_gpt.py").read_bytes())
-        compile(changed, name, "exec")
+    changed = variants.patched(ideas.FOLDER / name / "idea.patch", (ROOT / "train_gpt.py").read_bytes())
+    compile(changed, name, "exec")
 
 
 def test_options_of_current_ideas_change_something():
     source = (ROOT / "train_gpt.py").read_bytes()
-    found = {name: json.loads((ideas.FOLDER / name / "idea.json").read_text()) for name in NAMES}
-    made = [variants.Variant(name, source, ["--track", "mini", *shlex.split(idea["options"])])
-            for name, idea in found.items() if idea["current"] and "options" in idea]
+    made = [variants.read_variant(f"{name}={idea['options']}", source, ["--track", "mini"])
+            for name, idea in CURRENT.items() if "options" in idea]
     base = variants.Variant("base", source, ["--track", "mini"])
     variants.check_settings([base, *made], 1)  # in one process
     for variant in made:

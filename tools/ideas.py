@@ -20,10 +20,11 @@ from pathlib import Path
 
 from compare import main as compare
 from effects import holm, percent
+from leaderboard import RECORDS, markdown_table
 from log_parsing import LogError, run_command, write_file
 from verify import P_VALUE, p_text
 
-FOLDER = Path(__file__).resolve().parent.parent / "records" / "mini" / "ideas"
+FOLDER = RECORDS / "mini" / "ideas"
 FACTS = ("machine", "torch", "threads", "processes", "jobs")
 FIELDS = ("part", "change", "does", "where", "records", "field")
 
@@ -67,8 +68,8 @@ def measure(names: list[str], folder: Path, options: list[str]) -> int:
         if name not in ideas:
             raise LogError(f"{name}: no such idea; there are {', '.join(ideas)}")
         patch = folder / name / "idea.patch"
-        source = shlex.quote(str(patch)) if patch.exists() else ""
-        words += ["--idea", f"{name}={source} {ideas[name].get('options', '')}".replace("= ", "=").strip()]
+        what = [shlex.quote(str(patch))] * patch.exists() + [ideas[name]["options"]] * ("options" in ideas[name])
+        words += ["--idea", f"{name}={' '.join(what)}"]
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
         status = compare([*words, "--json", str(answer)])
@@ -93,7 +94,7 @@ def page(folder: Path) -> str:
         low, high = e["difference_interval"]
         verdict = verdict_on(idea, ps[name])
         parts.setdefault(idea["part"], []).append((e["difference"], verdict))
-        rows.append((idea["part"], f"[{idea['change']}](ideas/{name}/)", f"{idea['records']}: {idea['field']}", e["n"],
+        rows.append((idea["part"], f"[{idea['change']}](ideas/{name}/)", f"{idea['records']}: {idea['field']}", str(e["n"]),
                      f"{e['difference']:+.4f} ({low:+.4f} to {high:+.4f})", p_text(ps[name]),
                      percent(e["steps"]), percent(e["time"]), verdict))
     # of several ways to do without a part, the best one tells what the part is worth
@@ -113,15 +114,14 @@ def page(folder: Path) -> str:
                   "to do without a part, the best one counts).", ""]
     notes = folder / "NOTES.md"
     lines += [notes.read_text().strip(), ""] if notes.exists() else []
-    if not measured:
+    if measured:
+        header = ("part", "instead", "brought by the field's record", "n", "difference in loss (99%)", "p", "steps",
+                  "time", "sign")
+        lines += [*markdown_table(header, rows, right=header[3:8]), "",
+                  "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches.", ""]
+    else:
         lines += [f"Nothing has been measured yet. {len(ideas)} changes to the recipe are ready: "
                   "`python tools/ideas.py --measure NAME`.", ""]
-    header = ("part", "instead", "brought by the field's record", "n", "difference in loss (99%)", "p", "steps", "time",
-              "sign")
-    if measured:
-        lines += ["| " + " | ".join(header) + " |", "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"]
-        lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-        lines += ["", "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches.", ""]
     lines += ["## The parts, and where they stand", ""]
     said = set()
     for idea in ideas.values():

@@ -8,6 +8,7 @@ import csv
 import datetime
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,10 +85,10 @@ def record_to_beat(records: list[Record], hardware: str) -> Record | None:
 
 # ----------------------------------------------------------------------------------------------------------
 # Text
-def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]], right: str = "") -> list[str]:
+def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]], right: Collection[str] = ()) -> list[str]:
     """`right` names the columns that are aligned to the right."""
     escape = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    return [escape(header), escape(tuple("---:" if h in right.split() else "---" for h in header)), *map(escape, rows)]
+    return [escape(header), escape(tuple("---:" if h in right else "---" for h in header)), *map(escape, rows)]
 
 
 def record_readme(record: Record, prior: Record | None) -> str:
@@ -110,7 +111,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
         "## Result", "",
         *(f"- {what}: {value}" for what, value in summary_lines(verdict)), "",
         "![validation loss](curves.png)", "",
-        *markdown_table(COLUMNS, rows, right="val_loss time steps step_avg"), "",
+        *markdown_table(COLUMNS, rows, right="val_loss time steps step_avg".split()), "",
         *machines, "",
         "## Check it, run it", "", "```", command,
         f"python tools/replay.py records/{record.track}/{record.folder.name}/{log.path.name} -o train_gpt.py",
@@ -131,7 +132,7 @@ def leaderboard(track: str, records: list[Record]) -> list[str]:
     header = ("#", "seconds", "record", "date", "val_loss", "p", "runs", "steps", "hardware", "PyTorch")
     return [f"## {track}", "", f"Target: a mean validation loss below {targets}, at p < {P_VALUE:g}. Seconds are mean "
             "training time; in bold, the fastest on its hardware.", "",
-            *markdown_table(header, rows, right="# seconds val_loss p runs steps"), "",
+            *markdown_table(header, rows, right="# seconds val_loss p runs steps".split()), "",
             f"![record times]({track}/leaderboard.png)", ""]
 
 
@@ -168,7 +169,7 @@ def readme(root: Path) -> str:
         "this repository has reproduced them. Record 21 stands three times: as set, with the new timing, and with a",
         "later PyTorch, which is why the curve rises there.", "",
         "![the field's record time by date](history.png)", "",
-        *markdown_table(("record", "minutes", "technique", "date"), rows, right="record minutes"), ""]
+        *markdown_table(("record", "minutes", "technique", "date"), rows, right="record minutes".split()), ""]
     return "\n".join(lines)
 
 
