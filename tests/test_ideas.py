@@ -70,7 +70,9 @@ def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
 
 def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
     """With compare.py's answer made up: what it is asked for, and that a failure files nothing."""
-    (folder / "a" / "idea.patch").write_text("")
+    for name in "ac":  # c is a patch alone
+        (folder / name / "idea.patch").write_text("")
+    (folder / "c" / "idea.json").write_text(json.dumps({k: v for k, v in META.items() if k != "options"} | dict(rank=2)))
     asked = []
 
     def compared(status, words):
@@ -82,9 +84,9 @@ def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
     assert ideas.main(["--measure", "a", "b", "--runs", "8", "--folder", str(folder)]) == 1
     assert not (folder / "a" / "result.json").exists()
     monkeypatch.setattr(ideas, "compare", lambda words: compared(0, words))
-    assert ideas.main(["--measure", "a", "b", "--runs", "8", "--folder", str(folder)]) == 0
+    assert ideas.main(["--measure", "a", "b", "c", "--runs", "8", "--folder", str(folder)]) == 0
     assert asked[:-1] == ["--track", "mini", "--runs", "8", "--idea", f"a={folder}/a/idea.patch --seed 1",
-                          "--idea", "b=--seed 1", "--json"]
+                          "--idea", "b=--seed 1", "--idea", f"c={folder}/c/idea.patch", "--json"]
     assert "helps too: 2" in (tmp_path / "IDEAS.md").read_text()
     with pytest.raises(LogError, match="e: no such idea"):
         ideas.main(["--measure", "e", "--folder", str(folder)])

@@ -68,8 +68,8 @@ def measure(names: list[str], folder: Path, options: list[str]) -> int:
         if name not in ideas:
             raise LogError(f"{name}: no such idea; there are {', '.join(ideas)}")
         patch = folder / name / "idea.patch"
-        what = [shlex.quote(str(patch))] * patch.exists() + [ideas[name]["options"]] * ("options" in ideas[name])
-        words += ["--idea", f"{name}={' '.join(what)}"]
+        what = shlex.quote(str(patch)) if patch.exists() else "", ideas[name].get("options", "")
+        words += ["--idea", f"{name}={' '.join(filter(None, what))}"]
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
         status = compare([*words, "--json", str(answer)])
