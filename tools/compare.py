@@ -183,11 +183,11 @@ def complete_log(path: Path) -> Log | None:
 
 
 def machine(on_gpu: bool) -> str:
-    if on_gpu:
+    if on_gpu and shutil.which("nvidia-smi"):
         return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.strip()
     info = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
     model = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
-    return f"{model[1] if model else platform.machine()}, {CORES} cores"
+    return f"{model[1] if model else platform.machine()}, {CORES} cores" + ", a GPU" * on_gpu
 
 
 # ----------------------------------------------------------------------------------------------------------
