@@ -225,18 +225,23 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
     Made from the bounds of each block, at (T/128)^2 cost; only partly visible blocks are masked inside."""
     def document_causal(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
-    def ordered(blocks):  # (N, N) bool -> how many and which keys' blocks each query block has, those first
-        order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
-        return blocks.sum(-1, dtype=torch.int32)[None, None], order[None, None]
 
     first, last = docs.view(-1, BLOCK_SIZE)[:, 0], docs.view(-1, BLOCK_SIZE)[:, -1]  # documents are in order
-    i = torch.arange(len(first), device=docs.device)
+    i = torch.arange(len(first), dtype=torch.int32, device=docs.device)
     distance = i[:, None] - i  # (N, N): query block - key block
     in_window = (distance >= 0) & (distance < window_blocks)
     some = in_window & (first[:, None] <= last)  # the query's first document is not past the key's last
     every = in_window & (distance > 0) & (first[:, None] == last) & (last[:, None] == first)
-    return BlockMask.from_kv_blocks(*ordered(some & ~every), *ordered(every),
-                                    BLOCK_SIZE=BLOCK_SIZE, mask_mod=document_causal)
+    # Nothing is sorted: the key blocks that a query block sees are a run that ends with itself, and those seen whole a
+    # run just before itself; from a key block, such runs begin with and behind itself. What follows a list is not read.
+    own, (seen, whole), (seers, whole_seers) = i[:, None], *(
+        [blocks.sum(dim, dtype=torch.int32)[:, None] for blocks in (some, every)] for dim in (1, 0))  # each (N, 1)
+    keys, whole_keys = own + 1 - seen + i, own - whole + i  # (N, N)
+    keys = keys + whole * (keys >= own - whole)  # the whole ones are left out
+    queries, whole_queries = own + i + whole_seers * (i > 0), own + 1 + i
+    lists = (seen - whole, keys), (whole, whole_keys), (seers - whole_seers, queries), (whole_seers, whole_queries)
+    lists = [t[None, None] for count, order in lists for t in (count[:, 0], order.clamp_max(len(first) - 1))]
+    return BlockMask((len(docs), len(docs)), *lists, (BLOCK_SIZE, BLOCK_SIZE), document_causal)
 
 def portable_mask(docs: Tensor, window_blocks: Tensor, span: int) -> Tensor:
     """docs (T,) -> bool (T/128, 1, 128, span*128), True where visible: each block of queries against itself and
@@ -279,14 +284,13 @@ def ngram_rows(tokens: Tensor, docs: Tensor, max_ngram: int, rows: int) -> Tenso
     return torch.stack(found, dim=1)
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, hp: "Hyperparameters"):
+    def __init__(self, hp: "Hyperparameters", rotary: Rotary):
         super().__init__()
-        self.num_heads, self.head_dim = hp.num_heads, hp.head_dim
+        self.num_heads, self.head_dim, self.rotary = hp.num_heads, hp.head_dim, rotary
         hdim = hp.num_heads * hp.head_dim
         bound = 3**0.5 * 0.5 * hp.model_dim**-0.5
         self.qkv_w = nn.Parameter(torch.empty(3, hdim, hp.model_dim).uniform_(-bound, bound))  # merged Q, K, V
         self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
-        self.rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len))
         self.c_proj = CastedLinear(hdim, hp.model_dim)
         self.c_proj.weight.data.zero_()
 
@@ -312,10 +316,10 @@ class MLP(nn.Module):
         return self.c_proj(F.relu(self.c_fc(x)).square())  # ReLU squared: https://arxiv.org/abs/2109.08668
 
 class Block(nn.Module):
-    def __init__(self, hp: "Hyperparameters", layer: int):
+    def __init__(self, hp: "Hyperparameters", layer: int, rotary: Rotary):
         super().__init__()
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
-        self.attn = None if layer in hp.attn_free_layers else CausalSelfAttention(hp)
+        self.attn = None if layer in hp.attn_free_layers else CausalSelfAttention(hp, rotary)
         self.mlp = MLP(hp.model_dim)
 
     def forward(self, x: Tensor, x0: Tensor, ve: Tensor | None, mask: BlockMask | Tensor, seq_len: int) -> Tensor:
@@ -328,6 +332,8 @@ class GPT(nn.Module):
     """(input_seq (B, S) int32, target_seq (B, S) int64, window_blocks scalar int32) -> the cross-entropy in nats,
     summed over tokens in training and averaged in evaluation. S is a multiple of 128. `dtype` is that of the
     embedding tables, and so of all activations; every other weight is float32."""
+    val_slice = 32768  # tokens whose logits exist at once in evaluation: those of a FineWeb sequence are 26 GB
+
     def __init__(self, hp: "Hyperparameters", dtype=torch.bfloat16, use_fp8=False):
         super().__init__()
         self.hp = hp
@@ -344,11 +350,13 @@ class GPT(nn.Module):
         hdim = hp.num_heads * hp.head_dim
         self.value_embeds = nn.ModuleList(nn.Embedding(hp.vocab_size, hdim, dtype=dtype) for _ in range(k))
         self.ve_of_layer = {i: i for i in range(k)} | {n - k + i: i for i in range(k)}
-        self.blocks = nn.ModuleList(Block(hp, i) for i in range(n))
+        rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len))  # one table for all layers
+        self.blocks = nn.ModuleList(Block(hp, i, rotary) for i in range(n))
         self.skip_weights = nn.Parameter(torch.ones(n // 2)) if n > 1 else None
-        # the head's input is RMS-normed, so no element exceeds sqrt(C); a summed loss has gradients within 1
+        # the head's input is RMS-normed, so no element exceeds sqrt(C); the loss is a sum over tokens, of which a step
+        # counts 1 / num_sequences (see train_step), so that gradients are within that
         self.lm_head = CastedLinear(hp.model_dim, hp.padded_vocab_size, use_fp8, x_s=hp.model_dim**0.5 / FP8_MAX,
-                                    w_s=24 / FP8_MAX, grad_s=1 / FP8_MAX)
+                                    w_s=24 / FP8_MAX, grad_s=1 / FP8_MAX / hp.num_sequences)
         self.lm_head.weight.data.zero_()
 
     def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
@@ -370,8 +378,9 @@ class GPT(nn.Module):
         x = self.embed(tokens)
         if self.ngram_embed is not None:
             rows = ngram_rows(tokens, docs, self.hp.max_ngram, self.hp.ngram_rows)
-            # (T, tables, C / tables) -> (T, C). Indexed: an nn.Embedding's gradient takes a float32 copy of the table
-            x = x + self.ngram_embed.weight[rows].flatten(1)
+            # (T, tables, C / tables) -> (T, C). Indexed on a CPU: an nn.Embedding's gradient takes a float32 copy of
+            # the table, which a GPU needs: its atomic sums in bf16 would lose what frequent rows add up
+            x = x + (self.ngram_embed(rows) if rows.is_cuda else self.ngram_embed.weight[rows]).flatten(1)
         x = x0 = norm(x)[None]  # (1, T, C)
         skips, n = [], self.hp.num_layers // 2
         for i, block in enumerate(self.blocks):
@@ -381,11 +390,17 @@ class GPT(nn.Module):
             x = block(x, x0, ve, masks[i], seq_len)
             if i < n:
                 skips.append(x)
-        logits = self.lm_head(norm(x)).float()  # (1, T, padded_vocab_size)
+        x, targets = norm(x)[0], target_seq.flatten()
+        if self.training:
+            return self.loss(x, targets)
+        return sum(map(self.loss, x.split(self.val_slice), targets.split(self.val_slice))) / len(targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
+        logits = self.lm_head(x).float()  # (T, padded_vocab_size)
         # tanh soft-capping at 15 (Gemma 2, https://arxiv.org/abs/2408.00118), shifted to be positive
         logits = 30 * torch.sigmoid(logits / (7.5 * self.hp.model_dim**0.5))
-        reduction = "sum" if self.training else "mean"
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), target_seq.flatten(), reduction=reduction)
+        return F.cross_entropy(logits, targets, reduction="sum")
 
 # ---- 5. Data: shards of 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens --------
 def shard_length(file: Path) -> int:
@@ -528,6 +543,14 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
         raise InputError(f"{world_size} processes cannot share {hp.num_sequences} training and {val_sequences} "
                          f"validation sequences equally; use {fits}")
 
+def fitted(hp: Hyperparameters) -> Hyperparameters:
+    """The official track with sequences halved until a step fits the smallest GPU here; the step keeps its tokens. By the
+    caching allocator a step takes 3,144 MiB and 0.538 a token, validation 11,069 (PyTorch 2.13); some is added for CUDA."""
+    mib = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())) / 2**20
+    while 3700 + 0.56 * hp.train_seq_len > mib and hp.train_seq_len > 12288:  # below, validation is what does not fit
+        hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)
+    return hp
+
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Hyperparameters]:
     """The options, and the track's hyperparameters with what the command line changes in them."""
     def fail(message):
@@ -549,6 +572,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Hyperparameter
     args = parser.parse_known_args(argv)[0]
     on_cuda = args.device != "cpu" and torch.cuda.is_available()
     hp = TRACKS[args.track or ("fineweb" if on_cuda else "mini")]
+    hp = fitted(hp) if on_cuda and hp.track == "fineweb" else hp
     parser.set_defaults(track=hp.track, device="cuda" if on_cuda else "cpu")
     add("-h", "--help", action="help", help="show this and exit")
     fields = parser.add_argument_group(f"hyperparameters, with the defaults of track {hp.track}")
@@ -605,7 +629,9 @@ def start_world(device_name: str) -> World:
 def log_header(hp: Hyperparameters, world: World) -> str:
     """The source, versions, nvidia-smi or the CPU, the settings. Names no host or user."""
     if world.device.type == "cuda":
-        machine = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+        machine = f"{torch.cuda.get_device_name()} with world_size={world.size}: there is no nvidia-smi"
+        with contextlib.suppress(FileNotFoundError):
+            machine = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
         machine = re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", machine, flags=re.S)  # that table has paths in it
     else:
         flags = sorted(f for f in CPU_FLAGS if f.startswith(("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")))
@@ -675,39 +701,39 @@ def warm_up(model, optimizers: list, buckets: "GradientBuckets", hp: Hyperparame
     for optimizer in optimizers:
         optimizer.state.clear()
 
-# ---- 10. Gradient buckets: averaging overlaps the rest of the backward pass ------------------------------------------
+# ---- 10. Gradient buckets: what several processes have to exchange in a step, 25 MB at a time ------------------------
 class GradientBuckets:
-    """Gradients live in flat buffers of about 25 MB, one dtype each, filled in the order that backward produces
-    them. On a step's last micro-step, a bucket that is complete starts one asynchronous all-reduce, without copies.
-    After wait(), gradients are sums of tokens' losses, averaged over the step's sequences on all processes."""
-    def __init__(self, params, num_sequences: int, bucket_bytes: int = 25 * 2**20):
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.num_sequences, self.last_micro_step, self.handles = num_sequences, False, []
+    """With several processes, gradients are summed over them in buckets of about 25 MB, one dtype each, filled in the
+    order that backward produces them: on a step's last micro-step, one that is complete is copied into a flat buffer
+    and starts one asynchronous all-reduce. That overlaps the rest of the backward pass where this is eager; compiled,
+    the model is one graph, which hands out all gradients at its end: then the buckets overlap each other alone.
+    A single process keeps the gradients as they come, and moves none."""
+    def __init__(self, params, bucket_bytes: int = 25 * 2**20):
+        self.params, self.last_micro_step, self.handles = list(params), False, []
         self.buckets, open_bucket = [], {}  # lists of parameters, and dtype -> the list that is being filled
-        for p in reversed(list(params)):  # backward runs the forward pass in reverse
+        for p in reversed(self.params):  # backward runs the forward pass in reverse
             bucket = open_bucket.get(p.dtype)
             if bucket is None or sum(x.nbytes for x in bucket) + p.nbytes > bucket_bytes:
                 self.buckets.append([])
                 bucket = open_bucket[p.dtype] = self.buckets[-1]
             bucket.append(p)
-        self.flat = [torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
-                     for bucket in self.buckets]
-        for index, (bucket, flat) in enumerate(zip(self.buckets, self.flat)):
-            for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
-                p.grad = grad.view_as(p)
-                p.register_post_accumulate_grad_hook(lambda p, index=index: self._gradient_ready(index))
         self.missing = [len(bucket) for bucket in self.buckets]
+        if dist.is_initialized():
+            for index, bucket in enumerate(self.buckets):
+                for p in bucket:
+                    p.register_post_accumulate_grad_hook(lambda p, index=index: self._gradient_ready(index))
 
     def _gradient_ready(self, index: int) -> None:
         self.missing[index] -= self.last_micro_step  # a bool: the earlier ones do not count
         if self.missing[index] == 0:
-            flat = self.flat[index]
-            flat.div_(self.num_sequences)  # before the sum: gloo has no average
-            if self.world_size > 1:
-                self.handles.append(dist.all_reduce(flat, op=dist.ReduceOp.SUM, async_op=True))
+            bucket = self.buckets[index]
+            flat = torch.cat([p.grad.flatten() for p in bucket])
+            for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
+                p.grad = grad.view_as(p)
+            self.handles.append(dist.all_reduce(flat, async_op=True))
 
     def wait(self) -> None:
-        assert not any(self.missing), "a parameter took no part in the loss"
+        assert all(p.grad is not None for p in self.params), "a parameter took no part in the loss"
         for handle in self.handles:
             handle.wait()
         self.handles, self.missing = [], [len(bucket) for bucket in self.buckets]
@@ -799,15 +825,16 @@ def train_step(model, optimizers, buckets, inputs: Tensor, targets: Tensor, wind
     model.train()
     inputs, targets = (t.view(-1, per_pass, hp.train_seq_len) for t in (inputs, targets))  # (micro-steps, B, S)
     total = torch.zeros((), device=world.device)
+    share = torch.full((), 1 / hp.num_sequences, device=world.device)  # of a sequence in the step's gradient
     for micro_step, (x, y) in enumerate(zip(inputs, targets)):
         buckets.last_micro_step = micro_step == len(inputs) - 1
         loss = model(x, y, window)
-        loss.backward()
+        loss.backward(share)
         total += loss.detach()
     buckets.wait()
     for optimizer in optimizers:
         optimizer.step()
-    torch._foreach_zero_(buckets.flat)
+        optimizer.zero_grad()
     return total / inputs.numel()
 
 @torch.no_grad()
@@ -972,7 +999,7 @@ def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
         signal.signal(number, on_signal)
     model = build_model(hp, world)
     trainer = (model, torch.compile(model, dynamic=False), build_optimizers(model, hp),
-               GradientBuckets(model.parameters(), hp.num_sequences))
+               GradientBuckets(model.parameters()))
     results = [run(args, dataclasses.replace(hp, seed=hp.seed + i), world, trainer, resumed)
                for i in range(args.num_runs)]
     if args.num_runs > 1 and world.rank == 0:  # Student's one-sided test that the mean loss is below the target
@@ -990,6 +1017,10 @@ def main(argv: list[str]) -> int:
     except InputError as e:
         if e.one_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once a machine is enough
             print(f"error: {e}", file=sys.stderr, flush=True)
+        return 2
+    except torch.OutOfMemoryError:
+        print(f"error: rank {os.environ.get('RANK', 0)}: the GPU's memory is full; give half the --train_seq_len (a step "
+              "keeps its tokens), or where validation is too much, half the --val_seq_len", file=sys.stderr, flush=True)
         return 2
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):

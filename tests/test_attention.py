@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._inductor.compile_fx import compile_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -102,6 +102,15 @@ def test_flex_block_mask(case):
     # A block that is seen entirely is a full one: the cheap path is really taken.
     tiled = want.view(n, 128, n, 128).transpose(1, 2).flatten(2).all(-1)
     assert int(bm.full_kv_num_blocks.sum()) == int(tiled.sum())
+    # The lists of queries, for the backward pass, are those that the library makes of the lists of keys.
+    theirs = BlockMask.from_kv_blocks(bm.kv_num_blocks, bm.kv_indices, bm.full_kv_num_blocks, bm.full_kv_indices)
+    for kind in ("q", "full_q"):
+        counts, order = getattr(bm, f"{kind}_num_blocks"), getattr(bm, f"{kind}_indices")
+        assert torch.equal(counts, getattr(theirs, f"{kind}_num_blocks")) and order.dtype == torch.int32
+        for k, count in enumerate(counts.flatten().tolist()):
+            assert torch.equal(order[0, 0, k, :count], getattr(theirs, f"{kind}_indices")[0, 0, k, :count])
+    assert all(0 <= int(x.min()) and int(x.max()) < n for x in (bm.kv_indices, bm.q_indices, bm.full_kv_indices,
+                                                              bm.full_q_indices)), "an index beyond the blocks"
 
 
 @pytest.mark.parametrize("extra_span", [0, 2])

@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_gpt
 from train_gpt import TRACKS, GradientBuckets, World, build_model, build_optimizers, get_window_blocks, warm_up
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from log_parsing import find_hardware
 from util import (ROOT, SCRIPT, free_port, random_tokens, read_log, run_forked, run_script, spawn, start_processes,
                   val_losses, write_shard)
 
@@ -165,7 +169,7 @@ def test_shorter_sequences_keep_the_tokens_of_a_step(tmp_path, monkeypatch, shar
     plain_step = train_gpt.train_step
 
     def spy(model, optimizers, buckets, inputs, *args):
-        seen.append((inputs.tolist(), buckets.num_sequences))
+        seen.append((inputs.tolist(), args[2].num_sequences))
         return plain_step(model, optimizers, buckets, inputs, *args)
 
     monkeypatch.setattr(train_gpt, "train_step", spy)
@@ -177,6 +181,60 @@ def test_shorter_sequences_keep_the_tokens_of_a_step(tmp_path, monkeypatch, shar
     assert [n for _, n in seen] == [8, 8, 16, 16]
     line = next(line for line in log.split("=" * 100)[2].splitlines() if line.startswith("train_seq_len 128"))
     assert "16 sequences" in line and "2048 tokens" in line and line in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------- machines
+@pytest.fixture
+def pretended_gpu(tmp_path, monkeypatch):
+    """A machine whose nvidia-smi lists two GPUs, and whose PyTorch says how many of them it can use: $USABLE."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU 0: NVIDIA H100\\nGPU 1: NVIDIA H100\\n'\n")
+    (tmp_path / "python").write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec echo "$USABLE"\nexec {sys.executable} "$@"\n')
+    for file in tmp_path.iterdir():
+        file.chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    environment |= dict(PATH=f"{tmp_path}:{os.environ['PATH']}", VIRTUAL_ENV=sys.prefix)
+    return lambda *args, **extra: subprocess.run([ROOT / "run.sh", *args], env=environment | extra, capture_output=True,
+                                                 text=True, timeout=300)
+
+
+def test_run_sh_refuses_gpus_that_pytorch_cannot_use(pretended_gpu):
+    done = pretended_gpu(USABLE="0")
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(r"run.sh: error: this machine has 2 GPUs, but PyTorch can use none: .* give --device cpu\n", done.stderr)
+    for args, extra in [(["--device", "cpu"], {}), ([], dict(CUDA_VISIBLE_DEVICES=""))]:  # both were chosen
+        done = pretended_gpu(*args, "--help", USABLE="0", **extra)
+        assert done.returncode == 0 and "defaults of track mini" in done.stdout
+
+
+def test_log_header_without_nvidia_smi(monkeypatch):
+    """It names the GPUs all the same, in words that verify.py reads."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setenv("PATH", "")
+    header = train_gpt.log_header(TRACKS["fineweb"], World(0, 8, torch.device("cuda")))
+    assert find_hardware(header.rpartition(f"{'=' * 100}\nRunning")[2]) == "8x NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize("mib, seq_len", [(80 * 1024, 49152), (23_500, 24576), (16_376, 12288), (12_282, 12288), (8_192, 12288)])
+def test_the_default_fits_the_smallest_gpu(monkeypatch, mib, seq_len):
+    memory = [mib * 2**20, 10**12]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=memory[i]))
+    _, hp = train_gpt.parse_arguments([])
+    assert hp == replace(TRACKS["fineweb"], train_seq_len=seq_len)
+    assert train_gpt.parse_arguments(["--train_seq_len", "1024"])[1].train_seq_len == 1024  # whoever asks gets it
+    assert train_gpt.parse_arguments(["--track", "mini"])[1] == TRACKS["mini"]
+    assert train_gpt.parse_arguments(["--device", "cpu"])[1] == TRACKS["mini"]
+
+
+def test_out_of_memory_is_one_line(monkeypatch, capsys):
+    def full(args, hp):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.56 GiB.\nGPU 0 has ...")
+
+    monkeypatch.setattr(train_gpt, "train", full)
+    assert train_gpt.main([]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: rank 0: the GPU's memory is full; give half the --train_seq_len") and error.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------- warm-up
@@ -211,7 +269,7 @@ def check_warm_up(rank, world_size):
     for warm in (True, False):
         model = build_model(hp, world)
         optimizers = build_optimizers(model, hp)
-        buckets = GradientBuckets(model.parameters(), hp.num_sequences)
+        buckets = GradientBuckets(model.parameters())
         before = state_of(model, optimizers)
         if warm:
             warm_up(model, optimizers, buckets, hp, world)
@@ -242,7 +300,7 @@ def test_warm_up_trains_and_validates_whatever_the_lengths(monkeypatch):
         plain = getattr(train_gpt, name)
         monkeypatch.setattr(train_gpt, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1])
     model = build_model(hp, world)
-    warm_up(model, build_optimizers(model, hp), GradientBuckets(model.parameters(), hp.num_sequences), hp, world)
+    warm_up(model, build_optimizers(model, hp), GradientBuckets(model.parameters()), hp, world)
     assert calls == ["train_step"] * 3 + ["evaluate"]
 
 

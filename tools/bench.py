@@ -142,7 +142,7 @@ def training(hp, world):
     """-> step(), which makes one training step, and what it is made of."""
     model = train_gpt.build_model(hp, world)
     optimizers = train_gpt.build_optimizers(model, hp)
-    buckets = train_gpt.GradientBuckets(model.parameters(), hp.num_sequences)
+    buckets = train_gpt.GradientBuckets(model.parameters())
     compiled = torch.compile(model, dynamic=False)
     rng = torch.Generator(world.device).manual_seed(0)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens + 1,), dtype=torch.int32, device=world.device, generator=rng)
@@ -161,16 +161,16 @@ def ms_of_parts(parts, tokens, hp, device):
     compiled, optimizers, buckets, inputs, targets, window_blocks = parts
     x, y = (t[:tokens].view(-1, hp.train_seq_len) for t in (inputs, targets))
     window = torch.tensor(window_blocks, dtype=torch.int32, device=device)
-    losses, buckets.last_micro_step = [], True
+    losses, buckets.last_micro_step, share = [], True, torch.full((), 1 / hp.num_sequences, device=device)
 
     def update():
         buckets.wait()
         for optimizer in optimizers:
             optimizer.step()
-        torch._foreach_zero_(buckets.flat)
+            optimizer.zero_grad()
 
     return [ms_of(part, device) for part in (lambda: losses.append(compiled(x, y, window)),
-                                             lambda: losses.pop().backward(), update)]
+                                             lambda: losses.pop().backward(share), update)]
 
 
 def measure(hp, world, warmup, repeats, peak_flops):

@@ -62,7 +62,7 @@ def test_no_graph_break_and_no_recompile_as_the_window_grows(device):
     world = World(rank=0, size=1, device=device)
     hp = replace(SMALL, num_iterations=12)
     model = GPT(hp, torch.bfloat16, use_fp8=True).to(device)
-    optimizers, buckets = build_optimizers(model, hp), GradientBuckets(model.parameters(), hp.num_sequences)
+    optimizers, buckets = build_optimizers(model, hp), GradientBuckets(model.parameters())
     compiled = torch.compile(model, dynamic=False)
     inputs, targets = (t.to(device).flatten() for t in batch(hp, 1, num_seqs=2))
     torch._dynamo.utils.counters.clear()
