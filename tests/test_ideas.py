@@ -57,6 +57,20 @@ def test_page_says_what_was_measured(folder, tmp_path):
     assert "\n\nBy hand.\n\n| part |" in ideas.page(folder)
 
 
+def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path):
+    for name in "cd":
+        (folder / name / "idea.json").write_text(json.dumps(META | dict(part=name, adds=True, later=True, does="gates.")))
+    text = ideas.page(folder)
+    assert text.count("Nothing has been measured yet. 2 changes are ready") == 2
+    found = answer(tmp_path / "answer.json", effect("a", 0.02, 0.004), effect("c", -0.03, 0.004), effect("d", 0.03, 1e-5))
+    ideas.keep(found, folder)
+    recipe, later = ideas.page(folder).split("## What the field found later, put in")
+    assert "Measured are 1 of 2 changes" in recipe and "| 0.0040 |" in recipe and "(ideas/c/)" not in recipe
+    assert "| 0.0040 |" in later and "| 2.0e-05 |" in later and "(ideas/a/)" not in later
+    assert [line.split(" | ")[8].strip(" |") for line in later.splitlines() if "(ideas/" in line] == ["agrees", "disagrees"]
+    assert "- **c** (section 4, `GPT`): gates." in later.split("## The later ideas")[1]
+
+
 def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
     with pytest.raises(LogError, match="e: no .*idea.json"):
         ideas.keep(answer(tmp_path / "answer.json", effect("e", 0.02, 1e-4)), folder)

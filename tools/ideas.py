@@ -8,8 +8,8 @@ The page of parts and ideas on the mini track: records/mini/IDEAS.md, written fr
 
 records/mini/ideas/NAME/ has idea.json, by hand: which part of the recipe it takes out and how, what the part does
 and where it stands, the field's record that brought it and its effect there ("adds": true where the idea is the
-field's change and not its removal; "current": false once it need no longer apply to train_gpt.py); idea.patch, or
-options in idea.json, or both; and result.json, which --keep writes. An idea's name in the comparison is NAME. What
+field's change and not its removal; "later": true for one of after May 2025, which has a table of its own; "current":
+false once it need no longer apply to train_gpt.py); idea.patch, or options in idea.json, or both; and result.json, which --keep writes. An idea's name in the comparison is NAME. What
 is said by hand above the table is records/mini/ideas/NOTES.md. Exit status: 0 written, 1 a run failed, 2 bad input.
 """
 import argparse
@@ -84,8 +84,8 @@ def verdict_on(idea: dict, p: float | None) -> str:
     return "not seen" if p is None or p >= P_VALUE else "agrees" if helps == idea.get("adds", False) else "disagrees"
 
 
-def page(folder: Path) -> str:
-    ideas = read_ideas(folder)
+def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
+    """-> the table's lines, Holm-corrected over its rows, and the verdict on each part that was measured."""
     measured = {name: idea for name, idea in ideas.items() if idea["result"]}
     ps = dict(zip(measured, holm([idea["result"]["effect"]["p"] for idea in measured.values()])))
     rows, parts = [], {}
@@ -97,38 +97,47 @@ def page(folder: Path) -> str:
         rows.append((idea["part"], f"[{idea['change']}](ideas/{name}/)", f"{idea['records']}: {idea['field']}", str(e["n"]),
                      f"{e['difference']:+.4f} ({low:+.4f} to {high:+.4f})", p_text(ps[name]),
                      percent(e["steps"]), percent(e["time"]), verdict))
-    # of several ways to do without a part, the best one tells what the part is worth
-    best = [min(ways)[1] for ways in parts.values()]
+    if not rows:
+        return [f"Nothing has been measured yet. {len(ideas)} changes are ready: `python tools/ideas.py --measure NAME`.", ""], []
+    header = ("part", "instead", "the field's record and effect", "n", "difference in loss (99%)", "p", "steps", "time", "sign")
+    # of several ways to do without a part, or to have it, the best one tells what it is worth
+    return [*markdown_table(header, rows, right=header[3:8]), "",
+            "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches.", ""], [
+            min(ways)[1] for ways in parts.values()]
+
+
+def page(folder: Path) -> str:
+    ideas = read_ideas(folder)
+    recipe = {name: idea for name, idea in ideas.items() if not idea.get("later")}
+    later = {name: idea for name, idea in ideas.items() if idea.get("later")}
     lines = ["# What the mini track can tell: every part of the recipe, taken out", "",
              "Written by `python tools/ideas.py` from [ideas/](ideas/): edit there, not here.", ""]
-    if measured:
-        results = [idea["result"] for idea in measured.values()]
+    rows, best = table(recipe)
+    if best:
+        results = [idea["result"] for idea in recipe.values() if idea["result"]]
         machines = sorted({f"{r['machine']}, {r['threads']} threads a run, {r['jobs']} at a time, PyTorch {r['torch']}"
                            for r in results})
         runs = sorted({r["effect"]["n"] for r in results})
         counts = ", ".join(f"{words} {best.count(sign)}" for sign, words in
                            [("agrees", "helps too:"), ("not seen", "not seen:"), ("disagrees", "hurts:")])
-        lines += [f"Measured are {len(measured)} of {len(ideas)} changes to the recipe, {' or '.join(map(str, runs))} runs "
+        lines += [f"Measured are {len(results)} of {len(recipe)} changes to the recipe, {' or '.join(map(str, runs))} runs "
                   f"each on {'; '.join(machines)}. Each part helped the field at the official size. Of the parts measured "
                   f"here, **{counts}** (p < {P_VALUE:g}, Welch's t-test, corrected by Holm over all rows; of several ways "
                   "to do without a part, the best one counts).", ""]
     notes = folder / "NOTES.md"
     lines += [notes.read_text().strip(), ""] if notes.exists() else []
-    if measured:
-        header = ("part", "instead", "brought by the field's record", "n", "difference in loss (99%)", "p", "steps",
-                  "time", "sign")
-        lines += [*markdown_table(header, rows, right=header[3:8]), "",
-                  "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches.", ""]
-    else:
-        lines += [f"Nothing has been measured yet. {len(ideas)} changes to the recipe are ready: "
-                  "`python tools/ideas.py --measure NAME`.", ""]
-    lines += ["## The parts, and where they stand", ""]
-    said = set()
-    for idea in ideas.values():
-        if idea["part"] not in said:
-            said.add(idea["part"])
-            lines.append(f"- **{idea['part']}** (section {idea['where']}): {idea['does']}")
-    return "\n".join(lines) + "\n"
+    lines += rows
+    if later:
+        lines += ["## What the field found later, put in", "",
+                  "Ideas that shortened the field's run after May 2025, one at a time on the recipe. None is in it. One that "
+                  "does not help here may help at the official size. p is corrected by Holm over this table.", "",
+                  *table(later)[0]]
+    for title, some in (("The parts, and where they stand", recipe), ("The later ideas, and where they would stand", later)):
+        said = {}
+        for idea in some.values():
+            said.setdefault(idea["part"], f"- **{idea['part']}** (section {idea['where']}): {idea['does']}")
+        lines += [f"## {title}", "", *said.values(), ""] if said else []
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main(argv: list[str]) -> int:
