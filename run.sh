@@ -75,10 +75,9 @@ if [ "$device" != cpu ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
     # PyTorch is asked only where there may be a GPU: its import takes seconds
     there=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU" || true)
     [ "$there" -gt 0 ] || there=$(compgen -G "/dev/nvidia[0-9]*" | wc -l || true)
-    [ "$there" -eq 0 ] || gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
-    if [ "$there" -gt 0 ] && [ "$gpus" -eq 0 ]; then
-        say "error: this machine has $there GPUs, but PyTorch can use none: update the driver, install a PyTorch for it, or give --device cpu" >&2
-        exit 2
+    if [ "$there" -gt 0 ]; then
+        gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+        [ "$gpus" -gt 0 ] || { say "error: this machine has $there GPUs, but PyTorch can use none: update the driver, install a PyTorch for it, or give --device cpu" >&2; exit 2; }
     fi
 fi
 [ -n "$track" ] || { [ "$gpus" -gt 0 ] && track=fineweb || track=mini; }

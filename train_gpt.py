@@ -709,23 +709,22 @@ class GradientBuckets:
     the model is one graph, which hands out all gradients at its end: then the buckets overlap each other alone.
     A single process keeps the gradients as they come, and moves none."""
     def __init__(self, params, bucket_bytes: int = 25 * 2**20):
-        self.params, self.last_micro_step, self.handles = list(params), False, []
+        self.last_micro_step, self.handles = False, []
         self.buckets, open_bucket = [], {}  # lists of parameters, and dtype -> the list that is being filled
-        for p in reversed(self.params):  # backward runs the forward pass in reverse
+        for p in reversed(list(params)):  # backward runs the forward pass in reverse
             bucket = open_bucket.get(p.dtype)
             if bucket is None or sum(x.nbytes for x in bucket) + p.nbytes > bucket_bytes:
                 self.buckets.append([])
                 bucket = open_bucket[p.dtype] = self.buckets[-1]
             bucket.append(p)
+        for index, bucket in enumerate(self.buckets):
+            for p in bucket:
+                p.register_post_accumulate_grad_hook(lambda p, index=index: self._gradient_ready(index))
         self.missing = [len(bucket) for bucket in self.buckets]
-        if dist.is_initialized():
-            for index, bucket in enumerate(self.buckets):
-                for p in bucket:
-                    p.register_post_accumulate_grad_hook(lambda p, index=index: self._gradient_ready(index))
 
     def _gradient_ready(self, index: int) -> None:
         self.missing[index] -= self.last_micro_step  # a bool: the earlier ones do not count
-        if self.missing[index] == 0:
+        if self.missing[index] == 0 and dist.is_initialized():
             bucket = self.buckets[index]
             flat = torch.cat([p.grad.flatten() for p in bucket])
             for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
@@ -733,7 +732,7 @@ class GradientBuckets:
             self.handles.append(dist.all_reduce(flat, async_op=True))
 
     def wait(self) -> None:
-        assert all(p.grad is not None for p in self.params), "a parameter took no part in the loss"
+        assert not any(self.missing), "a parameter took no part in the loss"
         for handle in self.handles:
             handle.wait()
         self.handles, self.missing = [], [len(bucket) for bucket in self.buckets]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from util import ROOT, env, free_port, random_tokens, run_forked, run_script, start_processes, val_losses, write_shard
+from util import ROOT, free_port, random_tokens, rank_env, run_forked, run_script, start_processes, val_losses, write_shard
 
 BASELINE = ROOT / "baseline"
 sys.path.insert(0, str(BASELINE))
@@ -336,8 +336,7 @@ def test_two_processes_are_one(workplace):
 
 def main_then_what_is_left(rank, port, folder):
     """One rank's main(); when it leaves the group, nothing but the group may hold gloo's threads."""
-    os.environ.update(env(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(port)))
+    os.environ.update(rank_env(rank, 2, port))
     os.chdir(folder)
     leave, left = dist.destroy_process_group, []
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.run
 
 import train_gpt
-from util import ROOT, env, forkserver, free_port, random_tokens, read_log, val_losses, write_shard
+from util import ROOT, env, forkserver, free_port, random_tokens, rank_env, read_log, val_losses, write_shard
 
 STEPS, EVERY = 12, 3  # of a run, and from one checkpoint to the next
 TINY = dict(num_layers=4, num_heads=2, head_dim=16, model_dim=32, num_value_embeds=1, long_window_layers="0,3",
@@ -67,8 +67,7 @@ def rank_main(rank, world_size, port, argv, folder, console, hook):
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{console}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_PORT=str(port),
-                      LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(rank_env(rank, world_size, port))
     os.chdir(folder)
     if hook:
         hook()

@@ -112,9 +112,9 @@ def test_the_page_is_current():
     assert (ideas.FOLDER.parent / "IDEAS.md").read_text() == ideas.page(ideas.FOLDER), "python tools/ideas.py writes it"
 
 
-@pytest.mark.parametrize("name", [name for name in CURRENT if (ideas.FOLDER / name / "idea.patch").exists()])
+@pytest.mark.parametrize("name", [name for name in CURRENT if CURRENT[name]["patch"].exists()])
 def test_patches_of_current_ideas_apply(name):
-    changed = variants.patched(ideas.FOLDER / name / "idea.patch", (ROOT / "train_gpt.py").read_bytes())
+    changed = variants.patched(CURRENT[name]["patch"], (ROOT / "train_gpt.py").read_bytes())
     compile(changed, name, "exec")
 
 

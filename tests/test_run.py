@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +15,11 @@ import torch
 
 import train_gpt
 from train_gpt import TRACKS, GradientBuckets, World, build_model, build_optimizers, get_window_blocks, warm_up
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from log_parsing import find_hardware
-from util import (ROOT, SCRIPT, free_port, random_tokens, read_log, run_forked, run_script, spawn, start_processes,
+from util import (ROOT, SCRIPT, free_port, random_tokens, rank_env, read_log, run_forked, run_script, spawn, start_processes,
                   val_losses, write_shard)
+
+sys.path.insert(0, str(ROOT / "tools"))
+from log_parsing import find_hardware
 
 # A model that takes milliseconds: 8 sequences of 128 tokens a step.
 TINY = dict(num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_value_embeds=1, long_window_layers="0,3",
@@ -58,8 +58,7 @@ def in_float32(monkeypatch):
 
 def main_child(rank, argv, folder, world_size, port):
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_PORT=str(port),
-                      LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(rank_env(rank, world_size, port))
     os.chdir(folder)
     train_gpt.CPU_FLAGS = set()  # float32
     assert train_gpt.main(argv) == 0

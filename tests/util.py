@@ -48,6 +48,12 @@ def env(**extra):
     return e
 
 
+def rank_env(rank, world_size, port):
+    """What torchrun tells a process of its place, on one machine."""
+    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+
+
 def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, **extra):
     """Run the script in `cwd`: alone, or with `nproc` processes under torchrun."""
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
@@ -67,9 +73,7 @@ def forkserver():
 def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
     """run_script(), but forked from the server; several processes as torchrun starts them, without torchrun itself.
     The code is the first that is not 0, the outputs are those of the ranks one after the other."""
-    ranks = [{}] if nproc == 1 else [
-        dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc),
-             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for port in [free_port()] for rank in range(nproc)]
+    ranks = [{}] if nproc == 1 else [rank_env(rank, nproc, port) for port in [free_port()] for rank in range(nproc)]
     argv = [str(script), *map(str, args)]
     with tempfile.TemporaryDirectory() as folder:
         consoles = [str(Path(folder) / str(rank)) for rank in range(nproc)]

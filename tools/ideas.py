@@ -9,7 +9,8 @@ The page of parts and ideas on the mini track: records/mini/IDEAS.md, written fr
 records/mini/ideas/NAME/ has idea.json, by hand: which part of the recipe it takes out and how, what the part does
 and where it stands, the field's record that brought it and its effect there ("adds": true where the idea is the
 field's change and not its removal; "later": true for one of after May 2025, which has a table of its own; "current":
-false once it need no longer apply to train_gpt.py); idea.patch, or options in idea.json, or both; and result.json, which --keep writes. An idea's name in the comparison is NAME. What
+false once it need no longer apply to train_gpt.py); idea.patch ("patch": another's NAME, whose patch it shares), or
+options in idea.json, or both; and result.json, which --keep writes. An idea's name in the comparison is NAME. What
 is said by hand above the table is records/mini/ideas/NOTES.md. Exit status: 0 written, 1 a run failed, 2 bad input.
 """
 import argparse
@@ -36,7 +37,8 @@ def read_ideas(folder: Path) -> dict[str, dict]:
         try:
             idea = json.loads(file.read_text())
             missing = [name for name in FIELDS if not idea.get(name)]
-            if missing or not ("options" in idea or (file.parent / "idea.patch").exists()):
+            idea["patch"] = folder / idea.get("patch", file.parent.name) / "idea.patch"
+            if missing or not ("options" in idea or idea["patch"].exists()):
                 raise ValueError(f"{missing[0]} is missing" if missing else "wants options, or idea.patch beside it")
             result = file.parent / "result.json"
             idea["result"] = json.loads(result.read_text()) if result.exists() else None
@@ -67,7 +69,7 @@ def measure(names: list[str], folder: Path, options: list[str]) -> int:
     for name in names:
         if name not in ideas:
             raise LogError(f"{name}: no such idea; there are {', '.join(ideas)}")
-        patch = folder / name / "idea.patch"
+        patch = ideas[name]["patch"]
         what = shlex.quote(str(patch)) if patch.exists() else "", ideas[name].get("options", "")
         words += ["--idea", f"{name}={' '.join(filter(None, what))}"]
     with tempfile.TemporaryDirectory() as place:
@@ -99,11 +101,11 @@ def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
                      percent(e["steps"]), percent(e["time"]), verdict))
     if not rows:
         return [f"Nothing has been measured yet. {len(ideas)} changes are ready: `python tools/ideas.py --measure NAME`.", ""], []
+    best = [min(ways)[1] for ways in parts.values()]  # of several ways to do without a part, the best tells its worth
     header = ("part", "instead", "the field's record and effect", "n", "difference in loss (99%)", "p", "steps", "time", "sign")
-    # of several ways to do without a part, or to have it, the best one tells what it is worth
-    return [*markdown_table(header, rows, right=header[3:8]), "",
-            "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches.", ""], [
-            min(ways)[1] for ways in parts.values()]
+    lines = [*markdown_table(header, rows, right=header[3:8]), "",
+             "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches.", ""]
+    return lines, best
 
 
 def page(folder: Path) -> str:
