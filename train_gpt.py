@@ -50,48 +50,61 @@ def naming(task: str):
     except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
         raise InputError(f"{task} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]})", one_rank=True) from None
 
-# ---- 2. FP8 matmul: forward in e4m3, gradient in e5m2 (more range, less precision). Used by the head alone -----------
+# ---- 2. FP8 head and loss: forward in e4m3, gradient in e5m2 (more range, less precision) ----------------------------
 FP8_MAX = 448  # the largest finite value of float8_e4m3fn
 
-@torch.library.custom_op("nanogpt::mm", mutates_args=())
-@torch.compile(dynamic=False)  # a custom op is opaque to the model's compile, so its casts are fused here
-def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x @ w.T in FP8. x (T, in), w (out, in), any float type -> bf16 (T, out), and both FP8 operands for backward.
-    The scales are what one unit of the FP8 operand stands for: x is about x_s * x_f8."""
-    x_f8, w_f8 = (x / x_s).to(torch.float8_e4m3fn), (w / w_s).to(torch.float8_e4m3fn)
-    x_s, w_s = (torch.full((), scale, dtype=torch.float32, device=x.device) for scale in (x_s, w_s))
-    # _scaled_mm wants its second operand column-major: the transpose of a row-major w is just that
-    out = torch._scaled_mm(x_f8, w_f8.T, scale_a=x_s, scale_b=w_s, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return out, x_f8, w_f8
+def softcap(logits: Tensor, scale: float) -> Tensor:
+    """-> float32 in (0, 30): tanh soft-capping at 15 (Gemma 2, https://arxiv.org/abs/2408.00118), shifted by 15."""
+    return 30 * torch.sigmoid(logits.float() / scale)
 
-mm_op.register_fake(lambda x, w, x_s, w_s, grad_s: (
-    x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16),
+@torch.library.custom_op("nanogpt::head_loss", mutates_args=())
+@torch.compile(dynamic=False)  # a custom op is opaque to the model's compile, so its kernels are fused here
+def head_loss_op(x: Tensor, w: Tensor, targets: Tensor, scale: float, x_s: float, w_s: float,
+                 grad_s: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The cross-entropy of softcap(x @ w.T, scale) in nats, summed over tokens, the product in FP8. x (T, in) and
+    w (out, in) of any float type, targets (T,) -> the loss in float32, and for backward the logits in bf16, their logsumexp
+    and both FP8 operands. x_s, w_s, grad_s: what one unit of the FP8 operand stands for, so that x is about x_s * x_f8."""
+    x_f8, w_f8 = (x / x_s).to(torch.float8_e4m3fn), (w / w_s).to(torch.float8_e4m3fn)
+    x_s, w_s = (torch.full((), s, dtype=torch.float32, device=x.device) for s in (x_s, w_s))
+    # _scaled_mm wants its second operand column-major: the transpose of a row-major w is just that
+    logits = torch._scaled_mm(x_f8, w_f8.T, scale_a=x_s, scale_b=w_s, out_dtype=torch.bfloat16, use_fast_accum=True)
+    lse = softcap(logits, scale).exp().sum(dim=-1).log()  # nothing to subtract first: exp(30) is far from overflow
+    chosen = softcap(logits.gather(1, targets[:, None]), scale)[:, 0]
+    return (lse - chosen).sum(), logits, lse, x_f8, w_f8
+
+head_loss_op.register_fake(lambda x, w, targets, scale, x_s, w_s, grad_s: (
+    x.new_empty((), dtype=torch.float32), x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16),
+    x.new_empty(x.size(0), dtype=torch.float32),
     x.new_empty(x.shape, dtype=torch.float8_e4m3fn), w.new_empty(w.shape, dtype=torch.float8_e4m3fn)))
 
-@torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
+@torch.library.custom_op("nanogpt::head_loss_backward", mutates_args=())
 @torch.compile(dynamic=False)
-def mm_backward_op(grad: Tensor, x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float,
-                   grad_s: float) -> tuple[Tensor, Tensor]:
-    """grad (T, out) -> grad_x (T, in) in bf16 and grad_w (out, in) in float32, both with exact accumulation."""
-    grad_f8 = (grad / grad_s).to(torch.float8_e5m2)
-    x_s, w_s, grad_s = (torch.full((), scale, dtype=torch.float32, device=grad.device) for scale in (x_s, w_s, grad_s))
+def head_loss_backward_op(grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor,
+                          scale: float, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor]:
+    """grad of the loss -> grad_x (T, in) in bf16, grad_w (out, in) in float32, both with exact accumulation. The gradient
+    of the logits exists in FP8 alone, written in both layouts by the kernel that computes it: no tensor is larger."""
+    capped, softcap_backward = torch.func.vjp(lambda z: softcap(z, scale), logits.float())
+    one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
+    grad_logits, = softcap_backward(grad * ((capped - lse[:, None]).exp() - one_hot.float()))
+    grad_f8 = (grad_logits / grad_s).to(torch.float8_e5m2)
+    x_s, w_s, grad_s = (torch.full((), s, dtype=torch.float32, device=grad.device) for s in (x_s, w_s, grad_s))
     grad_x = torch._scaled_mm(grad_f8, w_f8.T.contiguous().T, scale_a=grad_s, scale_b=w_s, out_dtype=torch.bfloat16)
     grad_w = torch._scaled_mm(grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=grad_s, scale_b=x_s,
                               out_dtype=torch.float32)
     return grad_x, grad_w
 
-mm_backward_op.register_fake(lambda grad, x_f8, w_f8, x_s, w_s, grad_s: (
+head_loss_backward_op.register_fake(lambda grad, logits, lse, x_f8, w_f8, targets, scale, x_s, w_s, grad_s: (
     grad.new_empty(x_f8.shape, dtype=torch.bfloat16), grad.new_empty(w_f8.shape, dtype=torch.float32)))
 
 def _save_for_backward(ctx, inputs, output):
-    ctx.save_for_backward(*output[1:])
-    ctx.scales = inputs[2:]
+    ctx.save_for_backward(*output[1:], inputs[2])
+    ctx.scales = inputs[3:]
     ctx.set_materialize_grads(False)
 
-def _mm_autograd(ctx, grad, *_):
-    return *torch.ops.nanogpt.mm_backward(grad, *ctx.saved_tensors, *ctx.scales), None, None, None
+def _head_loss_autograd(ctx, grad, *_):
+    return *torch.ops.nanogpt.head_loss_backward(grad, *ctx.saved_tensors, *ctx.scales), None, None, None, None, None
 
-mm_op.register_autograd(_mm_autograd, setup_context=_save_for_backward)
+head_loss_op.register_autograd(_head_loss_autograd, setup_context=_save_for_backward)
 
 # ---- 3. Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) ----------------------------------------------
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
@@ -180,10 +193,8 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 class CastedLinear(nn.Linear):
-    """A linear layer without bias: weights (out, in) kept in float32, cast to the type of x (..., in) where used.
-    With use_fp8 the product is an FP8 one in training (scales: see mm_op), a bf16 one in evaluation."""
-    def __init__(self, in_features, out_features, use_fp8=False, x_s=1.0, w_s=1.0, grad_s=1.0):
-        self.use_fp8, self.scales = use_fp8, (x_s, w_s, grad_s)
+    """A linear layer without bias: weights (out, in) kept in float32, cast to the type of x (..., in) where used."""
+    def __init__(self, in_features, out_features):
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self):
@@ -191,9 +202,6 @@ class CastedLinear(nn.Linear):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.use_fp8 and self.training:
-            out = torch.ops.nanogpt.mm(x.flatten(0, -2), self.weight, *self.scales)[0]
-            return out.view(*x.shape[:-1], -1)
         return F.linear(x, self.weight.type_as(x))
 
 class Rotary(nn.Module):
@@ -353,10 +361,7 @@ class GPT(nn.Module):
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len))  # one table for all layers
         self.blocks = nn.ModuleList(Block(hp, i, rotary) for i in range(n))
         self.skip_weights = nn.Parameter(torch.ones(n // 2)) if n > 1 else None
-        # the head's input is RMS-normed, so no element exceeds sqrt(C); the loss is a sum over tokens, of which a step
-        # counts 1 / num_sequences (see train_step), so that gradients are within that
-        self.lm_head = CastedLinear(hp.model_dim, hp.padded_vocab_size, use_fp8, x_s=hp.model_dim**0.5 / FP8_MAX,
-                                    w_s=24 / FP8_MAX, grad_s=1 / FP8_MAX / hp.num_sequences)
+        self.use_fp8, self.lm_head = use_fp8, CastedLinear(hp.model_dim, hp.padded_vocab_size)
         self.lm_head.weight.data.zero_()
 
     def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
@@ -397,10 +402,13 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
-        logits = self.lm_head(x).float()  # (T, padded_vocab_size)
-        # tanh soft-capping at 15 (Gemma 2, https://arxiv.org/abs/2408.00118), shifted to be positive
-        logits = 30 * torch.sigmoid(logits / (7.5 * self.hp.model_dim**0.5))
-        return F.cross_entropy(logits, targets, reduction="sum")
+        scale = 7.5 * self.hp.model_dim**0.5
+        if not (self.use_fp8 and self.training):
+            return F.cross_entropy(softcap(self.lm_head(x), scale), targets, reduction="sum")
+        # x is RMS-normed, so no element exceeds sqrt(C); the loss is a sum over tokens, of which a step counts
+        # 1 / num_sequences (see train_step), so that gradients are within that
+        x_s, w_s, grad_s = self.hp.model_dim**0.5 / FP8_MAX, 24 / FP8_MAX, 1 / FP8_MAX / self.hp.num_sequences
+        return torch.ops.nanogpt.head_loss(x, self.lm_head.weight, targets, scale, x_s, w_s, grad_s)[0]
 
 # ---- 5. Data: shards of 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens --------
 def shard_length(file: Path) -> int:
