@@ -57,6 +57,16 @@ def test_page_says_what_was_measured(folder, tmp_path):
     assert "\n\nBy hand.\n\n| part |" in ideas.page(folder)
 
 
+@pytest.mark.parametrize("interval,adds,verdict", [
+    ((0.02, 0.1), False, "agrees (time)"), ((-0.1, -0.02), False, "disagrees (time)"), ((-0.02, 0.1), False, "not seen (time)"),
+    ((0.02, 0.1), True, "disagrees (time)"), ((-0.1, -0.02), True, "agrees (time)"), (None, True, "not seen (time)")])
+def test_what_saves_time_is_judged_by_time(folder, tmp_path, interval, adds, verdict):
+    (folder / "a" / "idea.json").write_text(json.dumps(META | dict(adds=adds, saves=True)))
+    ideas.keep(answer(tmp_path / "answer.json", effect("a", -0.02, 1e-9, time_interval=interval)), folder)
+    assert f"| {verdict} |" in ideas.page(folder)
+    assert sum(f"{words} 1" in ideas.page(folder) for words in ("helps too:", "not seen:", "hurts:")) == 1
+
+
 def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path):
     for name in "cd":
         (folder / name / "idea.json").write_text(json.dumps(META | dict(part=name, adds=True, later=True, does="gates.")))

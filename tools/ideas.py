@@ -8,10 +8,11 @@ The page of parts and ideas on the mini track: records/mini/IDEAS.md, written fr
 
 records/mini/ideas/NAME/ has idea.json, by hand: which part of the recipe it takes out and how, what the part does
 and where it stands, the field's record that brought it and its effect there ("adds": true where the idea is the
-field's change and not its removal; "later": true for one of after May 2025, which has a table of its own; "current":
-false once it need no longer apply to train_gpt.py); idea.patch ("patch": another's NAME, whose patch it shares), or
-options in idea.json, or both; and result.json, which --keep writes. An idea's name in the comparison is NAME. What
-is said by hand above the table is records/mini/ideas/NOTES.md. Exit status: 0 written, 1 a run failed, 2 bad input.
+field's change and not its removal; "saves": true where it costs loss and pays in time, by which it is then judged;
+"later": true for one of after May 2025, which has a table of its own; "current": false once it need no longer apply
+to train_gpt.py); idea.patch ("patch": another's NAME, whose patch it shares), or options in idea.json, or both; and
+result.json, which --keep writes. An idea's name in the comparison is NAME. What is said by hand above the table is
+records/mini/ideas/NOTES.md. Exit status: 0 written, 1 a run failed, 2 bad input.
 """
 import argparse
 import json
@@ -81,9 +82,12 @@ def measure(names: list[str], folder: Path, options: list[str]) -> int:
 
 
 def verdict_on(idea: dict, p: float | None) -> str:
-    """All parts helped the field: without them the loss should be higher."""
-    helps = idea["result"]["effect"]["difference"] < 0
-    return "not seen" if p is None or p >= P_VALUE else "agrees" if helps == idea.get("adds", False) else "disagrees"
+    """All parts helped the field: without them the loss should be higher, or the time, where time is what they save."""
+    effect, adds = idea["result"]["effect"], idea.get("adds", False)
+    if idea.get("saves"):
+        low, high = effect["time_interval"] or (-1, 1)
+        return "not seen (time)" if low <= 0 <= high else "agrees (time)" if (high < 0) == adds else "disagrees (time)"
+    return "not seen" if p is None or p >= P_VALUE else "agrees" if (effect["difference"] < 0) == adds else "disagrees"
 
 
 def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
@@ -104,7 +108,8 @@ def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
     best = [min(ways)[1] for ways in parts.values()]  # of several ways to do without a part, the best tells its worth
     header = ("part", "instead", "the field's record and effect", "n", "difference in loss (99%)", "p", "steps", "time", "sign")
     lines = [*markdown_table(header, rows, right=header[3:8]), "",
-             "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches.", ""]
+             "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches. The sign is that of the "
+             "difference in loss; where a part costs loss to save time, that of the time, by its 99% interval.", ""]
     return lines, best
 
 
@@ -117,10 +122,10 @@ def page(folder: Path) -> str:
     rows, best = table(recipe)
     if best:
         results = [idea["result"] for idea in recipe.values() if idea["result"]]
-        machines = sorted({f"{r['machine']}, {r['threads']} threads a run, {r['jobs']} at a time, PyTorch {r['torch']}"
+        machines = sorted({f"{r['machine']} (threads a run: {r['threads']}, runs at a time: {r['jobs']}, PyTorch {r['torch']})"
                            for r in results})
         runs = sorted({r["effect"]["n"] for r in results})
-        counts = ", ".join(f"{words} {best.count(sign)}" for sign, words in
+        counts = ", ".join(f"{words} {sum(b.startswith(sign) for b in best)}" for sign, words in
                            [("agrees", "helps too:"), ("not seen", "not seen:"), ("disagrees", "hurts:")])
         lines += [f"Measured are {len(results)} of {len(recipe)} changes to the recipe, {' or '.join(map(str, runs))} runs "
                   f"each on {'; '.join(machines)}. Each part helped the field at the official size. Of the parts measured "
