@@ -53,26 +53,27 @@ def naming(task: str):
 # ---- 2. FP8 head and loss: forward in e4m3, gradient in e5m2 (more range, less precision) ----------------------------
 FP8_MAX = 448  # the largest finite value of float8_e4m3fn
 
-def softcap(logits: Tensor, scale: float) -> Tensor:
-    """-> float32 in (0, 30): tanh soft-capping at 15 (Gemma 2, https://arxiv.org/abs/2408.00118), shifted by 15."""
-    return 30 * torch.sigmoid(logits.float() / scale)
+def softcap(logits: Tensor, dim: int) -> Tensor:
+    """-> float32 in (0, 30): tanh soft-capping at 15 (Gemma 2, https://arxiv.org/abs/2408.00118), shifted by 15. dim: of
+    the model, whose root the logits of an RMS-normed x grow with."""
+    return 30 * torch.sigmoid(logits.float() / (7.5 * dim**0.5))
 
 @torch.library.custom_op("nanogpt::head_loss", mutates_args=())
 @torch.compile(dynamic=False)  # a custom op is opaque to the model's compile, so its kernels are fused here
-def head_loss_op(x: Tensor, w: Tensor, targets: Tensor, scale: float, x_s: float, w_s: float,
+def head_loss_op(x: Tensor, w: Tensor, targets: Tensor, x_s: float, w_s: float,
                  grad_s: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The cross-entropy of softcap(x @ w.T, scale) in nats, summed over tokens, the product in FP8. x (T, in) and
+    """The cross-entropy of softcap(x @ w.T, in) in nats, summed over tokens, the product in FP8. x (T, in) and
     w (out, in) of any float type, targets (T,) -> the loss in float32, and for backward the logits in bf16, their logsumexp
     and both FP8 operands. x_s, w_s, grad_s: what one unit of the FP8 operand stands for, so that x is about x_s * x_f8."""
     x_f8, w_f8 = (x / x_s).to(torch.float8_e4m3fn), (w / w_s).to(torch.float8_e4m3fn)
     x_s, w_s = (torch.full((), s, dtype=torch.float32, device=x.device) for s in (x_s, w_s))
     # _scaled_mm wants its second operand column-major: the transpose of a row-major w is just that
     logits = torch._scaled_mm(x_f8, w_f8.T, scale_a=x_s, scale_b=w_s, out_dtype=torch.bfloat16, use_fast_accum=True)
-    lse = softcap(logits, scale).exp().sum(dim=-1).log()  # nothing to subtract first: exp(30) is far from overflow
-    chosen = softcap(logits.gather(1, targets[:, None]), scale)[:, 0]
+    lse = softcap(logits, w.size(1)).exp().sum(dim=-1).log()  # nothing to subtract first: exp(30) is far from overflow
+    chosen = softcap(logits.gather(1, targets[:, None]), w.size(1))[:, 0]
     return (lse - chosen).sum(), logits, lse, x_f8, w_f8
 
-head_loss_op.register_fake(lambda x, w, targets, scale, x_s, w_s, grad_s: (
+head_loss_op.register_fake(lambda x, w, targets, x_s, w_s, grad_s: (
     x.new_empty((), dtype=torch.float32), x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16),
     x.new_empty(x.size(0), dtype=torch.float32),
     x.new_empty(x.shape, dtype=torch.float8_e4m3fn), w.new_empty(w.shape, dtype=torch.float8_e4m3fn)))
@@ -80,10 +81,10 @@ head_loss_op.register_fake(lambda x, w, targets, scale, x_s, w_s, grad_s: (
 @torch.library.custom_op("nanogpt::head_loss_backward", mutates_args=())
 @torch.compile(dynamic=False)
 def head_loss_backward_op(grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor,
-                          scale: float, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor]:
+                          x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor]:
     """grad of the loss -> grad_x (T, in) in bf16, grad_w (out, in) in float32, both with exact accumulation. The gradient
     of the logits exists in FP8 alone, written in both layouts by the kernel that computes it: no tensor is larger."""
-    capped, softcap_backward = torch.func.vjp(lambda z: softcap(z, scale), logits.float())
+    capped, softcap_backward = torch.func.vjp(lambda z: softcap(z, w_f8.size(1)), logits.float())
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
     grad_logits, = softcap_backward(grad * ((capped - lse[:, None]).exp() - one_hot.float()))
     grad_f8 = (grad_logits / grad_s).to(torch.float8_e5m2)
@@ -93,7 +94,7 @@ def head_loss_backward_op(grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tenso
                               out_dtype=torch.float32)
     return grad_x, grad_w
 
-head_loss_backward_op.register_fake(lambda grad, logits, lse, x_f8, w_f8, targets, scale, x_s, w_s, grad_s: (
+head_loss_backward_op.register_fake(lambda grad, logits, lse, x_f8, w_f8, targets, x_s, w_s, grad_s: (
     grad.new_empty(x_f8.shape, dtype=torch.bfloat16), grad.new_empty(w_f8.shape, dtype=torch.float32)))
 
 def _save_for_backward(ctx, inputs, output):
@@ -102,7 +103,7 @@ def _save_for_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 def _head_loss_autograd(ctx, grad, *_):
-    return *torch.ops.nanogpt.head_loss_backward(grad, *ctx.saved_tensors, *ctx.scales), None, None, None, None, None
+    return *torch.ops.nanogpt.head_loss_backward(grad, *ctx.saved_tensors, *ctx.scales), None, None, None, None
 
 head_loss_op.register_autograd(_head_loss_autograd, setup_context=_save_for_backward)
 
@@ -402,13 +403,12 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
-        scale = 7.5 * self.hp.model_dim**0.5
         if not (self.use_fp8 and self.training):
-            return F.cross_entropy(softcap(self.lm_head(x), scale), targets, reduction="sum")
+            return F.cross_entropy(softcap(self.lm_head(x), self.hp.model_dim), targets, reduction="sum")
         # x is RMS-normed, so no element exceeds sqrt(C); the loss is a sum over tokens, of which a step counts
         # 1 / num_sequences (see train_step), so that gradients are within that
         x_s, w_s, grad_s = self.hp.model_dim**0.5 / FP8_MAX, 24 / FP8_MAX, 1 / FP8_MAX / self.hp.num_sequences
-        return torch.ops.nanogpt.head_loss(x, self.lm_head.weight, targets, scale, x_s, w_s, grad_s)[0]
+        return torch.ops.nanogpt.head_loss(x, self.lm_head.weight, targets, x_s, w_s, grad_s)[0]
 
 # ---- 5. Data: shards of 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens --------
 def shard_length(file: Path) -> int:

@@ -153,7 +153,7 @@ def speedrun_forward(model, ids, cache=None, last_only=False):
         if i < half:
             skips.append(x)
     cache.length = end
-    return train_gpt.softcap(model.lm_head(norm(x[:, -1:] if last_only else x)), 7.5 * hp.model_dim**0.5)
+    return train_gpt.softcap(model.lm_head(norm(x[:, -1:] if last_only else x)), hp.model_dim)
 
 
 # -----------------------------------------------------------------------------

@@ -22,12 +22,16 @@ def head_inputs(tokens, dim, out, seed, spread=1.0):
     w = (spread * torch.randn(out, dim, generator=g)).bfloat16()
     targets = torch.randint(out, (tokens,), generator=g)
     targets[0], targets[-1] = 0, out - 1
-    return x, w, targets, 7.5 * math.sqrt(dim), math.sqrt(dim) / 448, 24 * max(1, spread / 4) / 448, 1 / 448
+    return x, w, targets, math.sqrt(dim) / 448, 24 * max(1, spread / 4) / 448, 1 / 448
 
 
-def plain_loss(logits, targets, scale):
+def capped(logits, dim):
+    return 30 * torch.sigmoid(logits / (7.5 * math.sqrt(dim)))
+
+
+def plain_loss(logits, targets, dim):
     """Summed over tokens, in the type of the logits."""
-    return F.cross_entropy(30 * torch.sigmoid(logits / scale), targets, reduction="sum")
+    return F.cross_entropy(capped(logits, dim), targets, reduction="sum")
 
 
 def deq(x_f8, scale):
@@ -37,8 +41,8 @@ def deq(x_f8, scale):
 @pytest.mark.parametrize("spread", [1.0, 20.0])
 @pytest.mark.parametrize("tokens,dim,out", SHAPES)
 def test_forward(tokens, dim, out, spread):
-    x, w, targets, scale, x_s, w_s, grad_s = head_inputs(tokens, dim, out, tokens, spread)
-    loss, logits, lse, x_f8, w_f8 = torch.ops.nanogpt.head_loss(x, w, targets, scale, x_s, w_s, grad_s)
+    x, w, targets, x_s, w_s, grad_s = head_inputs(tokens, dim, out, tokens, spread)
+    loss, logits, lse, x_f8, w_f8 = torch.ops.nanogpt.head_loss(x, w, targets, x_s, w_s, grad_s)
     assert logits.dtype == torch.bfloat16 and x_f8.dtype == w_f8.dtype == E4M3 and loss.dtype == lse.dtype == torch.float32
     assert logits.shape == (tokens, out) and x_f8.shape == x.shape and w_f8.shape == w.shape and lse.shape == (tokens,)
     # Operands: nearest e4m3 value, half a unit of a 3-bit mantissa, or half the smallest subnormal (2^-9).
@@ -50,25 +54,25 @@ def test_forward(tokens, dim, out, spread):
     room = deq(x_f8, x_s).abs() @ deq(w_f8, w_s).abs().T
     assert ((logits.double() - want).abs() <= want.abs() * 2**-8 + room * 2**-12).all()
     # Loss: of those logits.
-    torch.testing.assert_close(loss.double(), plain_loss(logits.double(), targets, scale), rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(lse.double(), (30 * torch.sigmoid(logits.double() / scale)).logsumexp(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss.double(), plain_loss(logits.double(), targets, dim), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(lse.double(), capped(logits.double(), dim).logsumexp(-1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("spread,grad", [(1.0, 1.0), (20.0, 1.0), (1.0, 1 / 16)])
 @pytest.mark.parametrize("tokens,dim,out", SHAPES)
 def test_backward(tokens, dim, out, spread, grad):
-    x, w, targets, scale, x_s, w_s, grad_s = head_inputs(tokens, dim, out, tokens + 1, spread)
-    _, logits, lse, x_f8, w_f8 = torch.ops.nanogpt.head_loss(x, w, targets, scale, x_s, w_s, grad_s)
+    x, w, targets, x_s, w_s, grad_s = head_inputs(tokens, dim, out, tokens + 1, spread)
+    _, logits, lse, x_f8, w_f8 = torch.ops.nanogpt.head_loss(x, w, targets, x_s, w_s, grad_s)
     backward, grad = torch.ops.nanogpt.head_loss_backward, torch.tensor(grad)
-    grad_x, grad_w = backward(grad, logits, lse, x_f8, w_f8, targets, scale, x_s, w_s, grad_s)
+    grad_x, grad_w = backward(grad, logits, lse, x_f8, w_f8, targets, x_s, w_s, grad_s)
     assert grad_x.shape == x.shape and grad_x.dtype == torch.bfloat16
     assert grad_w.shape == w.shape and grad_w.dtype == torch.float32
     # The logits' gradient as the op quantizes it, read off by an identity in the place of x.
     eye = torch.eye(tokens).to(E4M3)
-    g = backward(grad, logits, lse, eye, w_f8, targets, scale, 1.0, w_s, grad_s)[1].T.double()
+    g = backward(grad, logits, lse, eye, w_f8, targets, 1.0, w_s, grad_s)[1].T.double()
     torch.testing.assert_close(g / grad_s, (g / grad_s).to(E5M2).double(), rtol=1e-6, atol=0)  # e5m2 values they are
     exact = logits.double().requires_grad_()
-    (plain_loss(exact, targets, scale) * grad).backward()
+    (plain_loss(exact, targets, dim) * grad).backward()
     # half a unit of a 2-bit mantissa, or half the smallest subnormal; float32's own error where p is nearly 1
     assert ((g - exact.grad).abs() <= exact.grad.abs() * (2**-3 + 2**-8) + grad_s * 2**-17 + 1e-6 * grad).all()
     want_x, want_w = g @ deq(w_f8, w_s), g.T @ deq(x_f8, x_s)
@@ -87,7 +91,7 @@ def test_autograd_reaches_both_operands():
     torch.testing.assert_close(w.grad.float(), grad_w, rtol=2**-8, atol=1e-6)
     # And near the gradients of the loss that was meant, within the precision of e5m2 and e4m3.
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
-    (plain_loss(exact[0] @ exact[1].T, targets, scales[0]) / 4).backward()
+    (plain_loss(exact[0] @ exact[1].T, targets, 64) / 4).backward()
     for got, want in zip((x, w), exact):
         assert (got.grad.double() - want.grad).norm() < 0.12 * want.grad.norm()
 
@@ -115,9 +119,9 @@ def test_the_model_uses_fp8_in_training_only():
     torch.nn.init.normal_(model.lm_head.weight)
     targets = torch.as_tensor(random_tokens(128, seed=0)).long()
     with torch.no_grad():
-        plain = plain_loss((x @ model.lm_head.weight.bfloat16().T).float(), targets, 7.5 * 32**0.5)
+        plain = plain_loss((x @ model.lm_head.weight.bfloat16().T).float(), targets, 32)
         # one sequence of a step's four: the gradient's scale counts on 1/4 of the loss
-        fp8 = torch.ops.nanogpt.head_loss(x, model.lm_head.weight, targets, 7.5 * 32**0.5, 32**0.5 / 448, 24 / 448, 1 / 448 / 4)[0]
+        fp8 = torch.ops.nanogpt.head_loss(x, model.lm_head.weight, targets, 32**0.5 / 448, 24 / 448, 1 / 448 / 4)[0]
         torch.testing.assert_close(model.train().loss(x, targets), fp8, rtol=0, atol=0)
         torch.testing.assert_close(model.eval().loss(x, targets), plain, rtol=0, atol=0)
     assert fp8 != plain and abs(fp8 - plain) < 0.01 * plain
