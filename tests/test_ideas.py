@@ -63,8 +63,9 @@ def test_page_says_what_was_measured(folder, tmp_path):
 def test_what_saves_time_is_judged_by_time(folder, tmp_path, interval, adds, verdict):
     (folder / "a" / "idea.json").write_text(json.dumps(META | dict(adds=adds, saves=True)))
     ideas.keep(answer(tmp_path / "answer.json", effect("a", -0.02, 1e-9, time_interval=interval)), folder)
-    assert f"| {verdict} |" in ideas.page(folder)
-    assert sum(f"{words} 1" in ideas.page(folder) for words in ("helps too:", "not seen:", "hurts:")) == 1
+    text = ideas.page(folder)
+    assert f"| {verdict} |" in text
+    assert sum(f"{words} 1" in text for words in ("helps too:", "not seen:", "hurts:")) == 1
 
 
 def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path):
@@ -130,7 +131,7 @@ def test_patches_of_current_ideas_apply(name):
 
 def test_options_of_current_ideas_change_something():
     source = (ROOT / "train_gpt.py").read_bytes()
-    made = [variants.read_variant(f"{name}={idea['options']}", source, ["--track", "mini"])
+    made = [variants.read_variant(ideas.as_idea(name, idea), source, ["--track", "mini"])
             for name, idea in CURRENT.items() if "options" in idea]
     base = variants.Variant("base", source, ["--track", "mini"])
     variants.check_settings([base, *made], 1)  # in one process

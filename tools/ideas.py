@@ -64,15 +64,19 @@ def keep(answer: Path, folder: Path) -> None:
         write_file(home / "result.json", (json.dumps(kept, indent=1) + "\n").encode())
 
 
+def as_idea(name: str, idea: dict) -> str:
+    """What compare.py's --idea takes: the patch, the options or both."""
+    what = shlex.quote(str(idea["patch"])) if idea["patch"].exists() else "", idea.get("options", "")
+    return f"{name}={' '.join(filter(None, what))}"
+
+
 def measure(names: list[str], folder: Path, options: list[str]) -> int:
     """Compares them with the recipe and files the answer. -> compare.py's exit status. Raises LogError."""
     ideas, words = read_ideas(folder), ["--track", "mini", *options]
     for name in names:
         if name not in ideas:
             raise LogError(f"{name}: no such idea; there are {', '.join(ideas)}")
-        patch = ideas[name]["patch"]
-        what = shlex.quote(str(patch)) if patch.exists() else "", ideas[name].get("options", "")
-        words += ["--idea", f"{name}={' '.join(filter(None, what))}"]
+        words += ["--idea", as_idea(name, ideas[name])]
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
         status = compare([*words, "--json", str(answer)])
@@ -83,11 +87,13 @@ def measure(names: list[str], folder: Path, options: list[str]) -> int:
 
 def verdict_on(idea: dict, p: float | None) -> str:
     """All parts helped the field: without them the loss should be higher, or the time, where time is what they save."""
-    effect, adds = idea["result"]["effect"], idea.get("adds", False)
+    effect = idea["result"]["effect"]
     if idea.get("saves"):
         low, high = effect["time_interval"] or (-1, 1)
-        return "not seen (time)" if low <= 0 <= high else "agrees (time)" if (high < 0) == adds else "disagrees (time)"
-    return "not seen" if p is None or p >= P_VALUE else "agrees" if (effect["difference"] < 0) == adds else "disagrees"
+        seen, lower, by = not low <= 0 <= high, high < 0, " (time)"
+    else:
+        seen, lower, by = p is not None and p < P_VALUE, effect["difference"] < 0, ""
+    return ("not seen" if not seen else "agrees" if lower == idea.get("adds", False) else "disagrees") + by
 
 
 def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
