@@ -194,6 +194,8 @@ def test_the_table_of_kernels(measured):
     (["--busy", "1", "--openmp", "OMP_WAIT_POLICY"], "OMP_WAIT_POLICY=PASSIVE"),
     (["--busy", "1", "--openmp", "GOMP_SPINCOUNT=1 PATH=x"], "variables of OpenMP"),
     (["--report", "x"], "--shards DIR"),
+    (["--stage", "fp8"], "--stage is for --report"),
+    (["--report", "x", "--stage", "fp9"], "--stage"),
     (["--report", "x", "--shards", "nowhere"], "make them with data/fineweb.py"),
     (["--device", "cpu", "--train_seq_len", "100"], "train_seq_len % 128 == 0"),
     (["--device", "cpu", "--head_dim", "30"], "--head_dim 30"),
@@ -210,6 +212,40 @@ def test_a_report_needs_a_gpu(tmp_path, capsys):
         (tmp_path / f"x_{kind}_0.bin").touch()
     assert bench.main(["--report", "x", "--shards", str(tmp_path), "--device", "cpu"]) == 2
     assert "no usable CUDA GPU" in capsys.readouterr().err
+
+
+def test_a_report_is_made_of_stages(tmp_path, monkeypatch, capsys):
+    """One a command or all at once, none twice; the last adds the row, and a stage that fails leaves nothing."""
+    losses = {step: round(10.8258 / (1 + step / 100), 4) for step in range(0, 201, 25)}
+    page, folder, made = tmp_path / "HOPPER.md", tmp_path / "logs" / "report" / "x", []
+    page.write_text(bench.HOPPER.read_text())
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "HOPPER", page)
+    monkeypatch.setattr(bench, "gpu_tests", lambda: made.append("tests") or "30 passed")
+    monkeypatch.setattr(bench, "short_run", lambda shards, fp8: made.append(fp8) or losses)
+
+    def killed():
+        raise KeyboardInterrupt
+
+    assert bench.report(["fp8"], tmp_path, folder, killed).keys() == {"fp8"}
+    assert "still to run: --stage tests, --stage bf16, --stage figures\n" in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        bench.report(bench.STAGES, tmp_path, folder, killed)
+    assert made == [True, "tests", False] and page.read_text() == bench.HOPPER.read_text()
+    row = bench.report(bench.STAGES, tmp_path, folder, lambda: {"step ms": 100.0, "change": "as it is"})
+    assert made == [True, "tests", False] and row["run"] == "ok, FP8 and bf16 at most 0.0000 apart"
+    assert page.read_text().splitlines()[-1] == bench.table_row(row) and "100: 5.4129" in row["val_loss FP8"]
+    assert list(folder.iterdir()) == []  # the next report measures anew
+
+
+def test_the_two_orders_of_the_heads_gradient():
+    torch.manual_seed(0)
+    first, second = (run() for run in bench.head_gradients(32, 16, 48, torch.device("cpu")))
+    torch.manual_seed(0)
+    grad = torch.randn(32, 48).to(torch.float8_e5m2).double()
+    x = torch.randn(32, 16).to(torch.float8_e4m3fn).double()
+    for got in (first, second):
+        torch.testing.assert_close(got.double(), grad.T @ x, rtol=1e-5, atol=1e-5)
 
 
 def test_missing_packages_are_named():

@@ -11,6 +11,8 @@ compilation, kernels; and what it costs beside other work.
     python tools/bench.py --report "what changed" --shards DIR
                                                          the GPU tests, 200 steps on DIR's shards with FP8 on and
                                                          off, the figures: a row more in records/fineweb/HOPPER.md
+    python tools/bench.py --report "what changed" --shards DIR --stage fp8
+                                                         one of the four alone: the last to end adds the row
 
 Times are medians of --repeats, in ms, each until the device is done. A pass, or micro-step, is --sequences_per_pass
 sequences of train_seq_len tokens, through forward and backward; a step is as many as make batch_tokens, and the
@@ -29,7 +31,11 @@ PaLM, arXiv:2204.02311, appendix B, but for P, which counts the mask's pairs.)
 The matmul peak is measured, before and after the steps: the best of several large square products in the type of
 the activations. The tables divide by the higher of the two. Their GFLOP are the model's, and for the optimizers the
 products of Newton-Schulz, which the whole step includes. What is missing to the peak is element-wise work, masked
-pairs, memory and small products. The second table has one pass's products with the weights, as forward computes them.
+pairs, memory and small products. The second table has one pass's products with the weights, as forward computes them, and
+where the head runs in FP8 the gradient of its weight, as train_gpt.py computes it and with the operands the other way round.
+
+--report keeps each stage's part in logs/report/ until all are there, so that one that was killed goes on where it was
+and none is repeated. Parts belong together when source, machine, PyTorch and options are the same.
 
 --busy N times steps beside 0, 1, ... N processes that loop in Python. What becomes of a step there depends on how
 OpenMP's threads wait for each other, which torch reads from the environment when it is loaded: each setting has a
@@ -41,9 +47,11 @@ machine that slows down favours none. Shown are the median, lowest and highest o
 import argparse
 import contextlib
 import datetime
+import hashlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -55,6 +63,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HOPPER = ROOT / "records" / "fineweb" / "HOPPER.md"
+PARTS = ROOT / "logs" / "report"
+STAGES = ("tests", "fp8", "bf16", "figures")
 
 
 def check_packages(*names):
@@ -129,6 +139,16 @@ def random_product(rows, inputs, outputs, device):
     """-> a function that multiplies x (rows, inputs) by w (outputs, inputs), as a linear layer does."""
     x, w = (torch.randn(n, inputs, device=device).to(train_gpt.activation_dtype(device)) for n in (rows, outputs))
     return lambda: torch.nn.functional.linear(x, w)
+
+
+def head_gradients(tokens, dim, out, device):
+    """-> two functions that multiply grad_f8 (T, out) and x_f8 (T, in) to the gradient of the head's weight (out, in), with
+    that in the first operand's place and in the second's: cuBLAS has other kernels for the two."""
+    grad = torch.randn(tokens, out, device=device).to(torch.float8_e5m2).T.contiguous()  # (out, T)
+    x = torch.randn(tokens, dim, device=device).to(torch.float8_e4m3fn).T.contiguous()   # (in, T)
+    one = torch.ones((), device=device)
+    product = lambda a, b: torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return lambda: product(grad, x), lambda: product(x, grad).T
 
 
 def matmul_peak(device):
@@ -221,8 +241,8 @@ def rate_cells(ms, flops, peak):
     return [f"{ms:,.3f}", f"{flops / 1e9:,.3f}", f"{rate:,.0f}", f"{100 * rate / peak:.0f}"]
 
 
-def print_figures(track, hp, figures, repeats, device):
-    """The facts, the table of the step's parts, and that of the products, which it measures."""
+def print_figures(track, hp, figures, repeats, device, fp8):
+    """The facts, the table of the step's parts, and that of the products, which it measures. fp8: the head's, too."""
     tokens, passes = figures["micro-step tokens"], hp.batch_tokens // figures["micro-step tokens"]
     model, muon = 1e12 * figures["step model TFLOP"], 1e12 * figures["optimizer TFLOP"]
     before, after = figures["matmul peak before GFLOP/s"], figures["matmul peak after GFLOP/s"]
@@ -248,6 +268,12 @@ def print_figures(track, hp, figures, repeats, device):
         run()
         rows.append([name, f"{tokens:,} x {inputs:,} x {outputs:,}",
                      *rate_cells(median_ms(run, device, repeats), 2 * tokens * inputs * outputs, max(before, after))])
+    if fp8:
+        shape = tokens, dim, hp.padded_vocab_size
+        for order, run in zip(("gradient first", "input first"), head_gradients(*shape, device)):
+            run()
+            rows.append([f"head's gradient in FP8, {order}", "{1:,} x {0:,} x {2:,}".format(*shape),
+                         *rate_cells(median_ms(run, device, repeats), 2 * math.prod(shape), max(before, after))])
     print_table(["product", "shape", "ms", "GFLOP", "GFLOP/s", "% of peak"], rows)
 
 
@@ -419,11 +445,42 @@ def short_run(shards, fp8):
     return {int(step): float(loss) for step, loss in re.findall(r"^step:(\d+)/\d+ val_loss:(\S+) ", output, re.M)}
 
 
-def correctness(shards):
-    """The GPU tests and the 200 steps, twice -> cells of the row."""
-    tests, fp8, bf16 = gpu_tests(), short_run(shards, True), short_run(shards, False)
-    shown = [", ".join(f"{step}: {loss}" for step, loss in losses.items()) for losses in (fp8, bf16)]
-    return {"GPU tests": tests, "val_loss FP8": shown[0], "val_loss bf16": shown[1], "run": judge(fp8, bf16)}
+def part(folder, stage, make):
+    """-> what make() returned for this stage, now or earlier; it is made of what JSON holds."""
+    path = folder / f"{stage}.json"
+    if path.exists():
+        print(f"{stage}: kept from before ({path.relative_to(ROOT)})")
+    else:
+        made = make()  # before the folder: a stage that fails leaves nothing
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(made, indent=1))
+    return json.loads(path.read_text())
+
+
+def row_of_parts(folder):
+    """The parts of all stages -> cells of the row."""
+    tests, fp8, bf16, figures = (json.loads((folder / f"{stage}.json").read_text()) for stage in STAGES)
+    shown = [", ".join(f"{step}: {loss}" for step, loss in losses) for losses in (fp8, bf16)]
+    return figures | {"GPU tests": tests, "val_loss FP8": shown[0], "val_loss bf16": shown[1],
+                      "run": judge(dict(fp8), dict(bf16))}
+
+
+def report(stages, shards, folder, figures):
+    """Runs the stages that have no part yet. -> what is known then, as a row that joins HOPPER.md when all have one."""
+    makes = {"tests": gpu_tests, "fp8": lambda: sorted(short_run(shards, True).items()),
+             "bf16": lambda: sorted(short_run(shards, False).items()), "figures": figures}
+    for stage in stages:
+        part(folder, stage, makes[stage])
+    missing = [stage for stage in STAGES if not (folder / f"{stage}.json").exists()]
+    if missing:
+        print(f"no row yet; still to run: --stage {', --stage '.join(missing)}")
+        return {stage: json.loads((folder / f"{stage}.json").read_text()) for stage in STAGES if stage not in missing}
+    row = row_of_parts(folder)
+    append_row(HOPPER, row)
+    for stage in STAGES:
+        (folder / f"{stage}.json").unlink()  # the row has them: the next report measures anew
+    print(f"a row was added to {HOPPER.relative_to(ROOT)}")
+    return row
 
 # -----------------------------------------------------------------------------
 
@@ -457,6 +514,7 @@ def read_options(argv):
                         help="for --busy: one more setting to time, several variables with spaces between them")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="for --busy: at least 3 (default: 3)")
     parser.add_argument("--report", metavar="CHANGE", help="run everything; a row with this remark joins HOPPER.md")
+    parser.add_argument("--stage", choices=STAGES, help="for --report: this one alone")
     parser.add_argument("--shards", type=Path, metavar="DIR", help="for --report: the folder of the GPT-2 shards")
 
     def fail(message):
@@ -476,6 +534,7 @@ def read_options(argv):
         require(setting.split() and all(re.fullmatch(r"(OMP|GOMP|KMP)_\w+=.+", pair) for pair in setting.split()),
                 f'--openmp "{setting}": must be variables of OpenMP, as in "OMP_WAIT_POLICY=PASSIVE"')
     require(args.rounds >= 3, f"--rounds {args.rounds}: must be at least 3, as fewer say nothing of chance")
+    require(args.report is not None or not args.stage, "--stage is for --report CHANGE")
     if args.report is not None:
         require(args.shards is not None, "--report needs --shards DIR, a folder made by data/fineweb.py")
         require(all(list(args.shards.glob(f"*_{kind}_*.bin")) for kind in ("train", "val")), f"--shards {args.shards}: "
@@ -493,33 +552,37 @@ def read_options(argv):
 
 def bench(argv):
     args, options, hp = read_options(argv)
-    cells = {}
     if args.report is not None:
         check_packages("pytest")
-        cells = correctness(args.shards.resolve())
     world = train_gpt.start_world(options.device)
     on_cuda = world.device.type == "cuda"
     name = torch.cuda.get_device_name() if on_cuda else f"{train_gpt.CPU_MODEL}, {torch.get_num_threads()} threads"
-    command = " ".join(["python tools/bench.py", *argv])
+    command = re.sub(r" --stage[ =]\w+", "", " ".join(["python tools/bench.py", *argv]))  # the row is of all
     if args.shards:  # the folder's name is nobody's business
         command = command.replace(str(args.shards), "DIR")
     facts = {"date": datetime.date.today().isoformat(), "machine": name, "PyTorch": torch.__version__,
              "change": args.report, "command": f"`{command}`"}
     print(f"{name}, PyTorch {torch.__version__}", flush=True)
-    if args.busy:
-        figures = {"busy ms": time_beside_others(args, argv)}
-        print_beside_others(figures["busy ms"])
-    else:
+
+    def step_figures():
         peak = args.peak_tflops * 1e12 if args.peak_tflops else PEAKS.get(name)
         figures, step = measure(hp, world, args.warmup, args.repeats, peak)
-        print_figures(options.track, hp, figures, args.repeats, world.device)
+        fp8 = hp.fp8 and on_cuda and torch.cuda.get_device_capability() >= (8, 9)
+        print_figures(options.track, hp, figures, args.repeats, world.device, fp8)
         if args.kernels:
             print_kernels(step, world.device, args.kernels)
-    if args.json:
-        write_whole(args.json, json.dumps(facts | figures | cells, indent=1))
+        return facts | figures
+
     if args.report is not None:
-        append_row(HOPPER, facts | figures | cells)
-        print(f"a row was added to {HOPPER.relative_to(ROOT)}")
+        same = hashlib.sha256(repr((train_gpt.SOURCE, name, torch.__version__, options.track, hp)).encode()).hexdigest()[:12]
+        figures = report([args.stage] if args.stage else STAGES, args.shards.resolve(), PARTS / same, step_figures)
+    elif args.busy:
+        figures = facts | {"busy ms": time_beside_others(args, argv)}
+        print_beside_others(figures["busy ms"])
+    else:
+        figures = step_figures()
+    if args.json:
+        write_whole(args.json, json.dumps(figures, indent=1))
 
 
 def main(argv):
