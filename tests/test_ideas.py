@@ -80,6 +80,12 @@ def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path
     assert "| 0.0040 |" in later and "| 2.0e-05 |" in later and "(ideas/a/)" not in later
     assert [line.split(" | ")[8].strip(" |") for line in later.splitlines() if "(ideas/" in line] == ["agrees", "disagrees"]
     assert "- **c** (section 4, `GPT`): gates." in later.split("## The later ideas")[1]
+    (folder / "d" / "idea.json").write_text(json.dumps(META | dict(part="d", adds=True, later=True, muon=True,
+                                                                     entered="muon_d")))
+    later, muon = ideas.page(folder).split("## What the field found later, put in")[1].split("## Muon's variants, put in")
+    assert "| 0.0040 |" in later and "(ideas/d/)" not in later  # now the only one of its table
+    assert "On in the track since: none." in later and "On in the track since: d (`muon_d`)." in muon
+    assert "| 1.0e-05 |" in muon and "(ideas/c/)" not in muon and "- **d** (section" in muon
 
 
 def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):

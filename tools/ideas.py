@@ -6,13 +6,15 @@ The page of parts and ideas on the mini track: records/mini/IDEAS.md, written fr
     python tools/ideas.py --measure NAME...       first compare these with the recipe (options go on to compare.py:
                                                   --runs 8 --seed 200), and file the answer
 
-records/mini/ideas/NAME/ has idea.json, by hand: which part of the recipe it takes out and how, what the part does
-and where it stands, the field's record that brought it and its effect there ("adds": true where the idea is the
-field's change and not its removal; "saves": true where it costs loss and pays in time, by which it is then judged;
-"later": true for one of after May 2025, which has a table of its own; "current": false once it need no longer apply
-to train_gpt.py); idea.patch ("patch": another's NAME, whose patch it shares), or options in idea.json, or both; and
-result.json, which --keep writes. An idea's name in the comparison is NAME. What is said by hand above the table is
-records/mini/ideas/NOTES.md. Exit status: 0 written, 1 a run failed, 2 bad input.
+records/mini/ideas/NAME/ has idea.json, by hand: which part of the recipe it takes out and how, what the part
+does and where it stands, the field's record that brought it and its effect there ("adds": true where the idea
+is the field's change and not its removal; "saves": true where it costs loss and pays in time, by which it is
+then judged; "later": true for one of after May 2025, which has a table of its own, and "muon": true beside it
+for those of the optimizer, which have another; "entered": the field of Hyperparameters that it has become;
+"current": false once it need no longer apply to train_gpt.py); idea.patch ("patch": another's NAME, whose patch
+it shares), or options in idea.json, or both; and result.json, which --keep writes. An idea's name in the
+comparison is NAME. What is said by hand above the table is records/mini/ideas/NOTES.md. Exit status: 0 written,
+1 a run failed, 2 bad input.
 """
 import argparse
 import json
@@ -122,7 +124,8 @@ def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
 def page(folder: Path) -> str:
     ideas = read_ideas(folder)
     recipe = {name: idea for name, idea in ideas.items() if not idea.get("later")}
-    later = {name: idea for name, idea in ideas.items() if idea.get("later")}
+    later = {name: idea for name, idea in ideas.items() if idea.get("later") and not idea.get("muon")}
+    muon = {name: idea for name, idea in ideas.items() if idea.get("later") and idea.get("muon")}
     lines = ["# What the mini track can tell: every part of the recipe, taken out", "",
              "Written by `python tools/ideas.py` from [ideas/](ideas/): edit there, not here.", ""]
     rows, best = table(recipe)
@@ -140,12 +143,15 @@ def page(folder: Path) -> str:
     notes = folder / "NOTES.md"
     lines += [notes.read_text().strip(), ""] if notes.exists() else []
     lines += rows
-    if later:
-        lines += ["## What the field found later, put in", "",
-                  "Ideas that shortened the field's run after May 2025, one at a time on the recipe. None is in it. One that "
-                  "does not help here may help at the official size. p is corrected by Holm over this table.", "",
-                  *table(later)[0]]
-    for title, some in (("The parts, and where they stand", recipe), ("The later ideas, and where they would stand", later)):
+    for title, some in (("What the field found later, put in", later), ("Muon's variants, put in", muon)):
+        entered = [f"{idea['part']} (`{idea['entered']}`)" for idea in some.values() if idea.get("entered")]
+        if some:
+            lines += [f"## {title}", "",
+                      "Ideas that shortened the field's run after May 2025, each alone on the recipe as it was before any of "
+                      f"them. On in the track since: {', '.join(entered) or 'none'}. One that does not help here may help at "
+                      "the official size. p is corrected by Holm over this table.", "", *table(some)[0]]
+    for title, some in (("The parts, and where they stand", recipe),
+                        ("The later ideas, and where they would stand", later | muon)):
         said = {}
         for idea in some.values():
             said.setdefault(idea["part"], f"- **{idea['part']}** (section {idea['where']}): {idea['does']}")
