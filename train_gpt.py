@@ -11,8 +11,7 @@ What is special, against a plain GPT-2:
 - no biases, no learned norm gains; QK norm, half-truncated rotary embeddings, ReLU squared, zero-initialized
   output projections, U-net skips, value embeddings, learned residual mixing with the token embedding
 - hashed n-gram embeddings beside the tokens' own, on the track shakespeare alone
-- sliding-window attention inside documents, whose window grows during training
-- logits soft-capped and, on GPUs that can, computed in FP8
+- sliding-window attention inside documents, whose window grows in training; soft-capped logits, in FP8 on GPUs that can
 - the same training on any number of processes: a step is a fixed set of sequences, shared out among them
 
 Importing it runs nothing. Shapes: B sequences of S tokens, T = B * S, H heads of D channels, C = model_dim.
@@ -54,8 +53,7 @@ def naming(task: str):
 FP8_MAX = 448  # the largest finite value of float8_e4m3fn
 
 def softcap(logits: Tensor, dim: int) -> Tensor:
-    """-> float32 in (0, 30): tanh soft-capping at 15 (Gemma 2, https://arxiv.org/abs/2408.00118), shifted by 15. dim: of
-    the model, whose root the logits of an RMS-normed x grow with."""
+    """-> float32 in (0, 30): tanh soft-capping at 15 (Gemma 2, https://arxiv.org/abs/2408.00118), shifted by 15."""
     return 30 * torch.sigmoid(logits.float() / (7.5 * dim**0.5))
 
 @torch.library.custom_op("nanogpt::head_loss", mutates_args=())
@@ -102,10 +100,9 @@ def _save_for_backward(ctx, inputs, output):
     ctx.scales = inputs[3:]
     ctx.set_materialize_grads(False)
 
-def _head_loss_autograd(ctx, grad, *_):
-    return *torch.ops.nanogpt.head_loss_backward(grad, *ctx.saved_tensors, *ctx.scales), None, None, None, None
-
-head_loss_op.register_autograd(_head_loss_autograd, setup_context=_save_for_backward)
+head_loss_op.register_autograd(lambda ctx, grad, *_: (
+    *torch.ops.nanogpt.head_loss_backward(grad, *ctx.saved_tensors, *ctx.scales), *4 * [None]),
+    setup_context=_save_for_backward)
 
 # ---- 3. Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) ----------------------------------------------
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
@@ -125,43 +122,56 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     X = X.view(*G.shape[:-2], *X.shape[-2:])
     return X.mT if G.size(-2) > G.size(-1) else X
 
-# named all_gather_into_tensor up to PyTorch 2.12, deprecated under that name since
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to PyTorch 2.12
 
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-schulz, for the weight matrices of the blocks and nothing else.
     Parameters (..., rows, cols) are stacks of matrices, each orthogonalized by itself. With a process group,
     every rank keeps the momentum of every world_size-th parameter alone, and computes that one's update;
-    the updates are then gathered, in bf16, while the next ones are computed. All ranks need equal gradients."""
-    def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5):
+    the updates are then gathered, in bf16, while the next ones are computed. All ranks need equal gradients.
+    With beta2, NorMuon (https://arxiv.org/abs/2510.05491): an update's channels, on the longer side, get one size."""
+    def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, beta2=0.0):
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         groups = {}  # by shape, whether a matrix stands or lies; in the order of params, as all ranks must agree
         for p in params:
             groups.setdefault((*p.shape[:-2], *sorted(p.shape[-2:])), []).append(p)
         super().__init__([dict(params=group) for group in groups.values()],
-                         dict(lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps))
+                         dict(lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, beta2=beta2))
         self.buffers = [torch.empty(self.world_size, g["params"][0].numel(), dtype=torch.bfloat16,
                                     device=g["params"][0].device) for g in self.param_groups]
+
+    def _state(self, p: Tensor, group: dict) -> dict:
+        """The momentum, and for NorMuon a mean square for each channel on the longer side."""
+        if not self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            if group["beta2"]:
+                self.state[p]["mean_squares"] = p.new_zeros(*p.shape[:-2], max(p.shape[-2:]))
+        return self.state[p]
 
     def _update(self, params: list[Tensor], group: dict) -> Tensor:
         """The updates of a group's parameters, in one batch: (N, numel) in bf16."""
         matrices = []
         for p in params:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            buf = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+            buf = self._state(p, group)["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
             g = p.grad.lerp(buf, group["momentum"]) if group["nesterov"] else buf
             matrices.append(g.mT if g.size(-2) > g.size(-1) else g)  # tall ones lie down, to be as wide ones are
-        updates = zeropower_via_newtonschulz5(torch.stack(matrices), group["ns_steps"]).bfloat16()
-        return torch.stack([(u.mT if p.size(-2) > p.size(-1) else u).flatten() for p, u in zip(params, updates)])
+        updates = zeropower_via_newtonschulz5(torch.stack(matrices), group["ns_steps"])
+        if group["beta2"]:
+            side = -1 if updates.size(-2) == updates.size(-1) else -2  # the mean is over: a square matrix's columns
+            states = [self.state[p]["mean_squares"] for p in params]
+            torch._foreach_lerp_(states, updates.float().square().mean(side).unbind(), 1 - group["beta2"])
+            even = updates * torch.stack(states).clamp_min(1e-10).rsqrt().unsqueeze(side)
+            updates = updates.float().norm(dim=(-2, -1), keepdim=True) * F.normalize(even, dim=(-2, -1))
+        updates = [(u.mT if p.size(-2) > p.size(-1) else u).flatten() for p, u in zip(params, updates)]
+        return torch.stack(updates).bfloat16()
 
-    def gather_momentum(self) -> None:
-        """Gives every rank the momentum of all parameters, for a checkpoint: all ranks must call this."""
+    def gather_state(self) -> None:
+        """Gives every rank the state of all parameters, for a checkpoint: all ranks must call this."""
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
-                buf = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                if self.world_size > 1:
-                    dist.broadcast(buf, i % self.world_size)
+                for buf in self._state(p, group).values():
+                    if self.world_size > 1:
+                        dist.broadcast(buf, i % self.world_size)
 
     def _apply(self, params: list[Tensor], group: dict, updates: Tensor, handle) -> None:
         if handle is not None:
@@ -500,6 +510,7 @@ class Hyperparameters:
     muon_momentum: float = 0.95        # Muon's momentum after its warm-up
     muon_momentum_start: float = 0.85  # momentum rises from here
     muon_momentum_warmup: int = 300    # over so many steps
+    muon_beta2: float = 0.0            # decay of NorMuon's mean squares (record 41); 0: Muon without them
     # the run
     seed: int = 0                      # of the initial weights
     warmup_steps: int = 10             # untimed steps that compile and leave no trace
@@ -517,20 +528,20 @@ TRACKS = {
         val_files="data/shakespeare/shakespeare_val_*.bin", val_tokens=389_120, batch_tokens=4096, train_seq_len=1024,
         val_seq_len=12_160, sequences_per_pass=4, vocab_size=257, eot_token=256, num_layers=4, num_heads=2, head_dim=64,
         model_dim=128, num_value_embeds=1, attn_free_layers=(), long_window_layers=(0, 3), max_window=256,
-        num_iterations=490, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2, adam_beta2=0.98,
-        muon_momentum=0.9, muon_momentum_warmup=100, warmup_steps=3, val_loss_every=125, target_val_loss=1.50),
+        num_iterations=420, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2, adam_beta2=0.98,
+        muon_momentum=0.9, muon_momentum_warmup=100, muon_beta2=0.95, warmup_steps=3, target_val_loss=1.50),
 }
 TRACKS["shakespeare"] = dataclasses.replace(  # the open race on the same bytes: anything goes
     TRACKS["mini"], track="shakespeare", train_seq_len=256, sequences_per_pass=16, num_layers=1, num_heads=1,
     num_value_embeds=0, max_ngram=5, ngram_rows=32768, long_window_layers=(0,), num_iterations=170, head_lr=0.2,
-    adam_beta1=0.5, adam_beta2=0.99, muon_lr=0.04, ns_steps=3, muon_momentum_warmup=0, val_loss_every=85)
+    adam_beta1=0.5, adam_beta2=0.99, muon_lr=0.04, ns_steps=3, muon_momentum_warmup=0, muon_beta2=0.0, val_loss_every=85)
 
 RULES = f"""
 train_seq_len % {BLOCK_SIZE} == 0; val_seq_len % {BLOCK_SIZE} == 0; batch_tokens % train_seq_len == 0; val_tokens % val_seq_len == 0
 eot_token < vocab_size; head_dim % 4 == 0; 2 * num_value_embeds <= num_layers
 all(i in range(num_layers) for i in attn_free_layers + long_window_layers)
 max_ngram <= {BLOCK_SIZE}; max_ngram == 1 or model_dim % (max_ngram - 1) == 0; ngram_rows <= 2**31
-cooldown_frac <= 1; adam_beta1 < 1; adam_beta2 < 1; muon_momentum < 1; muon_momentum_start < 1
+cooldown_frac <= 1; adam_beta1 < 1; adam_beta2 < 1; muon_momentum < 1; muon_momentum_start < 1; muon_beta2 < 1
 """  # what every set of hyperparameters keeps, in Python
 
 def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
@@ -669,7 +680,7 @@ def build_optimizers(model: GPT, hp: Hyperparameters) -> list[torch.optim.Optimi
     adam = torch.optim.Adam([dict(params=[model.lm_head.weight], lr=hp.head_lr), dict(params=embeds, lr=hp.embed_lr),
                              dict(params=scalars, lr=hp.scalar_lr)],
                             betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
-    muon = Muon(matrices, lr=hp.muon_lr, momentum=hp.muon_momentum, ns_steps=hp.ns_steps)
+    muon = Muon(matrices, lr=hp.muon_lr, momentum=hp.muon_momentum, ns_steps=hp.ns_steps, beta2=hp.muon_beta2)
     for group in (*adam.param_groups, *muon.param_groups):
         group["initial_lr"] = group["lr"]
     return [adam, muon]
@@ -712,10 +723,9 @@ def warm_up(model, optimizers: list, buckets: "GradientBuckets", hp: Hyperparame
 # ---- 10. Gradient buckets: what several processes have to exchange in a step, 25 MB at a time ------------------------
 class GradientBuckets:
     """With several processes, gradients are summed over them in buckets of about 25 MB, one dtype each, filled in the
-    order that backward produces them: on a step's last micro-step, one that is complete is copied into a flat buffer
-    and starts one asynchronous all-reduce. That overlaps the rest of the backward pass where this is eager; compiled,
-    the model is one graph, which hands out all gradients at its end: then the buckets overlap each other alone.
-    A single process keeps the gradients as they come, and moves none."""
+    order that backward produces them: on a step's last micro-step, one that is complete is copied into a flat buffer and
+    starts one asynchronous all-reduce. Eager, that overlaps the rest of backward; compiled, the model is one graph, which
+    hands out all gradients at its end, and buckets overlap each other alone. A single process moves no gradients."""
     def __init__(self, params, bucket_bytes: int = 25 * 2**20):
         self.last_micro_step, self.handles = False, []
         self.buckets, open_bucket = [], {}  # lists of parameters, and dtype -> the list that is being filled
@@ -762,7 +772,7 @@ def write_whole(path: Path, write, advice: str) -> None:
 
 def save_checkpoint(folder: Path, step: int, book: "Logbook", model: GPT, optimizers: list) -> None:
     """folder/step000100.pt from rank 0; the newest two stay. No random state: training draws no random numbers."""
-    optimizers[1].gather_momentum()
+    optimizers[1].gather_state()
     if book.world.rank == 0:
         state = dict(run_id=book.run_id, step=step, tokens=step * book.hp.batch_tokens, train_time_ms=book.train_ms,
                      validations=book.validations, log=book.text, settings=dataclasses.asdict(book.hp), source=SOURCE,
@@ -870,8 +880,7 @@ def synchronized_ms(world: World) -> float:
     return 1000 * time.perf_counter()
 
 class Logbook:
-    """A run's clock, validations and log: <log_dir>/<run_id>.txt and the console, with a progress bar on a terminal and
-    plain lines elsewhere. Rank 0 alone writes."""
+    """A run's clock, validations and log: <log_dir>/<run_id>.txt and the console (a terminal has a bar). Rank 0 writes."""
     def __init__(self, args: argparse.Namespace, hp: Hyperparameters, world: World, resumed: dict):
         self.hp, self.world, self.run_id = hp, world, resumed.get("run_id") or str(uuid.uuid4())
         self.train_ms, self.validations = resumed.get("train_time_ms", 0.0), resumed.get("validations", [])

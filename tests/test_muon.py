@@ -82,9 +82,9 @@ def gradient(step, i, shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + i)) * 10.0 ** (i % 3 - 1)
 
 
-def run_muon(nesterov):
+def run_muon(nesterov, beta2=0.0):
     params = [torch.nn.Parameter(initial(i, s)) for i, s in enumerate(SHAPES)]
-    opt = Muon(params, lr=LR, momentum=MOMENTUM, nesterov=nesterov, ns_steps=5)
+    opt = Muon(params, lr=LR, momentum=MOMENTUM, nesterov=nesterov, ns_steps=5, beta2=beta2)
     for step in range(STEPS):
         for group in opt.param_groups:
             group["momentum"] = MOMENTUM + 0.02 * step  # it is scheduled, so it is read at every step
@@ -95,34 +95,39 @@ def run_muon(nesterov):
     return [p.detach() for p in params]
 
 
-def plain_muon(nesterov):
+def plain_muon(nesterov, beta2=0.0):
     """The definition, one matrix at a time, orthogonalized in float64."""
     params = [initial(i, s).double() for i, s in enumerate(SHAPES)]
-    bufs = [torch.zeros_like(p) for p in params]
+    bufs, means = [torch.zeros_like(p) for p in params], {}
     for step in range(STEPS):
         m, lr = MOMENTUM + 0.02 * step, LR / (1 + step)
         for i, (p, buf) in enumerate(zip(params, bufs)):
             g = gradient(step, i, p.shape).double()
             buf.copy_(m * buf + (1 - m) * g)
             u = (1 - m) * g + m * buf if nesterov else buf
-            for x, pm in zip(u.reshape(-1, *p.shape[-2:]), p.view(-1, *p.shape[-2:])):
+            for j, (x, pm) in enumerate(zip(u.reshape(-1, *p.shape[-2:]), p.view(-1, *p.shape[-2:]))):
                 rows, cols = x.shape
                 x = x / (x.norm() + 1e-7)
                 for _ in range(5):
                     a = x @ x.T
                     x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+                if beta2:  # NorMuon: rows of tall and square matrices, columns of wide ones
+                    square = (x**2).mean(1 if rows >= cols else 0, keepdim=True)
+                    means[i, j] = beta2 * means.get((i, j), 0) + (1 - beta2) * square
+                    even = x / means[i, j] ** 0.5
+                    x = even * x.norm() / even.norm()
                 pm -= lr * max(1, rows / cols) ** 0.5 * x
     return params
 
 
 def muon_child(rank, world_size, folder):
-    out = run_muon(nesterov=True)
+    out = run_muon(nesterov=True, beta2=0.9)
     np.savez(f"{folder}/muon_{world_size}_{rank}.npz", *[p.numpy() for p in out])
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_one_process_equals_the_plain_loop(nesterov):
-    for p, start, want in zip(run_muon(nesterov), map(initial, range(99), SHAPES), plain_muon(nesterov)):
+@pytest.mark.parametrize("nesterov,beta2", [(True, 0.0), (False, 0.0), (True, 0.9), (False, 0.95)])
+def test_one_process_equals_the_plain_loop(nesterov, beta2):
+    for p, start, want in zip(run_muon(nesterov, beta2), map(initial, range(99), SHAPES), plain_muon(nesterov, beta2)):
         moved = want - start.double()
         assert moved.norm() > 0.01
         assert (p.double() - want).norm() < 0.03 * moved.norm()  # the iteration runs in bf16
@@ -131,7 +136,7 @@ def test_one_process_equals_the_plain_loop(nesterov):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_processes_agree_with_one_process(world_size, tmp_path):
     spawn(muon_child, world_size, tmp_path, str(tmp_path))
-    want = run_muon(nesterov=True)
+    want = run_muon(nesterov=True, beta2=0.9)
     for rank in range(world_size):
         got = np.load(tmp_path / f"muon_{world_size}_{rank}.npz")
         for i, w in enumerate(want):
