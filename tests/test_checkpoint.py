@@ -32,7 +32,8 @@ IN_FLOAT32 = dict(scalar_lr=0.0)  # with float32(): runs on other numbers of pro
 
 
 def options(folder, *more, **changes):
-    values = dict(train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin", **TINY) | changes
+    values = dict(train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin",
+                  muon_beta2=0.9, **TINY) | changes  # NorMuon: the optimizer with the most to keep
     return ["--track", "shakespeare", "--device", "cpu", "--checkpoint_every", str(EVERY), *more,
             *(f"--{k}={v}" for k, v in values.items())]
 
