@@ -158,10 +158,10 @@ class Muon(torch.optim.Optimizer):
         updates = zeropower_via_newtonschulz5(torch.stack(matrices), group["ns_steps"])
         if group["beta2"]:
             side = -1 if updates.size(-2) == updates.size(-1) else -2  # the mean is over: a square matrix's columns
-            states = [self.state[p]["mean_squares"] for p in params]
-            torch._foreach_lerp_(states, updates.float().square().mean(side).unbind(), 1 - group["beta2"])
+            states, updates = [self.state[p]["mean_squares"] for p in params], updates.float()
+            torch._foreach_lerp_(states, updates.square().mean(side).unbind(), 1 - group["beta2"])
             even = updates * torch.stack(states).clamp_min(1e-10).rsqrt().unsqueeze(side)
-            updates = updates.float().norm(dim=(-2, -1), keepdim=True) * F.normalize(even, dim=(-2, -1))
+            updates = updates.norm(dim=(-2, -1), keepdim=True) * F.normalize(even, dim=(-2, -1))
         updates = [(u.mT if p.size(-2) > p.size(-1) else u).flatten() for p, u in zip(params, updates)]
         return torch.stack(updates).bfloat16()
 

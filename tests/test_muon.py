@@ -1,4 +1,6 @@
 """Newton-Schulz against the singular value decomposition; Muon against a plain loop on 1, 2 and 4 processes."""
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -121,8 +123,9 @@ def plain_muon(nesterov, beta2=0.0):
 
 
 def muon_child(rank, world_size, folder):
-    out = run_muon(nesterov=True, beta2=0.9)
-    np.savez(f"{folder}/muon_{world_size}_{rank}.npz", *[p.numpy() for p in out])
+    for beta2 in (0.0, 0.9):
+        out = run_muon(nesterov=True, beta2=beta2)
+        np.savez(f"{folder}/muon_{world_size}_{rank}_{beta2}.npz", *[p.numpy() for p in out])
 
 
 @pytest.mark.parametrize("nesterov,beta2", [(True, 0.0), (False, 0.0), (True, 0.9), (False, 0.95)])
@@ -136,10 +139,9 @@ def test_one_process_equals_the_plain_loop(nesterov, beta2):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_processes_agree_with_one_process(world_size, tmp_path):
     spawn(muon_child, world_size, tmp_path, str(tmp_path))
-    want = run_muon(nesterov=True, beta2=0.9)
-    for rank in range(world_size):
-        got = np.load(tmp_path / f"muon_{world_size}_{rank}.npz")
-        for i, w in enumerate(want):
+    for rank, beta2 in itertools.product(range(world_size), (0.0, 0.9)):
+        got = np.load(tmp_path / f"muon_{world_size}_{rank}_{beta2}.npz")
+        for i, w in enumerate(run_muon(nesterov=True, beta2=beta2)):
             np.testing.assert_allclose(got[f"arr_{i}"], w.numpy(), rtol=0, atol=2e-3 * LR)
 
 

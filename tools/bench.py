@@ -210,7 +210,7 @@ def measure(hp, world, warmup, repeats, peak_flops):
     times = [ms_of_parts(parts, tokens, hp, device) for _ in range(repeats)]
     forward, backward, optimizer = map(statistics.median, zip(*times))
 
-    _, (_, muon), _, inputs, _, window_blocks = parts
+    compiled, (_, muon), _, inputs, _, window_blocks = parts
     flops = sum(model_flops(hp, train_gpt.document_ids(x.clone(), hp.eot_token), window_blocks)
                 for x in inputs.view(-1, per_pass, hp.train_seq_len))
     return {
@@ -220,7 +220,7 @@ def measure(hp, world, warmup, repeats, peak_flops):
         "step model TFLOP": flops / 1e12, "optimizer TFLOP": newton_schulz_flops(muon) / 1e12,
         "model TFLOP/s": flops / step_ms / 1e9,
         "MFU %": 100 * flops / (step_ms / 1000) / peak_flops if peak_flops else None,
-        "allocated MiB": allocated, "reserved MiB": reserved, "first step s": first_ms / 1000,
+        "allocated MiB": allocated, "reserved MiB": reserved, "first step s": first_ms / 1000, "FP8 head": compiled.use_fp8,
         "matmul peak before GFLOP/s": peak_before, "matmul peak after GFLOP/s": matmul_peak(device)}, step
 
 # -----------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def rate_cells(ms, flops, peak):
     return [f"{ms:,.3f}", f"{flops / 1e9:,.3f}", f"{rate:,.0f}", f"{100 * rate / peak:.0f}"]
 
 
-def print_figures(track, hp, figures, repeats, device, fp8):
-    """The facts, the table of the step's parts, and that of the products, which it measures. fp8: the head's, too."""
+def print_figures(track, hp, figures, repeats, device):
+    """The facts, the table of the step's parts, and that of the products, which it measures."""
     tokens, passes = figures["micro-step tokens"], hp.batch_tokens // figures["micro-step tokens"]
     model, muon = 1e12 * figures["step model TFLOP"], 1e12 * figures["optimizer TFLOP"]
     before, after = figures["matmul peak before GFLOP/s"], figures["matmul peak after GFLOP/s"]
@@ -260,20 +260,21 @@ def print_figures(track, hp, figures, repeats, device, fp8):
             ("forward+backward", "forward+backward ms", model / passes), ("optimizers", "optimizer ms", muon),
             ("whole step", "step ms", model + muon)]])
 
+    def products():  # one at a time: the operands of all would fill a small card
+        for name, inputs, outputs in [("attention in", dim, 3 * hdim), ("attention out", hdim, dim),
+                                      ("MLP in", dim, 4 * dim), ("MLP out", 4 * dim, dim),
+                                      ("head", dim, hp.padded_vocab_size)]:
+            yield name, (tokens, inputs, outputs), random_product(tokens, inputs, outputs, device)
+        if figures["FP8 head"]:
+            runs = head_gradients(tokens, dim, hp.padded_vocab_size, device)
+            for order, run in zip(("gradient first", "input first"), runs):
+                yield f"head's gradient in FP8, {order}", (dim, tokens, hp.padded_vocab_size), run
+
     rows, dim, hdim = [], hp.model_dim, hp.num_heads * hp.head_dim
-    for name, inputs, outputs in [("attention in", dim, 3 * hdim), ("attention out", hdim, dim),
-                                  ("MLP in", dim, 4 * dim), ("MLP out", 4 * dim, dim),
-                                  ("head", dim, hp.padded_vocab_size)]:
-        run = random_product(tokens, inputs, outputs, device)
+    for name, shape, run in products():
         run()
-        rows.append([name, f"{tokens:,} x {inputs:,} x {outputs:,}",
-                     *rate_cells(median_ms(run, device, repeats), 2 * tokens * inputs * outputs, max(before, after))])
-    if fp8:
-        shape = tokens, dim, hp.padded_vocab_size
-        for order, run in zip(("gradient first", "input first"), head_gradients(*shape, device)):
-            run()
-            rows.append([f"head's gradient in FP8, {order}", "{1:,} x {0:,} x {2:,}".format(*shape),
-                         *rate_cells(median_ms(run, device, repeats), 2 * math.prod(shape), max(before, after))])
+        rows.append([name, " x ".join(f"{n:,}" for n in shape),
+                     *rate_cells(median_ms(run, device, repeats), 2 * math.prod(shape), max(before, after))])
     print_table(["product", "shape", "ms", "GFLOP", "GFLOP/s", "% of peak"], rows)
 
 
@@ -445,21 +446,9 @@ def short_run(shards, fp8):
     return {int(step): float(loss) for step, loss in re.findall(r"^step:(\d+)/\d+ val_loss:(\S+) ", output, re.M)}
 
 
-def part(folder, stage, make):
-    """-> what make() returned for this stage, now or earlier; it is made of what JSON holds."""
-    path = folder / f"{stage}.json"
-    if path.exists():
-        print(f"{stage}: kept from before ({path.relative_to(ROOT)})")
-    else:
-        made = make()  # before the folder: a stage that fails leaves nothing
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(made, indent=1))
-    return json.loads(path.read_text())
-
-
-def row_of_parts(folder):
+def row_of_parts(parts):
     """The parts of all stages -> cells of the row."""
-    tests, fp8, bf16, figures = (json.loads((folder / f"{stage}.json").read_text()) for stage in STAGES)
+    tests, fp8, bf16, figures = (parts[stage] for stage in STAGES)
     shown = [", ".join(f"{step}: {loss}" for step, loss in losses) for losses in (fp8, bf16)]
     return figures | {"GPU tests": tests, "val_loss FP8": shown[0], "val_loss bf16": shown[1],
                       "run": judge(dict(fp8), dict(bf16))}
@@ -469,16 +458,23 @@ def report(stages, shards, folder, figures):
     """Runs the stages that have no part yet. -> what is known then, as a row that joins HOPPER.md when all have one."""
     makes = {"tests": gpu_tests, "fp8": lambda: sorted(short_run(shards, True).items()),
              "bf16": lambda: sorted(short_run(shards, False).items()), "figures": figures}
+    files = {stage: folder / f"{stage}.json" for stage in STAGES}
     for stage in stages:
-        part(folder, stage, makes[stage])
-    missing = [stage for stage in STAGES if not (folder / f"{stage}.json").exists()]
+        if files[stage].exists():
+            print(f"{stage}: kept from before ({files[stage].relative_to(ROOT)})")
+            continue
+        made = makes[stage]()  # before the folder: a stage that fails leaves nothing
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(files[stage], json.dumps(made, indent=1))
+    parts = {stage: json.loads(file.read_text()) for stage, file in files.items() if file.exists()}
+    missing = [stage for stage in STAGES if stage not in parts]
     if missing:
         print(f"no row yet; still to run: --stage {', --stage '.join(missing)}")
-        return {stage: json.loads((folder / f"{stage}.json").read_text()) for stage in STAGES if stage not in missing}
-    row = row_of_parts(folder)
+        return parts
+    row = row_of_parts(parts)
     append_row(HOPPER, row)
-    for stage in STAGES:
-        (folder / f"{stage}.json").unlink()  # the row has them: the next report measures anew
+    for file in files.values():
+        file.unlink()  # the row has them: the next report measures anew
     print(f"a row was added to {HOPPER.relative_to(ROOT)}")
     return row
 
@@ -567,8 +563,7 @@ def bench(argv):
     def step_figures():
         peak = args.peak_tflops * 1e12 if args.peak_tflops else PEAKS.get(name)
         figures, step = measure(hp, world, args.warmup, args.repeats, peak)
-        fp8 = hp.fp8 and on_cuda and torch.cuda.get_device_capability() >= (8, 9)
-        print_figures(options.track, hp, figures, args.repeats, world.device, fp8)
+        print_figures(options.track, hp, figures, args.repeats, world.device)
         if args.kernels:
             print_kernels(step, world.device, args.kernels)
         return facts | figures
