@@ -528,7 +528,7 @@ TRACKS = {
         val_files="data/shakespeare/shakespeare_val_*.bin", val_tokens=389_120, batch_tokens=4096, train_seq_len=1024,
         val_seq_len=12_160, sequences_per_pass=4, vocab_size=257, eot_token=256, num_layers=4, num_heads=2, head_dim=64,
         model_dim=128, num_value_embeds=1, attn_free_layers=(), long_window_layers=(0, 3), max_window=256,
-        num_iterations=420, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2, adam_beta2=0.98,
+        num_iterations=385, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2, adam_beta2=0.98,
         muon_momentum=0.9, muon_momentum_warmup=100, muon_beta2=0.95, warmup_steps=3, target_val_loss=1.50),
 }
 TRACKS["shakespeare"] = dataclasses.replace(  # the open race on the same bytes: anything goes
