@@ -625,16 +625,19 @@ def test_times_of_different_magnitude(tmp_path, monkeypatch, times, scale):
 def test_leaderboard_within_a_month_counts_records(tmp_path, monkeypatch):
     def figure(*dates):
         logs = [log_parsing.parse_log(our_log(tmp_path / "a.txt", time_ms=90_000 - n)) for n in range(len(dates))]
-        records = [leaderboard.Record(tmp_path / f"{date}_R{n}", [logs[n]], f"r{n}", "", 1.5, False, "")
+        records = [leaderboard.Record(tmp_path / f"{date}_R{n}", [logs[n]], names[n], "", 1.5, False, "")
                    for n, date in enumerate(dates)]
         return drawn(monkeypatch, lambda: leaderboard.plot_leaderboard(records, tmp_path / "x.png")).axes[0]
 
+    names = ["r0", "the official model in miniature", "a name that is too long to stand in the picture"]
     for dates, label in [(["2026-11-21"] * 3, "record, 2026-11-21"), (["2026-11-21"], "record, 2026-11-21"),
                          (["2026-01-01", "2026-01-31"], "record, 2026-01-01 to 2026-01-31")]:  # 30 days apart
         axes = figure(*dates)
         assert list(axes.lines[0].get_xdata()) == list(range(1, len(dates) + 1))
         assert [t.get_text() for t in axes.get_xticklabels()] == [f"#{n}" for n in range(1, len(dates) + 1)]
         assert axes.get_xlabel() == label
+        assert [t.get_text() for t in axes.texts] == [
+            "#1 r0, 90.0 s", f"#2 {names[1]}, 90.0 s", "#3 a name that is too long to …, 90.0 s"][:len(dates)]
     axes = figure("2026-01-01", "2026-02-01")
     assert list(axes.lines[0].get_xdata()) == [leaderboard.day("2026-01-01"), leaderboard.day("2026-02-01")]
 

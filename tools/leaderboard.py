@@ -8,6 +8,7 @@ import csv
 import datetime
 import json
 import re
+import textwrap
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +191,8 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
         axes.step([places[n] for n in own], [times[n] for n in own], "o-", where="post", color=COLORS[i % len(COLORS)],
                   label=hardware)
         for n in own:  # above the line to the next record
-            axes.annotate(f"#{n + 1} {records[n].name[:30]}, {times[n]:.1f} s", (places[n], times[n]), (7, 5),
+            name = textwrap.shorten(records[n].name, 32, placeholder=" …")
+            axes.annotate(f"#{n + 1} {name}, {times[n]:.1f} s", (places[n], times[n]), (7, 5),
                           textcoords="offset points", fontsize=9)
     if crowded:
         axes.set_xticks(places, [f"#{n}" for n in places])
