@@ -17,7 +17,7 @@ META = dict(part="soft-cap", change="none", does="caps.", where="4, `GPT`", reco
 
 
 def effect(name, difference, p, **more):
-    half = abs(difference) / 2
+    half, more = abs(difference) / 2, dict(step_time=1.0) | more
     return dict(name=name, n=5, base_n=5, loss=1.5 + difference, difference=difference, p=p, p_corrected=p, steps=difference,
                 difference_interval=[difference - half, difference + half], time=None, verdict="helps", words="it helps", **more)
 
@@ -88,6 +88,19 @@ def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path
     assert "| 1.0e-05 |" in muon and "(ideas/c/)" not in muon and "- **d** (section" in muon
 
 
+def test_another_size_has_a_table_of_its_own(folder, tmp_path):
+    ideas.keep(answer(tmp_path / "answer.json", effect("a", 0.02, 1e-4), effect("b", 0.01, 1e-4)), folder)
+    before = ideas.page(folder)
+    wide = effect("a", 0.03, 0.0123, step_time=1.5), effect("b", -0.02, 0.3, step_time=0.9)
+    ideas.keep(answer(tmp_path / "answer.json", *wide, effect("c", 0.1, 0.3)), folder, "wide")  # c: not at the track's
+    rest, table = ideas.page(folder).split("## What carries over")
+    assert before.startswith(rest) and rest != before  # the other tables stay as they are
+    rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines() if "(ideas/" in line]
+    assert [row[3:] for row in sorted(rows)] == [
+        ["5", "+0.0300 (+0.0150 to +0.0450)", "1.500", "0.0123", "holds"],
+        ["5", "-0.0200 (-0.0300 to -0.0100)", "0.900", "0.3000", "turns"]]
+
+
 def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
     with pytest.raises(LogError, match="e: no .*idea.json"):
         ideas.keep(answer(tmp_path / "answer.json", effect("e", 0.02, 1e-4)), folder)
@@ -116,9 +129,15 @@ def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
     assert not (folder / "a" / "result.json").exists()
     monkeypatch.setattr(ideas, "compare", lambda words: compared(0, words))
     assert ideas.main(["--measure", "a", "b", "c", "--runs", "8", "--folder", str(folder)]) == 0
-    assert asked[:-1] == ["--track", "mini", "--runs", "8", "--idea", f"a={folder}/a/idea.patch --seed 1",
+    assert asked[:-1] == ["--track", "mini", *ideas.RECIPE, "--runs", "8", "--idea", f"a={folder}/a/idea.patch --seed 1",
                           "--idea", "b=--seed 1", "--idea", f"c={folder}/c/idea.patch", "--json"]
     assert "helps too: 2" in (tmp_path / "IDEAS.md").read_text()
+    assert ideas.main(["--size", "wide", "--measure", "a", "--folder", str(folder)]) == 0
+    assert asked[:-4] == ["--track", "mini", *ideas.RECIPE, "--model_dim", "256", "--num_heads", "4"]
+    assert asked[-3] == f"a={folder}/a/idea.patch --seed 1"
+    (folder / "a" / "idea.json").write_text(json.dumps(META | dict(current=False)))  # its patch need not apply any more
+    assert ideas.as_idea("a", ideas.read_ideas(folder)["a"]) == "a=--seed 1"
+    assert (folder / "a" / "wide.json").exists() and "What carries over" in (tmp_path / "IDEAS.md").read_text()
     with pytest.raises(LogError, match="e: no such idea"):
         ideas.main(["--measure", "e", "--folder", str(folder)])
     with pytest.raises(SystemExit):

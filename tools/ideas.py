@@ -5,6 +5,7 @@ The page of parts and ideas on the mini track: records/mini/IDEAS.md, written fr
     python tools/ideas.py --keep answer.json...   first file what `./run.sh compare --json answer.json` answered
     python tools/ideas.py --measure NAME...       first compare these with the recipe (options go on to compare.py:
                                                   --runs 8 --seed 200), and file the answer
+    python tools/ideas.py --size wide --measure NAME...     the same at another size (SIZES, below)
 
 records/mini/ideas/NAME/ has idea.json, by hand: which part of the recipe it takes out and how, what the part
 does and where it stands, the field's record that brought it and its effect there ("adds": true where the idea
@@ -12,9 +13,9 @@ is the field's change and not its removal; "saves": true where it costs loss and
 then judged; "later": true for one of after May 2025, which has a table of its own, and "muon": true beside it
 for those of the optimizer, which have another; "entered": the field of Hyperparameters that it has become;
 "current": false once it need no longer apply to train_gpt.py); idea.patch ("patch": another's NAME, whose patch
-it shares), or options in idea.json, or both; and result.json, which --keep writes. An idea's name in the
-comparison is NAME. What is said by hand above the table is records/mini/ideas/NOTES.md. Exit status: 0 written,
-1 a run failed, 2 bad input.
+it shares), or options in idea.json, or both; and result.json, which --keep writes, or SIZE.json for --size SIZE.
+An idea's name in the comparison is NAME. What is said by hand above the table is records/mini/ideas/NOTES.md.
+Exit status: 0 written, 1 a run failed, 2 bad input.
 """
 import argparse
 import json
@@ -31,10 +32,12 @@ from verify import P_VALUE, p_text
 FOLDER = RECORDS / "mini" / "ideas"
 FACTS = ("machine", "torch", "threads", "processes", "jobs")
 FIELDS = ("part", "change", "does", "where", "records", "field")
+RECIPE = ["--muon_beta2", "0", "--num_iterations", "490"]  # the track before NorMuon: all rows are differences to it
+SIZES = {"wide": ("twice the width", ["--model_dim", "256", "--num_heads", "4"])}
 
 
 def read_ideas(folder: Path) -> dict[str, dict]:
-    """Name -> idea.json's fields, with `result` where there is one, in the order of `rank`. Raises LogError."""
+    """Name -> idea.json's fields, in the order of `rank`, with `result` and `sizes`, by name. Raises LogError."""
     ideas = {}
     for file in sorted(folder.glob("*/idea.json")):
         try:
@@ -43,16 +46,16 @@ def read_ideas(folder: Path) -> dict[str, dict]:
             idea["patch"] = folder / idea.get("patch", file.parent.name) / "idea.patch"
             if missing or not ("options" in idea or idea["patch"].exists()):
                 raise ValueError(f"{missing[0]} is missing" if missing else "wants options, or idea.patch beside it")
-            result = file.parent / "result.json"
-            idea["result"] = json.loads(result.read_text()) if result.exists() else None
+            results = {path.stem: json.loads(path.read_text()) for path in file.parent.glob("*.json") if path != file}
+            idea["result"], idea["sizes"] = results.pop("result", None), results
         except ValueError as e:
             raise LogError(f"{file}: {e}") from None
         ideas[file.parent.name] = idea
     return dict(sorted(ideas.items(), key=lambda item: (item[1].get("rank", 0), item[0])))
 
 
-def keep(answer: Path, folder: Path) -> None:
-    """Files each idea of a comparison. Raises LogError."""
+def keep(answer: Path, folder: Path, size: str | None = None) -> None:
+    """Files each idea of a comparison, made at this one of SIZES or at the track's own. Raises LogError."""
     found = json.loads(answer.read_text())
     strip = lambda runs: [{k: v for k, v in run.items() if k != "path"} for run in runs]
     for effect in found["ideas"]:
@@ -63,18 +66,19 @@ def keep(answer: Path, folder: Path) -> None:
             effect={k: v for k, v in effect.items() if k not in ("name", "words", "verdict", "p_corrected",
                                                                  "step_time_p_corrected")},
             runs=strip(found["runs"][effect["name"]]), base_runs=strip(found["runs"][found["base"]]))
-        write_file(home / "result.json", (json.dumps(kept, indent=1) + "\n").encode())
+        write_file(home / f"{size or 'result'}.json", (json.dumps(kept, indent=1) + "\n").encode())
 
 
 def as_idea(name: str, idea: dict) -> str:
-    """What compare.py's --idea takes: the patch, the options or both."""
-    what = shlex.quote(str(idea["patch"])) if idea["patch"].exists() else "", idea.get("options", "")
+    """What compare.py's --idea takes: the patch, the options or both; of one that has entered, the options."""
+    patch = idea["patch"].exists() and idea.get("current", True)
+    what = shlex.quote(str(idea["patch"])) if patch else "", idea.get("options", "")
     return f"{name}={' '.join(filter(None, what))}"
 
 
-def measure(names: list[str], folder: Path, options: list[str]) -> int:
+def measure(names: list[str], folder: Path, size: str | None, options: list[str]) -> int:
     """Compares them with the recipe and files the answer. -> compare.py's exit status. Raises LogError."""
-    ideas, words = read_ideas(folder), ["--track", "mini", *options]
+    ideas, words = read_ideas(folder), ["--track", "mini", *RECIPE, *(SIZES[size][1] if size else []), *options]
     for name in names:
         if name not in ideas:
             raise LogError(f"{name}: no such idea; there are {', '.join(ideas)}")
@@ -83,7 +87,7 @@ def measure(names: list[str], folder: Path, options: list[str]) -> int:
         answer = Path(place) / "answer.json"
         status = compare([*words, "--json", str(answer)])
         if status == 0:
-            keep(answer, folder)
+            keep(answer, folder, size)
     return status
 
 
@@ -121,6 +125,23 @@ def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
     return lines, best
 
 
+def sizes_table(ideas: dict[str, dict]) -> list[str]:
+    """Ideas that were measured at another size too: lines of a table, none if there are none."""
+    rows, cell = [], lambda e: "{:+.4f} ({:+.4f} to {:+.4f})".format(e["difference"], *e["difference_interval"])
+    for size, (words, options) in SIZES.items():
+        for name, idea in ideas.items():
+            if size in idea["sizes"] and idea["result"]:
+                here, there = idea["result"]["effect"], idea["sizes"][size]["effect"]
+                sign = "holds" if here["difference"] * there["difference"] > 0 else "turns"
+                rows.append((f"[{idea['part']}: {idea['change']}](ideas/{name}/)", cell(here), words, str(there["n"]),
+                             cell(there), f"{there['step_time']:.3f}", p_text(there["p"]), sign))
+    header = ("idea", "at the track's size (99%)", "at", "n", "there (99%)", "step time", "p", "sign")
+    return ["## What carries over", "", *markdown_table(header, rows, right=header[3:7]), "",
+            *(f"{words.capitalize()}: `{' '.join(options)}`, the recipe otherwise, learning rates too."
+              for words, options in SIZES.values()),
+            "p is of the other size alone, uncorrected; step time as a fraction of the recipe's there.", ""] if rows else []
+
+
 def page(folder: Path) -> str:
     ideas = read_ideas(folder)
     recipe = {name: idea for name, idea in ideas.items() if not idea.get("later")}
@@ -150,6 +171,7 @@ def page(folder: Path) -> str:
                       "Ideas that shortened the field's run after May 2025, each alone on the recipe as it was before any of "
                       f"them. On in the track since: {', '.join(entered) or 'none'}. One that does not help here may help at "
                       "the official size. p is corrected by Holm over this table.", "", *table(some)[0]]
+    lines += sizes_table(ideas)
     for title, some in (("The parts, and where they stand", recipe),
                         ("The later ideas, and where they would stand", later | muon)):
         said = {}
@@ -164,13 +186,14 @@ def main(argv: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, nargs="+", default=[], metavar="answer.json")
     parser.add_argument("--measure", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--size", choices=SIZES)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="default: records/mini/ideas")
     args, options = parser.parse_known_args(argv)
     if options and not args.measure:
         parser.error(f"{options[0]}: only --measure passes options on")
     for answer in args.keep:
-        keep(answer, args.folder)
-    if args.measure and (status := measure(args.measure, args.folder, options)):
+        keep(answer, args.folder, args.size)
+    if args.measure and (status := measure(args.measure, args.folder, args.size, options)):
         return status
     write_file(args.folder.parent / "IDEAS.md", page(args.folder).encode())
     return 0
