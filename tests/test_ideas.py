@@ -133,7 +133,7 @@ def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
                           "--idea", "b=--seed 1", "--idea", f"c={folder}/c/idea.patch", "--json"]
     assert "helps too: 2" in (tmp_path / "IDEAS.md").read_text()
     assert ideas.main(["--size", "wide", "--measure", "a", "--folder", str(folder)]) == 0
-    assert asked[:-4] == ["--track", "mini", *ideas.RECIPE, "--model_dim", "256", "--num_heads", "4"]
+    assert asked[:-4] == ["--track", "mini", *ideas.RECIPE, *ideas.SIZES["wide"][1]]
     assert asked[-3] == f"a={folder}/a/idea.patch --seed 1"
     (folder / "a" / "idea.json").write_text(json.dumps(META | dict(current=False)))  # its patch need not apply any more
     assert ideas.as_idea("a", ideas.read_ideas(folder)["a"]) == "a=--seed 1"

@@ -33,7 +33,7 @@ FOLDER = RECORDS / "mini" / "ideas"
 FACTS = ("machine", "torch", "threads", "processes", "jobs")
 FIELDS = ("part", "change", "does", "where", "records", "field")
 RECIPE = ["--muon_beta2", "0", "--num_iterations", "490"]  # the track before NorMuon: all rows are differences to it
-SIZES = {"wide": ("twice the width", ["--model_dim", "256", "--num_heads", "4"])}
+SIZES = {"wide": ("twice the width", "--model_dim 256 --num_heads 4 --num_iterations 340".split())}
 
 
 def read_ideas(folder: Path) -> dict[str, dict]:
