@@ -1,6 +1,7 @@
 """The page of ideas: it is what the kept results say, and the patches of its rows apply to the script as it is."""
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import ideas
 import variants
 from log_parsing import LogError
+from util import random_tokens, run_forked, write_shard
 
 CURRENT = {name: idea for name, idea in ideas.read_ideas(ideas.FOLDER).items() if idea["current"]}
 META = dict(part="soft-cap", change="none", does="caps.", where="4, `GPT`", records="9", field="10 to 8 min", options="--seed 1")
@@ -148,10 +150,18 @@ def test_the_page_is_current():
     assert (ideas.FOLDER.parent / "IDEAS.md").read_text() == ideas.page(ideas.FOLDER), "python tools/ideas.py writes it"
 
 
-@pytest.mark.parametrize("name", [name for name in CURRENT if CURRENT[name]["patch"].exists()])
-def test_patches_of_current_ideas_apply(name):
-    changed = variants.patched(CURRENT[name]["patch"], (ROOT / "train_gpt.py").read_bytes())
-    compile(changed, name, "exec")
+@pytest.mark.parametrize("name", {idea["patch"]: name for name, idea in CURRENT.items() if idea["patch"].exists()}.values())
+def test_patches_of_current_ideas_apply_and_train(name, tmp_path):
+    script = tmp_path / "train_gpt.py"
+    script.write_bytes(variants.patched(CURRENT[name]["patch"], (ROOT / "train_gpt.py").read_bytes()))
+    for part, size in (("train", 1200), ("val", 150)):
+        write_shard(tmp_path / f"{part}.bin", random_tokens(size, seed=0))
+    options = dict(train_files="train.bin", val_files="val.bin", val_tokens=128, val_seq_len=128, batch_tokens=256,
+                   train_seq_len=128, num_iterations=3, warmup_steps=0)  # of mini: patches count on its layers and heads
+    words = [word for k, v in options.items() for word in (f"--{k}", v)] + shlex.split(CURRENT[name].get("options", ""))
+    ran = run_forked(["--track", "mini", *words], tmp_path, script=script)
+    assert ran.returncode == 0, ran.stderr
+    assert "step:3/3 val_loss:" in ran.stdout
 
 
 def test_options_of_current_ideas_change_something():
