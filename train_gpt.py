@@ -1014,13 +1014,11 @@ def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     model = build_model(hp, world)
-    trainer = (model, torch.compile(model, dynamic=False), build_optimizers(model, hp),
-               GradientBuckets(model.parameters()))
-    results = [run(args, dataclasses.replace(hp, seed=hp.seed + i), world, trainer, resumed)
-               for i in range(args.num_runs)]
+    parts = model, torch.compile(model, dynamic=False), build_optimizers(model, hp), GradientBuckets(model.parameters())
+    ends = [run(args, dataclasses.replace(hp, seed=hp.seed + i), world, parts, resumed) for i in range(args.num_runs)]
     if args.num_runs > 1 and world.rank == 0:  # Student's one-sided test that the mean loss is below the target
         from scipy import stats
-        losses, times = np.array(results)[:, 1], np.array(results)[:, 2] / 1000
+        losses, times = np.array(ends)[:, 1], np.array(ends)[:, 2] / 1000
         p = stats.ttest_1samp(losses, hp.target_val_loss, alternative="less").pvalue
         print(f"{len(losses)} runs: val_loss {losses.mean():.4f}, standard deviation {losses.std(ddof=1):.4f}, p-value of "
               f"being below {hp.target_val_loss} {p:.2g}; training time {times.mean():.2f} s, {times.std(ddof=1):.2f}")
@@ -1047,4 +1045,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if code := main(sys.argv[1:]):
+        sys.stdout = None  # all it took is written; what a full disk did not take, Python would try again and fail
+    sys.exit(code)
