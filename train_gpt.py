@@ -950,9 +950,9 @@ class Logbook:
                    f"{hp.batch_tokens * step / (ms / 1000):,.0f} tokens/s")
         self.bar.close()
 
-def run(args: argparse.Namespace, hp: Hyperparameters, world: World, trainer: tuple, resumed: dict) -> tuple:
+def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tuple, resumed: dict) -> tuple:
     """One counted run with a log of its own. -> its last validation: (step, val_loss, training time in ms)."""
-    model, compiled, optimizers, buckets = trainer
+    model, compiled, optimizers, buckets = parts
     book = Logbook(args, hp, world, resumed)
     folder, first_step = Path(args.checkpoint_dir) / book.run_id, resumed.get("step", 0)
     if hp.train_seq_len != TRACKS[hp.track].train_seq_len and not resumed:

@@ -102,6 +102,12 @@ def verdict_on(idea: dict, p: float | None) -> str:
     return ("not seen" if not seen else "agrees" if lower == idea.get("adds", False) else "disagrees") + by
 
 
+def difference(effect: dict) -> str:
+    """A difference in loss with its interval, for a table's cell."""
+    low, high = effect["difference_interval"]
+    return f"{effect['difference']:+.4f} ({low:+.4f} to {high:+.4f})"
+
+
 def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
     """-> the table's lines, Holm-corrected over its rows, and the verdict on each part that was measured."""
     measured = {name: idea for name, idea in ideas.items() if idea["result"]}
@@ -109,12 +115,10 @@ def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
     rows, parts = [], {}
     for name, idea in measured.items():
         e = idea["result"]["effect"]
-        low, high = e["difference_interval"]
         verdict = verdict_on(idea, ps[name])
         parts.setdefault(idea["part"], []).append((e["difference"], verdict))
         rows.append((idea["part"], f"[{idea['change']}](ideas/{name}/)", f"{idea['records']}: {idea['field']}", str(e["n"]),
-                     f"{e['difference']:+.4f} ({low:+.4f} to {high:+.4f})", p_text(ps[name]),
-                     percent(e["steps"]), percent(e["time"]), verdict))
+                     difference(e), p_text(ps[name]), percent(e["steps"]), percent(e["time"]), verdict))
     if not rows:
         return [f"Nothing has been measured yet. {len(ideas)} changes are ready: `python tools/ideas.py --measure NAME`.", ""], []
     best = [min(ways)[1] for ways in parts.values()]  # of several ways to do without a part, the best tells its worth
@@ -127,14 +131,14 @@ def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
 
 def sizes_table(ideas: dict[str, dict]) -> list[str]:
     """Ideas that were measured at another size too: lines of a table, none if there are none."""
-    rows, cell = [], lambda e: "{:+.4f} ({:+.4f} to {:+.4f})".format(e["difference"], *e["difference_interval"])
+    rows = []
     for size, (words, options) in SIZES.items():
         for name, idea in ideas.items():
             if size in idea["sizes"] and idea["result"]:
                 here, there = idea["result"]["effect"], idea["sizes"][size]["effect"]
                 sign = "holds" if here["difference"] * there["difference"] > 0 else "turns"
-                rows.append((f"[{idea['part']}: {idea['change']}](ideas/{name}/)", cell(here), words, str(there["n"]),
-                             cell(there), f"{there['step_time']:.3f}", p_text(there["p"]), sign))
+                rows.append((f"[{idea['part']}: {idea['change']}](ideas/{name}/)", difference(here), words, str(there["n"]),
+                             difference(there), f"{there['step_time']:.3f}", p_text(there["p"]), sign))
     header = ("idea", "at the track's size (99%)", "at", "n", "there (99%)", "step time", "p", "sign")
     return ["## What carries over", "", *markdown_table(header, rows, right=header[3:7]), "",
             *(f"{words.capitalize()}: `{' '.join(options)}`, the recipe otherwise, learning rates too."
