@@ -126,9 +126,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-schulz, for the weight matrices of the blocks and nothing else.
-    Parameters (..., rows, cols) are stacks of matrices, each orthogonalized by itself. With a process group,
-    every rank keeps the momentum of every world_size-th parameter alone, and computes that one's update;
-    the updates are then gathered, in bf16, while the next ones are computed. All ranks need equal gradients.
+    Parameters (..., rows, cols) are stacks of matrices, each orthogonalized by itself, those of a shape in one batch.
+    With a process group, every rank keeps the momentum of every world_size-th parameter alone, and computes its update;
+    those of a shape are then gathered, in bf16, while the next ones are computed. All ranks need equal gradients.
     With beta2, NorMuon (https://arxiv.org/abs/2510.05491): an update's channels, on the longer side, get one size."""
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, beta2=0.0):
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -137,8 +137,6 @@ class Muon(torch.optim.Optimizer):
             groups.setdefault((*p.shape[:-2], *sorted(p.shape[-2:])), []).append(p)
         super().__init__([dict(params=group) for group in groups.values()],
                          dict(lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, beta2=beta2))
-        self.buffers = [torch.empty(self.world_size, g["params"][0].numel(), dtype=torch.bfloat16,
-                                    device=g["params"][0].device) for g in self.param_groups]
 
     def _state(self, p: Tensor, group: dict) -> dict:
         """The momentum, and for NorMuon a mean square for each channel on the longer side."""
@@ -173,30 +171,29 @@ class Muon(torch.optim.Optimizer):
                     if self.world_size > 1:
                         dist.broadcast(buf, i % self.world_size)
 
-    def _apply(self, params: list[Tensor], group: dict, updates: Tensor, handle) -> None:
+    def _apply(self, group: dict, updates: Tensor, handle) -> None:
         if handle is not None:
             handle.wait()
-        for p, update in zip(params, updates):
+        for i, p in enumerate(group["params"]):
             scale = max(1, p.size(-2) / p.size(-1)) ** 0.5  # tall matrices: the same RMS of the output's change
-            p.add_(update.view_as(p), alpha=-group["lr"] * scale)
+            p.add_(updates[i % self.world_size, i // self.world_size].view_as(p), alpha=-group["lr"] * scale)
 
     @torch.no_grad()
     def step(self):
-        for group, updates in zip(self.param_groups, self.buffers):
-            if self.world_size == 1:  # nothing to gather: the whole group at once
-                self._apply(group["params"], group, self._update(group["params"], group), None)
-                continue
-            pending = None
-            for first in range(0, len(group["params"]), self.world_size):
-                chunk = group["params"][first:first + self.world_size]
-                if self.rank < len(chunk):
-                    mine = self._update([chunk[self.rank]], group)[0]
-                else:  # beyond the chunk's end: nothing to compute, but the gather needs every rank
-                    mine = torch.zeros_like(updates[0])
-                if pending is not None:
-                    self._apply(*pending)  # done with before the buffer is overwritten
-                pending = (chunk, group, updates, all_gather(updates.view(-1), mine, async_op=True))
-            self._apply(*pending)
+        pending = None  # the group whose updates are under way while the next one's are computed
+        for group in self.param_groups:
+            params, handle = group["params"], None
+            mine = params[self.rank::self.world_size]
+            mine = self._update(mine, group) if mine else params[0].new_empty(0, params[0].numel(), dtype=torch.bfloat16)
+            updates = mine[None]  # (world_size, parameters a rank, numel)
+            if self.world_size > 1:  # equally many of every rank: nothing in place of a parameter too few
+                mine = F.pad(mine, (0, 0, 0, math.ceil(len(params) / self.world_size) - len(mine)))
+                updates = mine.new_empty(self.world_size, *mine.shape)
+                handle = all_gather(updates.view(-1), mine.view(-1), async_op=True)
+            if pending is not None:
+                self._apply(*pending)
+            pending = group, updates, handle
+        self._apply(*pending)
 
 # ---- 4. The model ----------------------------------------------------------------------------------------------------
 def norm(x: Tensor) -> Tensor:

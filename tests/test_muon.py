@@ -1,10 +1,12 @@
 """Newton-Schulz against the singular value decomposition; Muon against a plain loop on 1, 2 and 4 processes."""
+import collections
 import itertools
 
 import numpy as np
 import pytest
 import torch
 
+import train_gpt
 from train_gpt import Muon, activation_dtype, zeropower_via_newtonschulz5
 from util import spawn
 
@@ -145,7 +147,7 @@ def test_processes_agree_with_one_process(world_size, tmp_path):
             np.testing.assert_allclose(got[f"arr_{i}"], w.numpy(), rtol=0, atol=2e-3 * LR)
 
 
-def test_momentum_state_lives_on_its_owner_only(tmp_path):
+def test_momentum_state_lives_on_its_owner_only_and_a_shape_is_one_batch(tmp_path):
     spawn(state_child, 2, tmp_path, str(tmp_path))
     counts = [int(np.load(tmp_path / f"state_{r}.npy")) for r in range(2)]
     total = sum(torch.Size(s).numel() for s in SHAPES)
@@ -158,5 +160,12 @@ def state_child(rank, world_size, folder):
     for i, p in enumerate(params):
         p.grad = gradient(0, i, p.shape)
     opt.step()
+    calls = collections.Counter()
+    for name in ("all_gather", "zeropower_via_newtonschulz5"):
+        counted = lambda *args, _name=name, _do=getattr(train_gpt, name), **more: (calls.update([_name]), _do(*args, **more))[1]
+        setattr(train_gpt, name, counted)
+    opt.step()
+    assert calls["all_gather"] == len(opt.param_groups)  # one a shape, and one batch of what is this rank's
+    assert calls["zeropower_via_newtonschulz5"] == sum(len(group["params"]) > rank for group in opt.param_groups)
     tensors = [t for state in opt.state.values() for t in state.values() if torch.is_tensor(t)]
     np.save(f"{folder}/state_{rank}.npy", sum(t.numel() for t in tensors))
