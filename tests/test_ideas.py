@@ -1,4 +1,5 @@
 """The page of ideas: it is what the kept results say, and the patches of its rows apply to the script as it is."""
+import functools
 import json
 import re
 import shlex
@@ -171,11 +172,22 @@ def test_patches_of_current_ideas_apply_and_train(name, tmp_path):
     assert "step:3/3 val_loss:" in ran.stdout
 
 
-def test_options_of_current_ideas_change_something():
-    source = (ROOT / "train_gpt.py").read_bytes()
-    made = [variants.read_variant(ideas.as_idea(name, idea), source, ["--track", "mini"])
-            for name, idea in CURRENT.items() if "options" in idea]
-    base = variants.Variant("base", source, ["--track", "mini"])
-    variants.check_settings([base, *made], 1)  # in one process
+def test_options_of_current_ideas_change_something(tmp_path):
+    """Against the same source without them. Forked, as each new interpreter would import torch for seconds."""
+    source, track = (ROOT / "train_gpt.py").read_bytes(), ["--track", "mini"]
+    made = [variants.read_variant(ideas.as_idea(name, idea), source, track) for name, idea in CURRENT.items() if "options" in idea]
+    start, script = b'if __name__ == "__main__":\n', tmp_path / "train_gpt.py"
+    say = start + b"    hp = parse_arguments(sys.argv[1:])[1]\n    sys.exit(check_hyperparameters(hp, 1) or print(hp))\n"
+
+    @functools.cache
+    def settings(source, options):
+        assert source.count(start) == 1
+        script.write_bytes(source.replace(start, say))
+        ran = run_forked(options, tmp_path, script=script)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    assert made
     for variant in made:
-        assert variant.settings != base.settings, variant.name
+        changed = settings(variant.source, tuple(variant.options))
+        assert "Hyperparameters(track='mini'" in changed and changed != settings(variant.source, tuple(track)), variant.name
