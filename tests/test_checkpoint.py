@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -23,7 +22,7 @@ import torch
 import torch.distributed.run
 
 import train_gpt
-from util import ROOT, SCRIPT, env, forkserver, free_port, random_tokens, rank_env, read_log, val_losses, write_shard
+from util import ROOT, env, forkserver, free_port, random_tokens, rank_env, read_log, run_script, val_losses, write_shard
 
 STEPS, EVERY = 12, 3  # of a run, and from one checkpoint to the next
 TINY = dict(num_layers=4, num_heads=2, head_dim=16, model_dim=32, num_value_embeds=1, long_window_layers="0,3",
@@ -630,10 +629,9 @@ def limit_at_step(step, file):
 def test_full_disk_for_the_console(shards, stopped):
     """`> run.out` on the disk that is full; by an interpreter that buffers, and tries once more when it ends."""
     before = contents(stopped / "checkpoints")
-    argv = [str(word) for word in options(shards, "--save_checkpoint", "--resume", "latest")]
     with open("/dev/full", "w") as full:
-        ran = subprocess.run([sys.executable, SCRIPT, *argv], cwd=stopped, env=env(PYTHONUNBUFFERED=""), stdout=full,
-                             stderr=subprocess.PIPE, text=True, timeout=300)
+        ran = run_script(options(shards, "--save_checkpoint", "--resume", "latest"), stopped, timeout=300, stdout=full,
+                         PYTHONUNBUFFERED="")
     assert ran.returncode == 2, ran.stderr
     assert re.fullmatch(r"error: cannot write to the console \(No space left on device\)\n", ran.stderr)
     assert contents(stopped / "checkpoints") == before

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import ideas
 import variants
 from log_parsing import LogError
-from util import random_tokens, run_forked, write_shard
+from util import SCRIPT, random_tokens, run_forked, write_shard
 
 CURRENT = {name: idea for name, idea in ideas.read_ideas(ideas.FOLDER).items() if idea["current"]}
 META = dict(part="soft-cap", change="none", does="caps.", where="4, `GPT`", records="9", field="10 to 8 min", options="--seed 1")
@@ -154,7 +154,7 @@ def test_the_page_is_current():
 @pytest.mark.parametrize("name", {idea["patch"]: name for name, idea in CURRENT.items() if idea["patch"].exists()}.values())
 def test_patches_of_current_ideas_apply_and_train(name, tmp_path):
     script = tmp_path / "train_gpt.py"
-    source = variants.patched(CURRENT[name]["patch"], (ROOT / "train_gpt.py").read_bytes()).decode()
+    source = variants.patched(CURRENT[name]["patch"], SCRIPT.read_bytes()).decode()
     # activations in bf16 on every CPU, and so they must stay: a parameter of shape (1,) in the residual stream, say, turns
     # them into float32, which is another model, and nearly twice as slow
     for old, new in (("else torch.float32", "else torch.bfloat16"),
@@ -166,7 +166,7 @@ def test_patches_of_current_ideas_apply_and_train(name, tmp_path):
         write_shard(tmp_path / f"{part}.bin", random_tokens(size, seed=0))
     options = dict(train_files="train.bin", val_files="val.bin", val_tokens=128, val_seq_len=128, batch_tokens=256,
                    train_seq_len=128, num_iterations=3, warmup_steps=0)  # of mini: patches count on its layers and heads
-    words = [word for k, v in options.items() for word in (f"--{k}", v)] + shlex.split(CURRENT[name].get("options", ""))
+    words = [f"--{k}={v}" for k, v in options.items()] + shlex.split(CURRENT[name].get("options", ""))
     ran = run_forked(["--track", "mini", *words], tmp_path, script=script)
     assert ran.returncode == 0, ran.stderr
     assert "step:3/3 val_loss:" in ran.stdout
@@ -174,7 +174,7 @@ def test_patches_of_current_ideas_apply_and_train(name, tmp_path):
 
 def test_options_of_current_ideas_change_something(tmp_path):
     """Against the same source without them. Forked, as each new interpreter would import torch for seconds."""
-    source, track = (ROOT / "train_gpt.py").read_bytes(), ["--track", "mini"]
+    source, track = SCRIPT.read_bytes(), ["--track", "mini"]
     made = [variants.read_variant(ideas.as_idea(name, idea), source, track) for name, idea in CURRENT.items() if "options" in idea]
     start, script = b'if __name__ == "__main__":\n', tmp_path / "train_gpt.py"
     say = start + b"    hp = parse_arguments(sys.argv[1:])[1]\n    sys.exit(check_hyperparameters(hp, 1) or print(hp))\n"

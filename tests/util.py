@@ -54,11 +54,11 @@ def rank_env(rank, world_size, port):
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
 
 
-def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, **extra):
+def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, stdout=subprocess.PIPE, **extra):
     """Run the script in `cwd`: alone, or with `nproc` processes under torchrun."""
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     return subprocess.run([sys.executable, *launcher, str(script), *map(str, args)], cwd=cwd, env=env(**extra),
-                          capture_output=True, text=True, timeout=timeout)
+                          stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=timeout)
 
 
 def forkserver():
