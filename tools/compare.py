@@ -223,8 +223,10 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         else:
             joined.append(word)
     args, common = parser.parse_known_args(joined)
-    if common and not common[0].startswith("--"):
-        fail(f"{common[0]}: a source is given by --idea or --base")
+    for before, word in zip(["", *common], common):
+        if not before.startswith("--") and not word.startswith("--"):
+            fail(f"{word}: no option's value; --idea or --base gives a source, of several words in quotes: --idea "
+                 '"--muon_lr 0.03"')
     if args.runs < 2 or args.seed < 0:
         fail("--runs must be 2 or more, for a spread; --seed must not be negative")
     if args.name is not None and not re.fullmatch(r"\w[\w.+%-]*", args.name):
@@ -301,8 +303,9 @@ def report(base: Variant, variants: list[Variant], effects: list[Effect], groups
               if v.first_seed != base.first_seed]
     if args.jobs > 1:
         notes.append(f"step times are of {args.jobs} runs at a time, which disturb each other")
+    threads = f"{facts['threads']} thread{'s' * (facts['threads'] > 1)}"
     print(textwrap.fill(f"base {base.name}; {args.runs} rounds, seeds from {args.seed} on; {facts['machine']}, "
-                        f"{facts['threads']} threads a process, PyTorch {facts['torch']}", 80))
+                        f"{threads} a process, PyTorch {facts['torch']}", 80))
     print("", *table(groups, effects), "", *(textwrap.fill(note, 80) for note in notes), "", sep="\n")
     print(*(textwrap.fill(sentence, 80) for sentence in sentences), f"\nlogs: {folder / 'runs'}", sep="\n")
     if args.json:
