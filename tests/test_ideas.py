@@ -4,15 +4,19 @@ import json
 import re
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import ideas
 import variants
 from log_parsing import LogError
+from train_gpt import TRACKS
 from util import SCRIPT, random_tokens, run_forked, write_shard
 
 CURRENT = {name: idea for name, idea in ideas.read_ideas(ideas.FOLDER).items() if idea["current"]}
@@ -151,25 +155,39 @@ def test_the_page_is_current():
     assert (ideas.FOLDER.parent / "IDEAS.md").read_text() == ideas.page(ideas.FOLDER), "python tools/ideas.py writes it"
 
 
-@pytest.mark.parametrize("name", {idea["patch"]: name for name, idea in CURRENT.items() if idea["patch"].exists()}.values())
-def test_patches_of_current_ideas_apply_and_train(name, tmp_path):
-    script = tmp_path / "train_gpt.py"
-    source = variants.patched(CURRENT[name]["patch"], SCRIPT.read_bytes()).decode()
+@functools.cache
+def weights_of(source: bytes, options: str) -> dict[str, torch.Tensor]:
+    """What four steps of mini, with sequences of two blocks, make of the weights."""
+    source = source.decode()
     # activations in bf16 on every CPU, and so they must stay: a parameter of shape (1,) in the residual stream, say, turns
     # them into float32, which is another model, and nearly twice as slow
     for old, new in (("else torch.float32", "else torch.bfloat16"),
-                     ("return F.linear(x, ", "assert x.dtype == torch.bfloat16\n        return F.linear(x, ")):
+                     ("return F.linear(x, ", "assert x.dtype == torch.bfloat16\n        return F.linear(x, "),
+                     ("    book.result()", "    save_model(Path('weights'), model, hp)\n    book.result()")):
         assert source.count(old) == 1
         source = source.replace(old, new)
-    script.write_text(source)
-    for part, size in (("train", 1200), ("val", 150)):
-        write_shard(tmp_path / f"{part}.bin", random_tokens(size, seed=0))
-    options = dict(train_files="train.bin", val_files="val.bin", val_tokens=128, val_seq_len=128, batch_tokens=256,
-                   train_seq_len=128, num_iterations=3, warmup_steps=0)  # of mini: patches count on its layers and heads
-    words = [f"--{k}={v}" for k, v in options.items()] + shlex.split(CURRENT[name].get("options", ""))
-    ran = run_forked(["--track", "mini", *words], tmp_path, script=script)
-    assert ran.returncode == 0, ran.stderr
-    assert "step:3/3 val_loss:" in ran.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        (folder / "train_gpt.py").write_text(source)
+        for part, size in (("train", 2400), ("val", 300)):
+            write_shard(folder / f"{part}.bin", random_tokens(size, seed=0))
+        settings = dict(train_files="train.bin", val_files="val.bin", val_tokens=256, val_seq_len=256, batch_tokens=512,
+                        train_seq_len=256, num_iterations=4, warmup_steps=0)  # of mini: patches count on its layers and heads
+        words = [f"--{k}={v}" for k, v in settings.items()] + shlex.split(options)
+        ran = run_forked(["--track", "mini", *words], folder, script=folder / "train_gpt.py")
+        assert ran.returncode == 0, ran.stderr
+        assert "step:4/4 val_loss:" in ran.stdout
+        return safetensors.torch.load_file(folder / "weights")
+
+
+@pytest.mark.parametrize("name", {idea["patch"]: name for name, idea in CURRENT.items() if idea["patch"].exists()}.values())
+def test_patches_of_current_ideas_apply_and_train(name):
+    """And train something else than the script: a patch that was refreshed may have lost what it was for."""
+    source, options = SCRIPT.read_bytes(), CURRENT[name].get("options", "").split()
+    known = [word for pair in zip(options[::2], options[1::2]) if pair[0][2:] in vars(TRACKS["mini"]) for word in pair]
+    changed = weights_of(variants.patched(CURRENT[name]["patch"], source), " ".join(options))
+    base = weights_of(source, " ".join(known))
+    assert changed.keys() != base.keys() or any(not torch.equal(t, base[key]) for key, t in changed.items())
 
 
 def test_options_of_current_ideas_change_something(tmp_path):
