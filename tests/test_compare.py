@@ -112,8 +112,9 @@ def test_many_ideas_raise_no_false_alarm():
 
 
 def test_steps_and_times_cover_the_truth():
-    """Loss that falls by 0.3 times the logarithm of steps, a machine that slows by a third meanwhile and jitters; an
-    idea that is 0.006 better, worth 2% of steps, and whose step takes 3% more time."""
+    """Loss that falls by 0.3 times the logarithm of steps, seeds that the base feels at every number of them, a machine
+    that slows by a third meanwhile and jitters; an idea that is 0.006 better, worth 2% of steps, and whose step takes 3% more
+    time."""
     rng, n = np.random.default_rng(4), 600
     hits = dict(step_time=0, steps=0, time=0)
     truth = dict(step_time=1.03, steps=math.exp(-0.02) - 1, time=1.03 * math.exp(-0.02) - 1)
@@ -122,7 +123,8 @@ def test_steps_and_times_cover_the_truth():
         machine = 40 * np.linspace(1, 4 / 3, 8) * np.exp(rng.normal(0, 0.05, 8))  # of the round
         run = lambda mean, factor=1, steps=100: logs_of(rng.normal(mean - 0.3 * math.log(steps / 100), 0.002, 8),
                                                         factor * machine * np.exp(rng.normal(0, 0.01, 8)), steps)
-        e, = effects.analyse(run(1.5), dict(idea=run(1.494, 1.03)), [*run(1.5, 1, 90), *run(1.5, 1, 110)])
+        base = 1.5 + rng.normal(0, 0.003, 8)  # of the round's seed
+        e, = effects.analyse(run(base), dict(idea=run(1.494, 1.03)), [run(base, 1, 90), run(base, 1, 110)])
         for name in hits:
             low, high = getattr(e, f"{name}_interval")
             hits[name] += low < truth[name] < high
@@ -131,17 +133,31 @@ def test_steps_and_times_cover_the_truth():
     assert found > 0.8 * n, found  # 3% is found next to a drift of 33%: the rounds are pairs
 
 
+def test_slope_against_least_squares():
+    """One slope and a level for each round, solved as a linear system; what the rounds have in common changes nothing."""
+    rng = np.random.default_rng(5)
+    steps, losses = np.log([90, 100, 110])[:, None] + np.zeros((3, 4)), 1.5 + rng.normal(0, 0.002, (3, 4))
+    losses -= 0.3 * (steps - math.log(100))
+    columns = np.column_stack([steps.ravel(), *(np.arange(12) % 4 == i for i in range(4))])
+    solution, (residual,), *_ = np.linalg.lstsq(columns, losses.ravel())
+    variance = residual / (12 - 5) * np.linalg.inv(columns.T @ columns)[0, 0]
+    for level in (0, rng.normal(0, 0.1, 4)):
+        groups = [logs_of(row + level, steps=n) for row, n in zip(losses, (90, 100, 110))]
+        slope, part = effects.loss_slope(groups)
+        assert slope == pytest.approx(solution[0]) and part == pytest.approx((variance, 7))
+
+
 def test_more_steps_are_worth_themselves():
     """An idea that is nothing but a tenth more steps reaches the base's loss in as many steps, and as much time."""
     line = lambda steps: [1.5 - 0.3 * math.log(steps / 100) + 0.0001 * i for i in (-1, 0, 1)]
-    extras = logs_of(line(90), steps=90) + logs_of(line(110), steps=110)
+    extras = [logs_of(line(90), steps=90), logs_of(line(110), steps=110)]
     e, = effects.analyse(logs_of(line(100)), dict(idea=logs_of(line(110), steps=110)), extras)
     assert e.steps == pytest.approx(0, abs=1e-6) and e.time == pytest.approx(0, abs=1e-6) and e.verdict == "helps"
 
 
 def test_without_a_slope_no_steps():
     flat = [1.5, 1.501, 1.499, 1.5]
-    extras = logs_of(flat, steps=90) + logs_of(flat, steps=110)
+    extras = [logs_of(flat, steps=90), logs_of(flat, steps=110)]
     e, = effects.analyse(logs_of(flat), dict(idea=logs_of([1.4, 1.401, 1.4])), extras)
     assert e.steps is None and e.time is None and e.verdict == "helps" and "steps" not in effects.in_words(e)
 
@@ -165,7 +181,7 @@ def test_no_spread_is_no_test():
 ])
 def test_words(loss, factor, words):
     ms, noise = np.array([40, 40.1, 39.9, 40]), np.array([0, 0.001, -0.001, 0])
-    extras = [log for steps in (90, 110) for log in logs_of(1.5 - 0.3 * math.log(steps / 100) + noise, steps=steps)]
+    extras = [logs_of(1.5 - 0.3 * math.log(steps / 100) + noise[::-1], steps=steps) for steps in (90, 110)]
     e, = effects.analyse(logs_of(1.5 + noise, ms), dict(idea=logs_of(loss + noise, factor * ms[::-1])), extras)
     assert re.match("idea: " + words, effects.in_words(e)), effects.in_words(e)
 
@@ -173,7 +189,7 @@ def test_words(loss, factor, words):
 def test_two_runs_may_tell_nothing():
     """An interval that reaches anywhere is shown as such, in a table that still fits."""
     base, idea = logs_of([1.5, 1.6], [40, 400]), logs_of([1.9, 1.1], [900, 1e-6])
-    e, = effects.analyse(base, dict(idea=idea), logs_of([1.6, 1.601], steps=50) + logs_of([1.5, 1.501], steps=200))
+    e, = effects.analyse(base, dict(idea=idea), [logs_of([1.6, 1.601], steps=50), logs_of([1.5, 1.501], steps=200)])
     assert math.isfinite(e.step_time_interval[1]) and "±>10" in effects.table(dict(base=base, idea=idea), [e])[-1]
     assert max(map(len, effects.table(dict(base=base, idea=idea), [e]))) <= 80
 
@@ -253,7 +269,7 @@ def test_a_whole_comparison(place):
         assert all(log.source == source.encode() and not log.incomplete for log in groups[name])
         assert all(log.hyperparameters["noise"] == 0.001 for log in groups[name])
     assert {logs[0].num_steps for logs in groups.values()} == {90, 100, 110}
-    extras = groups["worktree-10%"] + groups["worktree+10%"]
+    extras = [groups["worktree-10%"], groups["worktree+10%"]]
     again = effects.analyse(groups["worktree"], {name: groups[name] for name in order[3:]}, extras)
     assert [idea["time_interval"] for idea in answer["ideas"]] == [list(e.time_interval) for e in again]
     assert verify.summarize(groups["wide"], 1.6).n == 3

@@ -267,7 +267,7 @@ def compare(argv: list[str]) -> int:
         shutil.rmtree(folder / "working", ignore_errors=True)
         groups = run_rounds(place, [base, *extras, *ideas], args)
     effects = analyse(groups[base.name], {v.name: groups[v.name] for v in ideas},
-                      [log for v in extras for log in groups[v.name]], timed=not args.no_times)
+                      [groups[v.name] for v in extras], timed=not args.no_times)
     report(base, variants, effects, groups, facts, folder, args)
     return 0
 
