@@ -2,7 +2,6 @@
 import functools
 import json
 import re
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -156,7 +155,7 @@ def test_the_page_is_current():
 
 
 @functools.cache
-def weights_of(source: bytes, options: str) -> dict[str, torch.Tensor]:
+def weights_of(source: bytes, options: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """What four steps of mini, with sequences of two blocks, make of the weights."""
     source = source.decode()
     # activations in bf16 on every CPU, and so they must stay: a parameter of shape (1,) in the residual stream, say, turns
@@ -173,8 +172,8 @@ def weights_of(source: bytes, options: str) -> dict[str, torch.Tensor]:
             write_shard(folder / f"{part}.bin", random_tokens(size, seed=0))
         settings = dict(train_files="train.bin", val_files="val.bin", val_tokens=256, val_seq_len=256, batch_tokens=512,
                         train_seq_len=256, num_iterations=4, warmup_steps=0)  # of mini: patches count on its layers and heads
-        words = [f"--{k}={v}" for k, v in settings.items()] + shlex.split(options)
-        ran = run_forked(["--track", "mini", *words], folder, script=folder / "train_gpt.py")
+        words = [f"--{k}={v}" for k, v in settings.items()]
+        ran = run_forked(["--track", "mini", *words, *options], folder, script=folder / "train_gpt.py")
         assert ran.returncode == 0, ran.stderr
         assert "step:4/4 val_loss:" in ran.stdout
         return safetensors.torch.load_file(folder / "weights")
@@ -183,10 +182,11 @@ def weights_of(source: bytes, options: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", {idea["patch"]: name for name, idea in CURRENT.items() if idea["patch"].exists()}.values())
 def test_patches_of_current_ideas_apply_and_train(name):
     """And train something else than the script: a patch that was refreshed may have lost what it was for."""
-    source, options = SCRIPT.read_bytes(), CURRENT[name].get("options", "").split()
-    known = [word for pair in zip(options[::2], options[1::2]) if pair[0][2:] in vars(TRACKS["mini"]) for word in pair]
-    changed = weights_of(variants.patched(CURRENT[name]["patch"], source), " ".join(options))
-    base = weights_of(source, " ".join(known))
+    source = SCRIPT.read_bytes()
+    idea = variants.read_variant(ideas.as_idea(name, CURRENT[name]), source, [])
+    pairs = zip(idea.options[::2], idea.options[1::2])
+    known = [word for pair in pairs if pair[0][2:] in vars(TRACKS["mini"]) for word in pair]  # the others are the patch's
+    changed, base = weights_of(idea.source, tuple(idea.options)), weights_of(source, tuple(known))
     assert changed.keys() != base.keys() or any(not torch.equal(t, base[key]) for key, t in changed.items())
 
 

@@ -115,10 +115,9 @@ def loss_slope(groups: list[list[Log]]) -> tuple[float, Bounds] | None:
     steps = np.log([[log.num_steps for log in group] for group in groups])  # (groups, rounds)
     losses = np.array([[log.final.val_loss for log in group] for group in groups])
     steps, losses = steps - steps.mean(0), losses - losses.mean(0)  # a level for each round, one slope for all
-    squares, df = float((steps**2).sum()), losses.size - losses.shape[1] - 1
-    slope = float((steps * losses).sum()) / squares
-    part = (float(((losses - slope * steps) ** 2).sum()) / df / squares, df)
-    return (slope, part) if interval(slope, [part])[1] < 0 else None
+    fit, df = stats.linregress(steps.ravel(), losses.ravel()), losses.size - losses.shape[1] - 1
+    part = (float(fit.stderr) ** 2 * (losses.size - 2) / df, df)  # it counts one level, not one for each round
+    return (float(fit.slope), part) if interval(fit.slope, [part])[1] < 0 else None
 
 
 def analyse(base: list[Log], ideas: dict[str, list[Log]], extras: list[list[Log]] = (),
