@@ -1131,7 +1131,8 @@ def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tupl
     if resumed:
         load_checkpoint(resumed, model, optimizers)
         book.write(f"resume: from step {first_step}, on {world.size} process(es){resumed['forced']}")
-        book.write(compiler, console=False)
+        if compiler not in book.text:  # another machine, or another compiler
+            book.write(compiler, console=False)
     batches = distributed_data_generator(hp.train_files, hp.batch_tokens, world.rank, world.size, hp.vocab_size,
                                          world.device, first_step)
     for number in (signal.SIGTERM, signal.SIGINT):

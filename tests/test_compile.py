@@ -1,0 +1,226 @@
+"""Compiled code on a CPU: the default path, compilers that are wrong or missing, and the check that notices."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+
+import train_gpt
+from train_gpt import TRACKS, World
+from util import ROOT, random_tokens, run_script, val_losses, write_shard
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+# GCC 11 to 13 make wrong code of bf16 transposes when they tune for a generic CPU
+GCC = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout.strip() if shutil.which("g++") else ""
+HAS_THE_BUG = (GCC.split(".")[0] in ("11", "12", "13")
+               and train_gpt.activation_dtype(torch.device("cpu")) == torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------- compilers
+def compiler(folder, before="", after="", spoil=False):
+    """A g++ that is called with more arguments; or that changes a constant in the code it compiles, so that the logits
+    are capped at half of what they should be."""
+    folder.mkdir()
+    script = folder / "g++"
+    lines = ["#!/bin/sh"]
+    if spoil:
+        lines.append('for file in "$@"; do')
+        lines.append('    case "$file" in *.cpp) sed -i "s/(30[.]0)/(15.0)/g" "$file" ;; esac')
+        lines.append("done")
+    lines.append(f'exec {shutil.which("g++")} {before} "$@" {after}')
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.fixture(scope="module")
+def shakespeare():
+    if not (ROOT / "data" / "shakespeare" / "shakespeare_train_000000.bin").exists():
+        subprocess.run([sys.executable, str(ROOT / "data" / "shakespeare.py")], check=True)
+
+
+def run_compiled(folder, *options, cxx="g++", cache=None, **environment):
+    """The script, compiled, with a compile cache of its own: a cached kernel would never meet the compiler."""
+    folder.mkdir(exist_ok=True)
+    environment = dict(TORCH_COMPILE_DISABLE="0", CXX=cxx, TORCHINDUCTOR_CACHE_DIR=str(cache or folder / "cache"),
+                       OMP_NUM_THREADS="2") | environment
+    return run_script(["--track", "mini", "--device", "cpu", *options], folder, **environment)
+
+
+def compiler_line(folder):
+    """What the log says of the compiler."""
+    (log,) = (folder / "logs").iterdir()
+    (line,) = re.findall(r"^Compiler: .*; flags: .*; model compiled: .*$", log.read_text(encoding="utf-8"), re.M)
+    return line
+
+
+# the recipe of mini for 20 steps, validated on two sequences of 12,160 tokens
+TWENTY_STEPS = ["--num_iterations", "20", "--val_loss_every", "5", "--val_tokens", "24320", "--save_checkpoint"]
+
+
+def trained_weights(folder):
+    (file,) = (folder / "checkpoints").glob("*/model.safetensors")
+    return safetensors.torch.load_file(file)
+
+
+def test_mini_compiled_trains_as_uncompiled(shakespeare, tmp_path):
+    """The path of every user: `mini`, compiled, with its default settings."""
+    compiled = run_compiled(tmp_path / "compiled", *TWENTY_STEPS)
+    assert compiled.returncode == 0 and compiled.stderr == "", compiled.stderr[-3000:]
+    assert compiler_line(tmp_path / "compiled").endswith("model compiled: yes")
+    uncompiled = run_compiled(tmp_path / "uncompiled", *TWENTY_STEPS, TORCH_COMPILE_DISABLE="1")
+    assert uncompiled.returncode == 0, uncompiled.stderr[-3000:]
+    assert compiler_line(tmp_path / "uncompiled").endswith("model compiled: no (TORCH_COMPILE_DISABLE is set)")
+    losses, expected = val_losses(compiled.stdout), val_losses(uncompiled.stdout)
+    assert list(losses) == [0, 5, 10, 15, 20]
+    for step in expected:
+        assert losses[step] == pytest.approx(expected[step], abs=0.02), f"step {step}: {losses} and {expected}"
+    weights, right = trained_weights(tmp_path / "compiled"), trained_weights(tmp_path / "uncompiled")
+    for name in right:
+        if right[name].ndim >= 2:  # scalars amplify rounding: see test_run.py
+            error = (weights[name].double() - right[name].double()).norm() / right[name].double().norm()
+            assert error < 0.2, f"{name}: {error}"
+
+
+# Fewer layers make fewer kernels, so these take less time; the kernels are of the same kinds
+FEW_KERNELS = ["--num_layers", "2", "--long_window_layers", "0", "--num_iterations", "20", "--val_loss_every", "0",
+               "--val_tokens", "12160", "--warmup_steps", "0"]
+
+
+def test_generic_tuning_of_an_unknown_cpu_is_overruled(shakespeare, tmp_path):
+    """A compiler that doesn't know the CPU tunes for a generic one: -mtune=generic before all that PyTorch asks for."""
+    cxx = compiler(tmp_path / "bin", before="-mtune=generic")
+    done = run_compiled(tmp_path / "run", *FEW_KERNELS, cxx=cxx)
+    assert done.returncode == 0 and done.stderr == "", done.stderr[-3000:]
+    assert compiler_line(tmp_path / "run").endswith("flags: -march=native -mtune=icelake-server; model compiled: yes")
+    uncompiled = run_compiled(tmp_path / "uncompiled", *FEW_KERNELS, TORCH_COMPILE_DISABLE="1")
+    assert val_losses(done.stdout)[20] == pytest.approx(val_losses(uncompiled.stdout)[20], abs=0.02)
+
+
+def test_wrong_code_is_noticed_and_not_trained_with(shakespeare, tmp_path):
+    """-mtune=generic after everything else undoes our choice; where that makes right code, other wrong code is made."""
+    cxx = compiler(tmp_path / "bin", after="-mtune=generic", spoil=not HAS_THE_BUG)
+    done = run_compiled(tmp_path / "run", *FEW_KERNELS, cxx=cxx)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith("warning: training without torch.compile") and f"{cxx} makes wrong code" in warning
+    assert f"model compiled: no ({cxx} makes wrong code" in compiler_line(tmp_path / "run")
+    uncompiled = run_compiled(tmp_path / "uncompiled", *FEW_KERNELS, TORCH_COMPILE_DISABLE="1")
+    assert val_losses(done.stdout) == val_losses(uncompiled.stdout)
+
+
+# ---------------------------------------------------------------------------------------- the check itself
+TINY = dict(num_layers=2, num_heads=2, head_dim=32, model_dim=64, num_value_embeds=1, long_window_layers=(0,),
+            max_window=256, train_seq_len=128, batch_tokens=1024, val_seq_len=256, val_tokens=512, sequences_per_pass=2)
+
+
+def tiny_model():
+    hp = train_gpt.dataclasses.replace(TRACKS["mini"], **TINY)
+    world = World(0, 1, torch.device("cpu"))
+    model = train_gpt.build_model(hp, world)
+    return model, hp, world
+
+
+def test_no_gradient_of_the_check_is_zero():
+    model, hp, world = tiny_model()
+    train_gpt.randomize(model)
+    losses, gradients = train_gpt.losses_and_gradients(model, model, hp, world)
+    matrices = [name for name, p in model.named_parameters() if p.ndim >= 2]
+    assert sorted(gradients) == sorted(matrices)
+    for name, gradient in gradients.items():
+        assert gradient.isfinite().all() and gradient.norm() > 0, name
+    assert losses.keys() == {"training", "validation"}
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_check_accepts_the_model_itself():
+    model, hp, world = tiny_model()
+    train_gpt.randomize(model)
+    assert train_gpt.wrong_results(model, model, hp, world) == ""
+
+
+class Spoiled(torch.nn.Module):
+    """The model with one thing computed wrong."""
+    def __init__(self, model, what):
+        super().__init__()
+        self.model, self.what = model, what
+
+    def forward(self, *args):
+        loss = self.model(*args)
+        if self.what == "loss":
+            return loss / 2
+        if self.what == "validation" and not self.model.training:
+            return loss * 1.01
+        if self.what == "nan":
+            return loss + loss.detach() * float("nan")
+        if self.what == "gradient":  # of one matrix, with the right loss
+            weight = self.model.blocks[1].mlp.c_fc.weight
+            return loss + 0.3 * (self.model(*args) - self.model(*args).detach()) if weight.requires_grad else loss
+        return loss
+
+
+@pytest.mark.parametrize("what, says", [("loss", "training loss"), ("validation", "validation loss"),
+                                        ("nan", "training loss of nan"), ("gradient", "gradient of")])
+def test_the_check_notices(what, says):
+    model, hp, world = tiny_model()
+    train_gpt.randomize(model)
+    assert says in train_gpt.wrong_results(model, Spoiled(model, what), hp, world)
+
+
+def test_nan_in_one_gradient_alone_is_noticed():
+    """What generic tuning does: the loss is right, the gradients are not numbers."""
+    model, hp, world = tiny_model()
+    train_gpt.randomize(model)
+    weight = model.blocks[0].mlp.c_proj.weight
+
+    def run(*args):
+        loss = model(*args)
+        handle = weight.register_hook(lambda grad: grad * float("nan"))
+        run.handles.append(handle)
+        return loss
+
+    run.handles = []
+    run.train = model.train
+    run.eval = model.eval
+
+    def spoiled(*args, **kwargs):
+        losses, gradients = plain(*args, **kwargs)
+        for handle in run.handles:
+            handle.remove()
+        return losses, gradients
+
+    plain = train_gpt.losses_and_gradients
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(train_gpt, "losses_and_gradients", spoiled)
+        assert train_gpt.wrong_results(model, run, hp, world) == "the gradient of blocks.0.mlp.c_proj.weight is off by nan%"
+
+
+def test_an_unknown_error_is_not_swallowed(monkeypatch):
+    model, hp, world = tiny_model()
+
+    def broken(*args):
+        raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        train_gpt.compile_problem(model, broken, hp, world)
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------- quotas
+@pytest.mark.parametrize("files, quota", [
+    ({}, float("inf")),
+    ({"cpu.max": "max 100000\n"}, float("inf")),
+    ({"cpu.max": "50000 100000\n"}, 0.5),
+    ({"cpu.max": "400000 100000\n"}, 4.0),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, float("inf")),
+    ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.5)])
+def test_cpu_quota(files, quota, tmp_path):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert train_gpt.cpu_quota(str(tmp_path)) == quota
