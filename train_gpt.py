@@ -553,7 +553,7 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int, device: str = "c
             given = [f"--{name} {value}" for name, value in vars(hp).items() if re.search(rf"\b{name}\b", rule)]
             raise InputError(f"{', '.join(given)}: must keep the rule {rule}")
     if device == "cuda" and hp.head_dim < 16:
-        raise InputError(f"--head_dim {hp.head_dim}: must be at least 16 on a GPU (FlexAttention needs that)")
+        raise InputError(f"--head_dim {hp.head_dim}: must be at least 16 on a GPU (FlexAttention)")
     if device == "cuda" and uses_fp8(hp) and hp.model_dim % 16:
         raise InputError(f"--model_dim {hp.model_dim}: must be a multiple of 16 for the FP8 head; "
                          "change it, or give --fp8 false")
@@ -566,9 +566,10 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int, device: str = "c
 
 def fitted(hp: Hyperparameters, mib: float) -> Hyperparameters:
     """Halves train_seq_len until a step fits into `mib` MiB of GPU memory. A step keeps its tokens.
-    In the caching allocator, a step with the FP8 head takes 3,144 MiB and 0.538 a token, and validation 11,069
-    (PyTorch 2.13). A bf16 head takes less. The formula adds some for libraries that allocate by themselves."""
-    while 3700 + 0.56 * hp.train_seq_len > mib and hp.train_seq_len > 12288:  # below, validation does not fit
+    In the caching allocator, a step with the FP8 head takes 3,144 MiB and 0.538 a token, and
+    validation 11,069 (PyTorch 2.13). A bf16 head takes less. The formula adds some for libraries
+    that allocate by themselves. Below 12288 tokens, validation is what does not fit."""
+    while 3700 + 0.56 * hp.train_seq_len > mib and hp.train_seq_len > 12288:
         hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)
     return hp
 
@@ -591,7 +592,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Hyperparameter
     add("--resume", metavar="PATH", help="a checkpoint, a run's folder of them, or: latest")
     add("--resume_force", action="store_true", help="even if source or settings differ (no record)")
     args = parser.parse_known_args(argv)[0]
-    # a GPU that PyTorch cannot use is chosen too: check_gpus() then says why, instead of training on the CPU
+    # also choose a GPU that PyTorch cannot use: check_gpus() then says why
     on_cuda = args.device != "cpu" and (cuda_is_available() or visible_gpu() != "")
     hp = TRACKS[args.track or ("fineweb" if on_cuda else "mini")]
     parser.set_defaults(track=hp.track, device="cuda" if on_cuda else "cpu")
@@ -625,15 +626,16 @@ def activation_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
 
 def cuda_is_available() -> bool:
-    """torch.cuda.is_available() without its warning, which an old driver causes: check_gpus() says it in one line."""
+    """torch.cuda.is_available() without its warning about the driver: check_gpus() says that."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.cuda.is_available()
 
 def visible_gpu() -> str:
-    """The make of this machine's GPU, whether or not PyTorch can use it. "" if there is none or the user hides it.
-    Looks at Linux's device files alone. AMD's also stand for graphics inside a CPU: those have little memory."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):  # the last one is Slurm's
+    """The make of this machine's GPU, whether or not PyTorch can use it. "" if there is none, or if
+    the user hides it. Only Linux has these files. A small AMD GPU is part of a CPU."""
+    hidden = ("", "-1", "NoDevFiles")  # the last one is Slurm's
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in hidden:
         return ""
     if glob.glob("/dev/nvidia[0-9]*"):
         return "NVIDIA"
@@ -644,57 +646,62 @@ def visible_gpu() -> str:
     return ""
 
 def why_no_gpu() -> str:
-    """The reason why PyTorch can use no GPU here, and what to do about it."""
+    """Says why PyTorch can't use a GPU here, and what to do about it."""
     make = visible_gpu()
     software = "ROCm" if make == "AMD" else "CUDA"
     built_for = torch.version.hip if make == "AMD" else torch.version.cuda
     if not make:
-        return "PyTorch finds no GPU on this machine: give --device cpu"
+        return "--device cuda: PyTorch finds no GPU on this machine; give --device cpu"
     if built_for is None:
-        return (f"this machine has an {make} GPU, but PyTorch {torch.__version__} is built without {software}: "
-                f"install a build with {software} (https://pytorch.org/get-started/locally), or give --device cpu")
+        return (f"this machine has an {make} GPU, but PyTorch {torch.__version__} is built without "
+                f"{software}: install a build with {software} "
+                "(https://pytorch.org/get-started/locally), or give --device cpu")
     reason = "it does not say why"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as e:  # the first sentence of what PyTorch says
         reason = str(e).splitlines()[0].split(". ")[0].rstrip(".")
-    remedy = "check the driver"
+    remedy = "check its driver"
     driver = {"11": 450, "12": 525, "13": 580}.get(built_for.split(".")[0])  # of NVIDIA's, on Linux
     if make == "NVIDIA" and driver:
-        remedy = f"it needs driver {driver} or later, and nvidia-smi shows yours"
+        remedy = f"check that its driver is {driver} or later (nvidia-smi shows it)"
     if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        remedy += f"; or change CUDA_VISIBLE_DEVICES={chosen}"
-    return (f"PyTorch {torch.__version__} for {software} {built_for} cannot use this machine's {make} GPU ({reason}): "
-            f"{remedy}; or give --device cpu")
+        remedy += f", change CUDA_VISIBLE_DEVICES={chosen}"
+    return (f"PyTorch {torch.__version__} for {software} {built_for} cannot use this machine's "
+            f"{make} GPU ({reason}): {remedy}, or give --device cpu")
 
 def oldest_gpu() -> tuple[tuple[int, int], str]:
-    """The smallest compute capability of the GPUs that this machine's processes use, and that GPU's name."""
+    """The smallest compute capability of the GPUs that this machine's processes use."""
     gpus = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return min((torch.cuda.get_device_capability(i), torch.cuda.get_device_name(i)) for i in gpus)
 
 def check_gpus() -> None:
-    """Raises InputError unless each process of this machine has a GPU that can train. All processes decide the same."""
+    """Raises InputError unless each process of this machine has a GPU that can train. All of them
+    look at the same GPUs, so all decide the same."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if not cuda_is_available():
-        raise InputError(f"--device cuda: {why_no_gpu()}")
+        raise InputError(why_no_gpu())
     gpus = torch.cuda.device_count()
     if processes > gpus:
-        raise InputError(f"--device cuda: {processes} processes, but PyTorch can use {gpus} GPU{'s' * (gpus > 1)}; "
+        raise InputError(f"--device cuda: {processes} processes, but PyTorch finds {gpus} GPU(s); "
                          "use fewer processes, or give --device cpu")
     with warnings.catch_warnings():  # PyTorch warns of GPUs that it was not compiled for
         warnings.simplefilter("ignore")
         (major, minor), name = oldest_gpu()
-    if torch.version.hip is None and major < 8:  # ROCm counts otherwise
-        raise InputError(f"the GPU {name} has compute capability {major}.{minor}, but training needs 8.0 (Ampere) or "
-                         "later, for bfloat16 and FlexAttention; use a newer GPU, or give --device cpu")
+    if torch.version.hip is None and major < 8:  # an AMD GPU's numbers mean something else
+        raise InputError(f"the GPU {name} has compute capability {major}.{minor}, but training "
+                         "needs 8.0 (Ampere) or later, for bfloat16 and FlexAttention; use a newer "
+                         "GPU, or give --device cpu")
 
 def uses_fp8(hp: Hyperparameters) -> bool:
-    """Whether the head is in FP8 on the GPUs here. AMD's FP8 is another type (on MI300), so a head there is in bf16."""
+    """Whether the head is in FP8 on the GPUs here. The MI300's FP8 is another type than
+    float8_e4m3fn, so AMD GPUs use the bf16 head."""
     return hp.fp8 and torch.version.hip is None and oldest_gpu()[0] >= (8, 9)
 
-def fit_to_memory(args: argparse.Namespace, hp: Hyperparameters, world: World, resumed: dict) -> Hyperparameters:
-    """Fits the official track's train_seq_len to the smallest free memory of all ranks' GPUs, the same on all ranks.
-    An option --train_seq_len comes first. A resumed run keeps its length."""
+def fit_to_memory(args: argparse.Namespace, hp: Hyperparameters, world: World,
+                  resumed: dict) -> Hyperparameters:
+    """Fits the official track's train_seq_len to the smallest free memory of all ranks' GPUs. All
+    ranks get the same. A given --train_seq_len stays as it is, and so does a resumed run's."""
     if not args.fit_memory:
         return hp
     if resumed:
@@ -890,8 +897,10 @@ def find_checkpoint(args: argparse.Namespace, hp: Hyperparameters) -> dict:
     """What --resume asks for. Raises InputError where its settings or source are not ours."""
     state = read_checkpoint(args.resume, args.checkpoint_dir)
     old, new = state["settings"], dataclasses.asdict(hp)
-    free = {"save_checkpoint", "train_seq_len"} if args.fit_memory else {"save_checkpoint"}  # these may differ
-    names = [name for name in sorted({*old, *new} - free) if old.get(name) != new.get(name)]
+    may_differ = {"save_checkpoint"}
+    if args.fit_memory:
+        may_differ.add("train_seq_len")  # the checkpoint's is taken
+    names = [name for name in sorted({*old, *new} - may_differ) if old.get(name) != new.get(name)]
     differences = [f"{name}: {old.get(name)} in the checkpoint, {new.get(name)} now" for name in names]
     differences = "; ".join(differences + ["source: not the same"] * (state["source"] != SOURCE))
     if differences and not args.resume_force:
@@ -967,7 +976,8 @@ def synchronized_ms(world: World) -> float:
         dist.barrier()
     return 1000 * time.perf_counter()
 
-NUMBERS = ("training loss", "norm of the weights", "validation loss")  # in the order in which a step looks at them
+# what Logbook.look() looks at, in the order of a step
+NUMBERS = ("training loss", "norm of the weights", "validation loss")
 
 class Logbook:
     """A run's clock, validations and log: <log_dir>/<run_id>.txt and the console (a terminal has a bar). Rank 0 writes."""
@@ -975,7 +985,7 @@ class Logbook:
         self.hp, self.world, self.run_id = hp, world, resumed.get("run_id") or str(uuid.uuid4())
         self.train_ms, self.validations = resumed.get("train_time_ms", 0.0), resumed.get("validations", [])
         self.loss = math.nan
-        # this rank's first number that is not finite: its step, its place in NUMBERS, the number itself
+        # this rank's first number that is not finite: step, index in NUMBERS, the number
         self.first_bad = torch.full((3,), math.inf, dtype=torch.float64, device=world.device)
         self.text, self.path = resumed.get("log") or log_header(hp, world), Path(args.log_dir) / f"{self.run_id}.txt"
         self.bar = tqdm(total=hp.num_iterations, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout,
@@ -1002,11 +1012,14 @@ class Logbook:
         self.started_ms = synchronized_ms(self.world)
 
     def look(self, step: int, number: Tensor, what: str = "training loss") -> int:
-        """Stops the run at a number that is not finite on any rank. -> the signal that all ranks heed now, or 0.
-        A training loss on a GPU is read at each fifth step alone, as the host must wait for it. (torchrun leaves 30 s
-        from a signal to the kill.)"""
-        world, now, number = self.world, what != "training loss", number.detach()
-        found = [torch.full_like(number, step), torch.full_like(number, NUMBERS.index(what)), number]
+        """Stops the run at a number that is not finite on any rank. -> the signal that all ranks
+        heed now, or 0. The host waits for a training loss on a GPU only at each fifth step:
+        torchrun leaves 30 s from a signal to the kill."""
+        world = self.world
+        now = what != "training loss"  # the host waits for the others anyway
+        number = number.detach()
+        kind = torch.full_like(number, NUMBERS.index(what))
+        found = [torch.full_like(number, step), kind, number]
         is_first = ~number.isfinite() & self.first_bad[0].isinf()
         self.first_bad = torch.where(is_first, torch.stack(found).double(), self.first_bad)
         if not now and step % (1 if world.size == 1 and not number.is_cuda else 5):
@@ -1021,24 +1034,28 @@ class Logbook:
         return int(stop)
 
     def not_finite(self) -> str:
-        """What is known of the first number that is not finite, and what to try. All ranks call this."""
-        found = [torch.empty_like(self.first_bad) for _ in range(self.world.size)]
+        """What is known of the first number that is not finite, and a remedy. All ranks call it."""
+        found = [self.first_bad]
         if self.world.size > 1:
+            found = [torch.empty_like(self.first_bad) for _ in range(self.world.size)]
             dist.all_gather(found, self.first_bad)
-        else:
-            found = [self.first_bad]
         found = [numbers.tolist() for numbers in found]
         rank = min(range(self.world.size), key=lambda rank: found[rank][:2])
         step, kind, number = found[rank]
-        rates = [name for name in vars(self.hp) if name.endswith("_lr")]
-        changed = [name for name in rates if getattr(self.hp, name) != getattr(TRACKS[self.hp.track], name)]
+        track = TRACKS[self.hp.track]
+        changed = []
+        for name, value in vars(self.hp).items():
+            if name.endswith("_lr") and value != getattr(track, name):
+                changed.append(f"--{name} {value}")
         if changed:
-            advice = "lower " + ", ".join(f"--{name} {getattr(self.hp, name)}" for name in changed)
+            advice = f"lower {', '.join(changed)}"
         else:
-            without = ", try TORCH_COMPILE_DISABLE=1" if self.world.device.type == "cpu" else ""
-            advice = ("if you changed the source or a setting, look there first; otherwise suspect the compiler or the "
-                      f"machine{without}, and report it with the log")
-        return f"step {int(step)}, rank {rank}: the {NUMBERS[int(kind)]} is not finite ({number}); {advice}"
+            advice = ("if you changed the source or a setting, look there first; otherwise the "
+                      "compiler or the machine may be wrong: report it with the log")
+            if self.world.device.type == "cpu":
+                advice += ", and try TORCH_COMPILE_DISABLE=1"
+        what = NUMBERS[int(kind)]
+        return f"step {int(step)}, rank {rank}: the {what} is not finite ({number}); {advice}"
 
     def validation(self, step: int, val_loss: float) -> None:
         self.validations.append((step, val_loss, self.train_ms))
@@ -1104,7 +1121,8 @@ def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tupl
         if stop or due or (hp.save_checkpoint and step + 1 == hp.num_iterations):
             with book.untimed():
                 begun = time.perf_counter()
-                book.look(step + 1, nn.utils.get_total_norm(model.parameters()), "norm of the weights")  # or nothing is saved
+                weights = nn.utils.get_total_norm(model.parameters())
+                book.look(step + 1, weights, "norm of the weights")  # before they are saved
                 save_checkpoint(folder, step + 1, book, model, optimizers)
                 book.write(f"checkpoint: step {step + 1} written in {time.perf_counter() - begun:.1f} s, untimed")
             if stop:  # all ranks are here: torchrun stops the others when the first one leaves
