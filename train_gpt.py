@@ -17,14 +17,32 @@ What is special, against a plain GPT-2:
 Importing it runs nothing. Shapes: B sequences of S tokens, T = B * S, H heads of D channels, C = model_dim.
 """
 # ---- 1. Preamble: the log carries the source, so that a log alone is enough to rerun a record and to judge it --------
-with open(__file__, newline="") as f:
+with open(__file__, newline="", encoding="utf-8") as f:
     SOURCE = f.read()  # read first: an edit made while the run is on must not reach its log
 
-import argparse, collections, contextlib, ctypes, dataclasses, datetime, glob, itertools, json, math, os
-import platform, re, signal, subprocess, sys, time, uuid, warnings, zipfile
+import os, signal
+
+def stop_before_training(number: int, frame) -> None:
+    """SIGTERM or SIGINT before the first step: there is nothing to save, so the process ends at once."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"\n" * os.isatty(2) + b"stopped before the first step; nothing was trained\n")
+    os._exit(128 + number)
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, stop_before_training)
+
+import argparse, collections, contextlib, ctypes, dataclasses, datetime, glob, itertools, json, math
+import platform, re, subprocess, sys, threading, time, uuid, warnings, zipfile
 from pathlib import Path
 
+# PyTorch and OpenMP read these variables when torch is imported
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+if sys.platform == "linux" and platform.machine() == "x86_64":
+    # GCC 11 to 13 tune for a generic CPU where they don't know the real one, and then delete stores that PyTorch's bf16
+    # transposes need (a bug like https://gcc.gnu.org/PR113255). Any named tuning avoids it; the instruction set stays.
+    os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
+
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # OpenMP threads that spin for long starve beside other processes
 import numpy as np, safetensors.torch, torch
 import torch.distributed as dist
@@ -615,11 +633,27 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Hyperparameter
 World = collections.namedtuple("World", "rank size device")
 
 # the CPU's model, the cores that this process may use, and its instruction sets as the kernel names them
-_cpu = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+def text_of(path: str) -> str:
+    """The file's text; "" if there is no such file."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+def cpu_quota(folder: str = "/sys/fs/cgroup") -> float:
+    """How many CPUs' worth of time a container may use, from its control group; infinity without a limit."""
+    quota, period = (text_of(f"{folder}/cpu.max").split() + ["max", "1"])[:2]  # version 2: "50000 100000" or "max 100000"
+    if quota == "max":  # version 1: where no limit is -1
+        quota = text_of(f"{folder}/cpu/cpu.cfs_quota_us").strip()
+        period = text_of(f"{folder}/cpu/cpu.cfs_period_us").strip()
+    return int(quota) / int(period) if quota.isdigit() else math.inf
+
+_cpu = text_of("/proc/cpuinfo")
 _cpu = dict(re.findall(r"^(\S[^\t:]*)\s*: (.*)$", _cpu, re.M))
 CPU_MODEL = _cpu.get("model name") or platform.machine()
 CPU_FLAGS = set(f"{_cpu.get('flags')} {_cpu.get('Features')}".split())
 CPU_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+CPU_CORES = max(1, math.ceil(min(CPU_CORES, cpu_quota())))
 
 def activation_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the hardware multiplies it, float32 on other CPUs."""
@@ -735,17 +769,19 @@ def start_world(device_name: str) -> World:
                                 device_id=device if device.type == "cuda" else None)
     return World(rank, size, device)
 
-def log_header(hp: Hyperparameters, world: World) -> str:
-    """The source, versions, nvidia-smi or the CPU, the settings. Names no host or user."""
+def log_header(hp: Hyperparameters, world: World, compiler: str = "") -> str:
+    """The source, versions, nvidia-smi or the CPU with its compiler, the settings. Names no host or user."""
     if world.device.type == "cuda":
         machine = f"{torch.cuda.get_device_name()} with world_size={world.size}: there is no nvidia-smi"
         with contextlib.suppress(FileNotFoundError):
-            machine = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+            machine = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                     encoding="utf-8", errors="replace").stdout
         machine = re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", machine, flags=re.S)  # that table has paths in it
     else:
         flags = sorted(f for f in CPU_FLAGS if f.startswith(("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")))
+        openmp = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "GOMP_"))]
         machine = (f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
-                   f"instruction sets: {' '.join(flags)}")
+                   f"instruction sets: {' '.join(flags)}\n{compiler}\nOpenMP: {' '.join(openmp) or 'defaults'}")
     return "\n".join((
         SOURCE, "=" * 100, f"Running Python {sys.version}",
         f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}", machine,
@@ -794,7 +830,136 @@ def set_schedules(optimizers: list[torch.optim.Optimizer], step: int, hp: Hyperp
         if "momentum" in group:
             group["momentum"] = get_muon_momentum(step, hp)
 
-# ---- 9. Warm-up: everything the run will use, on random tokens, before the clock starts ------------------------------
+# ---- 9. Compilation and warm-up: everything the run will use, on random tokens, before the clock starts --------------
+CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the compiler that PyTorch calls
+MAX_LOSS_ERROR = 1e-3      # relative; right builds of mini differ from the uncompiled model by up to 2e-6
+MAX_GRADIENT_ERROR = 0.1   # relative, in the norm of each matrix; right builds differ by up to 1.4e-2 (in bf16)
+
+@contextlib.contextmanager
+def announced(task: str, shown: bool):
+    """Prints what takes a while; on a terminal with the seconds so far."""
+    started, finished = time.perf_counter(), threading.Event()
+
+    def count_seconds():
+        while not finished.wait(1):
+            print(f"\r{task}: {time.perf_counter() - started:.0f} s", end="", flush=True)
+
+    counts = shown and sys.stdout.isatty()
+    if counts:
+        threading.Thread(target=count_seconds, daemon=True).start()
+    elif shown:
+        print(task, flush=True)
+    try:
+        yield
+    finally:
+        finished.set()
+        if counts:
+            print(flush=True)
+
+def compiler_version() -> str:
+    """The first line of what the C++ compiler says of itself; "" if there is none that works."""
+    try:
+        done = subprocess.run([CXX, "--version"], capture_output=True, encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return done.stdout.partition("\n")[0].strip()
+
+def compiler_problem(error: Exception) -> str:
+    """Why the C++ compiler failed, and what helps; "" for an error that isn't the compiler's."""
+    text = str(error)
+    if not compiler_version():
+        return f"there is no working C++ compiler ({CXX}); install one (Debian, Ubuntu: apt install g++) or set CXX"
+    if "No space left on device" in text:
+        return "the disk is full; free 300 MB, or set TMPDIR and TORCHINDUCTOR_CACHE_DIR to folders on another disk"
+    if "Python.h" in text:
+        return f"{CXX} doesn't find Python.h; install Python's headers (Debian, Ubuntu: apt install python3-dev)"
+    if "'openssl'" in text:
+        return "PyTorch needs the command openssl to compile; install it (Debian, Ubuntu: apt install openssl)"
+    if "CppCompileError" in text or "C++ compile error" in text:
+        found = re.search(r".*\b(?:error|fatal)\b.*", text.partition("Output:")[2])
+        return f"{CXX} failed ({found[0].strip()[-200:] if found else 'without a message'}); set CXX to another compiler"
+    if isinstance(error, OSError) or "OSError" in text or "PermissionError" in text:
+        return (f"compiled code can't be kept or loaded ({text.strip().splitlines()[0][-200:]}); set TMPDIR and "
+                "TORCHINDUCTOR_CACHE_DIR to a folder that can be written and isn't mounted noexec")
+    return ""
+
+def randomize(model: GPT) -> None:
+    """Seeded random weights of which none is zero, so that every gradient takes part in the check."""
+    rng = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            values = 0.5 + 0.5 * torch.rand(p.shape, generator=rng)
+        else:
+            std = 1.0 if "embed" in name else 0.5 * p.size(-1) ** -0.5
+            values = std * torch.randn(p.shape, generator=rng)
+        p.data.copy_(values)
+
+def losses_and_gradients(run_model, model: GPT, hp: Hyperparameters, world: World) -> tuple[dict, dict]:
+    """One micro-batch of training and one validation sequence of random tokens, through run_model: the model itself or
+    compiled. -> the two losses, and the gradients of the matrices and tables, by name."""
+    window_blocks = get_window_blocks(hp.num_iterations, hp)
+    tokens = torch.randint(hp.vocab_size, (hp.batch_tokens + hp.val_seq_len,), generator=torch.Generator().manual_seed(0))
+    x = tokens[:sequences_per_pass(hp, world) * hp.train_seq_len].view(-1, hp.train_seq_len)  # (B, S)
+    model.train()
+    loss = run_model(x.int(), x.roll(1), torch.full((), window_blocks, dtype=torch.int32))
+    loss.backward()
+    gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.ndim >= 2}  # those of scalars cancel
+    model.zero_grad()
+    x = tokens[-hp.val_seq_len:]
+    val_loss = evaluate(run_model, [(x.int(), x.roll(1))], window_blocks, hp, World(0, 1, world.device))
+    return {"training": loss.item(), "validation": val_loss.item()}, gradients
+
+def wrong_results(model: GPT, compiled, hp: Hyperparameters, world: World) -> str:
+    """What the compiled model computes otherwise than the uncompiled one, by more than rounding; "" if nothing."""
+    losses, gradients = losses_and_gradients(compiled, model, hp, world)
+    right_losses, right_gradients = losses_and_gradients(model, model, hp, world)
+    for name, right in right_losses.items():
+        if not abs(losses[name] - right) <= MAX_LOSS_ERROR * right:  # "not": NaN is wrong, too
+            return f"a {name} loss of {losses[name]:.6g} for {right:.6g}"
+    for name, right in right_gradients.items():
+        error = (gradients[name] - right).norm() / right.norm()
+        if not error <= MAX_GRADIENT_ERROR:
+            return f"the gradient of {name} is off by {100 * error:.0f}%"
+    return ""
+
+def compile_problem(model: GPT, compiled, hp: Hyperparameters, world: World) -> str:
+    """Compiles the model on a CPU and checks it. -> why it can't be used, with the remedy; "" if it can."""
+    randomize(model)
+    try:
+        wrong = wrong_results(model, compiled, hp, world)
+    except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
+        problem = compiler_problem(e)
+        if not problem:
+            raise
+        return problem
+    finally:
+        model.zero_grad()
+    return wrong and f"{CXX} makes wrong code ({wrong}); install GCC 14 or later, or set CXX to another compiler"
+
+def compile_model(model: GPT, hp: Hyperparameters, world: World) -> tuple:
+    """-> the model to train with, compiled where possible, and the log's line about it. Changes the weights."""
+    compiled = torch.compile(model, dynamic=False)
+    if world.device.type == "cuda":
+        return compiled, ""
+    tuned = torch.__version__ >= (2, 13) and "TORCHINDUCTOR_CPP_MARCH" in os.environ  # PyTorch 2.11 doesn't read it
+    flags = "-march=" + (os.environ["TORCHINDUCTOR_CPP_MARCH"] if tuned else "native")
+    line = f"Compiler: {compiler_version() or 'none'}; flags: {flags}; model compiled:"
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return model, f"{line} no (TORCH_COMPILE_DISABLE is set)"
+    with announced("compiling the model: about a minute the first time, then seconds", world.rank == 0):
+        problem = compile_problem(model, compiled, hp, world)
+    if world.size > 1:  # all ranks or none
+        first = torch.tensor(world.rank if problem else world.size)
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        if first < world.size and not problem:
+            problem = f"rank {first.item()} can't compile it"
+    if not problem:
+        return compiled, f"{line} yes"
+    if world.rank == 0:
+        print(f"warning: training without torch.compile, which takes about twice as long: {problem}",
+              file=sys.stderr, flush=True)
+    return model, f"{line} no ({problem})"
+
 def warm_up(model, optimizers: list, buckets: "GradientBuckets", hp: Hyperparameters, world: World) -> None:
     """Compiles, starts the communicators, fills the allocator's caches; then weights and optimizers begin anew."""
     local, window_blocks = hp.batch_tokens // world.size, get_window_blocks(hp.num_iterations, hp)
@@ -926,11 +1091,15 @@ def on_signal(number: int, frame) -> None:
     stop_signal[:] = stop_signal or (number, time.monotonic())
 
 # ---- 12. The timed loop ----------------------------------------------------------------------------------------------
+def sequences_per_pass(hp: Hyperparameters, world: World) -> int:
+    """Micro-batch size in sequences: the largest that divides this process's share of a step."""
+    local = hp.num_sequences // world.size
+    return max(n for n in range(1, min(local, hp.sequences_per_pass) + 1) if local % n == 0)
+
 def train_step(model, optimizers, buckets, inputs: Tensor, targets: Tensor, window_blocks: int, hp: Hyperparameters,
                world: World) -> Tensor:
     """Forward, backward and update on this process's share of a step, (local tokens,). -> its mean loss."""
-    local = hp.num_sequences // world.size
-    per_pass = max(n for n in range(1, min(local, hp.sequences_per_pass) + 1) if local % n == 0)
+    per_pass = sequences_per_pass(hp, world)
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
     model.train()
     inputs, targets = (t.view(-1, per_pass, hp.train_seq_len) for t in (inputs, targets))  # (micro-steps, B, S)
@@ -981,13 +1150,13 @@ NUMBERS = ("training loss", "norm of the weights", "validation loss")
 
 class Logbook:
     """A run's clock, validations and log: <log_dir>/<run_id>.txt and the console (a terminal has a bar). Rank 0 writes."""
-    def __init__(self, args: argparse.Namespace, hp: Hyperparameters, world: World, resumed: dict):
+    def __init__(self, args: argparse.Namespace, hp: Hyperparameters, world: World, resumed: dict, compiler: str):
         self.hp, self.world, self.run_id = hp, world, resumed.get("run_id") or str(uuid.uuid4())
         self.train_ms, self.validations = resumed.get("train_time_ms", 0.0), resumed.get("validations", [])
         self.loss = math.nan
         # this rank's first number that is not finite: step, index in NUMBERS, the number
         self.first_bad = torch.full((3,), math.inf, dtype=torch.float64, device=world.device)
-        self.text, self.path = resumed.get("log") or log_header(hp, world), Path(args.log_dir) / f"{self.run_id}.txt"
+        self.text, self.path = resumed.get("log") or log_header(hp, world, compiler), Path(args.log_dir) / f"{self.run_id}.txt"
         self.bar = tqdm(total=hp.num_iterations, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout,
                         disable=world.rank > 0 or not sys.stdout.isatty())
         if world.rank == 0:
@@ -997,7 +1166,7 @@ class Logbook:
     def write(self, line: str, log: bool = True, console: bool = True) -> None:
         if log and self.world.rank == 0:
             self.text += f"{line}\n"
-            with naming(f"cannot write the log {self.path}"), open(self.path, "a") as file:
+            with naming(f"cannot write the log {self.path}"), open(self.path, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
         if console and self.world.rank == 0:
             with naming("cannot write to the console"):
@@ -1082,20 +1251,24 @@ class Logbook:
 
 def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tuple, resumed: dict) -> tuple:
     """One counted run with a log of its own. -> its last validation: (step, val_loss, training time in ms)."""
-    model, compiled, optimizers, buckets = parts
-    book = Logbook(args, hp, world, resumed)
+    model, compiled, compiler, compile_seconds, optimizers, buckets = parts
+    book = Logbook(args, hp, world, resumed, compiler)
     folder, first_step = Path(args.checkpoint_dir) / book.run_id, resumed.get("step", 0)
     if hp.train_seq_len != TRACKS[hp.track].train_seq_len and not resumed:
         book.write(f"train_seq_len {hp.train_seq_len} (track: {TRACKS[hp.track].train_seq_len}): {hp.num_sequences} "
                    f"sequences a step, {hp.batch_tokens} tokens as before")
     begun = time.perf_counter()
     warm_up(compiled, optimizers, buckets, hp, world)
-    book.write(f"warm-up: {hp.warmup_steps} steps and compilation took {time.perf_counter() - begun:.1f} s, untimed")
+    seconds = time.perf_counter() - begun
+    book.write(f"warm-up: compilation {compile_seconds:.1f} s, {hp.warmup_steps} steps {seconds:.1f} s, untimed")
     if resumed:
         load_checkpoint(resumed, model, optimizers)
         book.write(f"resume: from step {first_step}, on {world.size} process(es){resumed['forced']}")
+        book.write(compiler, console=False)
     batches = distributed_data_generator(hp.train_files, hp.batch_tokens, world.rank, world.size, hp.vocab_size,
                                          world.device, first_step)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
     book.started_ms = synchronized_ms(world)
     for step in range(first_step, hp.num_iterations + 1):
         # --------------- validation
@@ -1146,9 +1319,12 @@ def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
     resumed = find_checkpoint(args, hp) if args.resume else {}
     hp = fit_to_memory(args, hp, world, resumed)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+        signal.signal(number, stop_before_training)
     model = build_model(hp, world)
-    parts = model, torch.compile(model, dynamic=False), build_optimizers(model, hp), GradientBuckets(model.parameters())
+    begun = time.perf_counter()
+    compiled, compiler = compile_model(model, hp, world)
+    compile_seconds = time.perf_counter() - begun
+    parts = (model, compiled, compiler, compile_seconds, build_optimizers(model, hp), GradientBuckets(model.parameters()))
     ends = [run(args, dataclasses.replace(hp, seed=hp.seed + i), world, parts, resumed) for i in range(args.num_runs)]
     if args.num_runs > 1 and world.rank == 0:  # Student's one-sided test that the mean loss is below the target
         from scipy import stats

@@ -463,7 +463,7 @@ def test_macos_counts_memory_in_bytes(monkeypatch):
 # ------------------------------------------------ numbers that are not finite
 def not_finite(hp, looks, folder, world=World(0, 1, CPU)):
     """The message at the end of a run that looks at these (step, number, what) in turn."""
-    book = Logbook(argparse.Namespace(log_dir=folder), hp, world, {})
+    book = Logbook(argparse.Namespace(log_dir=folder), hp, world, {}, "")
     with pytest.raises(InputError) as error:
         for step, number, what in looks:
             assert book.look(step, torch.tensor(number), what) == 0
