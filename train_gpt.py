@@ -33,7 +33,7 @@ if __name__ == "__main__":  # before the imports, which take seconds
         signal.signal(signal_number, stop_before_training)
 
 import argparse, collections, contextlib, ctypes, dataclasses, datetime, glob, itertools, json, math
-import platform, re, resource, subprocess, sys, threading, time, uuid, zipfile
+import platform, re, subprocess, sys, threading, time, uuid, warnings, zipfile
 from pathlib import Path
 
 # PyTorch and OpenMP read these variables when torch is imported
@@ -559,7 +559,7 @@ max_ngram <= {BLOCK_SIZE}; max_ngram == 1 or model_dim % (max_ngram - 1) == 0; n
 cooldown_frac <= 1; adam_beta1 < 1; adam_beta2 < 1; muon_momentum < 1; muon_momentum_start < 1; muon_beta2 < 1
 """  # what every set of hyperparameters keeps, in Python
 
-def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
+def check_hyperparameters(hp: Hyperparameters, world_size: int, device: str = "cpu") -> None:
     """Raises InputError for what cannot be trained."""
     may_be_zero = re.compile("eot_token|num_value_embeds|seed|warmup|every|lr|beta|momentum")
     for name, value in vars(hp).items():
@@ -570,6 +570,11 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
         if not eval(rule, dict(vars(hp))):
             given = [f"--{name} {value}" for name, value in vars(hp).items() if re.search(rf"\b{name}\b", rule)]
             raise InputError(f"{', '.join(given)}: must keep the rule {rule}")
+    if device == "cuda" and hp.head_dim < 16:
+        raise InputError(f"--head_dim {hp.head_dim}: must be at least 16 on a GPU (FlexAttention)")
+    if device == "cuda" and uses_fp8(hp) and hp.model_dim % 16:
+        raise InputError(f"--model_dim {hp.model_dim}: must be a multiple of 16 for the FP8 head; "
+                         "change it, or give --fp8 false")
     val_sequences = hp.val_tokens // hp.val_seq_len
     most = math.gcd(hp.num_sequences, val_sequences)
     if most % world_size:
@@ -577,11 +582,12 @@ def check_hyperparameters(hp: Hyperparameters, world_size: int) -> None:
         raise InputError(f"{world_size} processes cannot share {hp.num_sequences} training and {val_sequences} "
                          f"validation sequences equally; use {fits}")
 
-def fitted(hp: Hyperparameters) -> Hyperparameters:
-    """The official track with sequences halved until a step fits the smallest GPU here; the step keeps its tokens. By the
-    caching allocator a step takes 3,144 MiB and 0.538 a token, validation 11,069 (PyTorch 2.13); some is added for CUDA."""
-    mib = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())) / 2**20
-    while 3700 + 0.56 * hp.train_seq_len > mib and hp.train_seq_len > 12288:  # below, validation is what does not fit
+def fitted(hp: Hyperparameters, mib: float) -> Hyperparameters:
+    """Halves train_seq_len until a step fits into `mib` MiB of GPU memory. A step keeps its tokens.
+    In the caching allocator, a step with the FP8 head takes 3,144 MiB and 0.538 a token, and
+    validation 11,069 (PyTorch 2.13). A bf16 head takes less. The formula adds some for libraries
+    that allocate by themselves. Below 12288 tokens, validation is what does not fit."""
+    while 3700 + 0.56 * hp.train_seq_len > mib and hp.train_seq_len > 12288:
         hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)
     return hp
 
@@ -604,9 +610,9 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Hyperparameter
     add("--resume", metavar="PATH", help="a checkpoint, a run's folder of them, or: latest")
     add("--resume_force", action="store_true", help="even if source or settings differ (no record)")
     args = parser.parse_known_args(argv)[0]
-    on_cuda = args.device != "cpu" and torch.cuda.is_available()
+    # also choose a GPU that PyTorch cannot use: check_gpus() then says why
+    on_cuda = args.device != "cpu" and (cuda_is_available() or visible_gpu() != "")
     hp = TRACKS[args.track or ("fineweb" if on_cuda else "mini")]
-    hp = fitted(hp) if on_cuda and hp.track == "fineweb" else hp
     parser.set_defaults(track=hp.track, device="cuda" if on_cuda else "cpu")
     add("-h", "--help", action="help", help="show this and exit")
     fields = parser.add_argument_group(f"hyperparameters, with the defaults of track {hp.track}")
@@ -617,6 +623,8 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Hyperparameter
                             help=f"{meaning[name]}; default: {shown}",
                             **(dict(nargs="?", const=True) if type(value) is bool else {}))
     args = parser.parse_args(argv)
+    seq_len_given = any(argument.split("=")[0] == "--train_seq_len" for argument in argv)
+    args.fit_memory = args.device == "cuda" and hp.track == "fineweb" and not seq_len_given
     if args.num_runs < 1 or args.checkpoint_every < 0 or (args.num_runs > 1 and args.resume):
         fail("--num_runs must be at least 1, and 1 with --resume; --checkpoint_every must not be negative")
     return args, Hyperparameters(**{name: getattr(args, name) for name in vars(hp)})
@@ -651,15 +659,100 @@ def activation_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the hardware multiplies it, float32 on other CPUs."""
     return torch.bfloat16 if device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
 
+def cuda_is_available() -> bool:
+    """torch.cuda.is_available() without its warning about the driver: check_gpus() says that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.cuda.is_available()
+
+def visible_gpu() -> str:
+    """The make of this machine's GPU, whether or not PyTorch can use it. "" if there is none, or if
+    the user hides it. Only Linux has these files. A small AMD GPU is part of a CPU."""
+    hidden = ("", "-1", "NoDevFiles")  # the last one is Slurm's
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in hidden:
+        return ""
+    if glob.glob("/dev/nvidia[0-9]*"):
+        return "NVIDIA"
+    if os.path.exists("/dev/kfd"):
+        for file in glob.glob("/sys/class/drm/card*/device/mem_info_vram_total"):
+            if int(Path(file).read_text(encoding="utf-8")) >= 8 * 2**30:
+                return "AMD"
+    return ""
+
+def why_no_gpu() -> str:
+    """Says why PyTorch can't use a GPU here, and what to do about it."""
+    make = visible_gpu()
+    software = "ROCm" if make == "AMD" else "CUDA"
+    built_for = torch.version.hip if make == "AMD" else torch.version.cuda
+    if not make:
+        return "--device cuda: PyTorch finds no GPU on this machine; give --device cpu"
+    if built_for is None:
+        return (f"this machine has an {make} GPU, but PyTorch {torch.__version__} is built without "
+                f"{software}: install a build with {software} "
+                "(https://pytorch.org/get-started/locally), or give --device cpu")
+    reason = "it does not say why"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as e:  # the first sentence of what PyTorch says
+        reason = str(e).splitlines()[0].split(". ")[0].rstrip(".")
+    remedy = "check its driver"
+    driver = {"11": 450, "12": 525, "13": 580}.get(built_for.split(".")[0])  # of NVIDIA's, on Linux
+    if make == "NVIDIA" and driver:
+        remedy = f"check that its driver is {driver} or later (nvidia-smi shows it)"
+    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        remedy += f", change CUDA_VISIBLE_DEVICES={chosen}"
+    return (f"PyTorch {torch.__version__} for {software} {built_for} cannot use this machine's "
+            f"{make} GPU ({reason}): {remedy}, or give --device cpu")
+
+def oldest_gpu() -> tuple[tuple[int, int], str]:
+    """The smallest compute capability of the GPUs that this machine's processes use."""
+    gpus = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return min((torch.cuda.get_device_capability(i), torch.cuda.get_device_name(i)) for i in gpus)
+
+def check_gpus() -> None:
+    """Raises InputError unless each process of this machine has a GPU that can train. All of them
+    look at the same GPUs, so all decide the same."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not cuda_is_available():
+        raise InputError(why_no_gpu())
+    gpus = torch.cuda.device_count()
+    if processes > gpus:
+        raise InputError(f"--device cuda: {processes} processes, but PyTorch finds {gpus} GPU(s); "
+                         "use fewer processes, or give --device cpu")
+    with warnings.catch_warnings():  # PyTorch warns of GPUs that it was not compiled for
+        warnings.simplefilter("ignore")
+        (major, minor), name = oldest_gpu()
+    if torch.version.hip is None and major < 8:  # an AMD GPU's numbers mean something else
+        raise InputError(f"the GPU {name} has compute capability {major}.{minor}, but training "
+                         "needs 8.0 (Ampere) or later, for bfloat16 and FlexAttention; use a newer "
+                         "GPU, or give --device cpu")
+
+def uses_fp8(hp: Hyperparameters) -> bool:
+    """Whether the head is in FP8 on the GPUs here. The MI300's FP8 is another type than
+    float8_e4m3fn, so AMD GPUs use the bf16 head."""
+    return hp.fp8 and torch.version.hip is None and oldest_gpu()[0] >= (8, 9)
+
+def fit_to_memory(args: argparse.Namespace, hp: Hyperparameters, world: World,
+                  resumed: dict) -> Hyperparameters:
+    """Fits the official track's train_seq_len to the smallest free memory of all ranks' GPUs. All
+    ranks get the same. A given --train_seq_len stays as it is, and so does a resumed run's."""
+    if not args.fit_memory:
+        return hp
+    if resumed:
+        return dataclasses.replace(hp, train_seq_len=resumed["settings"]["train_seq_len"])
+    free = torch.cuda.mem_get_info(world.device)[0] / 2**20
+    smallest = torch.full((), free, device=world.device)
+    if world.size > 1:
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return fitted(hp, smallest.item())
+
 def start_world(device_name: str) -> World:
     """Joins torchrun's process group, NCCL on CUDA and gloo on the CPU; a single process needs none."""
     rank, size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in [
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)])
     device = torch.device(device_name, local_rank if device_name == "cuda" else None)
     if device.type == "cuda":
-        if local_size > torch.cuda.device_count():
-            raise InputError(f"--device cuda: {local_size} process{'es' * (local_size > 1)}, but "
-                             f"{torch.cuda.device_count()} usable GPUs; use fewer processes, or --device cpu")
+        check_gpus()
         torch.cuda.set_device(device)
     else:
         # else threads add up the embeddings' gradients in any order, and no run is like another
@@ -698,8 +791,8 @@ def log_header(hp: Hyperparameters, world: World, compiler: str = "") -> str:
 # ---- 8. Model, optimizers, schedules ---------------------------------------------------------------------------------
 def build_model(hp: Hyperparameters, world: World) -> GPT:
     torch.manual_seed(hp.seed)
-    has_fp8 = world.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-    model = GPT(hp, activation_dtype(world.device), use_fp8=hp.fp8 and has_fp8).to(world.device)
+    use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
+    model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
     if world.size > 1:
         for p in model.parameters():
             dist.broadcast(p.detach(), 0)
@@ -969,7 +1062,10 @@ def find_checkpoint(args: argparse.Namespace, hp: Hyperparameters) -> dict:
     """What --resume asks for. Raises InputError where its settings or source are not ours."""
     state = read_checkpoint(args.resume, args.checkpoint_dir)
     old, new = state["settings"], dataclasses.asdict(hp)
-    names = [name for name in sorted({*old, *new} - {"save_checkpoint"}) if old.get(name) != new.get(name)]
+    may_differ = {"save_checkpoint"}
+    if args.fit_memory:
+        may_differ.add("train_seq_len")  # the checkpoint's is taken
+    names = [name for name in sorted({*old, *new} - may_differ) if old.get(name) != new.get(name)]
     differences = [f"{name}: {old.get(name)} in the checkpoint, {new.get(name)} now" for name in names]
     differences = "; ".join(differences + ["source: not the same"] * (state["source"] != SOURCE))
     if differences and not args.resume_force:
@@ -1033,8 +1129,12 @@ def evaluate(model, sequences, window_blocks: int, hp: Hyperparameters, world: W
 def peak_memory(world: World) -> str:
     if world.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    elif sys.platform == "win32":
+        return "peak memory: not measured on Windows"
     else:  # a CPU process has its peak resident set, and no caching allocator with a reserve
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        import resource  # Windows has no such module
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return f"peak memory allocated: {allocated // 2**20} MiB reserved: {reserved // 2**20} MiB"
 
 def synchronized_ms(world: World) -> float:
@@ -1045,12 +1145,17 @@ def synchronized_ms(world: World) -> float:
         dist.barrier()
     return 1000 * time.perf_counter()
 
+# what Logbook.look() looks at, in the order of a step
+NUMBERS = ("training loss", "norm of the weights", "validation loss")
+
 class Logbook:
     """A run's clock, validations and log: <log_dir>/<run_id>.txt and the console (a terminal has a bar). Rank 0 writes."""
     def __init__(self, args: argparse.Namespace, hp: Hyperparameters, world: World, resumed: dict, compiler: str):
         self.hp, self.world, self.run_id = hp, world, resumed.get("run_id") or str(uuid.uuid4())
         self.train_ms, self.validations = resumed.get("train_time_ms", 0.0), resumed.get("validations", [])
-        self.loss, self.first_bad = math.nan, torch.full((), math.inf, dtype=torch.float64, device=world.device)
+        self.loss = math.nan
+        # this rank's first number that is not finite: step, index in NUMBERS, the number
+        self.first_bad = torch.full((3,), math.inf, dtype=torch.float64, device=world.device)
         self.text, self.path = resumed.get("log") or log_header(hp, world, compiler), Path(args.log_dir) / f"{self.run_id}.txt"
         self.bar = tqdm(total=hp.num_iterations, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout,
                         disable=world.rank > 0 or not sys.stdout.isatty())
@@ -1075,23 +1180,51 @@ class Logbook:
         yield
         self.started_ms = synchronized_ms(self.world)
 
-    def look(self, step: int, number: Tensor, now: bool = False) -> int:
-        """Stops the run at a number that is not finite on any rank. -> the signal that all ranks heed now, or 0. Where
-        the host does not wait anyway (`now`), only at each fifth step: torchrun leaves 30 s from a signal to the kill."""
+    def look(self, step: int, number: Tensor, what: str = "training loss") -> int:
+        """Stops the run at a number that is not finite on any rank. -> the signal that all ranks
+        heed now, or 0. The host waits for a training loss on a GPU only at each fifth step:
+        torchrun leaves 30 s from a signal to the kill."""
         world = self.world
-        bad = torch.where(number.isfinite(), math.inf, (2 * step + now) * world.size + world.rank)  # in order of time
-        self.first_bad = self.first_bad.minimum(bad)
+        now = what != "training loss"  # the host waits for the others anyway
+        number = number.detach()
+        kind = torch.full_like(number, NUMBERS.index(what))
+        found = [torch.full_like(number, step), kind, number]
+        is_first = ~number.isfinite() & self.first_bad[0].isinf()
+        self.first_bad = torch.where(is_first, torch.stack(found).double(), self.first_bad)
         if not now and step % (1 if world.size == 1 and not number.is_cuda else 5):
             return 0
-        votes = torch.stack([-self.first_bad, torch.full_like(self.first_bad, stop_signal[0] if stop_signal else 0)])
+        stop = torch.full_like(self.first_bad[0], stop_signal[0] if stop_signal else 0)
+        votes = torch.stack([-self.first_bad[0], stop])
         if world.size > 1:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         (bad, stop), self.loss = votes.tolist(), self.loss if now else number.item()
         if bad > -math.inf:
-            step, rank = divmod(int(-bad), world.size)
-            raise InputError(f"step {step // 2}, rank {rank}: the loss or the weights are not finite (here: {number.item()}); "
-                             "lower the learning rates, or look at what was changed last")
+            raise InputError(self.not_finite())
         return int(stop)
+
+    def not_finite(self) -> str:
+        """What is known of the first number that is not finite, and a remedy. All ranks call it."""
+        found = [self.first_bad]
+        if self.world.size > 1:
+            found = [torch.empty_like(self.first_bad) for _ in range(self.world.size)]
+            dist.all_gather(found, self.first_bad)
+        found = [numbers.tolist() for numbers in found]
+        rank = min(range(self.world.size), key=lambda rank: found[rank][:2])
+        step, kind, number = found[rank]
+        track = TRACKS[self.hp.track]
+        changed = []
+        for name, value in vars(self.hp).items():
+            if name.endswith("_lr") and value != getattr(track, name):
+                changed.append(f"--{name} {value}")
+        if changed:
+            advice = f"lower {', '.join(changed)}"
+        else:
+            advice = ("if you changed the source or a setting, look there first; otherwise the "
+                      "compiler or the machine may be wrong: report it with the log")
+            if self.world.device.type == "cpu":
+                advice += ", and try TORCH_COMPILE_DISABLE=1"
+        what = NUMBERS[int(kind)]
+        return f"step {int(step)}, rank {rank}: the {what} is not finite ({number}); {advice}"
 
     def validation(self, step: int, val_loss: float) -> None:
         self.validations.append((step, val_loss, self.train_ms))
@@ -1147,7 +1280,7 @@ def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tupl
                 # the same sequences whatever the world size
                 mine = itertools.islice(sequences, world.rank, hp.val_tokens // hp.val_seq_len, world.size)
                 val_loss = evaluate(compiled, mine, get_window_blocks(step, hp), hp, world)
-                book.look(step, val_loss, now=True)
+                book.look(step, val_loss, "validation loss")
                 book.validation(step, val_loss.item())
         if last_step:
             break
@@ -1162,7 +1295,8 @@ def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tupl
         if stop or due or (hp.save_checkpoint and step + 1 == hp.num_iterations):
             with book.untimed():
                 begun = time.perf_counter()
-                book.look(step + 1, nn.utils.get_total_norm(model.parameters()), now=True)  # or nothing is saved
+                weights = nn.utils.get_total_norm(model.parameters())
+                book.look(step + 1, weights, "norm of the weights")  # before they are saved
                 save_checkpoint(folder, step + 1, book, model, optimizers)
                 book.write(f"checkpoint: step {step + 1} written in {time.perf_counter() - begun:.1f} s, untimed")
             if stop:  # all ranks are here: torchrun stops the others when the first one leaves
@@ -1173,7 +1307,9 @@ def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tupl
     return book.validations[-1]
 
 def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
-    check_hyperparameters(hp, int(os.environ.get("WORLD_SIZE", 1)))
+    if args.device == "cuda":
+        check_gpus()  # before the data is looked at
+    check_hyperparameters(hp, int(os.environ.get("WORLD_SIZE", 1)), args.device)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # one look at the data a machine
         check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size, "--num_iterations")
         check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size, "--val_tokens")
@@ -1182,6 +1318,7 @@ def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
                 Path(args.checkpoint_dir).mkdir(parents=True, exist_ok=True)
     world = start_world(args.device)
     resumed = find_checkpoint(args, hp) if args.resume else {}
+    hp = fit_to_memory(args, hp, world, resumed)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop_before_training)
     model = build_model(hp, world)
