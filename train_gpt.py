@@ -1261,15 +1261,15 @@ def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tupl
     warm_up(compiled, optimizers, buckets, hp, world)
     seconds = time.perf_counter() - begun
     book.write(f"warm-up: compilation {compile_seconds:.1f} s, {hp.warmup_steps} steps {seconds:.1f} s, untimed")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    if compiler not in book.text:  # resumed on another machine, or with another compiler
+        book.write(compiler, console=False)
     if resumed:
         load_checkpoint(resumed, model, optimizers)
         book.write(f"resume: from step {first_step}, on {world.size} process(es){resumed['forced']}")
-        if compiler not in book.text:  # another machine, or another compiler
-            book.write(compiler, console=False)
     batches = distributed_data_generator(hp.train_files, hp.batch_tokens, world.rank, world.size, hp.vocab_size,
                                          world.device, first_step)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
     book.started_ms = synchronized_ms(world)
     for step in range(first_step, hp.num_iterations + 1):
         # --------------- validation
