@@ -135,12 +135,12 @@ class Place:
                     shown = time.monotonic()
                 for run in [run for run, child in running.items() if child.poll() is not None]:
                     text = self.finish(run, running.pop(run).returncode)
-                    check()
                     bar.update()
                     done = len(todo) - len(waiting) - len(running)
                     left = tqdm.format_interval((time.monotonic() - began) / done * (len(todo) - done))
                     if bar.disable:
                         print(f"{done}/{len(todo)} {run}: {text}; {left} left", file=sys.stderr, flush=True)
+                    check()
         finally:
             bar.close()
             for child in running.values():

@@ -381,7 +381,8 @@ def variables_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
 def variables_by_text(text: str) -> list[tuple[str, int]]:
     """The same for a source that this Python cannot parse."""
     text = re.sub(r"#.*", "", text)
-    text = text.replace(ALLOWED_CALL, "")
+    for call in (ALLOWED_CALL, ALLOWED_CALL.replace('"', "'")):
+        text = text.replace(call, "")
     found = []
     for match in re.finditer(rf"""["']({VARIABLE.pattern})|[(,]\s*({VARIABLE.pattern})\s*=""", text):
         name = match[1] or match[2]
