@@ -2,6 +2,7 @@
 import ast
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -79,6 +80,7 @@ def test_records_in_the_c_locale(tmp_path):
     done = run("tools/plot.py", f"größe={odd}", "-o", "bild_ü.png", cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "bild_ü.png").read_bytes()[:4] == b"\x89PNG"
     (tmp_path / "r").mkdir()
+    shutil.copy(ROOT / "records" / "record_history.csv", tmp_path / "r")
     done = run("tools/submit.py", "--track", "shakespeare", "--name", "Größer", "--what", "Überall", "--date", "2026-01-02",
                "--records_dir", tmp_path / "r", runs, cwd=tmp_path)
     assert done.returncode == 0, done.stdout

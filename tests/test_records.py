@@ -553,6 +553,8 @@ MARCH = 'os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake
     MARCH, MARCH.replace('"', "'"), f"if linux:\n    {MARCH}", f"march = {MARCH}",
     "where = os.environ.get('TORCHINDUCTOR_CACHE_DIR', '/tmp')", "os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder)",
     "raise InputError(f'TORCHINDUCTOR_CACHE_DIR {folder}: cannot be written')",
+    MARCH.replace("setdefault", "get"), "march = os.environ['TORCHINDUCTOR_CPP_MARCH']",
+    "tuned = 'TORCHINDUCTOR_CPP_MARCH' in os.environ", "off = os.getenv('TORCH_COMPILE_DISABLE') == '1'",
     "def f():\n    'TORCHINDUCTOR_MAX_AUTOTUNE makes it faster.'", "# os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'",
     "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'", "print('see TORCH_COMPILE_DISABLE')"])
 def test_allowed_variables_of_the_compiler(code):
@@ -565,7 +567,8 @@ def test_allowed_variables_of_the_compiler(code):
 @pytest.mark.parametrize("code, name", [
     ("os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'", "TORCHINDUCTOR_MAX_AUTOTUNE"),
     ("os.environ.setdefault('TORCHINDUCTOR_CPP_MARCH', 'native')", "TORCHINDUCTOR_CPP_MARCH"),
-    (MARCH.replace("setdefault", "get"), "TORCHINDUCTOR_CPP_MARCH"),
+    ("os.environ.pop('TORCHINDUCTOR_CPP_MARCH')", "TORCHINDUCTOR_CPP_MARCH"),
+    ("del os.environ['TORCHINDUCTOR_CPP_MARCH']", "TORCHINDUCTOR_CPP_MARCH"),
     (MARCH.replace("icelake-server", "icelake-server -Ofast"), "TORCHINDUCTOR_CPP_MARCH"),
     (MARCH + "\nos.environ['TORCHINDUCTOR_CPP_MARCH'] += ' -Ofast'", "TORCHINDUCTOR_CPP_MARCH"),
     ("os.putenv('TORCH_COMPILE_DISABLE', '1')", "TORCH_COMPILE_DISABLE"),

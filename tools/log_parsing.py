@@ -352,15 +352,27 @@ def settings_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
     return found
 
 
-def variables_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
-    """-> (the name of a variable of the compiler that the source holds outside of ALLOWED_CALL, line)"""
+def nodes_that_set_nothing(tree: ast.AST) -> set[ast.AST]:
+    """What the allowed call holds, docstrings, and the names of variables that are only read."""
     allowed = ast.dump(ast.parse(ALLOWED_CALL, mode="eval").body)
-    harmless = set()  # nodes that set nothing: what the allowed call holds, and docstrings
+    nodes = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.dump(node) == allowed:
-            harmless |= set(ast.walk(node))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            harmless.add(node.value)
+            nodes |= set(ast.walk(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+            nodes |= set(node.args[:1])
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):  # os.environ["NAME"]
+            nodes.add(node.slice)
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            nodes.add(node.left)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            nodes.add(node.value)
+    return nodes
+
+
+def variables_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
+    """-> (the name of a variable of the compiler that the source may set outside of ALLOWED_CALL, line)"""
+    harmless = nodes_that_set_nothing(tree)
     found = []
     for node in ast.walk(tree):
         name = ""
@@ -383,6 +395,9 @@ def variables_by_text(text: str) -> list[tuple[str, int]]:
     text = re.sub(r"#.*", "", text)
     for call in (ALLOWED_CALL, ALLOWED_CALL.replace('"', "'")):
         text = text.replace(call, "")
+    name = rf"""["'](?:{VARIABLE.pattern})["']"""
+    reads = (rf"(?:environ\.get|getenv)\({name}", rf"(?<!del os\.)environ\[{name}\](?!\s*[+|]?=[^=])", rf"{name} (?:not )?in\b")
+    text = re.sub("|".join(reads), "", text)
     found = []
     for match in re.finditer(rf"""["']({VARIABLE.pattern})|[(,]\s*({VARIABLE.pattern})\s*=""", text):
         name = match[1] or match[2]

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Cores
 def usable_cores(root: Path = Path("/")) -> int:
-    """The cores that this process may use, at least 1. A cgroup's quota counts, rounded down: a container that
-    is limited to 2.5 cores of 8 has 2. `root` is where /proc and /sys are found."""
+    """The cores that this process may use, at least 1. A cgroup's quota counts, rounded down: a
+    container that is limited to 2.5 cores of 8 has 2. `root` is where /proc and /sys are found."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -45,7 +45,7 @@ def cgroup_folders(root: Path) -> list[Path]:
 
 
 def cgroup_quota(folder: Path) -> float:
-    """How many cores a cgroup may use; infinity without a limit, or where its files are not there."""
+    """How many cores a cgroup may use; infinity without a limit or without its files."""
     try:
         if (folder / "cpu.max").exists():  # version 2
             quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
@@ -60,10 +60,10 @@ def cgroup_quota(folder: Path) -> float:
     return cores
 
 
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Text
 def show_any_text() -> None:
-    """Prints a question mark for a character that the terminal's encoding lacks, instead of failing."""
+    """Prints a question mark for a character that the terminal can't show, instead of failing."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
 
