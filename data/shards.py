@@ -5,9 +5,11 @@ A shard is a file of 256 little-endian int32 (magic 20240520, version 1, the num
 by that many little-endian uint16 tokens: the format of llm.c and of the NanoGPT speedruns.
 """
 import contextlib
+import errno
 import hashlib
 import os
 import signal
+import socket
 import sys
 import uuid
 from pathlib import Path
@@ -22,6 +24,45 @@ HEADER_BYTES = 4 * HEADER_INTS
 
 class ShardError(Exception):
     """A shard, or what should become one, is not as it must be; the message is one line."""
+
+# -----------------------------------------------------------------------------
+# Errors in one line
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
+
+
+@contextlib.contextmanager
+def writing(path, remedy="choose another folder with --out"):
+    """An OSError inside becomes a ShardError that says which file cannot be written, why, and what to do."""
+    try:
+        yield
+    except OSError as e:
+        reason = e.strerror or str(e)
+        if e.errno in FULL:
+            remedy = "free some space, and run the same command again"
+        raise ShardError(f"{path}: cannot be written ({reason}); {remedy}") from None
+
+
+def hub_unreachable(error):
+    """What to say of an exception that goes back to a network that cannot be reached; "" for all others."""
+    reason = network_error(error)
+    if not reason:
+        return ""
+    return (f"the Hugging Face hub cannot be reached ({reason}); check the network (HTTPS_PROXY names a proxy, "
+            "HF_ENDPOINT a mirror), then run the same command again")
+
+
+def network_error(error):
+    """Why the network cannot be reached, where an exception goes back to that; "" for all others."""
+    while error is not None:
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
+            return reason
+        if isinstance(error, OSError) and error.errno in UNREACHABLE:
+            return reason
+        error = error.__cause__ or error.__context__
+    return ""
 
 # -----------------------------------------------------------------------------
 # Writing
@@ -45,7 +86,7 @@ def atomic_write(path):
 
 
 def write_shard(path, tokens, sha256=None):
-    """Write tokens, a 1-D integer array with values in 0..65535, as one shard. Raises ShardError, OSError.
+    """Write tokens, a 1-D integer array with values in 0..65535, as one shard. Raises ShardError.
 
     sha256: what the file's SHA-256 must be, where it is known beforehand; with any other, nothing is written.
     """
@@ -64,7 +105,7 @@ def write_shard(path, tokens, sha256=None):
         found.update(content[1])
         if found.hexdigest() != sha256:
             raise ShardError(f"{path}: not written, SHA-256 would be {found.hexdigest()}, expected {sha256}")
-    with atomic_write(path) as f:
+    with writing(path), atomic_write(path) as f:
         f.writelines(content)
 
 
@@ -130,6 +171,7 @@ def read_shard(path, vocab_size=65536):
 def run_script(main):
     """Call a script's main(); what its user can put right ends in one line and exit status 2, no traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # kill cleans up as Ctrl-C does
+    sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks is no error
     try:
         main()
     except KeyboardInterrupt:

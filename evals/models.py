@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "baseline")]
+sys.path.append(str(ROOT / "tools"))
 import train_gpt
 import train_gpt2
 

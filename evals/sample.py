@@ -13,6 +13,7 @@ import codecs
 import sys
 
 from models import InputError, generate, load  # before torch: it sets OpenMP
+from machine import readable, show_any_text
 
 import torch
 
@@ -23,9 +24,10 @@ def printable(text: str) -> str:
 
 
 def main():
+    show_any_text()
     parser = argparse.ArgumentParser(description="Continuations from a checkpoint.", allow_abbrev=False)
     parser.add_argument("checkpoint", help="a model.safetensors, its folder, or gpt2, gpt2-medium, ...")
-    parser.add_argument("--prompt", default="Hello, I'm a language model,", help="default: %(default)r")
+    parser.add_argument("--prompt", type=readable, default="Hello, I'm a language model,", help="default: %(default)r")
     parser.add_argument("--n", type=int, default=5, help="continuations; default: %(default)s")
     parser.add_argument("--max_tokens", type=int, default=100, help="of each; default: %(default)s")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy; default: %(default)s")

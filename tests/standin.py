@@ -1,5 +1,5 @@
 """A stand-in for train_gpt.py, which trains nothing: losses and times of known distribution, in a log of its format."""
-with open(__file__, newline="") as f:
+with open(__file__, newline="", encoding="utf-8") as f:
     SOURCE = f.read()
 
 import argparse, dataclasses, json, math, os, random, sys, time
@@ -47,8 +47,10 @@ def main(argv):
     loss = 1.5 + hp.effect - 0.3 * math.log(n / 100) + draw.gauss(0, hp.noise)
     ms = 40 * hp.slower * math.exp(draw.gauss(0, 0.01))
     os.makedirs(args.log_dir)
-    with open(os.path.join(args.log_dir, f"{draw.getrandbits(64):x}.txt"), "w", newline="") as f:
+    with open(os.path.join(args.log_dir, f"{draw.getrandbits(64):x}.txt"), "w", newline="",
+              encoding="utf-8") as f:
         print(SOURCE, "=" * 100, "Running PyTorch 2.13.0", "CPU: none, 2 cores",
+              f"Compiler: none; flags: -; model compiled: {os.environ.get('STANDIN_COMPILED', 'yes')}",
               f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}", "=" * 100,
               f"hyperparameters: {json.dumps(dict(dataclasses.asdict(hp), track='shakespeare'))}",
               f"step:0/{n} val_loss:5.9000 train_time:0ms step_avg:0.00ms",

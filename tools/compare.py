@@ -39,11 +39,12 @@ from tqdm import tqdm
 
 from effects import Effect, analyse, in_words, plot_effects, short, table
 from log_parsing import Log, LogError, parse_log, run_command, write_file
+from machine import usable_cores
 from variants import (COPY_SEEDS, ROOT, Variant, check_settings, digest, environment, other_steps, read_variant,
                       run_key, tell_apart)
 
 COMPARISONS = ROOT / "logs" / "compare"
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+CORES = usable_cores()
 
 
 class RunError(Exception):
@@ -96,7 +97,7 @@ class Place:
         here = self.folder / "working" / run.name
         log = complete_log(next((here / "logs").glob("*.txt"), here)) if run.seed is not None else None
         if status or (run.seed is not None and not log):
-            text = (here / "console.txt").read_text(errors="replace").strip()
+            text = (here / "console.txt").read_text(encoding="utf-8", errors="replace").strip()
             lines = re.split(r"\n.* failed \(exitcode", text)[0].splitlines()[-12:]  # torchrun's own words come after
             what = f"exit status {status}" if status else "no log of a whole run"
             raise RunError("\n".join([*lines, f"error: this run failed: {run} ({what}); above are the last lines of "
@@ -117,8 +118,9 @@ class Place:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
 
-    def carry_out(self, todo: list[Run], variants: dict[str, Variant], jobs: int) -> None:
-        """In this order, `jobs` at a time. Raises RunError. However it ends, no run goes on."""
+    def carry_out(self, todo: list[Run], variants: dict[str, Variant], jobs: int, check) -> None:
+        """In this order, `jobs` at a time, with check() after each. Raises RunError, and what check() raises. However
+        it ends, no run goes on."""
         waiting, running, began, shown = list(todo), {}, time.monotonic(), 0
         bar = tqdm(total=len(todo), unit="run", dynamic_ncols=True, leave=False, disable=None)  # on terminals
         try:
@@ -138,6 +140,7 @@ class Place:
                     left = tqdm.format_interval((time.monotonic() - began) / done * (len(todo) - done))
                     if bar.disable:
                         print(f"{done}/{len(todo)} {run}: {text}; {left} left", file=sys.stderr, flush=True)
+                    check()
         finally:
             bar.close()
             for child in running.values():
@@ -149,7 +152,7 @@ class Place:
                              extra=v.extra, key=run_key(v, self.facts)) for v in variants}
         file, conditions = self.folder / "comparison.json", dict(self.facts, jobs=jobs)
         if file.exists():
-            before = json.loads(file.read_text())
+            before = json.loads(file.read_text(encoding="utf-8"))
             for k, value in conditions.items():
                 if before[k] != value:
                     raise LogError(f"{self.folder}: begun with {k} {before[k]}, not {value}; give another --name")
@@ -164,14 +167,35 @@ class Place:
         write_file(file, json.dumps(dict(conditions, variants=made), indent=1).encode())
 
     def take_over(self, run: Run, key: str) -> None:
-        """Copies the log of the same run from another comparison, if one has it."""
+        """Copies the log of the same run from another comparison, if one has it: compiled or not, as the runs are that
+        were made here."""
+        logs = [complete_log(path) for path in (self.folder / "runs").glob("*/*.txt")]
+        made = {log.uncompiled for log in logs if log}
         for file in sorted(COMPARISONS.glob("*/comparison.json")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one has nothing
-                for name, other in json.loads(file.read_text())["variants"].items():
-                    log = file.parent / "runs" / name / f"{name}_seed{run.seed}.txt"
-                    if other["key"] == key and complete_log(log):
+                others = json.loads(file.read_text(encoding="utf-8"))["variants"]
+                for name, other in others.items():
+                    path = file.parent / "runs" / name / f"{name}_seed{run.seed}.txt"
+                    log = complete_log(path) if other["key"] == key else None
+                    if log and (not made or log.uncompiled in made):
                         self.path(run, "taken_over").parent.mkdir(parents=True, exist_ok=True)
-                        return write_file(self.path(run, "taken_over"), log.read_bytes())
+                        return write_file(self.path(run, "taken_over"), path.read_bytes())
+
+
+def check_compiled(logs: dict[str, Log], folder: Path) -> None:
+    """Raises LogError where some runs, by their names, were compiled and others were not."""
+    compiled = [name for name, log in logs.items() if not log.uncompiled]
+    uncompiled = [name for name, log in logs.items() if log.uncompiled]
+    if compiled and uncompiled:
+        raise LogError(f"{folder}: some runs were compiled and others were not, so they cannot be compared; "
+                       f"compiled: {some(compiled)}; not compiled: {some(uncompiled)} (their logs say why); "
+                       "delete the logs of one kind, and give the same command again")
+
+
+def some(names: list[str]) -> str:
+    """The first five of them."""
+    more = len(names) - 5
+    return ", ".join(names[:5]) + (f" and {more} more" if more > 0 else "")
 
 
 def complete_log(path: Path) -> Log | None:
@@ -184,8 +208,11 @@ def complete_log(path: Path) -> Log | None:
 
 def machine(on_gpu: bool) -> str:
     if on_gpu and shutil.which("nvidia-smi"):
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.strip()
-    info = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace")
+        return done.stdout.strip()
+    info = ""
+    if os.path.exists("/proc/cpuinfo"):
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     model = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
     return f"{model[1] if model else platform.machine()}, {CORES} cores" + ", a GPU" * on_gpu
 
@@ -256,7 +283,7 @@ def compare(argv: list[str]) -> int:
     what = digest([(v.name, run_key(v, {}), v.first_seed) for v in variants])[:8]
     folder = COMPARISONS / (args.name or f"{'_'.join(v.name for v in ideas)[:50]}_{what}")
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    with open(folder / "lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -281,9 +308,15 @@ def run_rounds(place: Place, variants: list[Variant], args: argparse.Namespace) 
     for run in turned:
         if run.variant in untimed and not place.log(run, taken_over=True):
             place.take_over(run, run_key(by_name[run.variant], place.facts))
+
+    def check():
+        found = {run.name: place.log(run, run.variant in untimed) for run in turned}
+        check_compiled({name: log for name, log in found.items() if log}, place.folder)
+
+    check()
     todo = [run for run in turned if not place.log(run, run.variant in untimed)]
     compiled = [Run(v.name, None) for v in variants if todo and not v.extra]
-    place.carry_out(compiled + todo, by_name, args.jobs)
+    place.carry_out(compiled + todo, by_name, args.jobs, check)
     return {runs[0].variant: [place.log(run, run.variant in untimed) for run in runs] for runs in zip(*rounds)}
 
 
@@ -301,6 +334,9 @@ def report(base: Variant, variants: list[Variant], effects: list[Effect], groups
         notes.append("steps: not known, as the base's loss does not clearly fall with more of them")
     notes += [f"{v.name}: the base itself or a copy, with seeds from {v.first_seed} on" for v in variants
               if v.first_seed != base.first_seed]
+    if any(log.uncompiled for logs in groups.values() for log in logs):  # then all, as they are not mixed
+        notes.append("no run was compiled (the logs say why): a compiled step is faster, and not by the same factor for "
+                     "each idea")
     if args.jobs > 1:
         notes.append(f"step times are of {args.jobs} runs at a time, which disturb each other")
     threads = f"{facts['threads']} thread{'s' * (facts['threads'] > 1)}"

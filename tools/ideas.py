@@ -41,12 +41,15 @@ def read_ideas(folder: Path) -> dict[str, dict]:
     ideas = {}
     for file in sorted(folder.glob("*/idea.json")):
         try:
-            idea = json.loads(file.read_text())
+            idea = json.loads(file.read_text(encoding="utf-8"))
             missing = [name for name in FIELDS if not idea.get(name)]
             idea["patch"] = folder / idea.get("patch", file.parent.name) / "idea.patch"
             if missing or not ("options" in idea or idea["patch"].exists()):
                 raise ValueError(f"{missing[0]} is missing" if missing else "wants options, or idea.patch beside it")
-            results = {path.stem: json.loads(path.read_text()) for path in file.parent.glob("*.json") if path != file}
+            results = {}
+            for path in file.parent.glob("*.json"):
+                if path != file:
+                    results[path.stem] = json.loads(path.read_text(encoding="utf-8"))
             idea["result"], idea["sizes"] = results.pop("result", None), results
         except ValueError as e:
             raise LogError(f"{file}: {e}") from None
@@ -56,7 +59,7 @@ def read_ideas(folder: Path) -> dict[str, dict]:
 
 def keep(answer: Path, folder: Path, size: str | None = None) -> None:
     """Files each idea of a comparison, made at this one of SIZES or at the track's own. Raises LogError."""
-    found = json.loads(answer.read_text())
+    found = json.loads(answer.read_text(encoding="utf-8"))
     strip = lambda runs: [{k: v for k, v in run.items() if k != "path"} for run in runs]
     for effect in found["ideas"]:
         home = folder / effect["name"]
@@ -166,7 +169,7 @@ def page(folder: Path) -> str:
                   f"here, **{counts}** (p < {P_VALUE:g}, Welch's t-test, corrected by Holm over all rows; of several ways "
                   "to do without a part, the best one counts).", ""]
     notes = folder / "NOTES.md"
-    lines += [notes.read_text().strip(), ""] if notes.exists() else []
+    lines += [notes.read_text(encoding="utf-8").strip(), ""] if notes.exists() else []
     lines += rows
     for title, some in (("What the field found later, put in", later), ("Muon's variants, put in", muon)):
         entered = [f"{idea['part']} (`{idea['entered']}`)" for idea in some.values() if idea.get("entered")]

@@ -17,6 +17,7 @@ import matplotlib.dates as mdates
 import matplotlib.pyplot as plt
 
 from log_parsing import Log, LogError, read_logs, write_file
+from machine import readable
 from plot import COLORS, plot_curves, save_figure
 from verify import COLUMNS, P_VALUE, Summary, judge, p_text, summarize, summary_lines, table_rows
 
@@ -96,7 +97,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
     """The README of one record's folder."""
     verdict = judge(record.logs, record.target, prior.logs if prior else [], record.same_ml)
     rows, machines = table_rows(record.logs)
-    rows = [(f"[{log.name}]({log.path.name})", *row[1:]) for log, row in zip(record.logs, rows)]
+    rows = [(f"[{log.name}]({readable(log.path.name)})", *row[1:]) for log, row in zip(record.logs, rows)]
     command = f"python tools/verify.py records/{record.track}/{record.folder.name}"
     if prior:
         command += f" --against records/{record.track}/{prior.folder.name}" + " --same-ml" * record.same_ml
@@ -115,7 +116,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
         *markdown_table(COLUMNS, rows, right="val_loss time steps step_avg".split()), "",
         *machines, "",
         "## Check it, run it", "", "```", command,
-        f"python tools/replay.py records/{record.track}/{record.folder.name}/{log.path.name} -o train_gpt.py",
+        f"python tools/replay.py records/{record.track}/{record.folder.name}/{readable(log.path.name)} -o train_gpt.py",
         run, "```", "", "Every hyperparameter of a run stands in its log.", ""])
 
 

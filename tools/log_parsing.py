@@ -21,6 +21,8 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from machine import readable, show_any_text
+
 DEFAULT_TARGET = 3.28  # of logs that do not say theirs: the field's, on FineWeb
 
 NUMBER = r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)"
@@ -34,6 +36,8 @@ PROCESSES = re.compile(r"^(\d+) process(?:es)? on cuda", re.MULTILINE)
 GPU_ROW = re.compile(r"^\|? *\d+ +((?:NVIDIA|Tesla|GeForce|Quadro)\b\S*(?: \S+)*?)(?: {2,}| +(?:On|Off)\b)",
                      re.MULTILINE)
 GPU_LINE = re.compile(r"\b(NVIDIA [\w -]+?) with world[ _]size[ =](\d+)")
+COMPILER = re.compile(r"\nCompiler: [^\n]*; flags: ([^\n]*); model compiled: (?:yes|no)")
+UNCOMPILED = "model compiled: no"  # in the line of the compiler, or in one that a resume adds
 HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)  # the machine's first line, below the sources
 NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# [\w./-]+\n-{20,}\n\n")  # the name of a file that the script appended
 
@@ -65,6 +69,8 @@ class Log:
     hardware: str = ""                   # "8x NVIDIA H100 80GB HBM3", "AMD EPYC, 2 cores"; "" where the log is silent
     torch: str = ""
     peak_memory_mib: int | None = None
+    compiler_flags: list[str] = field(default_factory=list)  # of a CPU; [] where the log does not say
+    uncompiled: bool = False             # trained without torch.compile, from the start or from a resume on
     validations: list[Validation] = field(default_factory=list)  # by rising step
     last_step: int = 0
     num_steps: int = 0
@@ -79,7 +85,7 @@ class Log:
     @property
     def name(self) -> str:
         """The file's name, as short as a table wants it: a uuid's first 8 digits."""
-        return re.sub(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", r"\1", self.path.stem)
+        return re.sub(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", r"\1", readable(self.path.stem))
 
     @property
     def final(self) -> Validation | None:
@@ -238,6 +244,8 @@ def parse_log(path: str | Path) -> Log:
             log.validations.append(Validation(int(step), float(val_loss), train_time_ms, float(step_avg)))
     log.hardware = find_hardware(header)
     log.torch = match[1] if (match := TORCH.search(header)) else ""
+    log.compiler_flags = list(dict.fromkeys(COMPILER.findall(run)))
+    log.uncompiled = UNCOMPILED in run
     log.peak_memory_mib = int(match[1]) if (match := PEAK_MEMORY.search(run, run.rfind("\npeak memory "))) else None
     return log
 
@@ -272,20 +280,25 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
 # ----------------------------------------------------------------------------------------------------------
 # What the source does to the compiler
 ALLOWED_FLAGS = {("dynamic", "False"), ("fullgraph", "True")}  # the latter makes a graph break an error, that is all
+# Environment variables set torch._inductor.config too. One call is allowed, as some versions of GCC are wrong without
+# it, and one name, which says where compiled code is kept
+ALLOWED_CALL = 'os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")'
+ALLOWED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+VARIABLE = re.compile(r"(?:TORCHINDUCTOR|TORCH_COMPILE)_\w*")
 
 
 def compiler_settings(source: bytes) -> list[str]:
-    """What a source may not do: a line for each touch of torch._inductor.config and for each flag of torch.compile
-    that is not in ALLOWED_FLAGS. Reads the syntax tree, runs nothing."""
+    """What a source may not do: a line for each touch of torch._inductor.config, for each flag of torch.compile that
+    is not in ALLOWED_FLAGS, and for each environment variable of the compiler. Reads the syntax tree, runs nothing."""
     text = source.decode("utf-8", "replace")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        found = settings_by_text(text)
+        found = settings_by_text(text) + variables_by_text(text)
     else:
-        found = settings_by_tree(tree)
+        found = settings_by_tree(tree) + variables_by_tree(tree)
     lines = {}  # one message for all lines that do the same
     for what, line in sorted(set(found), key=lambda f: f[1]):
         lines.setdefault(what, []).append(str(line))
@@ -339,6 +352,60 @@ def settings_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
     return found
 
 
+def nodes_that_set_nothing(tree: ast.AST) -> set[ast.AST]:
+    """What the allowed call holds, docstrings, and the names of variables that are only read."""
+    allowed = ast.dump(ast.parse(ALLOWED_CALL, mode="eval").body)
+    nodes = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.dump(node) == allowed:
+            nodes |= set(ast.walk(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+            nodes |= set(node.args[:1])
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):  # os.environ["NAME"]
+            nodes.add(node.slice)
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            nodes.add(node.left)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            nodes.add(node.value)
+    return nodes
+
+
+def variables_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
+    """-> (the name of a variable of the compiler that the source may set outside of ALLOWED_CALL, line)"""
+    harmless = nodes_that_set_nothing(tree)
+    found = []
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.Constant):
+            name = node.value
+        elif isinstance(node, ast.keyword):  # os.environ.update(TORCHINDUCTOR_MAX_AUTOTUNE="1")
+            name = node.arg
+        if isinstance(name, bytes):  # os.environb
+            name = name.decode("utf-8", "replace")
+        if node in harmless or not isinstance(name, str):
+            continue
+        match = VARIABLE.match(name)
+        if match and match[0] != ALLOWED_VARIABLE:
+            found.append((match[0], node.lineno))
+    return found
+
+
+def variables_by_text(text: str) -> list[tuple[str, int]]:
+    """The same for a source that this Python cannot parse."""
+    text = re.sub(r"#.*", "", text)
+    for call in (ALLOWED_CALL, ALLOWED_CALL.replace('"', "'")):
+        text = text.replace(call, "")
+    name = rf"""["'](?:{VARIABLE.pattern})["']"""
+    reads = (rf"(?:environ\.get|getenv)\({name}", rf"(?<!del os\.)environ\[{name}\](?!\s*[+|]?=[^=])", rf"{name} (?:not )?in\b")
+    text = re.sub("|".join(reads), "", text)
+    found = []
+    for match in re.finditer(rf"""["']({VARIABLE.pattern})|[(,]\s*({VARIABLE.pattern})\s*=""", text):
+        name = match[1] or match[2]
+        if name != ALLOWED_VARIABLE:
+            found.append((name, text.count("\n", 0, match.start()) + 1))
+    return found
+
+
 def settings_by_text(text: str) -> list[tuple[str, int]]:
     """The same for a source that this Python cannot parse (another version's syntax)."""
     text = re.sub(r"#.*", "", text)
@@ -374,6 +441,7 @@ def write_file(path: str | Path, data: bytes) -> None:
 
 def run_command(main) -> None:
     """Ends the process with main's exit status; bad input is one line and status 2."""
+    show_any_text()
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()

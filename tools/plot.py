@@ -20,6 +20,7 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 
 from log_parsing import Log, LogError, find_logs, parse_log, run_command
+from machine import readable
 
 X_LABELS = dict(step="training step", time="training time (s)", tokens="training tokens (millions)")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")  # told apart by the color-blind
@@ -140,7 +141,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
             if not log.validations:
                 raise LogError(f"{log.path}: no validation in this log")
             name = label or (Path(path).resolve().name if Path(path).is_dir() else log.name)
-            groups.setdefault(name, []).append(log)
+            groups.setdefault(readable(name), []).append(log)
     return groups
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from leaderboard import RECORDS, Record, read_records, record_to_beat, regenerate, write_record
 from log_parsing import Log, LogError, read_logs, run_command, write_file
+from machine import readable
 from replay import diff
 from verify import judge, per_run, print_table, summary_lines
 
@@ -111,8 +112,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="submit.py", description=__doc__.strip().split("\n")[0])
     parser.add_argument("logs", nargs="*", type=Path, metavar="LOG_OR_FOLDER")
     parser.add_argument("--track")
-    parser.add_argument("--name", help="a few words")
-    parser.add_argument("--what", help="what changed, Markdown (default: what the logs say about it)")
+    parser.add_argument("--name", type=readable, help="a few words")
+    parser.add_argument("--what", type=readable, help="what changed, Markdown (default: what the logs say about it)")
     parser.add_argument("--date", type=parse_date, default=datetime.date.today().isoformat(), help="(default: today)")
     parser.add_argument("--target", type=float, help="for logs that do not state the loss they race to")
     parser.add_argument("--same-ml", action="store_true", help="only the speed changed: waive the p-value")

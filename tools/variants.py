@@ -84,7 +84,7 @@ def read_source(kind: str, base: bytes) -> bytes:
     if file.suffix == ".py":
         return file.read_bytes()
     if file.suffix in (".patch", ".diff"):
-        with open(file):  # for an error in our own words
+        with open(file, "rb"):  # for an error in our own words
             return patched(file.resolve(), base)
     try:
         commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", kind + "^{commit}").decode().strip()
@@ -113,7 +113,8 @@ def read_variant(text: str, base: bytes, common: list[str]) -> Variant:
 def check_settings(variants: list[Variant], processes: int) -> None:
     """Fills in their settings, by each source's own check of its options. Raises LogError for what it refuses."""
     def ask(name, *command):
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=environment())
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, encoding="utf-8",
+                              errors="replace", env=environment())
         if done.returncode:
             raise LogError(f"{name}: {(done.stderr.splitlines() or ['its source does not run'])[-1]}")
         return done.stdout

@@ -28,6 +28,8 @@ FINEWEB_VAL_TOKENS = 10_485_760  # of the competition; other tracks fix theirs i
 # in miniature, with all of its mechanisms; tables of n-grams are for the open race
 BOUNDS = {"mini": dict(num_layers=(4, math.inf), max_ngram=(1, 1), num_value_embeds=(1, math.inf),
                        max_window=(129, math.inf), muon_momentum_warmup=(1, math.inf))}
+# of a record on a CPU: what train_gpt.py sets, and what PyTorch sets by itself
+COMPILER_FLAGS = {"-march=native -mtune=icelake-server", "-march=native"}
 PER_RUN = {"seed", "save_checkpoint", "checkpoint_every"}  # hyperparameters that may differ between counted runs
 
 
@@ -119,10 +121,22 @@ def per_run(logs: list[Log], fault) -> list[str]:
             for what, names in runs.items()]
 
 
+def not_compiled(log: Log) -> str:
+    """Why a log's model was not compiled as a record's is; "" if it was, and for logs that do not say."""
+    if log.uncompiled:
+        return 'trained without torch.compile ("model compiled: no" in the log, which says why)'
+    other = [flags for flags in log.compiler_flags if flags not in COMPILER_FLAGS]
+    if other:
+        return (f"compiled with other flags, set in the environment: {listed(other)}; "
+                "run it without TORCHINDUCTOR_CPP_MARCH")
+    return ""
+
+
 def broken_rules(logs: list[Log]) -> list[str]:
     """What the logs themselves show against the rules, a line each."""
     reasons = per_run(logs, lambda log: log.incomplete)
     reasons += per_run(logs, lambda log: "resumed by force (--resume_force)" if log.forced else "")
+    reasons += per_run(logs, not_compiled)
 
     sources = {}
     for log in logs:
