@@ -10,6 +10,7 @@ torch_index=${SPEEDRUN_TORCH_INDEX:-https://download.pytorch.org/whl}  # cpu/ an
 devices=${SPEEDRUN_DEVICES:-/dev}                                      # where drivers put their files
 
 # ---- Messages, child processes, signals ------------------------------------------------------------
+exec 3>&2  # stderr, wherever a command's own stderr goes when a signal comes
 say() { echo "run.sh: $*"; }
 
 fail() {
@@ -44,7 +45,7 @@ stop() {
         kill $child $importing 2>/dev/null || true
         wait 2>/dev/null || true
     fi
-    echo "run.sh: stopped by $1; the next ./run.sh goes on from here" >&2
+    echo "run.sh: stopped by $1; the next ./run.sh goes on from here" >&3
     exit "$2"
 }
 
@@ -163,6 +164,7 @@ if (int(major), int(minor)) >= (2, 11):
 # Makes .venv, with the base Python's packages if it has a PyTorch, and pip in any case
 make_environment() {
     [ -w . ] || fail "$PWD can't be written (a read-only disk?): clone the repository into a folder of yours"
+    [[ $PWD != *:* ]] || fail "$PWD has a colon in its path, which Python's venv can't have: move the repository"
     find_base
     local options=(-m venv)
     ask "$base" -c "$has_torch" || answer=""
@@ -324,7 +326,7 @@ install() {
 avoid_special_characters() {
     local LC_ALL=C  # ranges of ASCII
     local safe='^[A-Za-z0-9_./+:@%,=-]+$'
-    local folder=${XDG_CACHE_HOME:-${HOME:-}/.cache}/nanogpt-speedrun
+    local folder=${XDG_CACHE_HOME:-${HOME:-no home}/.cache}/nanogpt-speedrun
     if [ -z "$own" ] || [[ $PWD =~ $safe ]] || ! [[ $folder =~ $safe ]]; then
         return
     fi
@@ -342,7 +344,7 @@ avoid_special_characters() {
 # while the data is made.
 import_ahead() {
     if [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then
-        "$python" -c "import torch, torch._inductor.compile_fx" >/dev/null 2>&1 9<&- &
+        "$python" -c "import torch, torch._inductor.compile_fx" >/dev/null 2>&1 3>&- 9<&- &
         importing=$!
     fi
 }
@@ -423,6 +425,7 @@ get_data() {
 become() {
     unlock
     rm -rf "$work"
+    exec 3>&-
     exec "$@"
 }
 
