@@ -13,7 +13,8 @@ import pytest
 from util import ROOT
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "machines"))
-from checkout import calls, environment, make_checkout, write, write_program
+from checkout import (NVIDIA_SMI, OLD_PYTHON, calls, environment, make_checkout, system_torch, without_ensurepip,
+                      write, write_program)
 from table import finish, kill_group, one_line, run, start
 
 
@@ -115,11 +116,8 @@ def test_the_active_environment_is_used_as_it_is(checkout):
 # -----------------------------------------------------------------------------
 # Which Python
 
-OLD = 'if [ "$1" = --version ]; then echo Python 3.10.13; exit; fi\nexit 1'
-
-
 def test_an_old_python_is_named(checkout):
-    write_program(checkout.parent, "python3", OLD)
+    write_program(checkout.parent, "python3", OLD_PYTHON)
     done = run_sh(checkout)
     assert_line(done, "3.11 or later", "3.10.13")
     assert not (checkout / ".venv").exists()
@@ -129,25 +127,8 @@ def test_an_old_python_is_named(checkout):
 def test_a_newer_python_is_found_by_its_name(checkout, name):
     programs = checkout.parent / "bin"
     (programs / "python3").rename(programs / name)
-    write_program(checkout.parent, "python3", OLD)
+    write_program(checkout.parent, "python3", OLD_PYTHON)
     assert_trains(run_sh(checkout))
-
-
-def system_torch(checkout, version):
-    """A base Python with a PyTorch of its own: on a path that run.sh can't unset."""
-    site = checkout.parent / "system"
-    write(site / "torch" / "__init__.py", "from_system = True\n")
-    write(site / f"torch-{version}.dist-info" / "METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-    base = checkout.parent / "base"
-    subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", base], check=True)
-    next(base.rglob("site-packages")).joinpath("system.pth").write_text(f"{site}\n")
-    shim = checkout.parent / "bin" / "python3"
-    # a virtual environment can't be the base of another one with its packages: a .pth file stands for them
-    text = shim.read_text().replace(sys._base_executable, str(base / "bin" / "python"))
-    text = text.replace("    sleep", f'    case "$*" in *--system-site-packages*) '
-                        f'echo {site} >"$(echo "$folder"/lib/python*/site-packages)"/system.pth ;; esac\n    sleep')
-    shim.write_text(text)
-    return site
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cu130", "3.0"])
@@ -167,20 +148,6 @@ def test_an_older_one_is_not(checkout, version):
     assert_trains(done)
     assert f"{site}/torch" not in done.output
     assert "include-system-site-packages = false" in (checkout / ".venv" / "pyvenv.cfg").read_text()
-
-
-def without_ensurepip(checkout, has_pip):
-    """A Python as Debian packages it. Its pip knows --python."""
-    shim = checkout.parent / "bin" / "python3"
-    pip = checkout.parent / "bin" / "pip"
-    answers = f"""
-case "$*" in
-    *"import venv, ensurepip"*) exit 1 ;;
-    *"import venv, pip"*) exit {0 if has_pip else 1} ;;
-    "-m pip --python"*) cp -r {pip} .venv/lib/python*/site-packages/ && exit ;;
-esac
-"""
-    shim.write_text(shim.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{answers}"))
 
 
 def test_ensurepip_is_missing(checkout):
@@ -239,14 +206,8 @@ def test_other_settings_of_pip_do_not(checkout):
     assert len(torch_calls(checkout)) == 1
 
 
-SMI = r"""case "$*" in
-    -L) printf 'GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100\n' ;;
-    *driver_version*) printf "$DRIVER\n$DRIVER\n" ;;
-esac"""
-
-
 def test_with_a_gpu_it_is_pypis(checkout):
-    write_program(checkout.parent, "nvidia-smi", SMI)
+    write_program(checkout.parent, "nvidia-smi", NVIDIA_SMI)
     assert_trains(run_sh(checkout, "--track", "mini", USABLE="1", TORCH_CUDA="13.0"))
     assert torch_calls(checkout) == []
 
@@ -415,7 +376,7 @@ def test_called_from_elsewhere(checkout):
 def with_gpus(checkout):
     """A checkout with its packages, on a machine whose nvidia-smi lists two GPUs."""
     assert_trains(run_sh(checkout))
-    write_program(checkout.parent, "nvidia-smi", SMI)
+    write_program(checkout.parent, "nvidia-smi", NVIDIA_SMI)
     return checkout
 
 

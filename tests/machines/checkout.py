@@ -2,7 +2,9 @@
 import os
 import shutil
 import stat
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 from table import ROOT
@@ -149,3 +151,73 @@ def calls(folder: Path) -> list[str]:
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     file.unlink(missing_ok=True)
     return [line for line in lines if line.startswith("install")]
+
+# -----------------------------------------------------------------------------
+# Other machines
+
+OLD_PYTHON = """if [ "$1" = --version ]; then echo Python 3.10.13; exit; fi
+exit 1"""
+
+# Two GPUs with the driver $DRIVER
+NVIDIA_SMI = r"""case "$*" in
+    -L) printf 'GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100\n' ;;
+    *driver_version*) printf "$DRIVER\n$DRIVER\n" ;;
+esac"""
+
+
+def system_torch(checkout, version):
+    """A base Python with a PyTorch of its own: on a path that run.sh can't unset."""
+    site = checkout.parent / "system"
+    write(site / "torch" / "__init__.py", "from_system = True\n")
+    write(site / f"torch-{version}.dist-info" / "METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    base = checkout.parent / "base"
+    subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", base], check=True)
+    next(base.rglob("site-packages")).joinpath("system.pth").write_text(f"{site}\n")
+    shim = checkout.parent / "bin" / "python3"
+    # a virtual environment can't be the base of another one with its packages: a .pth file stands for them
+    text = shim.read_text().replace(sys._base_executable, str(base / "bin" / "python"))
+    text = text.replace("    sleep", f'    case "$*" in *--system-site-packages*) '
+                        f'echo {site} >"$(echo "$folder"/lib/python*/site-packages)"/system.pth ;; esac\n    sleep')
+    shim.write_text(text)
+    return site
+
+
+def without_ensurepip(checkout, has_pip):
+    """A Python as Debian packages it. Its pip knows --python."""
+    shim = checkout.parent / "bin" / "python3"
+    pip = checkout.parent / "bin" / "pip"
+    answers = f"""
+case "$*" in
+    *"import venv, ensurepip"*) exit 1 ;;
+    *"import venv, pip"*) exit {0 if has_pip else 1} ;;
+    "-m pip --python"*) cp -r {pip} .venv/lib/python*/site-packages/ && exit ;;
+esac
+"""
+    shim.write_text(shim.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{answers}"))
+
+
+# -----------------------------------------------------------------------------
+# The real pip, with stubs of packages in wheels
+
+def write_wheel(folder: Path, name: str, version: str, files: dict) -> None:
+    """A wheel for any Python and machine, of {path: text}."""
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    wheel = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = files | {f"{info}/METADATA": metadata, f"{info}/WHEEL": wheel}
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        for path, text in files.items():
+            file.writestr(path, text)
+
+
+def use_real_pip(folder: Path, python=None) -> dict:
+    """Let run.sh use a real Python and its pip. -> variables by which pip takes the stubs in folder/wheels alone."""
+    shim = folder / "bin" / "python3"
+    shim.unlink()
+    shim.symlink_to(python or sys._base_executable)
+    many = {f"torch/part_{i}.py": "" for i in range(3000)}  # an installation that takes a moment
+    write_wheel(folder / "wheels", "torch", "2.13.0", many | {"torch/__init__.py": TORCH})
+    write_wheel(folder / "wheels", "tqdm", "4.70.1", {"tqdm/__init__.py": ""})
+    return dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=folder / "wheels")
