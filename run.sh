@@ -5,11 +5,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# ---- Settings that tests change --------------------------------------------------------------------
-torch_index=${SPEEDRUN_TORCH_INDEX:-https://download.pytorch.org/whl}  # cpu/ and rocm7.2/ are below it
-devices=${SPEEDRUN_DEVICES:-/dev}                                      # where drivers put their files
+# ---- Settings that tests change ------------------------------------------------------------------
+torch_index=${SPEEDRUN_TORCH_INDEX:-https://download.pytorch.org/whl}  # has cpu/, rocm7.2/
+devices=${SPEEDRUN_DEVICES:-/dev}  # where drivers put their files
 
-# ---- Messages, child processes, signals ------------------------------------------------------------
+# ---- Messages, child processes, signals ----------------------------------------------------------
 exec 3>&2  # stderr, wherever a command's own stderr goes when a signal comes
 say() { echo "run.sh: $*"; }
 
@@ -18,7 +18,8 @@ fail() {
     exit 2
 }
 
-# Runs a command and waits for it. It runs in the background, where Ctrl-C doesn't reach it: `stop` ends it.
+# Runs a command and waits for it. It runs in the background, where Ctrl-C doesn't reach it: `stop`
+# ends it.
 child=""
 run() {
     local code=0
@@ -58,9 +59,9 @@ work=""
 trap 'rm -rf "$work"' EXIT
 work=$(mktemp -d 2>/dev/null) ||
     { mkdir -p data/.cache && work=$(mktemp -d "$PWD/data/.cache/run.XXXXXX"); } 2>/dev/null ||
-    fail "can't make a temporary folder: neither ${TMPDIR:-/tmp} nor $PWD can be written; set TMPDIR"
+    fail "can't make a temporary folder: ${TMPDIR:-/tmp} and $PWD can't be written; set TMPDIR"
 
-# ---- What the arguments say ------------------------------------------------------------------------
+# ---- What the arguments say ----------------------------------------------------------------------
 command=train
 case "${1:-}" in
     compare | test)
@@ -89,7 +90,7 @@ for argument in "$@"; do
     previous=$argument
 done
 
-# ---- GPUs that the machine has: usable ones or not -------------------------------------------------
+# ---- GPUs that the machine has: usable ones or not -----------------------------------------------
 present=0
 maker=""
 if [ "$device" != cpu ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
@@ -105,9 +106,9 @@ if [ "$device" != cpu ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
     fi
 fi
 
-# ---- One at a time: packages and data are shared by all runs of this checkout ----------------------
-# The lock is on the checkout's folder, so there is no file that could be left behind. It ends with the
-# processes that hold it. Without flock, or on a file system without locks, go on.
+# ---- One at a time: packages and data are shared by all runs of this checkout --------------------
+# The lock is on the checkout's folder, so no file can be left behind. It ends with the processes
+# that hold it. Without flock, or on a file system without locks, go on.
 lock() {
     local code=0
     command -v flock >/dev/null || return 0
@@ -121,7 +122,7 @@ lock() {
 
 unlock() { exec 9<&-; }
 
-# ---- Python: the active environment's, or our own in .venv -----------------------------------------
+# ---- Python: the active environment's, or our own in .venv ---------------------------------------
 # Junk in these would break any Python, ours too
 for variable in PYTHONHOME PYTHONPATH; do
     if [ -n "${!variable:-}" ]; then
@@ -145,7 +146,9 @@ find_base() {
             return
         fi
     done
-    fail "Python 3.11 or later is needed, and python3 is $(python3 --version 2>/dev/null || echo missing):" \
+    local version
+    version=$(python3 --version 2>/dev/null) || version=missing
+    fail "Python 3.11 or later is needed, and python3 is $version:" \
         "install Python 3.11, 3.12 or 3.13 with its venv module"
 }
 
@@ -163,8 +166,10 @@ if (int(major), int(minor)) >= (2, 11):
 
 # Makes .venv, with the base Python's packages if it has a PyTorch, and pip in any case
 make_environment() {
-    [ -w . ] || fail "$PWD can't be written (a read-only disk?): clone the repository into a folder of yours"
-    [[ $PWD != *:* ]] || fail "$PWD has a colon in its path, which Python's venv can't have: move the repository"
+    [ -w . ] ||
+        fail "$PWD can't be written (a read-only disk?): clone the repository elsewhere"
+    [[ $PWD != *:* ]] ||
+        fail "$PWD has a colon in its path, which Python's venv can't have: move the repository"
     find_base
     local options=(-m venv)
     ask "$base" -c "$has_torch" || answer=""
@@ -178,20 +183,21 @@ make_environment() {
     local pip_from_base=""
     if ! ask "$base" -c "import venv, ensurepip"; then
         ask "$base" -c "import venv, pip" ||
-            fail "$base lacks its venv module: install it (Debian and Ubuntu: apt install python3-venv)"
+            fail "$base lacks its venv module: install it (on Debian: apt install python3-venv)"
         options+=(--without-pip)
         pip_from_base=yes
     fi
     rm -rf .venv
     run "$base" "${options[@]}" .venv >"$work/log" 2>&1 || explain "python -m venv failed"
     if [ -n "$pip_from_base" ] && ! ask .venv/bin/python -m pip --version; then
-        run "$base" -m pip --python .venv/bin/python install pip >"$work/log" 2>&1 || explain "pip failed"
+        run "$base" -m pip --python .venv/bin/python install pip >"$work/log" 2>&1 ||
+            explain "pip could not install itself"
     fi
 }
 
-# ---- Packages --------------------------------------------------------------------------------------
-# Prints the lines of requirement files whose package is missing. One that is there in another version
-# stays: machines with their own PyTorch keep it.
+# ---- Packages ------------------------------------------------------------------------------------
+# Prints the lines of requirement files whose package is missing. One that is there in another
+# version stays: machines with their own PyTorch keep it.
 find_missing='
 import importlib.metadata, sys
 if sys.version_info < (3, 11):
@@ -207,7 +213,8 @@ for file in sys.argv[1:]:
             print(requirement)
 '
 
-# Fails unless pip and all files of all packages in .venv are there: an interrupted installation leaves some out
+# Fails unless pip and all files of all packages in .venv are there: an interrupted installation
+# leaves some out
 check_files='
 import importlib.metadata, pip, pathlib, sys
 for package in importlib.metadata.distributions():
@@ -216,26 +223,33 @@ for package in importlib.metadata.distributions():
         assert all(file.suffix == ".pyc" or file.locate().exists() for file in package.files)
 '
 
+network_errors="Max retries exceeded|ProxyError|SSLError|Connection(Reset|Refused)?Error"
+network_errors+="|NewConnection|NameResolution|ConnectTimeout|ReadTimeout"
+network_errors+="|onnection (refused|reset|timed out|broken)"
+
 # Ends with the reason why the command failed whose output is in $work/log
 explain() {
     local log=$work/log
     if grep -qE "No space left on device|Disk quota exceeded" "$log"; then
         fail "$1: the disk is full; free some space (.venv, or ${TMPDIR:-/tmp}) and start again"
     elif grep -qE "Read-only file system|Permission denied" "$log"; then
-        fail "$1: a folder can't be written: $(grep -m 1 -E "Read-only file system|Permission denied" "$log")"
-    elif grep -qE "NewConnection|NameResolution|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Connection(Reset|Refused)?Error|Max retries exceeded|onnection (refused|reset|timed out|broken)" "$log"; then
-        fail "$1: no network, or it doesn't reach the package index; check the connection, the proxy" \
-            "and pip's settings (python -m pip config list), then start again"
+        fail "$1: a folder can't be written:" \
+            "$(grep -m 1 -E "Read-only file system|Permission denied" "$log")"
+    elif grep -qE "$network_errors" "$log"; then
+        fail "$1: no network, or it doesn't reach the package index; check the connection," \
+            "the proxy and pip's settings (python -m pip config list), then start again"
     elif grep -q "No matching distribution found for" "$log"; then
-        fail "$1: the package index has no $(grep -o -m 1 "No matching distribution found for .*" "$log" |
-            cut -d " " -f 6-) for $("$python" --version) on $(uname -sm); use Python 3.11, 3.12 or 3.13"
+        local package
+        package=$(grep -m 1 "No matching distribution found for" "$log" | cut -d " " -f 7)
+        fail "$1: the package index has no $package for $("$python" --version) on $(uname -sm);" \
+            "use Python 3.11, 3.12 or 3.13"
     fi
     tail -n 20 "$log" >&2
     fail "$1, as said above"
 }
 
-# pip install, with a progress bar on a terminal. What it prints elsewhere is shown only if it failed.
-# --no-compile: Python compiles what it imports; all of PyTorch's modules would take half of the time.
+# pip install, with a progress bar on a terminal. Elsewhere its output is shown if it fails.
+# --no-compile: Python compiles what it imports; all of PyTorch's modules would double the time
 pip_install() {
     local pip=("$python" -m pip install --no-compile --no-input --disable-pip-version-check)
     local code=0
@@ -247,7 +261,8 @@ pip_install() {
     [ "$code" -eq 0 ] || explain "pip could not install the packages"
 }
 
-# Installs PyTorch ($1), where PyPI's build is not the right one. The user's settings of pip come first.
+# Installs PyTorch ($1), where PyPI's build is not the right one. The user's settings of pip come
+# first.
 install_torch() {
     if ask "$python" -m pip config list &&
         grep -qE "(index-url|find-links|no-index)=" <<<"$answer"; then
@@ -276,13 +291,14 @@ install_torch() {
     say "installing packages, with PyTorch and CUDA: a download of up to 5 GB"
 }
 
-# Sets $missing to the packages of requirement files that are not there. Fails if Python itself doesn't work.
+# Sets $missing to the packages of requirement files that are not there. Fails if Python fails.
 list_missing() {
     ask "$python" -c "$find_missing" "$@" || return
     missing=$answer
 }
 
-# Is .venv whole? The file `ready` says so. Without it, an installation was cut short, or the user made .venv.
+# Is .venv whole? The file `ready` says so. Without it, an installation was cut short, or the user
+# made .venv.
 is_whole() {
     if [ ! -e .venv/ready ]; then
         ask "$python" -c "$check_files" || return
@@ -294,8 +310,8 @@ is_whole() {
 installed=""
 install() {
     if [ -z "$own" ]; then
-        list_missing "$@" || fail "the active environment (${VIRTUAL_ENV:-$CONDA_PREFIX}) has no Python 3.11" \
-            "or later: deactivate it, or activate another"
+        list_missing "$@" || fail "the active environment (${VIRTUAL_ENV:-$CONDA_PREFIX}) has no" \
+            "Python 3.11 or later: deactivate it, or activate another"
     elif ! list_missing "$@" || ! is_whole; then
         make_environment
         list_missing "$@" || fail "the Python of $PWD/.venv doesn't run: $(tail -n 1 "$work/log")"
@@ -321,8 +337,8 @@ install() {
     fi
 }
 
-# PyTorch's command line for the C++ compiler doesn't quote its own folder. If the path to .venv has a
-# space or the like, use .venv through a link whose path has none.
+# PyTorch's command line for the C++ compiler doesn't quote its own folder. If the path to .venv has
+# a space or the like, use .venv through a link whose path has none.
 avoid_special_characters() {
     local LC_ALL=C  # ranges of ASCII
     local safe='^[A-Za-z0-9_./+:@%,=-]+$'
@@ -349,7 +365,7 @@ import_ahead() {
     fi
 }
 
-# ---- GPUs that PyTorch can use ---------------------------------------------------------------------
+# ---- GPUs that PyTorch can use -------------------------------------------------------------------
 ask_torch='
 import torch
 print(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -370,22 +386,24 @@ count_gpus() {
     [ "$gpus" -eq 0 ] || return 0
     local choice="or give --device cpu"
     if [ -z "$cuda$hip" ]; then
-        fail "this machine has an $maker GPU, but PyTorch here is the build for CPUs: install the one for" \
-            "$maker GPUs (remove .venv and start again), $choice"
+        fail "this machine has an $maker GPU, but PyTorch here is the build for CPUs:" \
+            "install the one for $maker GPUs (remove .venv and start again), $choice"
     elif [ "$maker" = AMD ] || [ -n "$hip" ]; then
-        fail "this machine has an $maker GPU, but PyTorch (ROCm ${hip:-missing}) can't use it: see" \
-            "https://pytorch.org/get-started for a build and a driver that fit, $choice"
+        fail "this machine has an $maker GPU, but PyTorch (ROCm ${hip:-missing}) can't use it:" \
+            "see https://pytorch.org/get-started for a build and a driver that fit, $choice"
     fi
     local needed=525
     [ "${cuda%%.*}" -lt 13 ] || needed=580
     local driver
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) ||
+        true
     if [ "${driver%%.*}" -ge "$needed" ] 2>/dev/null; then
-        fail "this machine has $present NVIDIA GPUs, but PyTorch (CUDA $cuda) can't use them, though driver" \
-            "$driver is new enough: see what nvidia-smi says, $choice"
+        fail "this machine has $present NVIDIA GPUs, but PyTorch (CUDA $cuda) can't use them," \
+            "though driver $driver is new enough: see what nvidia-smi says, $choice"
     fi
-    fail "this machine has $present NVIDIA GPUs, but PyTorch can't use them: CUDA $cuda needs driver $needed" \
-        "or later, and this one is ${driver:-unknown}; update the driver, $choice"
+    fail "this machine has $present NVIDIA GPUs, but PyTorch can't use them:" \
+        "CUDA $cuda needs driver $needed or later, and this one is ${driver:-unknown};" \
+        "update the driver, $choice"
 }
 
 # The most processes that can share the sequences of a step and of a validation equally
@@ -402,7 +420,7 @@ else:
 print(max(n for n in range(1, gpus + 1) if n == 1 or shared % n == 0))
 '
 
-# ---- Data: made or fetched where there is none -----------------------------------------------------
+# ---- Data: made or fetched where there is none ---------------------------------------------------
 has() { compgen -G "data/$1_train_*.bin" >/dev/null && compgen -G "data/$1_val_*.bin" >/dev/null; }
 
 get_data() {
@@ -420,7 +438,7 @@ get_data() {
     esac
 }
 
-# ---- Everything in its order -----------------------------------------------------------------------
+# ---- Everything in its order ---------------------------------------------------------------------
 # Becomes the given command: from here on, signals are its own
 become() {
     unlock
@@ -431,7 +449,7 @@ become() {
 
 requirements=(requirements.txt)
 if [ "$command" = test ]; then
-    requirements+=(tools/requirements.txt data/requirements.txt evals/requirements.txt tests/requirements.txt)
+    requirements+=({tools,data,evals,tests}/requirements.txt)
 elif [ "$command" = compare ] || [ -n "$many_runs" ]; then
     requirements+=(tools/requirements.txt)
 fi
@@ -468,7 +486,8 @@ if [ "$gpus" -gt 1 ] && [ -z "$help" ]; then
     ask "$python" -c "$ask_processes" "$gpus" "$@" || { cat "$work/log" >&2; exit 1; }
     if [ "$answer" -gt 1 ]; then
         say "training on $answer of $gpus GPUs"
-        become "$python" -m torch.distributed.run --standalone --nproc_per_node="$answer" train_gpt.py "$@"
+        become "$python" -m torch.distributed.run --standalone --nproc_per_node="$answer" \
+            train_gpt.py "$@"
     fi
 fi
 if [ -z "$help" ]; then

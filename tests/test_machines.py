@@ -1,4 +1,5 @@
 """The quick ones of the imitated machines; `python tests/machines` runs all."""
+
 import sys
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from table import Case, Done, Outcome, format_row, one_line, print_table, traine
 CASES = install.CASES + training.CASES
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.fast], ids=lambda case: case.situation)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.fast], ids=lambda case: case.situation
+)
 def test_machine(case, tmp_path):
     reason = case.cannot()
     if reason:
@@ -50,13 +53,19 @@ def test_the_table_counts_and_wraps(capsys):
     def crash(folder):
         raise ValueError("broken")
 
-    cases = [Case("one", "a line", lambda folder: Outcome(True, "line, exit 2", "error: " + "word " * 40)),
-             Case("two", "trains", lambda folder: Outcome(False, "exit 1")),
-             Case("three", "trains", crash),
-             Case("four", "trains", crash, cannot=lambda: "no such machine")]
+    cases = [
+        Case(
+            "one", "a line", lambda folder: Outcome(True, "line, exit 2", "error: " + "word " * 40)
+        ),
+        Case("two", "trains", lambda folder: Outcome(False, "exit 1")),
+        Case("three", "trains", crash),
+        Case("four", "trains", crash, cannot=lambda: "no such machine"),
+    ]
     assert print_table(cases) == 2
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 120
     assert lines[-1].startswith("1 ok, 2 failed, 1 not run")
-    assert any("FAILED: ValueError" in line for line in lines) and any("no such machine" in line for line in lines)
+    assert any("FAILED: ValueError" in line for line in lines) and any(
+        "no such machine" in line for line in lines
+    )
     assert format_row("a", "b", "c", "1", "").split() == ["a", "b", "c", "1"]

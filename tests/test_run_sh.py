@@ -1,4 +1,5 @@
-"""run.sh: environments, packages, interruptions, GPUs. All that it starts is a stub, so a test takes a second."""
+"""run.sh: environments, packages, interruptions, GPUs. All that it starts is a stub."""
+
 import os
 import re
 import shutil
@@ -13,8 +14,17 @@ import pytest
 from util import ROOT
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "machines"))
-from checkout import (NVIDIA_SMI, OLD_PYTHON, calls, environment, make_checkout, system_torch, without_ensurepip,
-                      write, write_program)
+from checkout import (
+    NVIDIA_SMI,
+    OLD_PYTHON,
+    calls,
+    environment,
+    make_checkout,
+    system_torch,
+    without_ensurepip,
+    write,
+    write_program,
+)
 from table import finish, kill_group, one_line, run, start
 
 
@@ -24,7 +34,9 @@ def checkout(tmp_path):
 
 
 def run_sh(checkout, *arguments, **changes):
-    return run(["./run.sh", *arguments], checkout, environment(checkout.parent, **changes), timeout=120)
+    return run(
+        ["./run.sh", *arguments], checkout, environment(checkout.parent, **changes), timeout=120
+    )
 
 
 def assert_trains(done):
@@ -36,8 +48,10 @@ def assert_line(done, *words, code=2):
     outcome = one_line(done, *words, code=code)
     assert outcome.ok, f"{outcome.what}\n{done.output}"
 
+
 # -----------------------------------------------------------------------------
 # .venv and what is in it
+
 
 def test_a_second_start_installs_nothing(checkout):
     first = run_sh(checkout, "--seed", "3")
@@ -81,7 +95,9 @@ def test_an_environment_of_the_users_own_stays(checkout):
     assert calls(checkout.parent) == []
 
 
-@pytest.mark.parametrize("damage", ["no pip", "no python", "file missing", "no record", "no metadata"])
+@pytest.mark.parametrize(
+    "damage", ["no pip", "no python", "file missing", "no record", "no metadata"]
+)
 def test_what_an_interruption_left_is_repaired(checkout, damage):
     assert_trains(run_sh(checkout))
     site = next((checkout / ".venv").rglob("site-packages"))
@@ -110,11 +126,15 @@ def test_the_active_environment_is_used_as_it_is(checkout):
     assert f"{theirs}/bin/python" in done.output
     assert not (checkout / ".venv").exists()
     write(checkout.parent / "old" / "python", "#!/bin/sh\nexit 3\n", executable=True)
-    done = run_sh(checkout, VIRTUAL_ENV="/their/environment", PATH=f"{checkout.parent / 'old'}:{path}")
+    done = run_sh(
+        checkout, VIRTUAL_ENV="/their/environment", PATH=f"{checkout.parent / 'old'}:{path}"
+    )
     assert_line(done, "/their/environment", "3.11", "deactivate")
+
 
 # -----------------------------------------------------------------------------
 # Which Python
+
 
 def test_an_old_python_is_named(checkout):
     write_program(checkout.parent, "python3", OLD_PYTHON)
@@ -170,8 +190,10 @@ def test_junk_in_pythons_variables_is_ignored(checkout, name):
     assert_trains(done)
     assert f"run.sh: ignoring {name}={junk}\n" in done.output
 
+
 # -----------------------------------------------------------------------------
 # Which PyTorch
+
 
 def torch_calls(checkout):
     return [line for line in calls(checkout.parent) if "torch==2.13.0" in line]
@@ -192,8 +214,15 @@ def test_pypi_where_that_index_is_down(checkout):
     assert "http://torch.invalid/cpu doesn't answer" in done.output and "up to 5 GB" in done.output
 
 
-@pytest.mark.parametrize("setting", ["global.index-url='https://mirror'", ":env:.find-links='/wheels'",
-                                     "install.no-index='true'", "global.extra-index-url='https://mirror'"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "global.index-url='https://mirror'",
+        ":env:.find-links='/wheels'",
+        "install.no-index='true'",
+        "global.extra-index-url='https://mirror'",
+    ],
+)
 def test_the_users_settings_of_pip_come_first(checkout, setting):
     done = run_sh(checkout, PIP_SETTINGS=f"global.timeout='60'\n{setting}", INDEX_IS_DOWN="1")
     assert_trains(done)
@@ -217,20 +246,39 @@ def test_with_an_amd_gpu_it_is_rocms(checkout):
     done = run_sh(checkout, "--track", "mini", USABLE="1", TORCH_HIP="7.2")
     assert_trains(done)
     (call,) = torch_calls(checkout)
-    assert "--index-url http://torch.invalid/rocm7.2 torch==2.13.0" in call and "--no-deps" not in call
+    assert (
+        "--index-url http://torch.invalid/rocm7.2 torch==2.13.0" in call and "--no-deps" not in call
+    )
+
 
 # -----------------------------------------------------------------------------
 # What goes wrong
 
-@pytest.mark.parametrize("error, words", [
-    ("WARNING: Retrying (Retry(total=4)) after connection broken by 'NewConnectionError(...)': /simple/torch/\n"
-     "ERROR: No matching distribution found for torch==2.13.0", ["no network", "proxy"]),
-    ("ERROR: Could not find a version that satisfies torch==2.13.0\n"
-     "ERROR: No matching distribution found for torch==2.13.0", ["has no torch==2.13.0 for Python 3"]),
-    ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", ["disk is full"]),
-    ("ERROR: Could not install: [Errno 30] Read-only file system: '/x'", ["can't be written", "/x"]),
-    ("ERROR: something new", ["as said above"]),
-])
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (
+            "WARNING: Retrying after connection broken by 'NewConnectionError(...)'\n"
+            "ERROR: No matching distribution found for torch==2.13.0",
+            ["no network", "proxy"],
+        ),
+        (
+            "ERROR: Could not find a version that satisfies torch==2.13.0\n"
+            "ERROR: No matching distribution found for torch==2.13.0",
+            ["has no torch==2.13.0 for Python 3"],
+        ),
+        (
+            "ERROR: Could not install packages: [Errno 28] No space left on device",
+            ["disk is full"],
+        ),
+        (
+            "ERROR: Could not install: [Errno 30] Read-only file system: '/x'",
+            ["can't be written", "/x"],
+        ),
+        ("ERROR: something new", ["as said above"]),
+    ],
+)
 def test_pip_fails(checkout, error, words):
     done = run_sh(checkout, PIP_ERROR=error)
     assert_line(done, *words)
@@ -240,7 +288,10 @@ def test_pip_fails(checkout, error, words):
 
 def test_pips_chatter_is_not_shown(checkout):
     pip = checkout.parent / "bin" / "pip" / "__main__.py"
-    pip.write_text(pip.read_text() + "\nprint('WARNING: Location is ignored', file=sys.stderr)\nprint('Collecting')\n")
+    pip.write_text(
+        pip.read_text()
+        + "\nprint('WARNING: Location is ignored', file=sys.stderr)\nprint('Collecting')\n"
+    )
     done = run_sh(checkout)
     assert_trains(done)
     assert "WARNING" not in done.output and "Collecting" not in done.output
@@ -250,28 +301,36 @@ def test_pips_chatter_is_not_shown(checkout):
 def test_data_that_fails_says_so_itself(checkout):
     write(checkout / "data" / "shakespeare.py", "import sys\nsys.exit('error: no wheel')\n")
     done = run_sh(checkout)
-    assert done.code == 1 and done.output.endswith("error: no wheel\n") and "trains" not in done.output
+    assert (
+        done.code == 1 and done.output.endswith("error: no wheel\n") and "trains" not in done.output
+    )
+
 
 # -----------------------------------------------------------------------------
 # Interruptions, and two at once
 
-PHASES = {"VENV_SECONDS": "making the virtual environment", "PIP_SECONDS": "installing packages",
-          "DATA_SECONDS": "making the shakespeare"}
+PHASES = {
+    "VENV_SECONDS": "making the virtual environment",
+    "PIP_SECONDS": "installing packages",
+    "DATA_SECONDS": "making the shakespeare",
+}
 
 
 def start_until(checkout, words, **changes):
-    """Start run.sh and wait until it says these words. -> the process; what it said is in its .said"""
+    """Start run.sh and wait until it says these words. -> the process"""
     process = start(["./run.sh"], checkout, environment(checkout.parent, **changes))
-    process.said = ""
+    said = ""
     for line in process.stdout:
-        process.said += line
+        said += line
         if words in line:
             return process
-    raise AssertionError(f"never said {words!r}: {process.said}")
+    raise AssertionError(f"never said {words!r}: {said}")
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_a_signal_breaks_nothing(checkout, phase, number, code):
     process = start_until(checkout, PHASES[phase], **{phase: "30"})
     time.sleep(0.5)
@@ -295,7 +354,11 @@ def test_a_signal_at_any_moment(checkout, number, code):
         if "training on" in done.output:
             break
         assert done.code in (code, -number), done.output
-        said = [line for line in done.output.splitlines() if not re.match("run.sh: (making|installing)", line)]
+        said = [
+            line
+            for line in done.output.splitlines()
+            if not re.match("run.sh: (making|installing)", line)
+        ]
         assert len(said) <= 1, done.output
         delay *= 1.3
     assert_trains(run_sh(checkout))
@@ -333,15 +396,19 @@ def test_without_flock(checkout):
     (checkout.parent / "bin" / "flock").unlink()
     assert_trains(run_sh(checkout))
 
+
 # -----------------------------------------------------------------------------
 # Paths
+
 
 @pytest.mark.parametrize("name", ["with space", "it's", "ü", "a;b$c&(d)", "plain_1.2+3@5%6,7=8-9"])
 def test_any_path(tmp_path, name):
     checkout = make_checkout(tmp_path, name)
     done = run_sh(checkout)
     assert_trains(done)
-    executable, module = re.search(r"stub trains \[\] (.*/bin/python) (.*torch.__init__.py)", done.output).groups()
+    executable, module = re.search(
+        r"stub trains \[\] (.*/bin/python) (.*torch.__init__.py)", done.output
+    ).groups()
     if name.startswith("plain"):
         assert executable == f"{checkout}/.venv/bin/python"
         assert not (tmp_path / "home").exists()
@@ -354,7 +421,11 @@ def test_any_path(tmp_path, name):
 def test_a_special_path_where_no_link_can_be_made(tmp_path):
     checkout = make_checkout(tmp_path, "with space")
     (tmp_path / "file").write_text("")
-    for changes in (dict(HOME="/dev/null"), dict(HOME=None), dict(XDG_CACHE_HOME=f"{tmp_path}/a b")):
+    for changes in (
+        dict(HOME="/dev/null"),
+        dict(HOME=None),
+        dict(XDG_CACHE_HOME=f"{tmp_path}/a b"),
+    ):
         done = run_sh(checkout, **changes)
         assert_trains(done)
         assert f"{checkout}/.venv/bin/python" in done.output
@@ -369,8 +440,10 @@ def test_called_from_elsewhere(checkout):
     done = run([checkout / "run.sh"], checkout.parent, environment(checkout.parent))
     assert_trains(done)
 
+
 # -----------------------------------------------------------------------------
 # GPUs
+
 
 @pytest.fixture
 def with_gpus(checkout):
@@ -380,13 +453,16 @@ def with_gpus(checkout):
     return checkout
 
 
-@pytest.mark.parametrize("cuda, driver, words", [
-    ("13.0", "550.54.15", ["driver 580 or later", "550.54.15", "--device cpu"]),
-    ("12.6", "470.199.02", ["driver 525 or later", "470.199.02"]),
-    ("13.0", "580.65", ["580.65 is new enough"]),
-    ("12.6", "", ["driver 525 or later", "unknown"]),
-    (None, "580.65", ["build for CPUs", "remove .venv"]),
-])
+@pytest.mark.parametrize(
+    "cuda, driver, words",
+    [
+        ("13.0", "550.54.15", ["driver 580 or later", "550.54.15", "--device cpu"]),
+        ("12.6", "470.199.02", ["driver 525 or later", "470.199.02"]),
+        ("13.0", "580.65", ["580.65 is new enough"]),
+        ("12.6", "", ["driver 525 or later", "unknown"]),
+        (None, "580.65", ["build for CPUs", "remove .venv"]),
+    ],
+)
 def test_gpus_that_pytorch_cannot_use(with_gpus, cuda, driver, words):
     assert_line(run_sh(with_gpus, USABLE="0", TORCH_CUDA=cuda, DRIVER=driver), *words)
 
@@ -406,14 +482,22 @@ def test_an_amd_gpu_that_pytorch_cannot_use(checkout):
 def test_gpus_are_used(with_gpus):
     """The launcher is a stub as well."""
     site = next((with_gpus / ".venv").rglob("site-packages"))
-    write(site / "torch" / "distributed" / "run.py", "import sys\nprint('stub launches', sys.argv[1:])\n")
+    write(
+        site / "torch" / "distributed" / "run.py",
+        "import sys\nprint('stub launches', sys.argv[1:])\n",
+    )
     done = run_sh(with_gpus, "--seed", "1", USABLE="2", TORCH_CUDA="13.0")
     assert done.code == 0 and "run.sh: training on 2 of 2 GPUs" in done.output, done.output
-    assert "stub launches ['--standalone', '--nproc_per_node=2', 'train_gpt.py', '--seed', '1']" in done.output
+    assert (
+        "stub launches ['--standalone', '--nproc_per_node=2', 'train_gpt.py', '--seed', '1']"
+        in done.output
+    )
     assert (with_gpus / "data" / "fineweb10B").exists()
 
 
-@pytest.mark.parametrize("gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4), (3, "mini", 2)])
+@pytest.mark.parametrize(
+    "gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4), (3, "mini", 2)]
+)
 def test_as_many_processes_as_fit(tmp_path, monkeypatch, gpus, track, processes):
     """The question that run.sh asks of the real train_gpt.py."""
     text = (ROOT / "run.sh").read_text(encoding="utf-8")

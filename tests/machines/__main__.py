@@ -8,6 +8,7 @@ What happens on other people's machines: imitates each, and prints a table of ho
 Cases that are not about installation use the Python that runs this command, with its packages.
 Exit status: 0 all that could run were right, 1 one failed.
 """
+
 import argparse
 import sys
 
@@ -17,11 +18,19 @@ from table import print_table
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Imitate other machines, and print how the program does there.")
-    parser.add_argument("--only", default="", metavar="WORD", help="only situations that contain this word")
+    parser = argparse.ArgumentParser(
+        description="Imitate other machines, and print how the program does there."
+    )
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="only situations that contain this word"
+    )
     parser.add_argument("--list", action="store_true", help="list the situations and exit")
     args = parser.parse_args()
-    cases = [case for case in install.CASES + training.CASES if args.only.lower() in case.situation.lower()]
+    cases = [
+        case
+        for case in install.CASES + training.CASES
+        if args.only.lower() in case.situation.lower()
+    ]
     if args.list:
         for case in cases:
             print(f"{case.situation} ({case.wanted})")

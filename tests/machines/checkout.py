@@ -1,4 +1,5 @@
-"""A checkout in which run.sh is real and all that it starts is a stub, on a PATH that holds nothing else."""
+"""A checkout in which run.sh is real and all that it starts is a stub, with a PATH of its own."""
+
 import os
 import shutil
 import stat
@@ -10,10 +11,34 @@ from pathlib import Path
 from table import ROOT
 
 # The programs that run.sh and the stubs use
-PROGRAMS = ["bash", "sh", "env", "cat", "cksum", "cp", "cut", "dirname", "flock", "grep", "head", "ln", "mkdir",
-            "mktemp", "mount", "readlink", "rm", "sleep", "tail", "tr", "uname", "unshare", "wc"]
+PROGRAMS = [
+    "bash",
+    "sh",
+    "env",
+    "cat",
+    "cksum",
+    "cp",
+    "cut",
+    "dirname",
+    "flock",
+    "grep",
+    "head",
+    "ln",
+    "mkdir",
+    "mktemp",
+    "mount",
+    "readlink",
+    "rm",
+    "sleep",
+    "tail",
+    "tr",
+    "uname",
+    "unshare",
+    "wc",
+]
 
-# `python3 -m venv` without the seconds that the real pip takes. It sleeps where an interruption leaves no pip.
+# `python3 -m venv` without the seconds that the real pip takes. It sleeps where an interruption
+# leaves no pip.
 PYTHON = """#!/bin/sh
 real={real}
 if [ "$1 $2" = "-m venv" ]; then
@@ -28,8 +53,8 @@ fi
 exec "$real" "$@"
 """
 
-# A pip that notes what it is asked in $CALLS, and installs stubs of packages. It sleeps where an interruption
-# leaves a package half installed.
+# A pip that notes what it is asked in $CALLS, and installs stubs of packages. It sleeps where an
+# interruption leaves a package half installed.
 PIP = """
 import json, os, pathlib, sys, sysconfig, time
 
@@ -42,7 +67,8 @@ def install(requirement):
     site = pathlib.Path(sysconfig.get_paths()["purelib"])
     info = site / f"{name}-{version or 1}.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version or 1}\\n")
+    version = version or "1"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
     time.sleep(float(os.environ.get("PIP_SECONDS", 0)))
     (site / name).mkdir(exist_ok=True)
     text = os.environ.get("TORCH", "") if name == "torch" else ""
@@ -129,18 +155,31 @@ def make_checkout(folder: Path, name="checkout") -> Path:
     for group in ("tools", "data", "evals", "tests"):
         write(checkout / group / "requirements.txt", f"{group}_package==1.0\n")
     write(checkout / "train_gpt.py", TRAIN)
-    write(checkout / "tools" / "compare.py", "import os, sys, tools_package\nprint('stub compares', sys.argv[1:])\n")
-    write(checkout / "data" / "shakespeare.py", DATA.format(folder="shakespeare", name="shakespeare"))
-    write(checkout / "data" / "cached_fineweb10B.py", DATA.format(folder="fineweb10B", name="fineweb"))
+    write(
+        checkout / "tools" / "compare.py",
+        "import os, sys, tools_package\nprint('stub compares', sys.argv[1:])\n",
+    )
+    write(
+        checkout / "data" / "shakespeare.py", DATA.format(folder="shakespeare", name="shakespeare")
+    )
+    write(
+        checkout / "data" / "cached_fineweb10B.py", DATA.format(folder="fineweb10B", name="fineweb")
+    )
     return checkout
 
 
 def environment(folder: Path, **changes) -> dict:
     """Variables under which run.sh finds the stubs alone; None removes one."""
     (folder / "dev").mkdir(exist_ok=True)
-    variables = dict(PATH=folder / "bin", HOME=folder / "home", CALLS=folder / "calls", TORCH=TORCH,
-                     SPEEDRUN_DEVICES=folder / "dev", SPEEDRUN_TORCH_INDEX="http://torch.invalid",
-                     PIP_CONFIG_FILE=os.devnull)
+    variables = dict(
+        PATH=folder / "bin",
+        HOME=folder / "home",
+        CALLS=folder / "calls",
+        TORCH=TORCH,
+        SPEEDRUN_DEVICES=folder / "dev",
+        SPEEDRUN_TORCH_INDEX="http://torch.invalid",
+        PIP_CONFIG_FILE=os.devnull,
+    )
     variables |= changes
     return {name: str(value) for name, value in variables.items() if value is not None}
 
@@ -151,6 +190,7 @@ def calls(folder: Path) -> list[str]:
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     file.unlink(missing_ok=True)
     return [line for line in lines if line.startswith("install")]
+
 
 # -----------------------------------------------------------------------------
 # Other machines
@@ -169,15 +209,21 @@ def system_torch(checkout, version):
     """A base Python with a PyTorch of its own: on a path that run.sh can't unset."""
     site = checkout.parent / "system"
     write(site / "torch" / "__init__.py", "from_system = True\n")
-    write(site / f"torch-{version}.dist-info" / "METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    write(
+        site / f"torch-{version}.dist-info" / "METADATA",
+        f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+    )
     base = checkout.parent / "base"
     subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", base], check=True)
     next(base.rglob("site-packages")).joinpath("system.pth").write_text(f"{site}\n")
     shim = checkout.parent / "bin" / "python3"
-    # a virtual environment can't be the base of another one with its packages: a .pth file stands for them
+    # a virtual environment can't pass its packages on to another: a .pth file stands for that
     text = shim.read_text().replace(sys._base_executable, str(base / "bin" / "python"))
-    text = text.replace("    sleep", f'    case "$*" in *--system-site-packages*) '
-                        f'echo {site} >"$(echo "$folder"/lib/python*/site-packages)"/system.pth ;; esac\n    sleep')
+    text = text.replace(
+        "    sleep",
+        f'    case "$*" in *--system-site-packages*) '
+        f'echo {site} >"$(echo "$folder"/lib/python*/site-packages)"/system.pth ;; esac\n    sleep',
+    )
     shim.write_text(text)
     return site
 
@@ -199,6 +245,7 @@ esac
 # -----------------------------------------------------------------------------
 # The real pip, with stubs of packages in wheels
 
+
 def write_wheel(folder: Path, name: str, version: str, files: dict) -> None:
     """A wheel for any Python and machine, of {path: text}."""
     info = f"{name}-{version}.dist-info"
@@ -213,7 +260,7 @@ def write_wheel(folder: Path, name: str, version: str, files: dict) -> None:
 
 
 def use_real_pip(folder: Path, python=None) -> dict:
-    """Let run.sh use a real Python and its pip. -> variables by which pip takes the stubs in folder/wheels alone."""
+    """Let run.sh use a real Python. -> variables by which its pip takes folder/wheels alone."""
     shim = folder / "bin" / "python3"
     shim.unlink()
     shim.symlink_to(python or sys._base_executable)

@@ -1,4 +1,5 @@
-"""Machines on which run.sh has to find its way: Pythons, packages, networks, disks, interruptions."""
+"""Machines on which run.sh has to find its way: Pythons, networks, disks, interruptions."""
+
 import functools
 import http.server
 import os
@@ -12,13 +13,36 @@ import threading
 import time
 from pathlib import Path
 
-from checkout import (NVIDIA_SMI, OLD_PYTHON, environment, make_checkout, system_torch, use_real_pip,
-                      without_ensurepip, write, write_program)
-from table import (ROOT, Case, Done, Outcome, cannot_unshare, clean_environment, finish, kill_group, one_line, run,
-                   start, trained, write_tiny_shards)
+from checkout import (
+    NVIDIA_SMI,
+    OLD_PYTHON,
+    environment,
+    make_checkout,
+    system_torch,
+    use_real_pip,
+    without_ensurepip,
+    write,
+    write_program,
+)
+from table import (
+    ROOT,
+    Case,
+    Done,
+    Outcome,
+    cannot_unshare,
+    clean_environment,
+    finish,
+    kill_group,
+    one_line,
+    run,
+    start,
+    trained,
+    write_tiny_shards,
+)
 
 # -----------------------------------------------------------------------------
 # Helpers
+
 
 def stub_trained(done: Done) -> Outcome:
     """run.sh came as far as training, with stubs of the packages."""
@@ -38,8 +62,13 @@ def says(done: Done, words: str, outcome: Outcome) -> Outcome:
 
 def copy_repository(folder: Path) -> Path:
     """What a fresh clone has, with changes that are not committed yet."""
-    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True,
-                           capture_output=True, text=True).stdout
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     for name in names.split("\0"):
         if (ROOT / name).is_file() and not name.startswith("records/"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -50,22 +79,30 @@ def copy_repository(folder: Path) -> Path:
 def needs_git() -> str:
     return "" if (ROOT / ".git").exists() and shutil.which("git") else "this is no git checkout"
 
+
 # -----------------------------------------------------------------------------
 # The whole program, with real packages
+
 
 def fresh_clone(folder: Path) -> Outcome:
     checkout = copy_repository(folder / "clone")
     options = write_tiny_shards(folder)
-    return trained(run(["./run.sh", *options], checkout, clean_environment(TORCH_COMPILE_DISABLE=1)))
+    return trained(
+        run(["./run.sh", *options], checkout, clean_environment(TORCH_COMPILE_DISABLE=1))
+    )
 
 
 def special_path(folder: Path) -> Outcome:
-    """Compiled: it is the compiler that stumbles over such paths. The packages are this Python's, as links."""
+    """Compiled: the compiler stumbles over such paths. The packages are links to this Python's."""
     checkout = copy_repository(folder / "the machine's own folder")
     subprocess.run(["cp", "-al", sys.prefix, checkout / ".venv"], check=True)
     options = [*write_tiny_shards(folder), "--num_iterations=2", "--warmup_steps=0"]
-    settings = clean_environment(HOME=folder / "home", XDG_CACHE_HOME=None, OMP_NUM_THREADS=1,
-                                 TORCHINDUCTOR_CACHE_DIR=folder / "cache")
+    settings = clean_environment(
+        HOME=folder / "home",
+        XDG_CACHE_HOME=None,
+        OMP_NUM_THREADS=1,
+        TORCHINDUCTOR_CACHE_DIR=folder / "cache",
+    )
     done = run(["./run.sh", *options], checkout, settings)
     outcome = trained(done)
     if outcome.ok and not list((folder / "cache").rglob("*.so")):
@@ -85,8 +122,14 @@ def with_junk(folder: Path, **changes) -> Outcome:
     write(folder / "junk" / "torch.py", "raise SystemExit('junk')\n")
     checkout = copy_repository(folder / "clone")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    settings = clean_environment(TORCH_COMPILE_DISABLE=1, OMP_NUM_THREADS=1, VIRTUAL_ENV=sys.prefix, PATH=path,
-                                 PYTHONUTF8=None, **changes)
+    settings = clean_environment(
+        TORCH_COMPILE_DISABLE=1,
+        OMP_NUM_THREADS=1,
+        VIRTUAL_ENV=sys.prefix,
+        PATH=path,
+        PYTHONUTF8=None,
+        **changes,
+    )
     return trained(run(["./run.sh", *write_tiny_shards(folder)], checkout, settings))
 
 
@@ -97,8 +140,10 @@ def c_locale(folder: Path) -> Outcome:
 def junk_variables(folder: Path) -> Outcome:
     return with_junk(folder, PYTHONHOME=folder / "junk", PYTHONPATH=folder / "junk")
 
+
 # -----------------------------------------------------------------------------
 # Interruptions
+
 
 def wait_for(path: Path, pattern: str, process) -> None:
     """Wait until a file appears below `path`."""
@@ -107,7 +152,7 @@ def wait_for(path: Path, pattern: str, process) -> None:
 
 
 def interrupted(folder: Path, pattern: str, number: int) -> Outcome:
-    """A signal to the group as soon as a file is there; then the next run. Real pip, stubs of packages."""
+    """A signal to the group as soon as a file is there, then the next run. The pip is real."""
     checkout = make_checkout(folder)
     settings = environment(folder, **use_real_pip(folder))
     process = start(["./run.sh"], checkout, settings)
@@ -116,7 +161,9 @@ def interrupted(folder: Path, pattern: str, number: int) -> Outcome:
     done = finish(process)
     if done.code == 0:
         return Outcome(False, "it was over before the signal", done.last_line)
-    if number != signal.SIGKILL and not re.search(r"^run\.sh: stopped by .*\n\Z", done.output, re.M):
+    if number != signal.SIGKILL and not re.search(
+        r"^run\.sh: stopped by .*\n\Z", done.output, re.M
+    ):
         return Outcome(False, f"exit {done.code} without a line", done.last_line)
     return stub_trained(run(["./run.sh"], checkout, settings))
 
@@ -136,7 +183,9 @@ def at_any_moment(folder: Path) -> Outcome:
         done = finish(process)
         if "training on" in done.output:
             break
-        lines = [line for line in done.output.splitlines() if not re.match("run.sh: (making|inst)", line)]
+        lines = [
+            line for line in done.output.splitlines() if not re.match("run.sh: (making|inst)", line)
+        ]
         if done.code not in (143, -signal.SIGTERM) or len(lines) > 1:
             return Outcome(False, f"exit {done.code}", done.last_line)
         delay *= 1.5
@@ -154,8 +203,10 @@ def two_at_once(folder: Path) -> Outcome:
         outcome = stub_trained(second)
     return says(second, "waiting for another ./run.sh", outcome)
 
+
 # -----------------------------------------------------------------------------
 # Networks and disks
+
 
 def no_network(folder: Path) -> Outcome:
     checkout = make_checkout(folder)
@@ -169,7 +220,15 @@ READ_ONLY = "mount --bind . . && mount -o remount,bind,ro . && cd . && exec ./ru
 
 def read_only(folder: Path) -> Outcome:
     checkout = make_checkout(folder)
-    command = ["unshare", "--map-root-user", "--net", "--mount", "sh", "-c", f'cd "$PWD" && {READ_ONLY}']
+    command = [
+        "unshare",
+        "--map-root-user",
+        "--net",
+        "--mount",
+        "sh",
+        "-c",
+        f'cd "$PWD" && {READ_ONLY}',
+    ]
     return one_line(run(command, checkout, environment(folder)), "read-only", code=2)
 
 
@@ -211,7 +270,9 @@ def silent_index(folder: Path) -> Outcome:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        done = run(["./run.sh"], checkout, environment(folder, SPEEDRUN_TORCH_INDEX=address, **NO_PYPI))
+        done = run(
+            ["./run.sh"], checkout, environment(folder, SPEEDRUN_TORCH_INDEX=address, **NO_PYPI)
+        )
     return says(done, "doesn't answer, so PyTorch's build is PyPI's", one_line(done, "network"))
 
 
@@ -223,17 +284,24 @@ def dead_index(folder: Path) -> Outcome:
 
 def pip_settings(folder: Path) -> Outcome:
     checkout = make_checkout(folder)
-    settings = environment(folder, **use_real_pip(folder), SPEEDRUN_TORCH_INDEX="http://127.0.0.1:1")
+    settings = environment(
+        folder, **use_real_pip(folder), SPEEDRUN_TORCH_INDEX="http://127.0.0.1:1"
+    )
     done = run(["./run.sh"], checkout, settings)
     return says(done, "pip settings", stub_trained(done))
+
 
 # -----------------------------------------------------------------------------
 # Pythons
 
+
 def find_python(version: str) -> str | None:
     """A Python of this version that runs: on the PATH, or pyenv's."""
-    found = [shutil.which(f"python{version}"), f"/usr/bin/python{version}",
-             *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))]
+    found = [
+        shutil.which(f"python{version}"),
+        f"/usr/bin/python{version}",
+        *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python3")),
+    ]
     for python in found:
         if python and os.path.exists(python):
             question = "import sys, venv, ensurepip; print(sys.version)"
@@ -248,7 +316,9 @@ def old_python(folder: Path, version="3.10") -> Outcome:
     python = folder / "bin" / "python3"
     python.unlink()
     python.symlink_to(find_python(version))
-    return one_line(run(["./run.sh"], checkout, environment(folder)), "3.11 or later", version, code=2)
+    return one_line(
+        run(["./run.sh"], checkout, environment(folder)), "3.11 or later", version, code=2
+    )
 
 
 def new_python(folder: Path, version: str) -> Outcome:
@@ -266,12 +336,25 @@ def new_python(folder: Path, version: str) -> Outcome:
 def python_cases() -> list[Case]:
     cases = []
     for version in ("3.8", "3.10"):
-        cases.append(Case(f"Python {version} alone", "a line", functools.partial(old_python, version=version), True,
-                          lambda version=version: "" if find_python(version) else f"no Python {version} here"))
+        cases.append(
+            Case(
+                f"Python {version} alone",
+                "a line",
+                functools.partial(old_python, version=version),
+                True,
+                lambda version=version: "" if find_python(version) else f"no Python {version} here",
+            )
+        )
     for version in ("3.11", "3.12", "3.13"):
-        cases.append(Case(f"Python {version} beside an older python3", "trains",
-                          functools.partial(new_python, version=version), False,
-                          lambda version=version: "" if find_python(version) else f"no Python {version} here"))
+        cases.append(
+            Case(
+                f"Python {version} beside an older python3",
+                "trains",
+                functools.partial(new_python, version=version),
+                False,
+                lambda version=version: "" if find_python(version) else f"no Python {version} here",
+            )
+        )
     return cases
 
 
@@ -293,14 +376,18 @@ def lacks_pip(folder: Path) -> Outcome:
     without_ensurepip(checkout, has_pip=False)
     return one_line(run(["./run.sh"], checkout, environment(folder)), "venv", "apt install", code=2)
 
+
 # -----------------------------------------------------------------------------
 # GPUs
+
 
 def old_driver(folder: Path) -> Outcome:
     checkout = make_checkout(folder)
     write_program(folder, "nvidia-smi", NVIDIA_SMI)
     settings = environment(folder, USABLE="0", TORCH_CUDA="13.0", DRIVER="550.54.15")
-    return one_line(run(["./run.sh"], checkout, settings), "driver 580 or later", "550.54.15", code=2)
+    return one_line(
+        run(["./run.sh"], checkout, settings), "driver 580 or later", "550.54.15", code=2
+    )
 
 
 def amd_gpu(folder: Path) -> Outcome:
@@ -322,22 +409,54 @@ def amd_gpu_unusable(folder: Path) -> Outcome:
 NET = ("--map-root-user", "--net")
 CASES = [
     Case("a fresh clone", "trains", fresh_clone, cannot=needs_git),
-    Case("a path with a space and an apostrophe", "trains", special_path, cannot=cannot_link_environment),
+    Case(
+        "a path with a space and an apostrophe",
+        "trains",
+        special_path,
+        cannot=cannot_link_environment,
+    ),
     Case("C locale, no UTF-8", "trains", c_locale, cannot=needs_git),
     Case("junk in PYTHONHOME and PYTHONPATH", "trains", junk_variables, cannot=needs_git),
-    Case("Ctrl-C while .venv is made", "repaired",
-         functools.partial(interrupted, pattern=VENV_BEGUN, number=signal.SIGINT)),
-    Case("kill -9 while .venv is made", "repaired",
-         functools.partial(interrupted, pattern=VENV_BEGUN, number=signal.SIGKILL)),
-    Case("Ctrl-C while packages are installed", "repaired",
-         functools.partial(interrupted, pattern=TORCH_BEGUN, number=signal.SIGINT)),
-    Case("kill -9 while packages are installed", "repaired",
-         functools.partial(interrupted, pattern=TORCH_BEGUN, number=signal.SIGKILL)),
+    Case(
+        "Ctrl-C while .venv is made",
+        "repaired",
+        functools.partial(interrupted, pattern=VENV_BEGUN, number=signal.SIGINT),
+    ),
+    Case(
+        "kill -9 while .venv is made",
+        "repaired",
+        functools.partial(interrupted, pattern=VENV_BEGUN, number=signal.SIGKILL),
+    ),
+    Case(
+        "Ctrl-C while packages are installed",
+        "repaired",
+        functools.partial(interrupted, pattern=TORCH_BEGUN, number=signal.SIGINT),
+    ),
+    Case(
+        "kill -9 while packages are installed",
+        "repaired",
+        functools.partial(interrupted, pattern=TORCH_BEGUN, number=signal.SIGKILL),
+    ),
     Case("SIGTERM to the group before training", "a line", at_any_moment),
-    Case("two ./run.sh at once in a fresh clone", "waits", two_at_once,
-         cannot=lambda: "" if shutil.which("flock") else "there is no flock"),
-    Case("no network, fresh clone", "a line", no_network, cannot=functools.partial(cannot_unshare, *NET)),
-    Case("no network, read-only disk", "a line", read_only, True, functools.partial(cannot_unshare, *NET, "--mount")),
+    Case(
+        "two ./run.sh at once in a fresh clone",
+        "waits",
+        two_at_once,
+        cannot=lambda: "" if shutil.which("flock") else "there is no flock",
+    ),
+    Case(
+        "no network, fresh clone",
+        "a line",
+        no_network,
+        cannot=functools.partial(cannot_unshare, *NET),
+    ),
+    Case(
+        "no network, read-only disk",
+        "a line",
+        read_only,
+        True,
+        functools.partial(cannot_unshare, *NET, "--mount"),
+    ),
     *python_cases(),
     Case("no GPU: PyTorch's index of CPU builds", "trains", cpu_index),
     Case("no GPU: that index doesn't answer", "PyPI's", dead_index, True),

@@ -1,4 +1,5 @@
 """The table of machines: cases that imitate one each, and the helpers that judge how it went."""
+
 import os
 import re
 import shutil
@@ -17,16 +18,29 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 # A model whose step takes milliseconds: 8 sequences of 128 tokens a step.
 TINY = {
-    "num_layers": 4, "num_heads": 2, "head_dim": 32, "model_dim": 64, "num_value_embeds": 1,
-    "long_window_layers": "0,3", "max_window": 256, "train_seq_len": 128, "batch_tokens": 1024,
-    "val_seq_len": 128, "val_tokens": 2048, "num_iterations": 6, "val_loss_every": 2,
-    "warmup_steps": 1, "sequences_per_pass": 2, "ngram_rows": 64,
+    "num_layers": 4,
+    "num_heads": 2,
+    "head_dim": 32,
+    "model_dim": 64,
+    "num_value_embeds": 1,
+    "long_window_layers": "0,3",
+    "max_window": 256,
+    "train_seq_len": 128,
+    "batch_tokens": 1024,
+    "val_seq_len": 128,
+    "val_tokens": 2048,
+    "num_iterations": 6,
+    "val_loss_every": 2,
+    "warmup_steps": 1,
+    "sequences_per_pass": 2,
+    "ngram_rows": 64,
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a case went: in words for the table, and the last line that the user sees."""
+
     ok: bool
     what: str
     last_line: str = ""
@@ -34,19 +48,23 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """A machine. `run` gets an empty folder; `cannot` says why this machine can't imitate it, or ""."""
+    """A machine. `run` gets an empty folder; `cannot` says why it can't be imitated here, or ""."""
+
     situation: str
     wanted: str
     run: Callable[[Path], Outcome]
     fast: bool = False  # takes less than 10 s: it belongs to the test suite too
     cannot: Callable[[], str] = lambda: ""
 
+
 # -----------------------------------------------------------------------------
 # Helpers of the cases
+
 
 @dataclass(frozen=True)
 class Done:
     """A command that ended: its exit status and all that it wrote, stdout and stderr in order."""
+
     code: int
     output: str
 
@@ -57,10 +75,22 @@ class Done:
 
 
 def clean_environment(**changes) -> dict:
-    """This process's variables without those of ranks, environments and Python; None removes one."""
-    unwanted = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "CUDA_VISIBLE_DEVICES",
-                "TORCH_COMPILE_DISABLE", "OMP_NUM_THREADS"}
+    """This process's variables without ranks, environments and Python's; None removes one."""
+    unwanted = {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "CUDA_VISIBLE_DEVICES",
+        "TORCH_COMPILE_DISABLE",
+        "OMP_NUM_THREADS",
+    }
     environment = {k: v for k, v in os.environ.items() if k not in unwanted}
     for name, value in changes.items():
         environment.pop(name, None)
@@ -72,9 +102,18 @@ def clean_environment(**changes) -> dict:
 def start(command, folder, env=None) -> subprocess.Popen:
     """Start a command as the leader of a process group, as a shell does."""
     environment = clean_environment() if env is None else env
-    return subprocess.Popen([str(part) for part in command], cwd=folder, env=environment, text=True,
-                            encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(
+        [str(part) for part in command],
+        cwd=folder,
+        env=environment,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def finish(process, timeout=600) -> Done:
@@ -101,17 +140,22 @@ def run(command, folder, env=None, timeout=600) -> Done:
 
 
 def write_tiny_shards(folder) -> list[str]:
-    """Write small shards into `folder`. -> the options of train_gpt.py for a training that takes seconds."""
+    """Write small shards into `folder`. -> train_gpt.py's options for a training of seconds."""
     from util import random_tokens, write_shard  # imports torch
+
     write_shard(folder / "tiny_train_000000.bin", random_tokens(7 * 1024, seed=1))
     write_shard(folder / "tiny_val_000000.bin", random_tokens(16 * 128 + 1, seed=3))
-    options = dict(TINY, train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin")
+    options = dict(
+        TINY, train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin"
+    )
     return ["--track", "shakespeare", *(f"--{name}={value}" for name, value in options.items())]
 
 
 def trained(done: Done) -> Outcome:
     """It trained: exit status 0, and the last validation loss is lower than the first."""
-    losses = [float(loss) for loss in re.findall(r"^step:\d+/\d+ val_loss:(\S+)", done.output, re.M)]
+    losses = [
+        float(loss) for loss in re.findall(r"^step:\d+/\d+ val_loss:(\S+)", done.output, re.M)
+    ]
     if done.code != 0:
         return Outcome(False, f"exit {done.code}", done.last_line)
     if len(losses) < 2 or not losses[-1] < losses[0]:
@@ -134,8 +178,10 @@ def one_line(done: Done, *words: str, code: int | None = None) -> Outcome:
         return Outcome(False, f"says nothing of {missing[0]}", last_line)
     return Outcome(True, f"line, exit {done.code}", last_line)
 
+
 # -----------------------------------------------------------------------------
 # What this machine can imitate
+
 
 def cannot_unshare(*options: str) -> str:
     """Why unshare with these options doesn't work here, or ""."""
@@ -144,11 +190,13 @@ def cannot_unshare(*options: str) -> str:
     done = subprocess.run(["unshare", *options, "true"], capture_output=True, text=True)
     return "" if done.returncode == 0 else f"unshare {' '.join(options)} isn't allowed here"
 
+
 # -----------------------------------------------------------------------------
 # The table
 
+
 def run_case(case: Case) -> tuple[str, float, str]:
-    """Run a case in an empty folder. -> ("ok: ...", "FAILED: ..." or "not run: ..."), seconds, last line."""
+    """Run a case in an empty folder. -> "ok: ...", "FAILED: ...", "not run: ..."; seconds; line."""
     reason = case.cannot()
     if reason:
         return f"not run: {reason}", 0.0, ""
@@ -186,11 +234,15 @@ def print_table(cases: list[Case]) -> int:
     begun = time.perf_counter()
     for case in cases:
         what, seconds, last_line = run_case(case)
-        print(format_row(case.situation, case.wanted, what, f"{seconds:.0f}", last_line), flush=True)
+        print(
+            format_row(case.situation, case.wanted, what, f"{seconds:.0f}", last_line), flush=True
+        )
         if what.startswith("FAILED"):
             failed += 1
         if what.startswith("not run"):
             not_run += 1
     passed = len(cases) - failed - not_run
-    print(f"{passed} ok, {failed} failed, {not_run} not run, in {time.perf_counter() - begun:.0f} s")
+    print(
+        f"{passed} ok, {failed} failed, {not_run} not run, in {time.perf_counter() - begun:.0f} s"
+    )
     return failed
