@@ -172,13 +172,14 @@ make_environment() {
         fail "$PWD has a colon in its path, which Python's venv can't have: move the repository"
     find_base
     local options=(-m venv)
+    local note=""
+    [ ! -e .venv ] || note=" again, as it is incomplete"
     ask "$base" -c "$has_torch" || answer=""
     if [ -n "$answer" ]; then
-        say "making the virtual environment .venv, which uses the system's PyTorch $answer"
         options+=(--system-site-packages)
-    else
-        say "making the virtual environment .venv"
+        note+=", which uses the system's PyTorch $answer"
     fi
+    say "making the virtual environment .venv$note"
     # Debian and Colab take ensurepip away
     local pip_from_base=""
     if ! ask "$base" -c "import venv, ensurepip"; then
@@ -398,10 +399,10 @@ count_gpus() {
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) ||
         true
     if [ "${driver%%.*}" -ge "$needed" ] 2>/dev/null; then
-        fail "this machine has $present NVIDIA GPUs, but PyTorch (CUDA $cuda) can't use them," \
+        fail "this machine has an NVIDIA GPU, but PyTorch (CUDA $cuda) can't use it," \
             "though driver $driver is new enough: see what nvidia-smi says, $choice"
     fi
-    fail "this machine has $present NVIDIA GPUs, but PyTorch can't use them:" \
+    fail "this machine has an NVIDIA GPU, but PyTorch can't use it:" \
         "CUDA $cuda needs driver $needed or later, and this one is ${driver:-unknown};" \
         "update the driver, $choice"
 }
