@@ -1,10 +1,10 @@
 """run.sh: environments, packages, interruptions, GPUs. All that it starts is a stub."""
 
+import ast
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -82,6 +82,47 @@ def test_commands_install_what_they_need(checkout):
     assert done.code == 0 and "stub compares ['--runs', '2']" in done.output, done.output
     assert "installing tools_package==1.0\n" in done.output
     assert_trains(run_sh(checkout, "--num_runs", "2"))
+
+
+def imported_packages(*scripts):
+    """The packages that scripts import, wherever they do: not Python's own, nor ours."""
+    ours = {path.stem for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
+    names = set()
+    for script in scripts:
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - ours
+
+
+def required(group):
+    lines = (ROOT / group / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return {line.split("==")[0] for line in lines}
+
+
+def test_requirements_name_what_is_imported():
+    """run.sh installs tools/requirements.txt for --num_runs, which needs scipy."""
+    assert imported_packages(ROOT / "train_gpt.py") <= required(".") | {"scipy"}
+    training_data = [ROOT / "data" / "shakespeare.py", ROOT / "data" / "cached_fineweb10B.py"]
+    assert imported_packages(*training_data) <= required(".")
+    tools = imported_packages(*(ROOT / "tools").glob("*.py"))
+    assert tools <= required(".") | required("tools")
+    assert required("tools") <= tools
+
+
+def test_pytorch_is_imported_while_the_data_is_made(checkout):
+    """Once more than by training, after an installation alone."""
+    mark = checkout.parent / "imports"
+    torch = f"open({str(mark)!r}, 'a').write('x')\n"
+    assert_trains(run_sh(checkout, TORCH=torch, DATA_SECONDS="1"))
+    end = time.monotonic() + 20
+    while mark.read_text() != "xx" and time.monotonic() < end:
+        time.sleep(0.1)
+    assert mark.read_text() == "xx"
+    assert_trains(run_sh(checkout, TORCH=torch))
+    assert mark.read_text() == "xxx"
 
 
 def test_an_environment_of_the_users_own_stays(checkout):

@@ -10,6 +10,7 @@ Exit status: 0 all that could run were right, 1 one failed.
 """
 
 import argparse
+import signal
 import sys
 
 import install
@@ -38,6 +39,8 @@ def main() -> int:
     if not cases:
         print(f"error: no situation contains {args.only!r}; --list shows them", file=sys.stderr)
         return 2
+    # a shell's background job ignores Ctrl-C, and so would all that the cases start and interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return 1 if print_table(cases) else 0
 
 
