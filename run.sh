@@ -23,7 +23,7 @@ fail() {
 child=""
 run() {
     local code=0
-    "$@" &
+    "$@" 3>&- &
     child=$!
     wait "$child" || code=$?
     child=""

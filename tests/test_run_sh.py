@@ -376,7 +376,7 @@ def start_until(checkout, words, **changes):
     "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
 def test_a_signal_breaks_nothing(checkout, phase, number, code):
-    process = start_until(checkout, PHASES[phase], **{phase: "30"})
+    process = start_until(checkout, PHASES[phase], **{phase: "6"})
     time.sleep(0.5)
     kill_group(process, number)
     done = finish(process, 20)

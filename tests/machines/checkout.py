@@ -111,6 +111,7 @@ def parse_arguments(argv):
 if __name__ == "__main__":
     print("stub trains", sys.argv[1:], sys.executable, torch.__file__, flush=True)
     time.sleep(float(os.environ.get("TRAIN_SECONDS", 0)))
+    print("stub trained")
 """
 
 DATA = """
