@@ -5,6 +5,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
+# In braces, so that bash reads all of the script before it runs any of it: a signal's trap that
+# comes while it reads would fail, and an edit during a run would confuse it.
+{
 # ---- Settings that tests change ------------------------------------------------------------------
 torch_index=${SPEEDRUN_TORCH_INDEX:-https://download.pytorch.org/whl}  # has cpu/, rocm7.2/
 devices=${SPEEDRUN_DEVICES:-/dev}  # where drivers put their files
@@ -19,7 +22,7 @@ fail() {
 }
 
 # Runs a command and waits for it. It runs in the background, where Ctrl-C doesn't reach it: `stop`
-# ends it.
+# ends it. Of a command in the foreground, bash would say that it was terminated.
 child=""
 run() {
     local code=0
@@ -113,7 +116,7 @@ lock() {
     local code=0
     command -v flock >/dev/null || return 0
     exec 9<.
-    flock --nonblock 9 2>/dev/null || code=$?
+    run flock --nonblock 9 2>/dev/null || code=$?
     if [ "$code" -eq 1 ]; then
         say "waiting for another ./run.sh, which prepares this checkout"
         run flock 9
@@ -443,7 +446,7 @@ get_data() {
 # Becomes the given command: from here on, signals are its own
 become() {
     unlock
-    rm -rf "$work"
+    run rm -rf "$work"
     exec 3>&-
     exec "$@"
 }
@@ -497,3 +500,4 @@ if [ -z "$help" ]; then
     say "training on $where"
 fi
 become "$python" train_gpt.py "$@"
+}

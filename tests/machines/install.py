@@ -186,7 +186,9 @@ def at_any_moment(folder: Path) -> Outcome:
         if "training on" in done.output:
             break
         lines = [
-            line for line in done.output.splitlines() if not re.match("run.sh: (making|inst)", line)
+            line
+            for line in done.output.splitlines()
+            if not re.match("run.sh: (making|installing|waiting)", line)
         ]
         if done.code not in (143, -signal.SIGTERM) or len(lines) > 1:
             return Outcome(False, f"exit {done.code}", done.last_line)
