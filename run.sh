@@ -4,64 +4,86 @@
 # ./run.sh test [pytest arguments]    the same for the tests
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# In braces, so that bash reads all of the script before it runs any of it: a signal's trap that
+# comes while it reads would fail, and an edit during a run would confuse it.
+{
+# ---- Settings that tests change ------------------------------------------------------------------
+torch_index=${SPEEDRUN_TORCH_INDEX:-https://download.pytorch.org/whl}  # has cpu/, rocm7.2/
+devices=${SPEEDRUN_DEVICES:-/dev}  # where drivers put their files
+
+# ---- Messages, child processes, signals ----------------------------------------------------------
+exec 3>&2  # stderr, wherever a command's own stderr goes when a signal comes
 say() { echo "run.sh: $*"; }
 
-# Packages: the active virtual environment, or our own in .venv
-python=python3
-if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
-    python=python
-else
-    if [ ! -x .venv/bin/python ]; then
-        say "making the virtual environment .venv"
-        rm -rf .venv
-        python3 -m venv .venv || { rm -rf .venv; say "error: python3 -m venv failed; install Python 3.11 or later with its venv module" >&2; exit 2; }
-    fi
-    python=$PWD/.venv/bin/python
-fi
-
-# Installs the given requirement files when a package of theirs is missing. A package that is there in
-# another version stays: machines with their own PyTorch keep it.
-install() {
-    local missing
-    missing=$("$python" - "$@" <<'PY'
-import importlib.metadata, sys
-for file in sys.argv[1:]:
-    for line in open(file):
-        name = line.split("#")[0].strip().split("==")[0].split("[")[0]
-        try:
-            name and importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            print(file, end=" ")
-            break
-PY
-)
-    for file in $missing; do
-        say "installing $file"
-        # --no-compile: Python compiles what it imports; all of PyTorch's modules would take half of the time
-        "$python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$file"
-    done
+fail() {
+    echo "run.sh: error: $*" >&2
+    exit 2
 }
 
-if [ "${1:-}" = test ]; then
-    shift
-    install requirements.txt data/requirements.txt evals/requirements.txt tests/requirements.txt
-    "$python" data/shakespeare.py
-    say "running the tests"
-    # a process a core, and those that run out of tests take some from another; a path in the arguments replaces "tests"
-    exec "$python" -m pytest -o testpaths=tests -n auto --maxprocesses 8 --dist worksteal "$@"
-fi
+# Runs a command and waits for it. It runs in the background, where Ctrl-C doesn't reach it: `stop`
+# ends it. Of a command in the foreground, bash would say that it was terminated.
+child=""
+run() {
+    local code=0
+    "$@" 3>&- &
+    child=$!
+    wait "$child" || code=$?
+    child=""
+    return "$code"
+}
 
-install requirements.txt
-compare=""
-[ "${1:-}" != compare ] || { compare=yes; shift; }
+# Runs a command quietly: its output is in $answer, its complaints are in the file $work/log.
+ask() {
+    local code=0
+    run "$@" >"$work/answer" 2>"$work/log" || code=$?
+    answer=$(<"$work/answer")
+    return "$code"
+}
 
-# What the arguments say of the track, the device and the data
-track="" device="" own_data="" help="" previous=""
+# A signal ends the child and this script. The next ./run.sh repairs what was left unfinished.
+stop() {
+    trap '' INT TERM
+    if [ -n "$child$importing" ]; then
+        # shellcheck disable=SC2086  # one or two process numbers
+        kill $child $importing 2>/dev/null || true
+        wait 2>/dev/null || true
+    fi
+    echo "run.sh: stopped by $1; the next ./run.sh goes on from here" >&3
+    exit "$2"
+}
+
+importing=""  # the process that imports PyTorch in the background
+trap 'stop SIGINT 130' INT
+trap 'stop SIGTERM 143' TERM
+
+# A temporary folder for logs and downloads
+work=""
+trap 'rm -rf "$work"' EXIT
+work=$(mktemp -d 2>/dev/null) ||
+    { mkdir -p data/.cache && work=$(mktemp -d "$PWD/data/.cache/run.XXXXXX"); } 2>/dev/null ||
+    fail "can't make a temporary folder: ${TMPDIR:-/tmp} and $PWD can't be written; set TMPDIR"
+
+# ---- What the arguments say ----------------------------------------------------------------------
+command=train
+case "${1:-}" in
+    compare | test)
+        command=$1
+        shift ;;
+esac
+
+track=""
+device=""
+own_data=""
+help=""
+many_runs=""
+previous=""
 for argument in "$@"; do
     case "$argument" in
         --track=*) track=${argument#*=} ;;
         --device=*) device=${argument#*=} ;;
         --train_files | --val_files | --train_files=* | --val_files=*) own_data=yes ;;
+        --num_runs | --num_runs=*) many_runs=yes ;;
         -h | --help) help=yes ;;
     esac
     case "$previous" in
@@ -70,47 +92,412 @@ for argument in "$@"; do
     esac
     previous=$argument
 done
-gpus=0
+
+# ---- GPUs that the machine has: usable ones or not -----------------------------------------------
+present=0
+maker=""
 if [ "$device" != cpu ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
-    # PyTorch is asked only where there may be a GPU: its import takes seconds
-    there=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU" || true)
-    [ "$there" -gt 0 ] || there=$(compgen -G "/dev/nvidia[0-9]*" | wc -l || true)
-    if [ "$there" -gt 0 ]; then
-        gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
-        [ "$gpus" -gt 0 ] || { say "error: this machine has $there GPUs, but PyTorch can use none: update the driver, install a PyTorch for it, or give --device cpu" >&2; exit 2; }
+    present=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU") || true
+    if [ "$present" -eq 0 ]; then
+        present=$(compgen -G "$devices/nvidia[0-9]*" | wc -l) || true
+    fi
+    if [ "$present" -gt 0 ]; then
+        maker=NVIDIA
+    elif [ -e "$devices/kfd" ]; then
+        present=1
+        maker=AMD
     fi
 fi
-[ -n "$track" ] || { [ "$gpus" -gt 0 ] && track=fineweb || track=mini; }
 
-# Data: made or fetched where there is none
-has() { compgen -G "$1" >/dev/null; }
-if [ -z "$own_data$help" ]; then
+# ---- One at a time: packages and data are shared by all runs of this checkout --------------------
+# The lock is on the checkout's folder, so no file can be left behind. It ends with the processes
+# that hold it. Without flock, or on a file system without locks, go on.
+lock() {
+    local code=0
+    command -v flock >/dev/null || return 0
+    exec 9<.
+    run flock --nonblock 9 2>/dev/null || code=$?
+    if [ "$code" -eq 1 ]; then
+        say "waiting for another ./run.sh, which prepares this checkout"
+        run flock 9
+    fi
+}
+
+unlock() { exec 9<&-; }
+
+# ---- Python: the active environment's, or our own in .venv ---------------------------------------
+# Junk in these would break any Python, ours too
+for variable in PYTHONHOME PYTHONPATH; do
+    if [ -n "${!variable:-}" ]; then
+        say "ignoring $variable=${!variable}"
+        unset "$variable"
+    fi
+done
+export PYTHONUTF8=1  # files are UTF-8 in every locale
+
+python=$PWD/.venv/bin/python
+own=yes
+if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+    python=python
+    own=""
+fi
+
+# Sets $base to a Python of at least 3.11, for making .venv
+find_base() {
+    for base in python3 python3.13 python3.12 python3.11 python3.14; do
+        if ask "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            return
+        fi
+    done
+    local version
+    version=$(python3 --version 2>/dev/null) || version=missing
+    fail "Python 3.11 or later is needed, and python3 is $version:" \
+        "install Python 3.11, 3.12 or 3.13 with its venv module"
+}
+
+# Prints the version of the base Python's PyTorch if we can use it; doesn't import it
+has_torch='
+import importlib.metadata
+try:
+    version = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
+    version = "0.0"
+major, minor = version.split(".")[:2]
+if (int(major), int(minor)) >= (2, 11):
+    print(version)
+'
+
+# Makes .venv, with the base Python's packages if it has a PyTorch, and pip in any case
+make_environment() {
+    [ -w . ] ||
+        fail "$PWD can't be written (a read-only disk?): clone the repository elsewhere"
+    [[ $PWD != *:* ]] ||
+        fail "$PWD has a colon in its path, which Python's venv can't have: move the repository"
+    find_base
+    local options=(-m venv)
+    local note=""
+    [ ! -e .venv ] || note=" again, as it is incomplete"
+    ask "$base" -c "$has_torch" || answer=""
+    if [ -n "$answer" ]; then
+        options+=(--system-site-packages)
+        note+=", which uses the system's PyTorch $answer"
+    fi
+    say "making the virtual environment .venv$note"
+    # Debian and Colab take ensurepip away
+    local pip_from_base=""
+    if ! ask "$base" -c "import venv, ensurepip"; then
+        ask "$base" -c "import venv, pip" ||
+            fail "$base lacks its venv module: install it (on Debian: apt install python3-venv)"
+        options+=(--without-pip)
+        pip_from_base=yes
+    fi
+    rm -rf .venv
+    run "$base" "${options[@]}" .venv >"$work/log" 2>&1 || explain "python -m venv failed"
+    if [ -n "$pip_from_base" ] && ! ask .venv/bin/python -m pip --version; then
+        run "$base" -m pip --python .venv/bin/python install pip >"$work/log" 2>&1 ||
+            explain "pip could not install itself"
+    fi
+}
+
+# ---- Packages ------------------------------------------------------------------------------------
+# Prints the lines of requirement files whose package is missing. One that is there in another
+# version stays: machines with their own PyTorch keep it.
+find_missing='
+import importlib.metadata, sys
+if sys.version_info < (3, 11):
+    sys.exit(3)
+for file in sys.argv[1:]:
+    for line in open(file, encoding="utf-8"):
+        requirement = line.split("#")[0].strip()
+        name = requirement.split("==")[0].split("[")[0]
+        try:
+            if name:
+                importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            print(requirement)
+'
+
+# Fails unless pip and all files of all packages in .venv are there: an interrupted installation
+# leaves some out
+check_files='
+import importlib.metadata, pip, pathlib, sys
+for package in importlib.metadata.distributions():
+    if pathlib.Path(package.locate_file("")).is_relative_to(sys.prefix):
+        assert package.files
+        assert all(file.suffix == ".pyc" or file.locate().exists() for file in package.files)
+'
+
+network_errors="Max retries exceeded|ProxyError|SSLError|Connection(Reset|Refused)?Error"
+network_errors+="|NewConnection|NameResolution|ConnectTimeout|ReadTimeout"
+network_errors+="|onnection (refused|reset|timed out|broken)"
+
+# Ends with the reason why the command failed whose output is in $work/log
+explain() {
+    local log=$work/log
+    if grep -qE "No space left on device|Disk quota exceeded" "$log"; then
+        fail "$1: the disk is full; free some space (.venv, or ${TMPDIR:-/tmp}) and start again"
+    elif grep -qE "Read-only file system|Permission denied" "$log"; then
+        fail "$1: a folder can't be written:" \
+            "$(grep -m 1 -E "Read-only file system|Permission denied" "$log")"
+    elif grep -qE "$network_errors" "$log"; then
+        fail "$1: no network, or it doesn't reach the package index; check the connection," \
+            "the proxy and pip's settings (python -m pip config list), then start again"
+    elif grep -q "No matching distribution found for" "$log"; then
+        local package
+        package=$(grep -m 1 "No matching distribution found for" "$log" | cut -d " " -f 7)
+        fail "$1: the package index has no $package for $("$python" --version) on $(uname -sm);" \
+            "use Python 3.11, 3.12 or 3.13"
+    fi
+    tail -n 20 "$log" >&2
+    fail "$1, as said above"
+}
+
+# pip install, with a progress bar on a terminal. Elsewhere its output is shown if it fails.
+# --no-compile: Python compiles what it imports; all of PyTorch's modules would double the time
+pip_install() {
+    local pip=("$python" -m pip install --no-compile --no-input --disable-pip-version-check)
+    local code=0
+    if [ -t 1 ]; then
+        TMPDIR=$work run "${pip[@]}" "$@" 2>"$work/log" || code=$?
+    else
+        TMPDIR=$work run "${pip[@]}" "$@" >"$work/log" 2>&1 || code=$?
+    fi
+    [ "$code" -eq 0 ] || explain "pip could not install the packages"
+}
+
+# Installs PyTorch ($1), where PyPI's build is not the right one. The user's settings of pip come
+# first.
+install_torch() {
+    if ask "$python" -m pip config list &&
+        grep -qE "(index-url|find-links|no-index)=" <<<"$answer"; then
+        say "installing packages from where your pip settings say (a minute or two)"
+        return
+    fi
+    if [ "$(uname -s)" != Linux ]; then
+        say "installing packages: a download of about 0.2 GB"
+        return
+    fi
+    if [ "$maker" = AMD ]; then
+        say "installing packages, with PyTorch's build for AMD GPUs: a download of about 5 GB" \
+            "(--device cpu takes another: 0.2 GB)"
+        pip_install --index-url "$torch_index/rocm7.2" "$1"
+        return
+    fi
+    if [ -z "$maker" ] && ask "$python" -m pip index versions torch --index-url "$torch_index/cpu" \
+        --timeout 5 --retries 0 --disable-pip-version-check; then
+        say "installing packages, with PyTorch's build for CPUs: a download of about 0.2 GB"
+        pip_install --index-url "$torch_index/cpu" --no-deps "$1"
+        return
+    fi
+    if [ -z "$maker" ]; then
+        say "$torch_index/cpu doesn't answer, so PyTorch's build is PyPI's"
+    fi
+    say "installing packages, with PyTorch and CUDA: a download of up to 5 GB"
+}
+
+# Sets $missing to the packages of requirement files that are not there. Fails if Python fails.
+list_missing() {
+    ask "$python" -c "$find_missing" "$@" || return
+    missing=$answer
+}
+
+# Is .venv whole? The file `ready` says so. Without it, an installation was cut short, or the user
+# made .venv.
+is_whole() {
+    if [ ! -e .venv/ready ]; then
+        ask "$python" -c "$check_files" || return
+    fi
+    [ -z "$missing" ] || ask "$python" -m pip --version
+}
+
+# Installs what is missing of the given requirement files
+installed=""
+install() {
+    if [ -z "$own" ]; then
+        list_missing "$@" || fail "the active environment (${VIRTUAL_ENV:-$CONDA_PREFIX}) has no" \
+            "Python 3.11 or later: deactivate it, or activate another"
+    elif ! list_missing "$@" || ! is_whole; then
+        make_environment
+        list_missing "$@" || fail "the Python of $PWD/.venv doesn't run: $(tail -n 1 "$work/log")"
+    fi
+    if [ -n "$missing" ]; then
+        if [ -n "$own" ]; then
+            [ -w .venv ] || fail "$PWD/.venv can't be written (a read-only disk?)"
+            rm -f .venv/ready
+        fi
+        local torch
+        torch=$(grep "^torch==" <<<"$missing") || true
+        if [ -n "$torch" ]; then
+            install_torch "$torch"
+        else
+            say "installing ${missing//$'\n'/, }"
+        fi
+        echo "$missing" >"$work/requirements.txt"
+        pip_install -r "$work/requirements.txt"
+        installed=yes
+    fi
+    if [ -n "$own" ] && [ ! -e .venv/ready ]; then
+        { : >.venv/ready; } 2>/dev/null || true
+    fi
+}
+
+# PyTorch's command line for the C++ compiler doesn't quote its own folder. If the path to .venv has
+# a space or the like, use .venv through a link whose path has none.
+avoid_special_characters() {
+    local LC_ALL=C  # ranges of ASCII
+    local safe='^[A-Za-z0-9_./+:@%,=-]+$'
+    local folder=${XDG_CACHE_HOME:-${HOME:-no home}/.cache}/nanogpt-speedrun
+    if [ -z "$own" ] || [[ $PWD =~ $safe ]] || ! [[ $folder =~ $safe ]]; then
+        return
+    fi
+    local link
+    link=$folder/$(printf "%s" "$PWD" | cksum | tr -c "0-9\n" -)
+    if [ "$(readlink "$link" 2>/dev/null)" != "$PWD/.venv" ]; then
+        { mkdir -p "$folder" && ln -sfn "$PWD/.venv" "$link"; } 2>/dev/null || return 0
+    fi
+    if [ -O "$folder" ]; then  # nobody else can change the link
+        python=$link/bin/python
+    fi
+}
+
+# Imports in the background what training will import, so that Python's compiled files get written
+# while the data is made.
+import_ahead() {
+    if [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+        "$python" -c "import torch, torch._inductor.compile_fx" >/dev/null 2>&1 3>&- 9<&- &
+        importing=$!
+    fi
+}
+
+# ---- GPUs that PyTorch can use -------------------------------------------------------------------
+ask_torch='
+import torch
+print(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+print(torch.version.cuda or "")
+print(torch.version.hip or "")
+'
+
+# Sets $gpus. Asks PyTorch only if there may be a GPU: its import takes seconds.
+gpus=0
+count_gpus() {
+    [ "$present" -gt 0 ] || return 0
+    if ! ask "$python" -c "$ask_torch"; then
+        cat "$work/log" >&2
+        fail "PyTorch can't be imported, as said above"
+    fi
+    local cuda hip
+    { read -r gpus; read -r cuda; read -r hip; } <<<"$answer"$'\n\n' || true
+    [ "$gpus" -eq 0 ] || return 0
+    local choice="or give --device cpu"
+    if [ -z "$cuda$hip" ]; then
+        fail "this machine has an $maker GPU, but PyTorch here is the build for CPUs:" \
+            "install the one for $maker GPUs (remove .venv and start again), $choice"
+    elif [ "$maker" = AMD ] || [ -n "$hip" ]; then
+        fail "this machine has an $maker GPU, but PyTorch (ROCm ${hip:-missing}) can't use it:" \
+            "see https://pytorch.org/get-started for a build and a driver that fit, $choice"
+    fi
+    local needed=525
+    [ "${cuda%%.*}" -lt 13 ] || needed=580
+    local driver
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) ||
+        true
+    if [ "${driver%%.*}" -ge "$needed" ] 2>/dev/null; then
+        fail "this machine has an NVIDIA GPU, but PyTorch (CUDA $cuda) can't use it," \
+            "though driver $driver is new enough: see what nvidia-smi says, $choice"
+    fi
+    fail "this machine has an NVIDIA GPU, but PyTorch can't use it:" \
+        "CUDA $cuda needs driver $needed or later, and this one is ${driver:-unknown};" \
+        "update the driver, $choice"
+}
+
+# The most processes that can share the sequences of a step and of a validation equally
+ask_processes='
+import math, sys
+import train_gpt
+gpus = int(sys.argv[1])
+try:
+    args, hp = train_gpt.parse_arguments(sys.argv[2:])
+except train_gpt.InputError:
+    gpus = 1  # train_gpt.py itself says what is wrong
+else:
+    shared = math.gcd(hp.num_sequences, hp.val_tokens // hp.val_seq_len)
+print(max(n for n in range(1, gpus + 1) if n == 1 or shared % n == 0))
+'
+
+# ---- Data: made or fetched where there is none ---------------------------------------------------
+has() { compgen -G "data/$1_train_*.bin" >/dev/null && compgen -G "data/$1_val_*.bin" >/dev/null; }
+
+get_data() {
     case "$track" in
         fineweb)
-            if ! has "data/fineweb10B/fineweb_train_*.bin" || ! has "data/fineweb10B/fineweb_val_*.bin"; then
+            if ! has fineweb10B/fineweb; then
                 say "fetching the fineweb shards (2 GB)"
-                "$python" data/cached_fineweb10B.py
+                TMPDIR=$work run "$python" data/cached_fineweb10B.py || exit
             fi ;;
         mini | shakespeare)
-            if ! has "data/shakespeare/shakespeare_train_*.bin" || ! has "data/shakespeare/shakespeare_val_*.bin"; then
+            if ! has shakespeare/shakespeare; then
                 say "making the shakespeare shards"
-                "$python" data/shakespeare.py
+                TMPDIR=$work run "$python" data/shakespeare.py || exit
             fi ;;
     esac
+}
+
+# ---- Everything in its order ---------------------------------------------------------------------
+# Becomes the given command: from here on, signals are its own
+become() {
+    unlock
+    run rm -rf "$work"
+    exec 3>&-
+    exec "$@"
+}
+
+requirements=(requirements.txt)
+if [ "$command" = test ]; then
+    requirements+=({tools,data,evals,tests}/requirements.txt)
+elif [ "$command" = compare ] || [ -n "$many_runs" ]; then
+    requirements+=(tools/requirements.txt)
+fi
+lock
+install "${requirements[@]}"
+avoid_special_characters
+import_ahead
+
+if [ "$command" = test ]; then
+    track=mini
+    get_data
+    say "running the tests"
+    # a process a core; those that run out of tests take some from another; a path in the arguments
+    # replaces "tests"
+    become "$python" -m pytest -o testpaths=tests -n auto --maxprocesses 8 --dist worksteal "$@"
 fi
 
-if [ -n "$compare" ]; then
+count_gpus
+if [ -z "$track" ]; then
+    track=mini
+    [ "$gpus" -eq 0 ] || track=fineweb
+fi
+if [ -z "$own_data$help" ]; then
+    get_data
+fi
+
+if [ "$command" = compare ]; then
     script=$PWD/tools/compare.py
     cd "$OLDPWD"  # patches and scripts are named as the caller sees them
-    exec "$python" "$script" "$@"
+    become "$python" "$script" "$@"
 fi
 
-# Launch: a power of two of the GPUs, which share the 8 sequences of a step equally
-processes=1
-while [ $((processes * 2)) -le "$gpus" ] && [ "$processes" -lt 8 ]; do processes=$((processes * 2)); done
-if [ "$processes" -gt 1 ] && [ -z "$help" ]; then
-    say "training on $processes of $gpus GPUs"
-    exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" train_gpt.py "$@"
+if [ "$gpus" -gt 1 ] && [ -z "$help" ]; then
+    ask "$python" -c "$ask_processes" "$gpus" "$@" || { cat "$work/log" >&2; exit 1; }
+    if [ "$answer" -gt 1 ]; then
+        say "training on $answer of $gpus GPUs"
+        become "$python" -m torch.distributed.run --standalone --nproc_per_node="$answer" \
+            train_gpt.py "$@"
+    fi
 fi
-[ -n "$help" ] || say "training on $([ "$gpus" -gt 0 ] && echo "one GPU" || echo "the CPU")"
-exec "$python" train_gpt.py "$@"
+if [ -z "$help" ]; then
+    where="the CPU"
+    [ "$gpus" -eq 0 ] || where="one GPU"
+    say "training on $where"
+fi
+become "$python" train_gpt.py "$@"
+}

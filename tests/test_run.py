@@ -182,28 +182,6 @@ def test_shorter_sequences_keep_the_tokens_of_a_step(tmp_path, monkeypatch, shar
 
 
 # ---------------------------------------------------------------------------------------- machines
-@pytest.fixture
-def pretended_gpu(tmp_path, monkeypatch):
-    """A machine whose nvidia-smi lists two GPUs, and whose PyTorch says how many of them it can use: $USABLE."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU 0: NVIDIA H100\\nGPU 1: NVIDIA H100\\n'\n")
-    (tmp_path / "python").write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec echo "$USABLE"\nexec {sys.executable} "$@"\n')
-    for file in tmp_path.iterdir():
-        file.chmod(0o755)
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    environment |= dict(PATH=f"{tmp_path}:{os.environ['PATH']}", VIRTUAL_ENV=sys.prefix)
-    return lambda *args, **extra: subprocess.run([ROOT / "run.sh", *args], env=environment | extra, capture_output=True,
-                                                 text=True, timeout=300)
-
-
-def test_run_sh_refuses_gpus_that_pytorch_cannot_use(pretended_gpu):
-    done = pretended_gpu(USABLE="0")
-    assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"run.sh: error: this machine has 2 GPUs, but PyTorch can use none: .* give --device cpu\n", done.stderr)
-    for args, extra in [(["--device", "cpu"], {}), ([], dict(CUDA_VISIBLE_DEVICES=""))]:  # both were chosen
-        done = pretended_gpu(*args, "--help", USABLE="0", **extra)
-        assert done.returncode == 0 and "defaults of track mini" in done.stdout
-
-
 def test_log_header_without_nvidia_smi(monkeypatch):
     """It names the GPUs all the same, in words that verify.py reads."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")

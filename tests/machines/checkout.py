@@ -1,0 +1,271 @@
+"""A checkout in which run.sh is real and all that it starts is a stub, with a PATH of its own."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from table import ROOT
+
+# The programs that run.sh and the stubs use
+PROGRAMS = [
+    "bash",
+    "sh",
+    "env",
+    "cat",
+    "cksum",
+    "cp",
+    "cut",
+    "dirname",
+    "flock",
+    "grep",
+    "head",
+    "ln",
+    "mkdir",
+    "mktemp",
+    "mount",
+    "readlink",
+    "rm",
+    "sleep",
+    "tail",
+    "tr",
+    "uname",
+    "unshare",
+    "wc",
+]
+
+# `python3 -m venv` without the seconds that the real pip takes. It sleeps where an interruption
+# leaves no pip.
+PYTHON = """#!/bin/sh
+real={real}
+if [ "$1 $2" = "-m venv" ]; then
+    shift 2
+    for folder; do :; done
+    "$real" -m venv --without-pip "$@" || exit
+    sleep "${{VENV_SECONDS:-0}}"
+    case "$*" in *--without-pip*) exit ;; esac
+    cp -r {pip} "$folder"/lib/python*/site-packages/
+    exit
+fi
+exec "$real" "$@"
+"""
+
+# A pip that notes what it is asked in $CALLS, and installs stubs of packages. It sleeps where an
+# interruption leaves a package half installed.
+PIP = """
+import json, os, pathlib, sys, sysconfig, time
+
+arguments = sys.argv[1:]
+with open(os.environ["CALLS"], "a", encoding="utf-8") as file:
+    file.write(" ".join(arguments) + "\\n")
+
+def install(requirement):
+    name, _, version = requirement.partition("==")
+    site = pathlib.Path(sysconfig.get_paths()["purelib"])
+    info = site / f"{name}-{version or 1}.dist-info"
+    info.mkdir(exist_ok=True)
+    version = version or "1"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
+    time.sleep(float(os.environ.get("PIP_SECONDS", 0)))
+    (site / name).mkdir(exist_ok=True)
+    text = os.environ.get("TORCH", "") if name == "torch" else ""
+    (site / name / "__init__.py").write_text(text)
+    (info / "RECORD").write_text(f"{name}/__init__.py,,\\n{info.name}/METADATA,,\\n")
+
+if arguments[0] == "config":
+    print(os.environ.get("PIP_SETTINGS", ""))
+elif arguments[0] == "index":
+    sys.exit("no answer" if os.environ.get("INDEX_IS_DOWN") else 0)
+elif arguments[0] == "install":
+    if os.environ.get("PIP_ERROR"):
+        sys.exit(os.environ["PIP_ERROR"])
+    for i, argument in enumerate(arguments):
+        if arguments[i - 1] == "-r":
+            for line in pathlib.Path(argument).read_text().split():
+                install(line)
+        elif "==" in argument:
+            install(argument)
+"""
+
+# What the stub of PyTorch says of GPUs: $USABLE can be used
+TORCH = """
+import os
+class cuda:
+    is_available = lambda: cuda.device_count() > 0
+    device_count = lambda: int(os.environ.get("USABLE", "0"))
+class version:
+    cuda = os.environ.get("TORCH_CUDA")
+    hip = os.environ.get("TORCH_HIP")
+"""
+
+TRAIN = """
+import os, sys, time
+import torch, tqdm
+class InputError(Exception): pass
+class Settings: num_sequences, val_tokens, val_seq_len = 4, 32, 1
+def parse_arguments(argv):
+    return None, Settings
+if __name__ == "__main__":
+    print("stub trains", sys.argv[1:], sys.executable, torch.__file__, flush=True)
+    time.sleep(float(os.environ.get("TRAIN_SECONDS", 0)))
+    print("stub trained")
+"""
+
+DATA = """
+import pathlib, sys, time, os
+time.sleep(float(os.environ.get("DATA_SECONDS", 0)))
+folder = pathlib.Path(__file__).parent / "{folder}"
+folder.mkdir(exist_ok=True)
+for split in ("train", "val"):
+    (folder / f"{name}_{{split}}_000000.bin").write_text("")
+"""
+
+
+def write(path: Path, text: str, executable=False) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    if executable:
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def write_program(folder: Path, name: str, text: str) -> Path:
+    """A shell script among the programs of the checkouts in `folder`."""
+    return write(folder / "bin" / name, f"#!/bin/sh\n{text}\n", executable=True)
+
+
+def make_checkout(folder: Path, name="checkout") -> Path:
+    """folder/name with run.sh and stubs; folder/bin with the programs that it may use."""
+    checkout = folder / name
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for program in PROGRAMS:
+        found = shutil.which(program)
+        if found and not (programs / program).exists():
+            (programs / program).symlink_to(found)
+    real = sys._base_executable
+    write(programs / "python3", PYTHON.format(real=real, pip=programs / "pip"), executable=True)
+    write(programs / "pip" / "__init__.py", "")
+    write(programs / "pip" / "__main__.py", PIP)
+    checkout.mkdir()
+    shutil.copy(ROOT / "run.sh", checkout)
+    write(checkout / "requirements.txt", "torch==2.13.0\ntqdm==4.70.1  # a comment\n")
+    for group in ("tools", "data", "evals", "tests"):
+        write(checkout / group / "requirements.txt", f"{group}_package==1.0\n")
+    write(checkout / "train_gpt.py", TRAIN)
+    write(
+        checkout / "tools" / "compare.py",
+        "import os, sys, tools_package\nprint('stub compares', sys.argv[1:])\n",
+    )
+    write(
+        checkout / "data" / "shakespeare.py", DATA.format(folder="shakespeare", name="shakespeare")
+    )
+    write(
+        checkout / "data" / "cached_fineweb10B.py", DATA.format(folder="fineweb10B", name="fineweb")
+    )
+    return checkout
+
+
+def environment(folder: Path, **changes) -> dict:
+    """Variables under which run.sh finds the stubs alone; None removes one."""
+    (folder / "dev").mkdir(exist_ok=True)
+    variables = dict(
+        PATH=folder / "bin",
+        HOME=folder / "home",
+        CALLS=folder / "calls",
+        TORCH=TORCH,
+        SPEEDRUN_DEVICES=folder / "dev",
+        SPEEDRUN_TORCH_INDEX="http://torch.invalid",
+        PIP_CONFIG_FILE=os.devnull,
+    )
+    variables |= changes
+    return {name: str(value) for name, value in variables.items() if value is not None}
+
+
+def calls(folder: Path) -> list[str]:
+    """What pip was asked, but for questions; each call once read is forgotten."""
+    file = folder / "calls"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return [line for line in lines if line.startswith("install")]
+
+
+# -----------------------------------------------------------------------------
+# Other machines
+
+OLD_PYTHON = """if [ "$1" = --version ]; then echo Python 3.10.13; exit; fi
+exit 1"""
+
+# Two GPUs with the driver $DRIVER
+NVIDIA_SMI = r"""case "$*" in
+    -L) printf 'GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100\n' ;;
+    *driver_version*) printf "$DRIVER\n$DRIVER\n" ;;
+esac"""
+
+
+def system_torch(checkout, version):
+    """A base Python with a PyTorch of its own: on a path that run.sh can't unset."""
+    site = checkout.parent / "system"
+    write(site / "torch" / "__init__.py", "from_system = True\n")
+    write(
+        site / f"torch-{version}.dist-info" / "METADATA",
+        f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+    )
+    base = checkout.parent / "base"
+    subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", base], check=True)
+    next(base.rglob("site-packages")).joinpath("system.pth").write_text(f"{site}\n")
+    shim = checkout.parent / "bin" / "python3"
+    # a virtual environment can't pass its packages on to another: a .pth file stands for that
+    text = shim.read_text().replace(sys._base_executable, str(base / "bin" / "python"))
+    text = text.replace(
+        "    sleep",
+        f'    case "$*" in *--system-site-packages*) '
+        f'echo {site} >"$(echo "$folder"/lib/python*/site-packages)"/system.pth ;; esac\n    sleep',
+    )
+    shim.write_text(text)
+    return site
+
+
+def without_ensurepip(checkout, has_pip):
+    """A Python as Debian packages it. Its pip knows --python."""
+    shim = checkout.parent / "bin" / "python3"
+    pip = checkout.parent / "bin" / "pip"
+    answers = f"""
+case "$*" in
+    *"import venv, ensurepip"*) exit 1 ;;
+    *"import venv, pip"*) exit {0 if has_pip else 1} ;;
+    "-m pip --python"*) cp -r {pip} .venv/lib/python*/site-packages/ && exit ;;
+esac
+"""
+    shim.write_text(shim.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{answers}"))
+
+
+# -----------------------------------------------------------------------------
+# The real pip, with stubs of packages in wheels
+
+
+def write_wheel(folder: Path, name: str, version: str, files: dict) -> None:
+    """A wheel for any Python and machine, of {path: text}."""
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    wheel = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = files | {f"{info}/METADATA": metadata, f"{info}/WHEEL": wheel}
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        for path, text in files.items():
+            file.writestr(path, text)
+
+
+def use_real_pip(folder: Path, python=None) -> dict:
+    """Let run.sh use a real Python. -> variables by which its pip takes folder/wheels alone."""
+    shim = folder / "bin" / "python3"
+    shim.unlink()
+    shim.symlink_to(python or sys._base_executable)
+    many = {f"torch/part_{i}.py": "" for i in range(3000)}  # an installation that takes a moment
+    write_wheel(folder / "wheels", "torch", "2.13.0", many | {"torch/__init__.py": TORCH})
+    write_wheel(folder / "wheels", "tqdm", "4.70.1", {"tqdm/__init__.py": ""})
+    return dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=folder / "wheels")

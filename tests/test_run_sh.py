@@ -1,0 +1,552 @@
+"""run.sh: environments, packages, interruptions, GPUs. All that it starts is a stub."""
+
+import ast
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from util import ROOT
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "machines"))
+from checkout import (
+    NVIDIA_SMI,
+    OLD_PYTHON,
+    calls,
+    environment,
+    make_checkout,
+    system_torch,
+    without_ensurepip,
+    write,
+    write_program,
+)
+from table import finish, kill_group, one_line, run, start
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return make_checkout(tmp_path)
+
+
+def run_sh(checkout, *arguments, **changes):
+    return run(
+        ["./run.sh", *arguments], checkout, environment(checkout.parent, **changes), timeout=120
+    )
+
+
+def assert_trains(done):
+    assert done.code == 0, done.output
+    assert "stub trains" in done.output and "Traceback" not in done.output, done.output
+
+
+def assert_line(done, *words, code=2):
+    outcome = one_line(done, *words, code=code)
+    assert outcome.ok, f"{outcome.what}\n{done.output}"
+
+
+# -----------------------------------------------------------------------------
+# .venv and what is in it
+
+
+def test_a_second_start_installs_nothing(checkout):
+    first = run_sh(checkout, "--seed", "3")
+    assert_trains(first)
+    assert "stub trains ['--seed', '3']" in first.output
+    assert len(calls(checkout.parent)) == 2  # PyTorch, and all of the requirements
+    again = run_sh(checkout)
+    assert_trains(again)
+    assert again.output.splitlines()[0] == "run.sh: training on the CPU"
+    assert calls(checkout.parent) == []
+
+
+def test_a_lost_package_comes_back_alone(checkout):
+    assert_trains(run_sh(checkout))
+    calls(checkout.parent)
+    (info,) = (checkout / ".venv").rglob("tqdm-*.dist-info")
+    shutil.rmtree(info)
+    done = run_sh(checkout)
+    assert_trains(done)
+    assert "installing tqdm==4.70.1\n" in done.output
+    assert len(calls(checkout.parent)) == 1
+
+
+def test_commands_install_what_they_need(checkout):
+    assert_trains(run_sh(checkout))
+    assert "tools_package" not in os.listdir(next((checkout / ".venv").rglob("site-packages")))
+    done = run_sh(checkout, "compare", "--runs", "2")
+    assert done.code == 0 and "stub compares ['--runs', '2']" in done.output, done.output
+    assert "installing tools_package==1.0\n" in done.output
+    assert_trains(run_sh(checkout, "--num_runs", "2"))
+
+
+def imported_packages(*scripts):
+    """The packages that scripts import, wherever they do: not Python's own, nor ours."""
+    ours = {path.stem for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
+    names = set()
+    for script in scripts:
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - ours
+
+
+def required(group):
+    lines = (ROOT / group / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return {line.split("==")[0] for line in lines}
+
+
+def test_requirements_name_what_is_imported():
+    """run.sh installs tools/requirements.txt for --num_runs, which needs scipy."""
+    assert imported_packages(ROOT / "train_gpt.py") <= required(".") | {"scipy"}
+    training_data = [ROOT / "data" / "shakespeare.py", ROOT / "data" / "cached_fineweb10B.py"]
+    assert imported_packages(*training_data) <= required(".")
+    tools = imported_packages(*(ROOT / "tools").glob("*.py"))
+    assert tools <= required(".") | required("tools")
+    assert required("tools") <= tools
+
+
+def test_pytorch_is_imported_while_the_data_is_made(checkout):
+    """Once more than by training, after an installation alone."""
+    mark = checkout.parent / "imports"
+    torch = f"open({str(mark)!r}, 'a').write('x')\n"
+    assert_trains(run_sh(checkout, TORCH=torch, DATA_SECONDS="1"))
+    end = time.monotonic() + 20
+    while mark.read_text() != "xx" and time.monotonic() < end:
+        time.sleep(0.1)
+    assert mark.read_text() == "xx"
+    assert_trains(run_sh(checkout, TORCH=torch))
+    assert mark.read_text() == "xxx"
+
+
+def test_an_environment_of_the_users_own_stays(checkout):
+    """Made by hand, with another version: it has no file that says it is ready, but it is whole."""
+    assert_trains(run_sh(checkout))
+    (checkout / ".venv" / "ready").unlink()
+    (checkout / ".venv" / "mine").write_text("")
+    calls(checkout.parent)
+    assert_trains(run_sh(checkout))
+    assert (checkout / ".venv" / "mine").exists() and (checkout / ".venv" / "ready").exists()
+    assert calls(checkout.parent) == []
+
+
+@pytest.mark.parametrize(
+    "damage", ["no pip", "no python", "file missing", "no record", "no metadata"]
+)
+def test_what_an_interruption_left_is_repaired(checkout, damage):
+    assert_trains(run_sh(checkout))
+    site = next((checkout / ".venv").rglob("site-packages"))
+    (checkout / ".venv" / "ready").unlink()
+    if damage == "no pip":
+        shutil.rmtree(site / "pip")
+    elif damage == "no python":
+        (checkout / ".venv" / "bin" / "python").unlink()
+    elif damage == "file missing":
+        (site / "torch" / "__init__.py").unlink()
+    elif damage == "no record":
+        (site / "torch-2.13.0.dist-info" / "RECORD").unlink()
+    else:
+        shutil.rmtree(site / "torch-2.13.0.dist-info")
+    done = run_sh(checkout)
+    assert_trains(done)
+    again = "making the virtual environment .venv again, as it is incomplete" in done.output
+    assert again == (damage != "no metadata")  # then PyTorch alone is installed
+    assert (checkout / ".venv" / "ready").exists()
+
+
+def test_the_active_environment_is_used_as_it_is(checkout):
+    assert_trains(run_sh(checkout))
+    theirs = checkout.parent / "theirs"
+    (checkout / ".venv").rename(theirs)
+    path = f"{theirs / 'bin'}:{checkout.parent / 'bin'}"
+    done = run_sh(checkout, VIRTUAL_ENV=theirs, PATH=path)
+    assert_trains(done)
+    assert f"{theirs}/bin/python" in done.output
+    assert not (checkout / ".venv").exists()
+    write(checkout.parent / "old" / "python", "#!/bin/sh\nexit 3\n", executable=True)
+    done = run_sh(
+        checkout, VIRTUAL_ENV="/their/environment", PATH=f"{checkout.parent / 'old'}:{path}"
+    )
+    assert_line(done, "/their/environment", "3.11", "deactivate")
+
+
+# -----------------------------------------------------------------------------
+# Which Python
+
+
+def test_an_old_python_is_named(checkout):
+    write_program(checkout.parent, "python3", OLD_PYTHON)
+    done = run_sh(checkout)
+    assert_line(done, "3.11 or later", "3.10.13")
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["python3.11", "python3.12", "python3.13"])
+def test_a_newer_python_is_found_by_its_name(checkout, name):
+    programs = checkout.parent / "bin"
+    (programs / "python3").rename(programs / name)
+    write_program(checkout.parent, "python3", OLD_PYTHON)
+    assert_trains(run_sh(checkout))
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cu130", "3.0"])
+def test_the_systems_pytorch_is_used(checkout, version):
+    site = system_torch(checkout, version)
+    done = run_sh(checkout)
+    assert_trains(done)
+    assert f"the system's PyTorch {version}\n" in done.output and f"{site}/torch" in done.output
+    assert "include-system-site-packages = true" in (checkout / ".venv" / "pyvenv.cfg").read_text()
+    assert len(calls(checkout.parent)) == 1  # of the others
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "1.13.1", "2.10.0a0+git12"])
+def test_an_older_one_is_not(checkout, version):
+    site = system_torch(checkout, version)
+    done = run_sh(checkout)
+    assert_trains(done)
+    assert f"{site}/torch" not in done.output
+    assert "include-system-site-packages = false" in (checkout / ".venv" / "pyvenv.cfg").read_text()
+
+
+def test_ensurepip_is_missing(checkout):
+    without_ensurepip(checkout, has_pip=True)
+    assert_trains(run_sh(checkout))
+
+
+def test_venv_is_missing(checkout):
+    without_ensurepip(checkout, has_pip=False)
+    assert_line(run_sh(checkout), "venv module", "apt install python3-venv")
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["PYTHONHOME", "PYTHONPATH"])
+def test_junk_in_pythons_variables_is_ignored(checkout, name):
+    junk = checkout.parent / "junk"
+    write(junk / "random.py", "raise SystemExit('junk')\n")
+    write(junk / "torch.py", "raise SystemExit('junk')\n")
+    done = run_sh(checkout, **{name: junk})
+    assert_trains(done)
+    assert f"run.sh: ignoring {name}={junk}\n" in done.output
+
+
+# -----------------------------------------------------------------------------
+# Which PyTorch
+
+
+def torch_calls(checkout):
+    return [line for line in calls(checkout.parent) if "torch==2.13.0" in line]
+
+
+def test_without_a_gpu_it_is_the_build_for_cpus(checkout):
+    done = run_sh(checkout)
+    assert_trains(done)
+    (call,) = torch_calls(checkout)
+    assert "--index-url http://torch.invalid/cpu --no-deps torch==2.13.0" in call
+    assert "build for CPUs: a download of about 0.2 GB" in done.output
+
+
+def test_pypi_where_that_index_is_down(checkout):
+    done = run_sh(checkout, INDEX_IS_DOWN="1")
+    assert_trains(done)
+    assert torch_calls(checkout) == []
+    assert "http://torch.invalid/cpu doesn't answer" in done.output and "up to 5 GB" in done.output
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "global.index-url='https://mirror'",
+        ":env:.find-links='/wheels'",
+        "install.no-index='true'",
+        "global.extra-index-url='https://mirror'",
+    ],
+)
+def test_the_users_settings_of_pip_come_first(checkout, setting):
+    done = run_sh(checkout, PIP_SETTINGS=f"global.timeout='60'\n{setting}", INDEX_IS_DOWN="1")
+    assert_trains(done)
+    assert torch_calls(checkout) == []
+    assert "pip settings" in done.output and "doesn't answer" not in done.output
+
+
+def test_other_settings_of_pip_do_not(checkout):
+    assert_trains(run_sh(checkout, PIP_SETTINGS="global.timeout='60'\nglobal.cert='/c.pem'"))
+    assert len(torch_calls(checkout)) == 1
+
+
+def test_with_a_gpu_it_is_pypis(checkout):
+    write_program(checkout.parent, "nvidia-smi", NVIDIA_SMI)
+    assert_trains(run_sh(checkout, "--track", "mini", USABLE="1", TORCH_CUDA="13.0"))
+    assert torch_calls(checkout) == []
+
+
+def test_with_an_amd_gpu_it_is_rocms(checkout):
+    write(checkout.parent / "dev" / "kfd", "")
+    done = run_sh(checkout, "--track", "mini", USABLE="1", TORCH_HIP="7.2")
+    assert_trains(done)
+    (call,) = torch_calls(checkout)
+    assert (
+        "--index-url http://torch.invalid/rocm7.2 torch==2.13.0" in call and "--no-deps" not in call
+    )
+
+
+# -----------------------------------------------------------------------------
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (
+            "WARNING: Retrying after connection broken by 'NewConnectionError(...)'\n"
+            "ERROR: No matching distribution found for torch==2.13.0",
+            ["no network", "proxy"],
+        ),
+        (
+            "ERROR: Could not find a version that satisfies torch==2.13.0\n"
+            "ERROR: No matching distribution found for torch==2.13.0",
+            ["has no torch==2.13.0 for Python 3"],
+        ),
+        (
+            "ERROR: Could not install packages: [Errno 28] No space left on device",
+            ["disk is full"],
+        ),
+        (
+            "ERROR: Could not install: [Errno 30] Read-only file system: '/x'",
+            ["can't be written", "/x"],
+        ),
+        ("ERROR: something new", ["as said above"]),
+    ],
+)
+def test_pip_fails(checkout, error, words):
+    done = run_sh(checkout, PIP_ERROR=error)
+    assert_line(done, *words)
+    assert ("ERROR: something new" in done.output) == ("something new" in error)
+    assert_trains(run_sh(checkout))
+
+
+def test_pips_chatter_is_not_shown(checkout):
+    pip = checkout.parent / "bin" / "pip" / "__main__.py"
+    pip.write_text(
+        pip.read_text()
+        + "\nprint('WARNING: Location is ignored', file=sys.stderr)\nprint('Collecting')\n"
+    )
+    done = run_sh(checkout)
+    assert_trains(done)
+    assert "WARNING" not in done.output and "Collecting" not in done.output
+    assert len(done.output.splitlines()) <= 6, done.output
+
+
+def test_data_that_fails_says_so_itself(checkout):
+    write(checkout / "data" / "shakespeare.py", "import sys\nsys.exit('error: no wheel')\n")
+    done = run_sh(checkout)
+    assert (
+        done.code == 1 and done.output.endswith("error: no wheel\n") and "trains" not in done.output
+    )
+
+
+# -----------------------------------------------------------------------------
+# Interruptions, and two at once
+
+PHASES = {
+    "VENV_SECONDS": "making the virtual environment",
+    "PIP_SECONDS": "installing packages",
+    "DATA_SECONDS": "making the shakespeare",
+}
+
+
+def start_until(checkout, words, **changes):
+    """Start run.sh and wait until it says these words. -> the process"""
+    process = start(["./run.sh"], checkout, environment(checkout.parent, **changes))
+    said = ""
+    for line in process.stdout:
+        said += line
+        if words in line:
+            return process
+    raise AssertionError(f"never said {words!r}: {said}")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_signal_breaks_nothing(checkout, phase, number, code):
+    process = start_until(checkout, PHASES[phase], **{phase: "6"})
+    time.sleep(0.5)
+    kill_group(process, number)
+    done = finish(process, 20)
+    assert done.code == code
+    if number != signal.SIGKILL:
+        assert re.fullmatch(rf"run\.sh: stopped by {number.name}; .*\n", done.output), done.output
+    assert_trains(run_sh(checkout))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_at_any_moment(checkout, number, code):
+    """Ever later, until a run trains: none says more than that it was stopped."""
+    delay = 0.02
+    while True:
+        process = start(["./run.sh"], checkout, environment(checkout.parent, TRAIN_SECONDS="0"))
+        time.sleep(delay)
+        kill_group(process, number)
+        done = finish(process, 60)
+        if "training on" in done.output:
+            break
+        assert done.code in (code, -number), done.output
+        said = [
+            line
+            for line in done.output.splitlines()
+            if not re.match("run.sh: (making|installing|waiting)", line)
+        ]
+        assert len(said) <= 1, done.output
+        delay *= 1.3
+    assert_trains(run_sh(checkout))
+
+
+def test_a_signal_to_run_sh_alone_ends_what_it_started(checkout):
+    process = start_until(checkout, PHASES["PIP_SECONDS"], PIP_SECONDS="30")
+    os.kill(process.pid, signal.SIGTERM)
+    assert finish(process, 20).code == 143
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="there is no flock")
+def test_two_at_once(checkout):
+    first = start_until(checkout, "making the virtual environment", VENV_SECONDS="1")
+    second = run_sh(checkout)
+    assert_trains(finish(first))
+    assert_trains(second)
+    assert second.output.startswith("run.sh: waiting for another ./run.sh")
+    assert len(calls(checkout.parent)) == 2  # one installation
+
+
+def test_nobody_waits_for_training(checkout):
+    assert_trains(run_sh(checkout))
+    first = start_until(checkout, "stub trains", TRAIN_SECONDS="60")
+    second = run_sh(checkout)
+    assert_trains(second)
+    assert first.poll() is None and "waiting" not in second.output
+    kill_group(first, signal.SIGKILL)
+    finish(first)
+
+
+def test_without_flock(checkout):
+    (checkout.parent / "bin" / "flock").unlink()
+    assert_trains(run_sh(checkout))
+
+
+# -----------------------------------------------------------------------------
+# Paths
+
+
+@pytest.mark.parametrize("name", ["with space", "it's", "ü", "a;b$c&(d)", "plain_1.2+3@5%6,7=8-9"])
+def test_any_path(tmp_path, name):
+    checkout = make_checkout(tmp_path, name)
+    done = run_sh(checkout)
+    assert_trains(done)
+    executable, module = re.search(
+        r"stub trains \[\] (.*/bin/python) (.*torch.__init__.py)", done.output
+    ).groups()
+    if name.startswith("plain"):
+        assert executable == f"{checkout}/.venv/bin/python"
+        assert not (tmp_path / "home").exists()
+    else:
+        assert name not in executable and name not in module
+        assert Path(module).samefile(next((checkout / ".venv").rglob("torch/__init__.py")))
+    assert "installing" not in run_sh(checkout).output
+
+
+def test_a_special_path_where_no_link_can_be_made(tmp_path):
+    checkout = make_checkout(tmp_path, "with space")
+    (tmp_path / "file").write_text("")
+    for changes in (
+        dict(HOME="/dev/null"),
+        dict(HOME=None),
+        dict(XDG_CACHE_HOME=f"{tmp_path}/a b"),
+    ):
+        done = run_sh(checkout, **changes)
+        assert_trains(done)
+        assert f"{checkout}/.venv/bin/python" in done.output
+
+
+def test_a_colon_in_the_path(tmp_path):
+    """Python's venv refuses it."""
+    assert_line(run_sh(make_checkout(tmp_path, "a:b")), "a:b has a colon", "move")
+
+
+def test_called_from_elsewhere(checkout):
+    done = run([checkout / "run.sh"], checkout.parent, environment(checkout.parent))
+    assert_trains(done)
+
+
+# -----------------------------------------------------------------------------
+# GPUs
+
+
+@pytest.fixture
+def with_gpus(checkout):
+    """A checkout with its packages, on a machine whose nvidia-smi lists two GPUs."""
+    assert_trains(run_sh(checkout))
+    write_program(checkout.parent, "nvidia-smi", NVIDIA_SMI)
+    return checkout
+
+
+@pytest.mark.parametrize(
+    "cuda, driver, words",
+    [
+        ("13.0", "550.54.15", ["driver 580 or later", "550.54.15", "--device cpu"]),
+        ("12.6", "470.199.02", ["driver 525 or later", "470.199.02"]),
+        ("13.0", "580.65", ["580.65 is new enough"]),
+        ("12.6", "", ["driver 525 or later", "unknown"]),
+        (None, "580.65", ["build for CPUs", "remove .venv"]),
+    ],
+)
+def test_gpus_that_pytorch_cannot_use(with_gpus, cuda, driver, words):
+    assert_line(run_sh(with_gpus, USABLE="0", TORCH_CUDA=cuda, DRIVER=driver), *words)
+
+
+def test_the_cpu_can_be_chosen(with_gpus):
+    assert_trains(run_sh(with_gpus, "--device", "cpu"))
+    assert_trains(run_sh(with_gpus, "--device=cpu"))
+    assert_trains(run_sh(with_gpus, CUDA_VISIBLE_DEVICES=""))
+
+
+def test_an_amd_gpu_that_pytorch_cannot_use(checkout):
+    assert_trains(run_sh(checkout))
+    write(checkout.parent / "dev" / "kfd", "")
+    assert_line(run_sh(checkout, TORCH_HIP="7.2.5"), "AMD GPU", "ROCm 7.2.5", "--device cpu")
+
+
+def test_gpus_are_used(with_gpus):
+    """The launcher is a stub as well."""
+    site = next((with_gpus / ".venv").rglob("site-packages"))
+    write(
+        site / "torch" / "distributed" / "run.py",
+        "import sys\nprint('stub launches', sys.argv[1:])\n",
+    )
+    done = run_sh(with_gpus, "--seed", "1", USABLE="2", TORCH_CUDA="13.0")
+    assert done.code == 0 and "run.sh: training on 2 of 2 GPUs" in done.output, done.output
+    assert (
+        "stub launches ['--standalone', '--nproc_per_node=2', 'train_gpt.py', '--seed', '1']"
+        in done.output
+    )
+    assert (with_gpus / "data" / "fineweb10B").exists()
+
+
+@pytest.mark.parametrize(
+    "gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4), (3, "mini", 2)]
+)
+def test_as_many_processes_as_fit(tmp_path, monkeypatch, gpus, track, processes):
+    """The question that run.sh asks of the real train_gpt.py."""
+    text = (ROOT / "run.sh").read_text(encoding="utf-8")
+    question = re.search(r"^ask_processes='\n(.*?)^'$", text, re.M | re.S)[1]
+    monkeypatch.setattr(sys, "argv", ["-c", str(gpus), "--track", track])
+    printed = []
+    exec(question, {"print": printed.append})
+    assert printed == [processes]
