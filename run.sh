@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # comes while it reads would fail, and an edit during a run would confuse it.
 {
 # ---- Settings that tests change ------------------------------------------------------------------
+graphics=${SPEEDRUN_GRAPHICS:-/sys/class/drm}  # where AMD's driver says how large a GPU is
 torch_index=${SPEEDRUN_TORCH_INDEX:-https://download.pytorch.org/whl}  # has cpu/, rocm7.2/
 devices=${SPEEDRUN_DEVICES:-/dev}  # where drivers put their files
 
@@ -94,6 +95,16 @@ for argument in "$@"; do
 done
 
 # ---- GPUs that the machine has: usable ones or not -----------------------------------------------
+# Is there an AMD GPU of 8 GiB or more? A smaller one is part of a CPU; train_gpt.py doesn't use it.
+has_amd_gpu() {
+    [ -e "$devices/kfd" ] || return
+    local bytes
+    for bytes in $(cat "$graphics"/card*/device/mem_info_vram_total 2>/dev/null); do
+        [ "$bytes" -lt $((8 * 2 ** 30)) ] || return 0
+    done
+    return 1
+}
+
 present=0
 maker=""
 if [ "$device" != cpu ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
@@ -103,7 +114,7 @@ if [ "$device" != cpu ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
     fi
     if [ "$present" -gt 0 ]; then
         maker=NVIDIA
-    elif [ -e "$devices/kfd" ]; then
+    elif has_amd_gpu; then
         present=1
         maker=AMD
     fi
@@ -442,6 +453,35 @@ get_data() {
     esac
 }
 
+# ---- Compiled code -------------------------------------------------------------------------------
+# Can files be written to the folder, and programs be run from it?
+can_run_from() {
+    local probe=$1/probe.$$
+    local code=0
+    { mkdir -p "$1" && echo "#!/bin/sh" >"$probe" && chmod +x "$probe" && "$probe"; } 2>/dev/null || code=1
+    rm -f "$probe" 2>/dev/null || true
+    return "$code"
+}
+
+# PyTorch keeps compiled code in TORCHINDUCTOR_CACHE_DIR or else in the temporary folder, and headers
+# always in the latter. Where one of them is read-only or mounted noexec, both move elsewhere.
+choose_code_folder() {
+    local temporary=${TMPDIR:-/tmp}
+    local usual=${TORCHINDUCTOR_CACHE_DIR:-$temporary}
+    if can_run_from "$usual" && can_run_from "$temporary"; then
+        return
+    fi
+    local folder
+    for folder in "${XDG_CACHE_HOME:-${HOME:-$PWD/data}/.cache}/torchinductor" "$PWD/data/.cache/torchinductor"; do
+        if [[ $folder =~ ^[A-Za-z0-9_./+:@%,=-]+$ ]] && can_run_from "$folder"; then
+            say "compiled code goes to $folder, as $usual or $temporary is read-only or mounted noexec"
+            export TORCHINDUCTOR_CACHE_DIR=$folder
+            export TMPDIR=$folder
+            return
+        fi
+    done
+}
+
 # ---- Everything in its order ---------------------------------------------------------------------
 # Becomes the given command: from here on, signals are its own
 become() {
@@ -471,6 +511,7 @@ if [ "$command" = test ]; then
     become "$python" -m pytest -o testpaths=tests -n auto --maxprocesses 8 --dist worksteal "$@"
 fi
 
+choose_code_folder
 count_gpus
 if [ -z "$track" ]; then
     track=mini

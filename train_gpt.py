@@ -32,7 +32,7 @@ if __name__ == "__main__":  # before the imports, which take seconds
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, stop_before_training)
 
-import argparse, collections, contextlib, ctypes, dataclasses, datetime, glob, itertools, json, math
+import argparse, collections, contextlib, ctypes, dataclasses, datetime, glob, importlib.util, itertools, json, math
 import platform, re, subprocess, sys, threading, time, uuid, warnings, zipfile
 from pathlib import Path
 
@@ -653,7 +653,7 @@ _cpu = dict(re.findall(r"^(\S[^\t:]*)\s*: (.*)$", _cpu, re.M))
 CPU_MODEL = _cpu.get("model name") or platform.machine()
 CPU_FLAGS = set(f"{_cpu.get('flags')} {_cpu.get('Features')}".split())
 CPU_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-CPU_CORES = max(1, math.ceil(min(CPU_CORES, cpu_quota())))
+CPU_CORES = max(1, int(min(CPU_CORES, cpu_quota())))
 
 def activation_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the hardware multiplies it, float32 on other CPUs."""
@@ -1316,6 +1316,8 @@ def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
         if args.checkpoint_every or hp.save_checkpoint:
             with naming(f"--checkpoint_dir {args.checkpoint_dir} cannot be made"):
                 Path(args.checkpoint_dir).mkdir(parents=True, exist_ok=True)
+    if args.num_runs > 1 and importlib.util.find_spec("scipy") is None:
+        raise InputError("--num_runs needs scipy; install it with pip install -r tools/requirements.txt")
     world = start_world(args.device)
     resumed = find_checkpoint(args, hp) if args.resume else {}
     hp = fit_to_memory(args, hp, world, resumed)

@@ -23,6 +23,7 @@ from checkout import (
     system_torch,
     without_ensurepip,
     write,
+    write_amd_gpu,
     write_program,
 )
 from table import finish, kill_group, one_line, run, start
@@ -285,8 +286,15 @@ def test_with_a_gpu_it_is_pypis(checkout):
     assert torch_calls(checkout) == []
 
 
+def test_a_small_amd_gpu_is_part_of_a_cpu(checkout):
+    write_amd_gpu(checkout.parent, 512)
+    assert_trains(run_sh(checkout))
+    (call,) = torch_calls(checkout)
+    assert "/cpu" in call
+
+
 def test_with_an_amd_gpu_it_is_rocms(checkout):
-    write(checkout.parent / "dev" / "kfd", "")
+    write_amd_gpu(checkout.parent, 16 * 1024)
     done = run_sh(checkout, "--track", "mini", USABLE="1", TORCH_HIP="7.2")
     assert_trains(done)
     (call,) = torch_calls(checkout)
@@ -519,7 +527,7 @@ def test_the_cpu_can_be_chosen(with_gpus):
 
 def test_an_amd_gpu_that_pytorch_cannot_use(checkout):
     assert_trains(run_sh(checkout))
-    write(checkout.parent / "dev" / "kfd", "")
+    write_amd_gpu(checkout.parent, 16 * 1024)
     assert_line(run_sh(checkout, TORCH_HIP="7.2.5"), "AMD GPU", "ROCm 7.2.5", "--device cpu")
 
 
@@ -550,3 +558,24 @@ def test_as_many_processes_as_fit(tmp_path, monkeypatch, gpus, track, processes)
     printed = []
     exec(question, {"print": printed.append})
     assert printed == [processes]
+
+
+# -----------------------------------------------------------------------------
+# Folders for compiled code
+
+
+def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(checkout):
+    """A file where the folder should be: nothing can be written to it, whoever asks."""
+    write(checkout.parent / "file", "")
+    done = run_sh(checkout, TORCHINDUCTOR_CACHE_DIR=checkout.parent / "file")
+    assert_trains(done)
+    home = checkout.parent / "home" / ".cache" / "torchinductor"
+    assert f"compiled code goes to {home}, as {checkout.parent / 'file'}" in done.output
+    assert list(home.iterdir()) == []  # the probe is gone
+
+
+def test_a_folder_that_holds_compiled_code_is_kept(checkout):
+    done = run_sh(checkout, TORCHINDUCTOR_CACHE_DIR=checkout.parent / "cache")
+    assert_trains(done)
+    assert "compiled code goes" not in done.output
+    assert list((checkout.parent / "cache").iterdir()) == []

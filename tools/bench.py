@@ -330,6 +330,7 @@ def serve_steps(argv):
     """The stepping process. As JSON: the variables it runs with, then for each line of input a median of steps' ms."""
     args, options, hp = read_options(argv)
     world = train_gpt.start_world(options.device)
+    hp = train_gpt.fit_to_memory(options, hp, world, {})
     step, _ = training(hp, world)
     for _ in range(1 + args.warmup):
         step()
@@ -546,9 +547,11 @@ def read_options(argv):
     if options.device == "cpu" and options.track == "fineweb":  # the track's own step would take an hour
         options, hp = train_gpt.parse_arguments(
             ["--batch_tokens", "1024", "--train_seq_len", "1024", "--val_seq_len", "1024", *rest])
-    train_gpt.check_hyperparameters(hp, 1)
     require(args.report is None or options.device == "cuda" and torch.cuda.is_available(),
             "--report records what a GPU does, and this machine has no usable CUDA GPU")
+    if options.device == "cuda":
+        train_gpt.check_gpus()
+    train_gpt.check_hyperparameters(hp, 1, options.device)
     return args, options, hp
 
 
@@ -557,6 +560,7 @@ def bench(argv):
     if args.report is not None:
         check_packages("pytest")
     world = train_gpt.start_world(options.device)
+    hp = train_gpt.fit_to_memory(options, hp, world, {})
     on_cuda = world.device.type == "cuda"
     name = torch.cuda.get_device_name() if on_cuda else f"{train_gpt.CPU_MODEL}, {torch.get_num_threads()} threads"
     command = re.sub(r" --stage[ =]\w+", "", " ".join(["python tools/bench.py", *argv]))  # the row is of all

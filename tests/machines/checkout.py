@@ -132,6 +132,12 @@ def write(path: Path, text: str, executable=False) -> Path:
     return path
 
 
+def write_amd_gpu(folder: Path, mib: int) -> None:
+    """The files of AMD's driver, for a GPU of this size."""
+    write(folder / "dev" / "kfd", "")
+    write(folder / "graphics" / "card1" / "device" / "mem_info_vram_total", f"{mib * 2**20}\n")
+
+
 def write_program(folder: Path, name: str, text: str) -> Path:
     """A shell script among the programs of the checkouts in `folder`."""
     return write(folder / "bin" / name, f"#!/bin/sh\n{text}\n", executable=True)
@@ -178,6 +184,7 @@ def environment(folder: Path, **changes) -> dict:
         CALLS=folder / "calls",
         TORCH=TORCH,
         SPEEDRUN_DEVICES=folder / "dev",
+        SPEEDRUN_GRAPHICS=folder / "graphics",
         SPEEDRUN_TORCH_INDEX="http://torch.invalid",
         PIP_CONFIG_FILE=os.devnull,
     )

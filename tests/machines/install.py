@@ -22,6 +22,7 @@ from checkout import (
     use_real_pip,
     without_ensurepip,
     write,
+    write_amd_gpu,
     write_program,
 )
 from table import (
@@ -397,7 +398,7 @@ def old_driver(folder: Path) -> Outcome:
 def amd_gpu(folder: Path) -> Outcome:
     checkout = make_checkout(folder)
     settings = environment(folder, USABLE="1", TORCH_HIP="7.2")
-    write(folder / "dev" / "kfd", "")
+    write_amd_gpu(folder, 16 * 1024)
     done = run(["./run.sh"], checkout, settings)
     return says(done, "build for AMD GPUs", stub_trained(done))
 
@@ -405,7 +406,7 @@ def amd_gpu(folder: Path) -> Outcome:
 def amd_gpu_unusable(folder: Path) -> Outcome:
     checkout = make_checkout(folder)
     settings = environment(folder, TORCH_HIP="7.2")
-    write(folder / "dev" / "kfd", "")
+    write_amd_gpu(folder, 16 * 1024)
     return one_line(run(["./run.sh"], checkout, settings), "AMD GPU", "--device cpu", code=2)
 
 
