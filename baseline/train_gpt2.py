@@ -35,7 +35,7 @@ import time
 import uuid
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is imported: see train_gpt.py
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see train_gpt.py
 if sys.platform == "linux" and platform.machine() == "x86_64":  # likewise: GCC 11 to 13 can be wrong without it
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 import numpy as np

@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is imported: see train_gpt.py
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see train_gpt.py
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -200,6 +200,21 @@ def test_nan_in_one_gradient_alone_is_noticed():
         assert train_gpt.wrong_results(model, run, hp, world) == "the gradient of blocks.0.mlp.c_proj.weight is off by nan%"
 
 
+def test_a_model_that_overflows_by_itself_is_not_the_compilers_fault():
+    model, hp, world = tiny_model()
+    train_gpt.randomize(model)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    assert train_gpt.wrong_results(model, model, hp, world) == ""
+
+
+def test_a_parameter_without_a_gradient_is_left_out():
+    model, hp, world = tiny_model()
+    model.unused = torch.nn.Parameter(torch.zeros(4, 4))
+    train_gpt.randomize(model)
+    assert train_gpt.wrong_results(model, model, hp, world) == ""
+
+
 def test_an_unknown_error_is_not_swallowed(monkeypatch):
     model, hp, world = tiny_model()
 

@@ -7,7 +7,7 @@ compilation, kernels; and what it costs beside other work.
     python tools/bench.py --fp8 false --num_layers 4     any option of train_gpt.py
     python tools/bench.py --kernels 25                   and the 25 kernels that take longest
     python tools/bench.py --busy 2                       a step alone, next to one busy process, next to two
-    python tools/bench.py --busy 2 --openmp "OMP_WAIT_POLICY=PASSIVE" --openmp "GOMP_SPINCOUNT=1000"
+    python tools/bench.py --busy 2 --openmp "GOMP_SPINCOUNT=10000" --openmp "GOMP_SPINCOUNT=1000"
     python tools/bench.py --report "what changed" --shards DIR
                                                          the GPU tests, 200 steps on DIR's shards with FP8 on and
                                                          off, the figures: a row more in records/fineweb/HOPPER.md
