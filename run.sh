@@ -151,6 +151,8 @@ own=yes
 if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     python=python
     own=""
+else
+    unset PYTHONDONTWRITEBYTECODE  # without Python's compiled files, each start takes ten seconds more
 fi
 
 # Sets $base to a Python of at least 3.11, for making .venv

@@ -579,3 +579,10 @@ def test_a_folder_that_holds_compiled_code_is_kept(checkout):
     assert_trains(done)
     assert "compiled code goes" not in done.output
     assert list((checkout.parent / "cache").iterdir()) == []
+
+
+def test_our_environment_keeps_compiled_modules(checkout):
+    """Containers often set PYTHONDONTWRITEBYTECODE, with which every start compiles all of PyTorch's modules again."""
+    assert_trains(run_sh(checkout, PYTHONDONTWRITEBYTECODE="1"))
+    site = next((checkout / ".venv").rglob("site-packages"))
+    assert list((site / "torch").rglob("*.pyc"))
