@@ -954,14 +954,14 @@ def compile_model(model: GPT, hp: Hyperparameters, world: World) -> tuple:
         return model, f"{line} no (TORCH_COMPILE_DISABLE is set)"
     with announced("compiling the model: about a minute the first time, then seconds", world.rank == 0):
         problem = compile_problem(model, compiled, hp, world)
-    if world.size > 1:  # all ranks or none
-        first = torch.tensor(world.rank if problem else world.size)
+    first = torch.tensor(world.rank if problem else world.size)  # the first rank that can't
+    if world.size > 1:
         dist.all_reduce(first, op=dist.ReduceOp.MIN)
-        if first < world.size and not problem:
-            problem = f"rank {first.item()} can't compile it"
-    if not problem:
+    if first == world.size:
         return compiled, f"{line} yes"
-    if world.rank == 0:
+    if not problem:  # all ranks or none
+        problem = f"rank {first.item()} can't compile it"
+    if first == world.rank:
         print(f"warning: training without torch.compile, which takes about twice as long: {problem}",
               file=sys.stderr, flush=True)
     return model, f"{line} no ({problem})"
