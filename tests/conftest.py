@@ -14,7 +14,8 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 import pytest
 
 # A process that compiles, or waits for torchrun, takes longest: these begin, and the short ones fill the gaps.
-LONGEST = ["test_generic_tuning", "test_mini_compiled", "test_wrong_code", "test_the_shakespeare_track_meets_its_target", "test_compiled_run_agrees",
+LONGEST = ["test_generic_tuning", "test_mini_compiled", "test_wrong_code",
+           "test_the_shakespeare_track_meets_its_target", "test_compiled_run_agrees",
            "test_compiled_flex_attention_with_our_block_mask", "torchrun", "test_two_nodes", "test_killed_rank"]
 
 
