@@ -373,27 +373,11 @@ avoid_special_characters() {
     fi
 }
 
-# The program that runs in the background after an installation. It imports what training imports, so that
-# Python's compiled files get written. On a CPU, it also compiles the model for validation, which
-# train_gpt.py then finds in the compiler's cache, while that compiles the model for training.
-ahead='
-import sys, torch, torch._inductor.compile_fx
-import train_gpt
-if sys.argv[1] == "compile":
-    args, hp = train_gpt.parse_arguments(sys.argv[2:])
-    world = train_gpt.start_world("cpu")
-    model = torch.compile(train_gpt.build_model(hp, world), dynamic=False)
-    tokens = torch.zeros(hp.val_seq_len, dtype=torch.int64)
-    train_gpt.evaluate(model, [(tokens.int(), tokens)], 1, hp, world)
-'
-
+# Imports in the background what training will import, so that Python's compiled files get written
+# while the data is made
 import_ahead() {
-    local what=import
-    if [ "$command" = train ] && [ -z "$maker$help" ] && [ "$(nproc 2>/dev/null || echo 1)" -gt 1 ]; then
-        what=compile
-    fi
     if [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then
-        "$python" -c "$ahead" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &
+        "$python" -c "import torch, torch._inductor.compile_fx" >/dev/null 2>&1 3>&- 9<&- &
         importing=$!
     fi
 }
@@ -520,7 +504,7 @@ install "${requirements[@]}"
 avoid_special_characters
 
 choose_code_folder
-import_ahead "$@"
+import_ahead
 
 if [ "$command" = test ]; then
     track=mini
