@@ -20,7 +20,7 @@ Importing it runs nothing. Shapes: B sequences of S tokens, T = B * S, H heads o
 with open(__file__, newline="", encoding="utf-8") as f:
     SOURCE = f.read()  # read first: an edit made while the run is on must not reach its log
 
-import os, signal
+import codecs, locale, os, signal, sys
 
 def stop_before_training(number: int, frame) -> None:
     """SIGTERM or SIGINT before the first step: there is nothing to save, so the process ends at once."""
@@ -31,9 +31,11 @@ def stop_before_training(number: int, frame) -> None:
 if __name__ == "__main__":  # before the imports, which take seconds
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, stop_before_training)
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
+        sys.exit("error: Python reads text as ASCII in this locale, which PyTorch can't; set PYTHONUTF8=1")
 
 import argparse, collections, contextlib, ctypes, dataclasses, datetime, glob, importlib.util, itertools, json, math
-import platform, re, subprocess, sys, threading, time, uuid, warnings, zipfile
+import platform, re, subprocess, threading, time, uuid, warnings, zipfile
 from pathlib import Path
 
 # PyTorch and OpenMP read these variables when torch is imported
@@ -876,12 +878,14 @@ def compiler_problem(error: Exception) -> str:
         return f"{CXX} doesn't find Python.h; install Python's headers (Debian, Ubuntu: apt install python3-dev)"
     if "'openssl'" in text:
         return "PyTorch needs the command openssl to compile; install it (Debian, Ubuntu: apt install openssl)"
+    if "noexec" in text or "failed to map segment" in text:
+        return "the folder for compiled code is mounted noexec; set TORCHINDUCTOR_CACHE_DIR to another one"
     if "CppCompileError" in text or "C++ compile error" in text:
         found = re.search(r".*\b(?:error|fatal)\b.*", text.partition("Output:")[2])
         return f"{CXX} failed ({found[0].strip()[-200:] if found else 'without a message'}); set CXX to another compiler"
     if isinstance(error, OSError) or "OSError" in text or "PermissionError" in text:
-        return (f"compiled code can't be kept or loaded ({text.strip().splitlines()[0][-200:]}); set TMPDIR and "
-                "TORCHINDUCTOR_CACHE_DIR to a folder that can be written and isn't mounted noexec")
+        return (f"compiled code can't be kept or loaded ({text.strip().splitlines()[0][:200]}); set TMPDIR and "
+                "TORCHINDUCTOR_CACHE_DIR to a folder that can be written")
     return ""
 
 def randomize(model: GPT) -> None:

@@ -7,8 +7,8 @@ import sys
 import sysconfig
 import time
 
-from table import (ROOT, Case, Outcome, cannot_unshare, clean_environment, finish, kill_group, run, start, trained,
-                   write_tiny_shards)
+from table import (ROOT, Case, Outcome, cannot_unshare, clean_environment, finish, kill_group, one_line, run, start,
+                   trained, write_tiny_shards)
 
 WARNING = "warning: training without torch.compile"
 
@@ -199,8 +199,14 @@ def cannot_limit() -> str:
     return reason or ("" if done.code == 0 else "no control group can be made here")
 
 
-def eight_threads(folder):
-    done, log = train_and_read_log(folder, OMP_NUM_THREADS=8)
+def cannot_use_8_cores() -> str:
+    """PyTorch never uses more threads than there are cores."""
+    cores = len(os.sched_getaffinity(0))
+    return "" if cores >= 8 else f"this machine has {cores} cores"
+
+
+def eight_cores(folder):
+    done, log = train_and_read_log(folder, "taskset", "-c", "0-7")
     return with_threads(trained(done), log, 8)
 
 
@@ -214,8 +220,15 @@ def no_vector_extensions(folder):
 
 
 def c_locale(folder):
-    done, _ = train_and_read_log(folder, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    """Python then chooses UTF-8 by itself."""
+    done, _ = train_and_read_log(folder, LC_ALL="C", PYTHONUTF8=None)
     return trained(done)
+
+
+def ascii_locale(folder):
+    """PyTorch reads a file of its own in the locale's encoding, and fails."""
+    done, _ = train_and_read_log(folder, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    return one_line(done, "PYTHONUTF8=1")
 
 
 def busy_machine(folder):
@@ -263,9 +276,10 @@ CASES = [
     Case("Ctrl-C while compiling", "a line", signal_after(20, signal.SIGINT), cannot=cannot_compile),
     Case("one core", "trains", one_core, fast=True),
     Case("half a core by quota", "trains", half_a_core, cannot=cannot_limit),
-    Case("8 threads", "trains", eight_threads),
+    Case("8 cores", "trains", eight_cores, cannot=cannot_use_8_cores),
     Case("no AVX512 or AMX", "trains", no_vector_extensions, cannot=cannot_compile_or_mount),
-    Case("ARM", "trains", eight_threads, cannot=lambda: "this is an x86-64 CPU" if os.uname().machine == "x86_64" else ""),
-    Case("C locale without UTF-8", "trains", c_locale),
+    Case("ARM", "trains", one_core, cannot=lambda: "this is an x86-64 CPU" if os.uname().machine == "x86_64" else ""),
+    Case("C locale", "trains", c_locale),
+    Case("ASCII forced on Python", "a line", ascii_locale, fast=True),
     Case("busy machine (load 8)", "trains", busy_machine),
 ]
