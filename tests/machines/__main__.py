@@ -1,7 +1,7 @@
 """
 What happens on other people's machines: imitates each, and prints a table of how it went.
 
-    python tests/machines                  all cases: at most half an hour on two cores
+    python tests/machines                  all cases: about twenty minutes on two cores
     python tests/machines --only network   those whose situation has this word
     python tests/machines --list           the situations, without running them
 
