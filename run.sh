@@ -373,11 +373,28 @@ avoid_special_characters() {
     fi
 }
 
-# Imports in the background what training will import, so that Python's compiled files get written
-# while the data is made
+# The program that runs in the background after an installation. It imports what training imports, so that
+# Python's compiled files get written. On a CPU, it also compiles the model for validation, while
+# train_gpt.py compiles it for training and then finds the other in the compiler's cache.
+# train_gpt.py comes first: it sets what PyTorch reads when it is imported.
+ahead='
+import sys, train_gpt
+import torch, torch._inductor.compile_fx
+if sys.argv[1] == "compile":
+    args, hp = train_gpt.parse_arguments(sys.argv[2:])
+    world = train_gpt.start_world("cpu")
+    model = torch.compile(train_gpt.build_model(hp, world), dynamic=False)
+    tokens = torch.zeros(hp.val_seq_len, dtype=torch.int64)
+    train_gpt.evaluate(model, [(tokens.int(), tokens)], 1, hp, world)
+'
+
 import_ahead() {
+    local what=import
+    if [ "$command" = train ] && [ -z "$maker$help" ] && [ "$(nproc 2>/dev/null || echo 1)" -gt 1 ]; then
+        what=compile
+    fi
     if [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then
-        "$python" -c "import torch, torch._inductor.compile_fx" >/dev/null 2>&1 3>&- 9<&- &
+        "$python" -c "$ahead" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &
         importing=$!
     fi
 }
@@ -504,7 +521,7 @@ install "${requirements[@]}"
 avoid_special_characters
 
 choose_code_folder
-import_ahead
+import_ahead "$@"
 
 if [ "$command" = test ]; then
     track=mini
