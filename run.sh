@@ -354,13 +354,17 @@ install() {
     fi
 }
 
+# Has the path only characters that a shell takes as they are?
+is_plain() {
+    local LC_ALL=C  # ranges of ASCII
+    [[ $1 =~ ^[A-Za-z0-9_./+:@%,=-]+$ ]]
+}
+
 # PyTorch's command line for the C++ compiler doesn't quote its own folder. If the path to .venv has
 # a space or the like, use .venv through a link whose path has none.
 avoid_special_characters() {
-    local LC_ALL=C  # ranges of ASCII
-    local safe='^[A-Za-z0-9_./+:@%,=-]+$'
     local folder=${XDG_CACHE_HOME:-${HOME:-no home}/.cache}/nanogpt-speedrun
-    if [ -z "$own" ] || [[ $PWD =~ $safe ]] || ! [[ $folder =~ $safe ]]; then
+    if [ -z "$own" ] || is_plain "$PWD" || ! is_plain "$folder"; then
         return
     fi
     local link
@@ -389,14 +393,13 @@ if sys.argv[1] == "compile":
 '
 
 import_ahead() {
+    [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || return 0
     local what=import
     if [ "$command" = train ] && [ -z "$maker$help" ] && [ "$(nproc 2>/dev/null || echo 1)" -gt 1 ]; then
         what=compile
     fi
-    if [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then
-        "$python" -c "$ahead" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &
-        importing=$!
-    fi
+    "$python" -c "$ahead" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &
+    importing=$!
 }
 
 # ---- GPUs that PyTorch can use -------------------------------------------------------------------
@@ -492,7 +495,7 @@ choose_code_folder() {
     fi
     local folder
     for folder in "${XDG_CACHE_HOME:-${HOME:-$PWD/data}/.cache}/torchinductor" "$PWD/data/.cache/torchinductor"; do
-        if [[ $folder =~ ^[A-Za-z0-9_./+:@%,=-]+$ ]] && can_run_from "$folder"; then
+        if is_plain "$folder" && can_run_from "$folder"; then
             say "compiled code goes to $folder, as $usual or $temporary is read-only or mounted noexec"
             export TORCHINDUCTOR_CACHE_DIR=$folder
             export TMPDIR=$folder

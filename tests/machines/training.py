@@ -89,16 +89,19 @@ def wrong_code(folder):
 # -----------------------------------------------------------------------------
 # Folders for compiled code
 
-def mounted(kind, folder, *options):
+def mounted(kind, folder):
     """The prefix of a command that sees `folder` as a file system of its own: "noexec", "ro" or "size=20m"."""
     folder.mkdir()
     return ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o {kind} none "{folder}" && exec "$@"', "sh"]
 
 
-def noexec_cache(folder):
-    cache = folder / "mounted"
-    done = train(folder, *mounted("noexec", cache), TORCHINDUCTOR_CACHE_DIR=cache)
-    return uncompiled(done, "noexec", "TORCHINDUCTOR_CACHE_DIR")
+def cache_on(kind, *words):
+    """A case whose compile cache is on such a file system; the warning must have the words."""
+    def case(folder):
+        cache = folder / "mounted"
+        done = train(folder, *mounted(kind, cache), TORCHINDUCTOR_CACHE_DIR=cache)
+        return uncompiled(done, *words)
+    return case
 
 
 def run_sh_elsewhere(folder):
@@ -115,16 +118,9 @@ def run_sh_elsewhere(folder):
     return outcome
 
 
-def read_only_cache(folder):
-    cache = folder / "mounted"
-    done = train(folder, *mounted("ro", cache), TORCHINDUCTOR_CACHE_DIR=cache)
-    return uncompiled(done, "Read-only file system", "TORCHINDUCTOR_CACHE_DIR")
-
-
-def full_disk(folder):
-    cache = folder / "mounted"
-    done = train(folder, *mounted("size=100k", cache), TORCHINDUCTOR_CACHE_DIR=cache)
-    return uncompiled(done, "disk is full")
+noexec_cache = cache_on("noexec", "noexec", "TORCHINDUCTOR_CACHE_DIR")
+read_only_cache = cache_on("ro", "Read-only file system", "TORCHINDUCTOR_CACHE_DIR")
+full_disk = cache_on("size=100k", "disk is full")
 
 # -----------------------------------------------------------------------------
 # Signals before the first step
