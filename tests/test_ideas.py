@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import ideas
-import variants
+import compare_sources
 from log_parsing import LogError
 from train_gpt import TRACKS
 from util import SCRIPT, random_tokens, run_forked, write_shard
@@ -183,7 +183,7 @@ def weights_of(source: bytes, options: tuple[str, ...]) -> dict[str, torch.Tenso
 def test_patches_of_current_ideas_apply_and_train(name):
     """And train something else than the script: a patch that was refreshed may have lost what it was for."""
     source = SCRIPT.read_bytes()
-    idea = variants.read_variant(ideas.as_idea(name, CURRENT[name]), source, [])
+    idea = compare_sources.read_variant(ideas.as_idea(name, CURRENT[name]), source, [])
     pairs = zip(idea.options[::2], idea.options[1::2])
     known = [word for pair in pairs if pair[0][2:] in vars(TRACKS["mini"]) for word in pair]  # the others are the patch's
     changed, base = weights_of(idea.source, tuple(idea.options)), weights_of(source, tuple(known))
@@ -193,7 +193,7 @@ def test_patches_of_current_ideas_apply_and_train(name):
 def test_options_of_current_ideas_change_something(tmp_path):
     """Against the same source without them. Forked, as each new interpreter would import torch for seconds."""
     source, track = SCRIPT.read_bytes(), ["--track", "mini"]
-    made = [variants.read_variant(ideas.as_idea(name, idea), source, track) for name, idea in CURRENT.items() if "options" in idea]
+    made = [compare_sources.read_variant(ideas.as_idea(name, idea), source, track) for name, idea in CURRENT.items() if "options" in idea]
     start, script = b'if __name__ == "__main__":\n', tmp_path / "train_gpt.py"
     say = start + b"    hp = parse_arguments(sys.argv[1:])[1]\n    sys.exit(check_hyperparameters(hp, 1) or print(hp))\n"
 

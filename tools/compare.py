@@ -14,7 +14,7 @@ Sources are frozen first. Then come rounds of one run each, all with the round's
 round to round. All is kept in logs/compare/NAME/: the same command goes on where it stopped, and --runs 10 after
 --runs 5 adds five. The base also runs with a tenth fewer and a tenth more steps, to tell what a loss is worth in steps.
 These runs are taken over from comparisons that made them on this machine with the same source, settings, seed,
-threads and PyTorch; so is the base's own loss if --no_times says that times do not matter. effects.py has the
+threads and PyTorch; so is the base's own loss if --no_times says that times do not matter. compare_stats.py has the
 statistics. Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interrupted.
 """
 import argparse
@@ -37,10 +37,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from effects import Effect, analyse, in_words, plot_effects, short, table
+from compare_stats import Effect, analyse, in_words, plot_effects, short, table
 from log_parsing import Log, LogError, parse_log, run_command, write_file
 from machine import usable_cores
-from variants import (COPY_SEEDS, ROOT, Variant, check_settings, digest, environment, other_steps, read_variant,
+from compare_sources import (COPY_SEEDS, ROOT, Variant, check_settings, digest, environment, other_steps, read_variant,
                       run_key, tell_apart)
 
 COMPARISONS = ROOT / "logs" / "compare"

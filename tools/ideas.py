@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 from compare import main as compare
-from effects import holm, percent
+from compare_stats import holm, percent
 from leaderboard import RECORDS, markdown_table
 from log_parsing import LogError, run_command, write_file
 from verify import P_VALUE, p_text

@@ -23,16 +23,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import compare
-import effects
+import compare_stats
 import log_parsing
 import plot
-import variants
+import compare_sources
 import verify
 
-STANDIN = ROOT / "tests" / "standin.py"
+STANDIN = Path(__file__).resolve().parent / "standin.py"
 
 
 def logs_of(losses, times=None, steps=100) -> list[log_parsing.Log]:
@@ -50,7 +50,7 @@ def test_against_scipy():
     rng = np.random.default_rng(1)
     base, ideas = rng.normal(1.5, 0.002, 6), [rng.normal(1.501, 0.004, 4), rng.normal(1.49, 0.001, 6)]
     base_ms, idea_ms = rng.normal(40, 1, 6), rng.normal(42, 1, 6)
-    first, second = effects.analyse(logs_of(base, base_ms), dict(a=logs_of(ideas[0]), b=logs_of(ideas[1], idea_ms)))
+    first, second = compare_stats.analyse(logs_of(base, base_ms), dict(a=logs_of(ideas[0]), b=logs_of(ideas[1], idea_ms)))
     for e, losses in zip((first, second), ideas):
         expected = stats.ttest_ind(losses, base, equal_var=False)
         assert e.p == pytest.approx(expected.pvalue)
@@ -64,8 +64,8 @@ def test_against_scipy():
 
 
 def test_holm():
-    assert effects.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # Holm's own procedure
-    assert effects.holm([0.3, None, 0.2]) == [0.4, None, 0.4] and effects.holm([None]) == [None]
+    assert compare_stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # Holm's own procedure
+    assert compare_stats.holm([0.3, None, 0.2]) == [0.4, None, 0.4] and compare_stats.holm([None]) == [None]
     rng = np.random.default_rng(0)
     for _ in range(50):  # rejected at every level: as by the procedure, from the smallest p on until one is too large
         ps, level = list(rng.uniform(0, 0.2, 5)), rng.uniform(0.01, 0.3)
@@ -74,7 +74,7 @@ def test_holm():
             if ps[i] > level / (5 - k):
                 break
             rejected.add(i)
-        assert {i for i, p in enumerate(effects.holm(ps)) if p <= level} == rejected
+        assert {i for i, p in enumerate(compare_stats.holm(ps)) if p <= level} == rejected
 
 
 def within(count: int, n: int, chance: float) -> bool:
@@ -89,11 +89,11 @@ def test_a_thousand_comparisons_are_calibrated():
     false, covered, seen, unlike = 0, 0, 0, 0
     for _ in range(n):
         draw = lambda mean=1.5, noise=0.002: logs_of(rng.normal(mean, noise, 5))
-        null, = effects.analyse(draw(), dict(idea=draw()), timed=False)
+        null, = compare_stats.analyse(draw(), dict(idea=draw()), timed=False)
         false += null.verdict != "no difference shown"
-        other, = effects.analyse(draw(), dict(idea=draw(1.495, 0.004)), timed=False)
+        other, = compare_stats.analyse(draw(), dict(idea=draw(1.495, 0.004)), timed=False)
         covered += other.difference_interval[0] < -0.005 < other.difference_interval[1]
-        again, = effects.analyse(draw(), dict(idea=draw(1.5 + null.detectable)), timed=False)
+        again, = compare_stats.analyse(draw(), dict(idea=draw(1.5 + null.detectable)), timed=False)
         seen += again.verdict == "hurts"
         unlike += other.p < 0.01
     assert within(false, n, 0.01) and within(covered, n, 0.99) and within(seen, n, 0.9), (false, covered, seen)
@@ -104,7 +104,7 @@ def test_many_ideas_raise_no_false_alarm():
     rng, n = np.random.default_rng(3), 1000
     alarms = raw = 0
     for _ in range(n):
-        found = effects.analyse(logs_of(rng.normal(1.5, 0.002, 5)), {str(i): logs_of(rng.normal(1.5, 0.002, 5))
+        found = compare_stats.analyse(logs_of(rng.normal(1.5, 0.002, 5)), {str(i): logs_of(rng.normal(1.5, 0.002, 5))
                                                                       for i in range(6)}, timed=False)
         alarms += any(e.verdict != "no difference shown" for e in found)
         raw += any(e.p < 0.01 for e in found)
@@ -124,7 +124,7 @@ def test_steps_and_times_cover_the_truth():
         run = lambda mean, factor=1, steps=100: logs_of(rng.normal(mean - 0.3 * math.log(steps / 100), 0.002, 8),
                                                         factor * machine * np.exp(rng.normal(0, 0.01, 8)), steps)
         base = 1.5 + rng.normal(0, 0.003, 8)  # of the round's seed
-        e, = effects.analyse(run(base), dict(idea=run(1.494, 1.03)), [run(base, 1, 90), run(base, 1, 110)])
+        e, = compare_stats.analyse(run(base), dict(idea=run(1.494, 1.03)), [run(base, 1, 90), run(base, 1, 110)])
         for name in hits:
             low, high = getattr(e, f"{name}_interval")
             hits[name] += low < truth[name] < high
@@ -143,7 +143,7 @@ def test_slope_against_least_squares():
     variance = residual / (12 - 5) * np.linalg.inv(columns.T @ columns)[0, 0]
     for level in (0, rng.normal(0, 0.1, 4)):
         groups = [logs_of(row + level, steps=n) for row, n in zip(losses, (90, 100, 110))]
-        slope, part = effects.loss_slope(groups)
+        slope, part = compare_stats.loss_slope(groups)
         assert slope == pytest.approx(solution[0]) and part == pytest.approx((variance, 7))
 
 
@@ -151,21 +151,21 @@ def test_more_steps_are_worth_themselves():
     """An idea that is nothing but a tenth more steps reaches the base's loss in as many steps, and as much time."""
     line = lambda steps: [1.5 - 0.3 * math.log(steps / 100) + 0.0001 * i for i in (-1, 0, 1)]
     extras = [logs_of(line(90), steps=90), logs_of(line(110), steps=110)]
-    e, = effects.analyse(logs_of(line(100)), dict(idea=logs_of(line(110), steps=110)), extras)
+    e, = compare_stats.analyse(logs_of(line(100)), dict(idea=logs_of(line(110), steps=110)), extras)
     assert e.steps == pytest.approx(0, abs=1e-6) and e.time == pytest.approx(0, abs=1e-6) and e.verdict == "helps"
 
 
 def test_without_a_slope_no_steps():
     flat = [1.5, 1.501, 1.499, 1.5]
     extras = [logs_of(flat, steps=90), logs_of(flat, steps=110)]
-    e, = effects.analyse(logs_of(flat), dict(idea=logs_of([1.4, 1.401, 1.4])), extras)
-    assert e.steps is None and e.time is None and e.verdict == "helps" and "steps" not in effects.in_words(e)
+    e, = compare_stats.analyse(logs_of(flat), dict(idea=logs_of([1.4, 1.401, 1.4])), extras)
+    assert e.steps is None and e.time is None and e.verdict == "helps" and "steps" not in compare_stats.in_words(e)
 
 
 def test_no_spread_is_no_test():
-    e, = effects.analyse(logs_of([1.5, 1.5]), dict(idea=logs_of([1.4, 1.4])))
-    assert e.p is None and e.step_time_p is None and "no test" in effects.in_words(e)
-    e, = effects.analyse(logs_of([1.5, 1.5]), dict(idea=logs_of([1.4, 1.41])))  # a spread on one side is one
+    e, = compare_stats.analyse(logs_of([1.5, 1.5]), dict(idea=logs_of([1.4, 1.4])))
+    assert e.p is None and e.step_time_p is None and "no test" in compare_stats.in_words(e)
+    e, = compare_stats.analyse(logs_of([1.5, 1.5]), dict(idea=logs_of([1.4, 1.41])))  # a spread on one side is one
     assert e.p == pytest.approx(stats.ttest_1samp([1.4, 1.41], 1.5).pvalue)
 
 
@@ -182,16 +182,16 @@ def test_no_spread_is_no_test():
 def test_words(loss, factor, words):
     ms, noise = np.array([40, 40.1, 39.9, 40]), np.array([0, 0.001, -0.001, 0])
     extras = [logs_of(1.5 - 0.3 * math.log(steps / 100) + noise[::-1], steps=steps) for steps in (90, 110)]
-    e, = effects.analyse(logs_of(1.5 + noise, ms), dict(idea=logs_of(loss + noise, factor * ms[::-1])), extras)
-    assert re.match("idea: " + words, effects.in_words(e)), effects.in_words(e)
+    e, = compare_stats.analyse(logs_of(1.5 + noise, ms), dict(idea=logs_of(loss + noise, factor * ms[::-1])), extras)
+    assert re.match("idea: " + words, compare_stats.in_words(e)), compare_stats.in_words(e)
 
 
 def test_two_runs_may_tell_nothing():
     """An interval that reaches anywhere is shown as such, in a table that still fits."""
     base, idea = logs_of([1.5, 1.6], [40, 400]), logs_of([1.9, 1.1], [900, 1e-6])
-    e, = effects.analyse(base, dict(idea=idea), [logs_of([1.6, 1.601], steps=50), logs_of([1.5, 1.501], steps=200)])
-    assert math.isfinite(e.step_time_interval[1]) and "±>10" in effects.table(dict(base=base, idea=idea), [e])[-1]
-    assert max(map(len, effects.table(dict(base=base, idea=idea), [e]))) <= 80
+    e, = compare_stats.analyse(base, dict(idea=idea), [logs_of([1.6, 1.601], steps=50), logs_of([1.5, 1.501], steps=200)])
+    assert math.isfinite(e.step_time_interval[1]) and "±>10" in compare_stats.table(dict(base=base, idea=idea), [e])[-1]
+    assert max(map(len, compare_stats.table(dict(base=base, idea=idea), [e]))) <= 80
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def place(tmp_path, monkeypatch):
     git("add", "train_gpt.py")
     git("commit", "-qm", "one")
     git("tag", "v1")
-    for module in (compare, variants):
+    for module in (compare, compare_sources):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(compare, "COMPARISONS", tmp_path / "logs" / "compare")
     monkeypatch.chdir(tmp_path)
@@ -250,7 +250,7 @@ def test_a_whole_comparison(place):
     assert status == 0, err
     assert script.read_text().endswith("broken(")
     order = ["worktree", "worktree-10%", "worktree+10%", "wide", "slower_1.5"]
-    assert made(err) == [f"{effects.short((order[r:] + order[:r])[i])}, seed {r}" for r in range(3) for i in range(5)]
+    assert made(err) == [f"{compare_stats.short((order[r:] + order[:r])[i])}, seed {r}" for r in range(3) for i in range(5)]
     assert re.findall(r"^\d+/18 (.*), to compile", err, re.MULTILINE) == ["worktree", "wide", "slower_1.5"]
     assert all(len(line) <= 80 for line in out.splitlines()[:-1])
     assert re.search(r"^worktree +3 .* ms$", out, re.M)
@@ -270,7 +270,7 @@ def test_a_whole_comparison(place):
         assert all(log.hyperparameters["noise"] == 0.001 for log in groups[name])
     assert {logs[0].num_steps for logs in groups.values()} == {90, 100, 110}
     extras = [groups["worktree-10%"], groups["worktree+10%"]]
-    again = effects.analyse(groups["worktree"], {name: groups[name] for name in order[3:]}, extras)
+    again = compare_stats.analyse(groups["worktree"], {name: groups[name] for name in order[3:]}, extras)
     assert [idea["time_interval"] for idea in answer["ideas"]] == [list(e.time_interval) for e in again]
     assert verify.summarize(groups["wide"], 1.6).n == 3
     plot.plot_curves(groups, place / "curves.png")
@@ -345,7 +345,7 @@ def test_what_can_be_compared(place):
     (place / "my script.py").write_text(text)
     script.write_text(text.replace("200", "300"))
     subprocess.run(["git", "checkout", "-q", "-b", "feature"], cwd=place, check=True)
-    read = lambda what: variants.read_variant(what, STANDIN.read_bytes(), ["--noise", "1"])
+    read = lambda what: compare_sources.read_variant(what, STANDIN.read_bytes(), ["--noise", "1"])
     for what, name, source, options in [
             ("--effect 0.1 --slower=2", "effect_0.1_slower_2", STANDIN.read_text(), ["--effect", "0.1", "--slower=2"]),
             ("p.patch", "p", patched, []),
