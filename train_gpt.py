@@ -1,744 +1,1045 @@
 """
-Trains a GPT to a target validation loss, as fast as the machine allows. One file, read top to bottom.
+Trains a GPT to a target validation loss, as fast as the machine allows. One file, read from top to bottom.
 
-    ./run.sh                                               everything: packages, data, training
-    python train_gpt.py --track mini                       one process, on the CPU or one GPU
-    torchrun --standalone --nproc_per_node=8 train_gpt.py  the official run: FineWeb, 3.28, 8 H100s
-    python train_gpt.py --help                             every hyperparameter, its type and default
+    ./run.sh                                               installs packages, makes the data, trains
+    python train_gpt.py --track mini                       one process, on a CPU or one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py  the official run: FineWeb to 3.28 on 8 H100s
+    python train_gpt.py --help                             every hyperparameter and its default
 
-What is special, against a plain GPT-2:
-- Muon for the weight matrices of the blocks: momentum, orthogonalized by a Newton-Schulz iteration
-- no biases, no learned norm gains; QK norm, half-truncated rotary embeddings, ReLU squared, zero-initialized
-  output projections, U-net skips, value embeddings, learned residual mixing with the token embedding
-- hashed n-gram embeddings beside the tokens' own, on the track shakespeare alone
-- sliding-window attention inside documents, whose window grows in training; soft-capped logits, in FP8 on GPUs that can
-- the same training on any number of processes: a step is a fixed set of sequences, shared out among them
+The recipe is modded-nanogpt's of May 2025 (https://github.com/KellerJordan/modded-nanogpt). Against GPT-2:
+- Muon optimizes the weight matrices of the blocks: momentum, orthogonalized by a Newton-Schulz iteration
+- no biases and no norm gains; QK norm, half-truncated rotary embeddings, ReLU squared, zero-initialized
+  output projections, U-net skips, value embeddings, learned mixing of the residual with the embedding
+- sliding-window attention within documents, with a window that grows during training
+- soft-capped logits, computed in FP8 on GPUs that support it
+- a step is a fixed set of sequences, shared by the processes: any number of them trains the same model
 
-Importing it runs nothing. Shapes: B sequences of S tokens, T = B * S, H heads of D channels, C = model_dim.
+Importing this file runs nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
+H heads, D channels per head, and C = model_dim.
 """
-# ---- 1. Preamble: the log carries the source, so that a log alone is enough to rerun a record and to judge it --------
+# -----------------------------------------------------------------------------
+# 1. Preamble
+
 with open(__file__, newline="", encoding="utf-8") as f:
-    SOURCE = f.read()  # read first: an edit made while the run is on must not reach its log
+    SOURCE = f.read()  # every log contains the source; read it now, before an edit can change it
 
-import codecs, locale, os, signal, sys
+import os
+import signal
+import sys
+import time
 
-def stop_before_training(number: int, frame) -> None:
-    """SIGTERM or SIGINT before the first step: there is nothing to save, so the process ends at once."""
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"\n" * os.isatty(2) + b"stopped before the first step; nothing was trained\n")
-    os._exit(128 + number)
+in_training = False  # True once there is something to save
+stop_signal = 0      # the SIGTERM or SIGINT that came in training
+stop_time = 0.0
 
-if __name__ == "__main__":  # before the imports, which take seconds
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signal_number, stop_before_training)
-    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
-        sys.exit("error: Python reads text as ASCII in this locale, which PyTorch can't; set PYTHONUTF8=1")
 
-import argparse, collections, contextlib, ctypes, dataclasses, datetime, glob, importlib.util, itertools, json, math
-import platform, re, subprocess, threading, time, uuid, warnings, zipfile
+def on_signal(number, frame):
+    """Before training, exits at once. In training, the current step is finished and saved first.
+    A second signal exits at once. Within a second of the first it is ignored: torchrun and batch
+    systems often send several."""
+    global stop_signal, stop_time
+    if not in_training:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"\nstopped before the first step; nothing was trained\n")
+        os._exit(128 + number)
+    if not stop_signal:
+        stop_signal = number
+        stop_time = time.monotonic()
+    elif time.monotonic() > stop_time + 1:
+        os._exit(128 + number)
+
+
+def handle_signals():
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+
+
+if __name__ == "__main__":
+    handle_signals()  # before the imports, which take seconds
+
+if sys.platform == "win32":
+    sys.exit("error: this needs Linux or macOS; on Windows, run it in WSL")
+
+import argparse
+import codecs
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import glob
+import io
+import itertools
+import json
+import locale
+import math
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import threading
+import uuid
+import warnings
+import zipfile
 from pathlib import Path
 
-# PyTorch and OpenMP read these variables when torch is imported
+if __name__ == "__main__" and codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
+    sys.exit("error: PyTorch can't read its files in an ASCII locale; set PYTHONUTF8=1")
+
+# PyTorch and OpenMP read these variables when torch is imported.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 if sys.platform == "linux" and platform.machine() == "x86_64":
-    # GCC 11 to 13 tune for a generic CPU where they don't know the real one, and then delete stores that PyTorch's bf16
-    # transposes need (a bug like https://gcc.gnu.org/PR113255). Any named tuning avoids it; the instruction set stays.
+    # On CPUs that GCC 11 to 13 don't know, they tune for a generic one and then delete stores that
+    # PyTorch's bf16 transposes need (similar to https://gcc.gnu.org/PR113255). A named tuning avoids
+    # this. The instruction set is still the machine's own.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
-
-# Waiting threads sleep instead of spinning: spinning starves the others beside another busy process (README, Hardware)
+# Waiting threads sleep instead of spinning. Next to another busy process this is much faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-import numpy as np, safetensors.torch, torch
+
+import numpy as np
+import safetensors.torch
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from tqdm import tqdm
 
-BLOCK_SIZE = 128  # tokens in a block of the attention mask; sequence lengths and windows are multiples of it
+warnings.filterwarnings("ignore", message=r"(?s).*CUDA (initialization|capability)")  # see check_gpus
+
+BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence lengths
+
 
 class InputError(Exception):
-    """Something the user can mend; its message is the one line that is shown. one_rank: this rank alone has met it."""
-    def __init__(self, message: str, one_rank: bool = False):
-        super().__init__(message)
-        self.one_rank = one_rank
+    """A user error. It is printed as one line, without a traceback, by one process per machine."""
 
-@contextlib.contextmanager
-def naming(task: str):
-    """An OSError inside becomes the one line that says what could not be done."""
-    try:
-        yield
-    except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
-        raise InputError(f"{task} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]})", one_rank=True) from None
 
-# ---- 2. FP8 head and loss: forward in e4m3, gradient in e5m2 (more range, less precision) ----------------------------
+class RankError(InputError):
+    """A user error that only some ranks may see. Every rank that raises it prints it."""
+
+
+# -----------------------------------------------------------------------------
+# 2. FP8 head and loss. The forward pass uses e4m3, the gradient e5m2 (more range, less precision).
+
 FP8_MAX = 448  # the largest finite value of float8_e4m3fn
 
+
 def softcap(logits: Tensor, dim: int) -> Tensor:
-    """-> float32 in (0, 30): tanh soft-capping at 15 (Gemma 2, https://arxiv.org/abs/2408.00118), shifted by 15."""
+    """Soft-caps logits at 15 with a tanh (Gemma 2, https://arxiv.org/abs/2408.00118) and adds 15.
+    Returns float32 between 0 and 30. The shift changes no probability."""
     return 30 * torch.sigmoid(logits.float() / (7.5 * dim**0.5))
 
-@torch.library.custom_op("nanogpt::head_loss", mutates_args=())
-@torch.compile(dynamic=False)  # a custom op is opaque to the model's compile, so its kernels are fused here
-def head_loss_op(x: Tensor, w: Tensor, targets: Tensor, x_s: float, w_s: float,
-                 grad_s: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The cross-entropy of softcap(x @ w.T, in) in nats, summed over tokens, the product in FP8. x (T, in) and
-    w (out, in) of any float type, targets (T,) -> the loss in float32, and for backward the logits in bf16, their logsumexp
-    and both FP8 operands. x_s, w_s, grad_s: what one unit of the FP8 operand stands for, so that x is about x_s * x_f8."""
-    x_f8, w_f8 = (x / x_s).to(torch.float8_e4m3fn), (w / w_s).to(torch.float8_e4m3fn)
-    x_s, w_s = (torch.full((), s, dtype=torch.float32, device=x.device) for s in (x_s, w_s))
-    # _scaled_mm wants its second operand column-major: the transpose of a row-major w is just that
-    logits = torch._scaled_mm(x_f8, w_f8.T, scale_a=x_s, scale_b=w_s, out_dtype=torch.bfloat16, use_fast_accum=True)
-    lse = softcap(logits, w.size(1)).exp().sum(dim=-1).log()  # nothing to subtract first: exp(30) is far from overflow
-    chosen = softcap(logits.gather(1, targets[:, None]), w.size(1))[:, 0]
-    return (lse - chosen).sum(), logits, lse, x_f8, w_f8
 
-head_loss_op.register_fake(lambda x, w, targets, x_s, w_s, grad_s: (
-    x.new_empty((), dtype=torch.float32), x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16),
-    x.new_empty(x.size(0), dtype=torch.float32),
-    x.new_empty(x.shape, dtype=torch.float8_e4m3fn), w.new_empty(w.shape, dtype=torch.float8_e4m3fn)))
+def as_scale(value: float, like: Tensor) -> Tensor:
+    """A scale for torch._scaled_mm: a float32 scalar on the device of `like`."""
+    return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+@torch.library.custom_op("nanogpt::head_loss", mutates_args=())
+@torch.compile(dynamic=False)  # the model's compilation can't look into a custom op: compile it here
+def head_loss_op(
+    x: Tensor, w: Tensor, targets: Tensor, x_s: float, w_s: float, grad_s: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Computes the cross-entropy of softcap(x @ w.T) in nats, summed over tokens.
+
+    x (T, C) and w (V, C) may have any float dtype; targets is (T,). An FP8 operand times its scale
+    (x_s, w_s, grad_s) is the value it stands for. Returns the loss in float32, and for the backward
+    pass the logits (T, V) in bf16, their logsumexp (T,) and both FP8 operands."""
+    x_f8 = (x / x_s).to(torch.float8_e4m3fn)
+    w_f8 = (w / w_s).to(torch.float8_e4m3fn)
+    logits = torch._scaled_mm(
+        x_f8,
+        w_f8.T,
+        scale_a=as_scale(x_s, x),
+        scale_b=as_scale(w_s, x),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    lse = softcap(logits, w.size(1)).exp().sum(dim=-1).log()  # exp(30) can't overflow
+    target_logits = softcap(logits.gather(1, targets[:, None]), w.size(1))[:, 0]
+    return (lse - target_logits).sum(), logits, lse, x_f8, w_f8
+
+
+@head_loss_op.register_fake
+def _(x, w, targets, x_s, w_s, grad_s):
+    loss = x.new_empty((), dtype=torch.float32)
+    logits = x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16)
+    lse = x.new_empty(x.size(0), dtype=torch.float32)
+    x_f8 = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    w_f8 = w.new_empty(w.shape, dtype=torch.float8_e4m3fn)
+    return loss, logits, lse, x_f8, w_f8
+
 
 @torch.library.custom_op("nanogpt::head_loss_backward", mutates_args=())
 @torch.compile(dynamic=False)
-def head_loss_backward_op(grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor,
-                          x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor]:
-    """grad of the loss -> grad_x (T, in) in bf16, grad_w (out, in) in float32, both with exact accumulation. The gradient
-    of the logits exists in FP8 alone, written in both layouts by the kernel that computes it: no tensor is larger."""
+def head_loss_backward_op(
+    grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor,
+    x_s: float, w_s: float, grad_s: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns grad_x (T, C) in bf16 and grad_w (V, C) in float32, given the loss's scalar gradient.
+    The logits' gradient only ever exists in FP8: in bf16 it would be the largest tensor of a step."""
     capped, softcap_backward = torch.func.vjp(lambda z: softcap(z, w_f8.size(1)), logits.float())
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
-    grad_logits, = softcap_backward(grad * ((capped - lse[:, None]).exp() - one_hot.float()))
+    grad_capped = grad * ((capped - lse[:, None]).exp() - one_hot.float())
+    (grad_logits,) = softcap_backward(grad_capped)
     grad_f8 = (grad_logits / grad_s).to(torch.float8_e5m2)
-    x_s, w_s, grad_s = (torch.full((), s, dtype=torch.float32, device=grad.device) for s in (x_s, w_s, grad_s))
-    grad_x = torch._scaled_mm(grad_f8, w_f8.T.contiguous().T, scale_a=grad_s, scale_b=w_s, out_dtype=torch.bfloat16)
-    grad_w = torch._scaled_mm(grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=grad_s, scale_b=x_s,
-                              out_dtype=torch.float32)
+    grad_scale = as_scale(grad_s, grad)
+    # _scaled_mm wants the first operand row-major and the second column-major
+    grad_x = torch._scaled_mm(
+        grad_f8,
+        w_f8.T.contiguous().T,
+        scale_a=grad_scale,
+        scale_b=as_scale(w_s, grad),
+        out_dtype=torch.bfloat16,
+    )
+    grad_w = torch._scaled_mm(
+        grad_f8.T.contiguous(),
+        x_f8.T.contiguous().T,
+        scale_a=grad_scale,
+        scale_b=as_scale(x_s, grad),
+        out_dtype=torch.float32,
+    )
     return grad_x, grad_w
 
-head_loss_backward_op.register_fake(lambda grad, logits, lse, x_f8, w_f8, targets, x_s, w_s, grad_s: (
-    grad.new_empty(x_f8.shape, dtype=torch.bfloat16), grad.new_empty(w_f8.shape, dtype=torch.float32)))
 
-def _save_for_backward(ctx, inputs, output):
-    ctx.save_for_backward(*output[1:], inputs[2])
-    ctx.scales = inputs[3:]
+@head_loss_backward_op.register_fake
+def _(grad, logits, lse, x_f8, w_f8, targets, x_s, w_s, grad_s):
+    grad_x = grad.new_empty(x_f8.shape, dtype=torch.bfloat16)
+    grad_w = grad.new_empty(w_f8.shape, dtype=torch.float32)
+    return grad_x, grad_w
+
+
+def setup_context(ctx, inputs, output):
+    x, w, targets, *scales = inputs
+    loss, *saved = output
+    ctx.save_for_backward(*saved, targets)
+    ctx.scales = scales
     ctx.set_materialize_grads(False)
 
-head_loss_op.register_autograd(lambda ctx, grad, *_: (
-    *torch.ops.nanogpt.head_loss_backward(grad, *ctx.saved_tensors, *ctx.scales), *4 * [None]),
-    setup_context=_save_for_backward)
 
-# ---- 3. Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) ----------------------------------------------
+def head_loss_gradients(ctx, grad, *unused):
+    backward = torch.ops.nanogpt.head_loss_backward
+    grad_x, grad_w = backward(grad, *ctx.saved_tensors, *ctx.scales)
+    return grad_x, grad_w, None, None, None, None
+
+
+head_loss_op.register_autograd(head_loss_gradients, setup_context=setup_context)
+
+# -----------------------------------------------------------------------------
+# 3. Muon (Keller Jordan et al., https://kellerjordan.github.io/posts/muon)
+
+
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
-    """Orthogonalizes each matrix of G (..., m, n): U S V^T becomes about U V^T, in half precision, same shape.
-    A quintic Newton-Schulz iteration whose coefficients maximize the slope at zero, at the price of not
-    converging: singular values end anywhere in about [0.5, 1.5], which does the optimizer no harm."""
+    """Orthogonalizes each matrix of G (..., m, n): U S V^T becomes about U V^T.
+
+    The quintic Newton-Schulz iteration has coefficients that maximize the slope at zero. It doesn't
+    converge: singular values end between about 0.5 and 1.5, which works as well for the optimizer.
+    Returns the shape of G, in bf16 or float32 (activation_dtype)."""
     a, b, c = 3.4445, -4.7750, 2.0315
+    tall = G.size(-2) > G.size(-1)
     X = G.to(activation_dtype(G.device))
-    if G.size(-2) > G.size(-1):
-        X = X.mT  # X X^T is then the smaller of the two products
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the spectral norm is at most 1 from here on
-    X = X.reshape(-1, *X.shape[-2:])
+    if tall:
+        X = X.mT  # X X^T is then the smaller product
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the spectral norm is now at most 1
+    shape = X.shape
+    X = X.reshape(-1, *shape[-2:])  # torch.bmm wants one batch dimension
     for _ in range(steps):
         A = torch.bmm(X, X.mT)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
-        X = torch.baddbmm(X, B, X, beta=a)           # a X + B X
-    X = X.view(*G.shape[:-2], *X.shape[-2:])
-    return X.mT if G.size(-2) > G.size(-1) else X
+        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+    X = X.view(shape)
+    return X.mT if tall else X
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to PyTorch 2.12
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # PyTorch < 2.13
+
 
 class Muon(torch.optim.Optimizer):
-    """MomentUm Orthogonalized by Newton-schulz, for the weight matrices of the blocks and nothing else.
-    Parameters (..., rows, cols) are stacks of matrices, each orthogonalized by itself, those of a shape in one batch.
-    With a process group, every rank keeps the momentum of every world_size-th parameter alone, and computes its update;
-    those of a shape are then gathered, in bf16, while the next ones are computed. All ranks need equal gradients.
-    With beta2, NorMuon (https://arxiv.org/abs/2510.05491): an update's channels, on the longer side, get one size."""
-    def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, beta2=0.0):
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        groups = {}  # by shape, whether a matrix stands or lies; in the order of params, as all ranks must agree
+    """MomentUm Orthogonalized by Newton-Schulz, for the weight matrices of the blocks.
+
+    A parameter (..., rows, cols) is a stack of matrices; each is orthogonalized by itself.
+    With several processes, each one keeps the momentum of its share of the parameters and computes
+    their updates in bf16. The updates are then gathered, while the next ones are computed.
+    Gradients must be equal on all ranks. With beta2 > 0 this is NorMuon
+    (https://arxiv.org/abs/2510.05491): all channels of an update get about the same size."""
+
+    def __init__(self, params, lr=0.02, momentum=0.95, ns_steps=5, beta2=0.0):
+        self.rank, self.world_size = 0, 1
+        if dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        groups = {}  # one batch for each shape; a transposed matrix counts as the same shape
         for p in params:
-            groups.setdefault((*p.shape[:-2], *sorted(p.shape[-2:])), []).append(p)
-        super().__init__([dict(params=group) for group in groups.values()],
-                         dict(lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, beta2=beta2))
+            shape = (*p.shape[:-2], *sorted(p.shape[-2:]))
+            groups.setdefault(shape, []).append(p)
+        defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, beta2=beta2)
+        super().__init__([dict(params=group) for group in groups.values()], defaults)
 
     def _state(self, p: Tensor, group: dict) -> dict:
-        """The momentum, and for NorMuon a mean square for each channel on the longer side."""
-        if not self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            if group["beta2"]:
-                self.state[p]["mean_squares"] = p.new_zeros(*p.shape[:-2], max(p.shape[-2:]))
-        return self.state[p]
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+            if group["beta2"]:  # a mean square for each channel of the longer side
+                state["mean_squares"] = p.new_zeros(*p.shape[:-2], max(p.shape[-2:]))
+        return state
 
-    def _update(self, params: list[Tensor], group: dict) -> Tensor:
-        """The updates of a group's parameters, in one batch: (N, numel) in bf16."""
-        matrices = []
+    def _normalize(self, params: list[Tensor], group: dict, updates: Tensor) -> Tensor:
+        """NorMuon: divides each channel by its running RMS, and keeps the update's norm."""
+        square = updates.size(-2) == updates.size(-1)
+        dim = -1 if square else -2  # the dimension to average over
+        updates = updates.float()
+        mean_squares = [self._state(p, group)["mean_squares"] for p in params]
+        new = updates.square().mean(dim).unbind()
+        torch._foreach_lerp_(mean_squares, new, 1 - group["beta2"])
+        inverse_rms = torch.stack(mean_squares).clamp_min(1e-10).rsqrt().unsqueeze(dim)
+        norm = updates.norm(dim=(-2, -1), keepdim=True)
+        return norm * F.normalize(updates * inverse_rms, dim=(-2, -1))
+
+    def _updates(self, params: list[Tensor], group: dict) -> Tensor:
+        """Computes the updates of these parameters: (len(params), numel) in bf16."""
+        gradients = []
         for p in params:
-            buf = self._state(p, group)["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-            g = p.grad.lerp(buf, group["momentum"]) if group["nesterov"] else buf
-            matrices.append(g.mT if g.size(-2) > g.size(-1) else g)  # tall ones lie down, to be as wide ones are
-        updates = zeropower_via_newtonschulz5(torch.stack(matrices), group["ns_steps"])
+            buf = self._state(p, group)["momentum_buffer"]
+            buf.lerp_(p.grad, 1 - group["momentum"])
+            g = p.grad.lerp(buf, group["momentum"])  # Nesterov
+            if g.size(-2) > g.size(-1):
+                g = g.mT  # transpose tall matrices so that rows <= columns
+            gradients.append(g)
+        updates = zeropower_via_newtonschulz5(torch.stack(gradients), group["ns_steps"])
         if group["beta2"]:
-            side = -1 if updates.size(-2) == updates.size(-1) else -2  # the mean is over: a square matrix's columns
-            states, updates = [self.state[p]["mean_squares"] for p in params], updates.float()
-            torch._foreach_lerp_(states, updates.square().mean(side).unbind(), 1 - group["beta2"])
-            even = updates * torch.stack(states).clamp_min(1e-10).rsqrt().unsqueeze(side)
-            updates = updates.norm(dim=(-2, -1), keepdim=True) * F.normalize(even, dim=(-2, -1))
-        updates = [(u.mT if p.size(-2) > p.size(-1) else u).flatten() for p, u in zip(params, updates)]
-        return torch.stack(updates).bfloat16()
-
-    def gather_state(self) -> None:
-        """Gives every rank the state of all parameters, for a checkpoint: all ranks must call this."""
-        for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                for buf in self._state(p, group).values():
-                    if self.world_size > 1:
-                        dist.broadcast(buf, i % self.world_size)
-
-    def _apply(self, group: dict, updates: Tensor, handle) -> None:
-        if handle is not None:
-            handle.wait()
-        for i, p in enumerate(group["params"]):
-            scale = max(1, p.size(-2) / p.size(-1)) ** 0.5  # tall matrices: the same RMS of the output's change
-            p.add_(updates[i % self.world_size, i // self.world_size].view_as(p), alpha=-group["lr"] * scale)
+            updates = self._normalize(params, group, updates)
+        flat = []
+        for p, update in zip(params, updates):
+            if p.size(-2) > p.size(-1):
+                update = update.mT
+            flat.append(update.flatten())
+        return torch.stack(flat).bfloat16()
 
     @torch.no_grad()
     def step(self):
-        pending = None  # the group whose updates are under way while the next one's are computed
+        gathers = []
         for group in self.param_groups:
-            params, handle = group["params"], None
-            mine = params[self.rank::self.world_size]
-            mine = self._update(mine, group) if mine else params[0].new_empty(0, params[0].numel(), dtype=torch.bfloat16)
-            updates = mine[None]  # (world_size, parameters a rank, numel)
-            if self.world_size > 1:  # equally many of every rank: nothing in place of a parameter too few
-                mine = F.pad(mine, (0, 0, 0, math.ceil(len(params) / self.world_size) - len(mine)))
-                updates = mine.new_empty(self.world_size, *mine.shape)
-                handle = all_gather(updates.view(-1), mine.view(-1), async_op=True)
-            if pending is not None:
-                self._apply(*pending)
-            pending = group, updates, handle
-        self._apply(*pending)
+            params = group["params"]
+            per_rank = math.ceil(len(params) / self.world_size)
+            mine = params[self.rank * per_rank : (self.rank + 1) * per_rank]
+            numel = params[0].numel()
+            updates = params[0].new_zeros(0, numel, dtype=torch.bfloat16)
+            if mine:
+                updates = self._updates(mine, group)
+            handle = None
+            if self.world_size > 1:
+                # pad so that every rank sends the same number
+                padded = F.pad(updates, (0, 0, 0, per_rank - len(mine)))
+                updates = padded.new_empty(self.world_size * per_rank, numel)
+                handle = all_gather(updates, padded, async_op=True)
+            gathers.append((group, updates, handle))
+        for group, updates, handle in gathers:
+            if handle is not None:
+                handle.wait()
+            for p, update in zip(group["params"], updates):
+                # a tall matrix gets a larger step, so that its output changes by the same RMS
+                scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
+                p.add_(update.view_as(p), alpha=-group["lr"] * scale)
 
-# ---- 4. The model ----------------------------------------------------------------------------------------------------
+    def gather_state(self):
+        """Sends the state of all parameters to every rank, for a checkpoint. All ranks must call it."""
+        for group in self.param_groups:
+            per_rank = math.ceil(len(group["params"]) / self.world_size)
+            for i, p in enumerate(group["params"]):
+                for value in self._state(p, group).values():
+                    if self.world_size > 1:
+                        dist.broadcast(value, i // per_rank)
+
+
+# -----------------------------------------------------------------------------
+# 4. Model
+
+
 def norm(x: Tensor) -> Tensor:
     """RMS norm over the last dimension, without a gain."""
     return F.rms_norm(x, (x.size(-1),))
 
+
 class CastedLinear(nn.Linear):
-    """A linear layer without bias: weights (out, in) kept in float32, cast to the type of x (..., in) where used."""
+    """A linear layer without bias. Weights (out, in) are float32 and cast to the dtype of x."""
+
     def __init__(self, in_features, out_features):
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self):
-        bound = 3**0.5 * 0.5 * self.in_features**-0.5  # uniform with standard deviation 0.5 / sqrt(in)
+        bound = 3**0.5 * 0.5 * self.in_features**-0.5  # standard deviation 0.5 / sqrt(in)
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         return F.linear(x, self.weight.type_as(x))
 
+
 class Rotary(nn.Module):
-    """Half-truncated rotary embeddings: of the D/2 channel pairs, half rotate and half stay put (RoPE is
-    https://arxiv.org/abs/2104.09864; the truncation is the speedrun's). Tables are float32, not saved."""
-    def __init__(self, head_dim: int, max_seq_len: int):
+    """Half-truncated rotary embeddings: half of the D/2 channel pairs rotate, the others stay.
+    RoPE is https://arxiv.org/abs/2104.09864; @YouJiacheng proposed the truncation for the speedrun."""
+
+    def __init__(self, head_dim, max_seq_len):
         super().__init__()
-        freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, head_dim // 4), torch.zeros(head_dim // 4)])
-        theta = torch.arange(max_seq_len, dtype=torch.float32)[:, None] * freqs  # (max_seq_len, D/2)
+        rotating = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
+        freqs = torch.cat([rotating, torch.zeros(head_dim // 4)])  # (D/2,)
+        t = torch.arange(max_seq_len, dtype=torch.float32)
+        theta = t[:, None] * freqs  # (max_seq_len, D/2)
         self.register_buffer("cos", theta.cos(), persistent=False)
         self.register_buffer("sin", theta.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, H, D)
-        cos, sin = self.cos[None, :x.size(1), None], self.sin[None, :x.size(1), None]  # (1, S, 1, D/2)
+        cos = self.cos[None, : x.size(1), None]  # (1, S, 1, D/2)
+        sin = self.sin[None, : x.size(1), None]
         x1, x2 = x.float().chunk(2, dim=-1)
-        return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x)
+        y1 = x1 * cos + x2 * sin
+        y2 = x2 * cos - x1 * sin
+        return torch.cat([y1, y2], dim=-1).type_as(x)
 
-# Attention masks. A query sees a key iff the key is not later, is in the same document, and lies in a block
-# (of 128 tokens) fewer than window_blocks before its own. Twice: for FlexAttention, and in plain PyTorch.
+
+# Attention masks. A query sees a key if the key is not later, is in the same document, and is in one
+# of the last window_blocks blocks, counting the query's own. There are two versions: a BlockMask for
+# FlexAttention on GPUs, and a mask in plain PyTorch.
+
+
 def document_ids(input_seq: Tensor, eot_token: int) -> Tensor:
-    """input_seq (B, S) -> (B * S,): the running count of documents. One begins at each end-of-text token and
-    at each sequence's start, so that concatenated sequences never see each other."""
+    """Numbers the documents of input_seq (B, S) from 1 on. Returns int32 (T,). Every end-of-text token
+    begins a document, and so does every sequence."""
     begins = input_seq == eot_token
     begins[:, 0] = True
     return begins.flatten().cumsum(0, dtype=torch.int32)
 
+
+def block_lists(visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Converts a matrix of blocks, bool (N, N), to FlexAttention's lists: for each row the number of
+    True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
+    counts = visible.sum(dim=-1, dtype=torch.int32)
+    columns = visible.int().argsort(dim=-1, descending=True, stable=True).int()
+    return counts[None, None], columns[None, None]
+
+
 def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
-    """docs (T,), window_blocks a scalar tensor (on the device: its growth recompiles nothing) -> BlockMask.
-    Made from the bounds of each block, at (T/128)^2 cost; only partly visible blocks are masked inside."""
+    """Makes the BlockMask of docs (T,) and a window, which is a scalar tensor on the device so that
+    its growth recompiles nothing. FlexAttention masks single tokens only in partly visible blocks."""
+
     def document_causal(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
 
-    first, last = docs.view(-1, BLOCK_SIZE)[:, 0], docs.view(-1, BLOCK_SIZE)[:, -1]  # documents are in order
-    i = torch.arange(len(first), dtype=torch.int32, device=docs.device)
-    distance = i[:, None] - i  # (N, N): query block - key block
-    in_window = (distance >= 0) & (distance < window_blocks)
-    some = in_window & (first[:, None] <= last)  # the query's first document is not past the key's last
-    every = in_window & (distance > 0) & (first[:, None] == last) & (last[:, None] == first)
-    # Nothing is sorted: the key blocks that a query block sees are a run that ends with itself, and those seen whole a
-    # run just before itself; from a key block, such runs begin with and behind itself. What follows a list is not read.
-    own, (seen, whole), (seers, whole_seers) = i[:, None], *(
-        [blocks.sum(dim, dtype=torch.int32)[:, None] for blocks in (some, every)] for dim in (1, 0))  # each (N, 1)
-    keys, whole_keys = own + 1 - seen + i, own - whole + i  # (N, N)
-    keys = keys + whole * (keys >= own - whole)  # the whole ones are left out
-    queries, whole_queries = own + i + whole_seers * (i > 0), own + 1 + i
-    lists = (seen - whole, keys), (whole, whole_keys), (seers - whole_seers, queries), (whole_seers, whole_queries)
-    lists = [t[None, None] for count, order in lists for t in (count[:, 0], order.clamp_max(len(first) - 1))]
-    return BlockMask((len(docs), len(docs)), *lists, (BLOCK_SIZE, BLOCK_SIZE), document_causal)
+    # documents are numbered in order, so the first and last token bound the documents of a block
+    first = docs.view(-1, BLOCK_SIZE)[:, 0]  # (N,)
+    last = docs.view(-1, BLOCK_SIZE)[:, -1]
+    block = torch.arange(len(first), dtype=torch.int32, device=docs.device)
+    distance = block[:, None] - block  # (N, N): query block - key block
+    in_window = distance < window_blocks
+    causal_any = distance >= 0
+    causal_all = distance > 0
+    document_any = (first[:, None] <= last) & (last[:, None] >= first)
+    document_all = (first[:, None] == last) & (last[:, None] == first)
+    visible_any = in_window & causal_any & document_any
+    visible_all = in_window & causal_all & document_all
+    partial = visible_any & ~visible_all
+    return BlockMask(
+        (len(docs), len(docs)),
+        *block_lists(partial),
+        *block_lists(visible_all),
+        *block_lists(partial.T),  # the backward pass goes from keys to queries
+        *block_lists(visible_all.T),
+        (BLOCK_SIZE, BLOCK_SIZE),
+        document_causal,
+    )
+
 
 def portable_mask(docs: Tensor, window_blocks: Tensor, span: int) -> Tensor:
-    """docs (T,) -> bool (T/128, 1, 128, span*128), True where visible: each block of queries against itself and
-    the span - 1 blocks before it. span is static, an upper bound of window_blocks: growth recompiles nothing."""
-    position = torch.arange(len(docs), dtype=torch.int32, device=docs.device).view(-1, BLOCK_SIZE, 1)
-    block = position[:, :1]  # (N, 1, 1): where each block starts
-    # a query sees from here on: its document's first token, which a search finds as docs are in order, or its window's
-    begin = torch.searchsorted(docs, docs, out_int32=True).view_as(position)
-    begin = begin.maximum(block - (window_blocks - 1) * BLOCK_SIZE)
-    keys = block + torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
-    return ((begin <= keys) & (keys <= position))[:, None]
+    """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
+    visible. Each block of queries can see itself and the span - 1 blocks before it. `span` is a
+    static upper bound of window_blocks, so that growth of the window recompiles nothing."""
+    query = torch.arange(len(docs), dtype=torch.int32, device=docs.device)
+    query = query.view(-1, BLOCK_SIZE, 1)  # (N, 128, 1)
+    block_start = query[:, :1]  # (N, 1, 1)
+    # docs is sorted: a search finds the first token of each query's document
+    document_start = torch.searchsorted(docs, docs, out_int32=True).view_as(query)
+    window_start = block_start - (window_blocks - 1) * BLOCK_SIZE
+    start = document_start.maximum(window_start)
+    offset = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
+    key = block_start + offset  # (N, 1, span * 128)
+    visible = (start <= key) & (key <= query)
+    return visible[:, None]
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
-    """q, k, v (1, T, H, D) -> (1, T, H, D). With a BlockMask: FlexAttention. With portable_mask's tensor: plain
-    attention block by block, for all that is not CUDA (FlexAttention has no backward there), O(T * span)."""
-    if isinstance(mask, BlockMask):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return flex_attention(q, k, v, block_mask=mask, scale=scale).transpose(1, 2)
 
-    def blocks(t, span):  # (1, T, H, D) -> (N, H, span * 128, D): each block with the span - 1 before it
-        t = t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)
-        return torch.cat([F.pad(t, (0, 0, 0, 0, 0, 0, back, 0))[:len(t)] for back in reversed(range(span))], dim=2)
+def with_previous_blocks(t: Tensor, span: int) -> Tensor:
+    """(1, T, H, D) -> (N, H, span * 128, D): each block after the span - 1 blocks before it."""
+    t = t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)  # (N, H, 128, D)
+    shifted = []
+    for back in reversed(range(span)):
+        padded = F.pad(t, (0, 0, 0, 0, 0, 0, back, 0))  # (back + N, H, 128, D)
+        shifted.append(padded[: len(t)])
+    return torch.cat(shifted, dim=2)
+
+
+def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention block by block for devices where FlexAttention has no backward, at O(T * span) cost.
+    Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
     span = mask.size(-1) // BLOCK_SIZE
-    # spelled out: compiled, this is far faster on a CPU than scaled_dot_product_attention with a mask. QK norm bounds
-    # the scores by scale * D: softmax needs no maximum subtracted, and can divide by its sum after the product
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
-    weights = (blocks(q * scale, 1) @ blocks(k, span).mT + bias).exp()  # (N, H, 128, span * 128)
-    y = (weights @ blocks(v, span)) / weights.sum(dim=-1, keepdim=True, dtype=torch.float32)  # (N, H, 128, D)
+    # QK norm bounds the scores, so softmax can't overflow without subtracting the maximum
+    queries = with_previous_blocks(q * scale, 1)  # (N, H, 128, D)
+    scores = queries @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
+    weights = (scores + bias).exp()
+    y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
+    y = y / weights.sum(dim=-1, keepdim=True, dtype=torch.float32)
     return y.type_as(v).transpose(1, 2).reshape(q.shape)
 
-def ngram_rows(tokens: Tensor, docs: Tensor, max_ngram: int, rows: int) -> Tensor:
-    """tokens, docs (T,) -> (T, max_ngram - 1) int64: for n = 2 to max_ngram, the row to which the last n tokens hash
-    in a table of its own, all tables in one. Document by document: what lies before one is the same for all."""
-    hashed, found = tokens.long() * 0x9E3779B1 & 2**31 - 1, []
-    for back in range(1, max_ngram):
-        inside = F.pad(docs, (back, 0))[:-back] == docs
-        earlier = torch.where(inside, 1 + F.pad(tokens, (back, 0))[:-back], 0)
-        hashed = (hashed + earlier) * 0x9E3779B1 & 2**31 - 1  # below 2^63 before the mask
-        found.append((back - 1) * rows + (hashed * rows >> 31))  # the upper bits are the well-mixed ones
-    return torch.stack(found, dim=1)
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
+    """q, k, v (1, T, H, D) -> (1, T, H, D), with the mask of flex_block_mask or portable_mask."""
+    if not isinstance(mask, BlockMask):
+        return portable_attention(q, k, v, mask, scale)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (1, H, T, D)
+    y = flex_attention(q, k, v, block_mask=mask, scale=scale)
+    return y.transpose(1, 2)
+
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, hp: "Hyperparameters", rotary: Rotary):
+    def __init__(self, hp, rotary):
         super().__init__()
-        self.num_heads, self.head_dim, self.rotary = hp.num_heads, hp.head_dim, rotary
+        self.num_heads = hp.num_heads
+        self.head_dim = hp.head_dim
+        self.rotary = rotary
         hdim = hp.num_heads * hp.head_dim
         bound = 3**0.5 * 0.5 * hp.model_dim**-0.5
-        self.qkv_w = nn.Parameter(torch.empty(3, hdim, hp.model_dim).uniform_(-bound, bound))  # merged Q, K, V
+        qkv_w = torch.empty(3, hdim, hp.model_dim).uniform_(-bound, bound)
+        self.qkv_w = nn.Parameter(qkv_w)  # Q, K and V in one matmul
         self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
         self.c_proj = CastedLinear(hdim, hp.model_dim)
         self.c_proj.weight.data.zero_()
 
-    def forward(self, x: Tensor, ve: Tensor | None, mask: BlockMask | Tensor, seq_len: int) -> Tensor:
+    def forward(self, x, ve, mask, seq_len):  # x (1, T, C), ve (T, H * D) or None -> (1, T, C)
         heads = (self.num_heads, self.head_dim)
-        q, k, v = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x)).view(-1, seq_len, 3, *heads).unbind(2)
-        q, k = self.rotary(norm(q)), self.rotary(norm(k))  # (B, S, H, D); positions count within the sequence
-        q, k, v = (t.reshape(1, -1, *heads) for t in (q, k, v))  # (1, T, H, D)
+        qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
+        q, k, v = qkv.view(-1, seq_len, 3, *heads).unbind(2)  # each (B, S, H, D)
+        q = self.rotary(norm(q))  # positions count from the start of the sequence
+        k = self.rotary(norm(k))
+        q, k, v = (t.reshape(1, -1, *heads) for t in (q, k, v))  # each (1, T, H, D)
         v = self.lambdas[0] * v
         if ve is not None:
             v = v + self.lambdas[1] * ve.view_as(v)
-        y = attention(q, k, v, mask, scale=0.12)  # 0.12 was tuned; QK norm makes 1/sqrt(D) meaningless
+        # with QK norm, 1 / sqrt(D) has no special meaning; the speedrun tuned 0.12
+        y = attention(q, k, v, mask, scale=0.12)
         return self.c_proj(y.flatten(2))
 
+
 class MLP(nn.Module):
-    def __init__(self, dim: int):
+    def __init__(self, dim):
         super().__init__()
         self.c_fc = CastedLinear(dim, 4 * dim)
         self.c_proj = CastedLinear(4 * dim, dim)
         self.c_proj.weight.data.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())  # ReLU squared: https://arxiv.org/abs/2109.08668
+        x = self.c_fc(x)
+        x = F.relu(x).square()  # ReLU squared, https://arxiv.org/abs/2109.08668
+        return self.c_proj(x)
+
 
 class Block(nn.Module):
-    def __init__(self, hp: "Hyperparameters", layer: int, rotary: Rotary):
+    def __init__(self, hp, layer, rotary):
         super().__init__()
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
-        self.attn = None if layer in hp.attn_free_layers else CausalSelfAttention(hp, rotary)
+        self.attn = None
+        if layer not in hp.attn_free_layers:
+            self.attn = CausalSelfAttention(hp, rotary)
         self.mlp = MLP(hp.model_dim)
 
-    def forward(self, x: Tensor, x0: Tensor, ve: Tensor | None, mask: BlockMask | Tensor, seq_len: int) -> Tensor:
+    def forward(
+        self, x: Tensor, x0: Tensor, ve: Tensor | None, mask: BlockMask | Tensor, seq_len: int
+    ) -> Tensor:
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         if self.attn is not None:
             x = x + self.attn(norm(x), ve, mask, seq_len)
         return x + self.mlp(norm(x))
 
-class GPT(nn.Module):
-    """(input_seq (B, S) int32, target_seq (B, S) int64, window_blocks scalar int32) -> the cross-entropy in nats,
-    summed over tokens in training and averaged in evaluation. S is a multiple of 128. `dtype` is that of the
-    embedding tables, and so of all activations; every other weight is float32."""
-    val_slice = 32768  # tokens whose logits exist at once in evaluation: those of a FineWeb sequence are 26 GB
 
-    def __init__(self, hp: "Hyperparameters", dtype=torch.bfloat16, use_fp8=False):
+class GPT(nn.Module):
+    """The model with its loss: GPT(hp)(input_seq, target_seq, window_blocks).
+
+    input_seq (B, S) is int32, target_seq (B, S) int64, window_blocks a scalar int32; S is a multiple
+    of 128. Returns the cross-entropy in nats, summed over tokens in training and averaged in
+    evaluation. `dtype` is that of the embeddings and so of the activations; all else is float32."""
+
+    val_slice = 32768  # validation computes the logits of this many tokens at a time, to save memory
+
+    def __init__(self, hp, dtype=torch.bfloat16, use_fp8=False):
         super().__init__()
         self.hp = hp
-        k, n = hp.num_value_embeds, hp.num_layers
-        # registered in the order of the forward pass: the gradient buckets count on it
-        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=dtype)
-        # hashed n-gram embeddings (Byte Latent Transformer, https://arxiv.org/abs/2412.09871; bigrams in the speedrun's
-        # record 62): n = 2, 3, ... have a table each, and an equal share of the channels
-        self.ngram_embed = None
-        if (tables := hp.max_ngram - 1) > 0:
-            self.ngram_embed = nn.Embedding(tables * hp.ngram_rows, hp.model_dim // tables, dtype=dtype)
-            self.ngram_embed.weight.data.zero_()
-        # value embeddings (Zhou et al. 2024, https://arxiv.org/abs/2410.17897): first and last k layers share k tables
+        self.use_fp8 = use_fp8
         hdim = hp.num_heads * hp.head_dim
-        self.value_embeds = nn.ModuleList(nn.Embedding(hp.vocab_size, hdim, dtype=dtype) for _ in range(k))
-        self.ve_of_layer = {i: i for i in range(k)} | {n - k + i: i for i in range(k)}
-        rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len))  # one table for all layers
-        self.blocks = nn.ModuleList(Block(hp, i, rotary) for i in range(n))
-        self.skip_weights = nn.Parameter(torch.ones(n // 2)) if n > 1 else None
-        self.use_fp8, self.lm_head = use_fp8, CastedLinear(hp.model_dim, hp.padded_vocab_size)
+        # keep the order of the forward pass: the gradient buckets rely on it
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=dtype)
+        # value embeddings (https://arxiv.org/abs/2410.17897): the first and last layers share tables
+        self.value_embeds = nn.ModuleList()
+        self.ve_of_layer = {}
+        for i in range(hp.num_value_embeds):
+            self.value_embeds.append(nn.Embedding(hp.vocab_size, hdim, dtype=dtype))
+            self.ve_of_layer[i] = i
+            self.ve_of_layer[hp.num_layers - hp.num_value_embeds + i] = i
+        rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len))
+        self.blocks = nn.ModuleList(Block(hp, i, rotary) for i in range(hp.num_layers))
+        self.skip_weights = None
+        if hp.num_layers > 1:
+            self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
+        self.lm_head = CastedLinear(hp.model_dim, hp.padded_vocab_size)
         self.lm_head.weight.data.zero_()
 
     def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
-        """One mask a layer: the long window or half of it, at least one block."""
+        """Returns a mask for each layer: the long window or half of it."""
         short_blocks = (window_blocks // 2).clamp_min(1)
         if docs.is_cuda:
-            long, short = flex_block_mask(docs, window_blocks), flex_block_mask(docs, short_blocks)
+            long = flex_block_mask(docs, window_blocks)
+            short = flex_block_mask(docs, short_blocks)
         else:
             span = math.ceil(self.hp.max_window / BLOCK_SIZE)
             long = portable_mask(docs, window_blocks, span)
             short = portable_mask(docs, short_blocks, max(1, span // 2))
-        return [long if i in self.hp.long_window_layers else short for i in range(self.hp.num_layers)]
+        layers = range(self.hp.num_layers)
+        return [long if i in self.hp.long_window_layers else short for i in layers]
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, window_blocks: Tensor) -> Tensor:
-        docs = document_ids(input_seq, self.hp.eot_token)
+        docs = document_ids(input_seq, self.hp.eot_token)  # (T,)
         masks = self.masks(docs, window_blocks)
-        tokens, seq_len = input_seq.flatten(), input_seq.size(1)
-        value_embeds = [table(tokens) for table in self.value_embeds]  # each (T, H*D)
-        x = self.embed(tokens)
-        if self.ngram_embed is not None:
-            rows = ngram_rows(tokens, docs, self.hp.max_ngram, self.hp.ngram_rows)
-            # (T, tables, C / tables) -> (T, C). Indexed on a CPU: an nn.Embedding's gradient takes a float32 copy of
-            # the table, which a GPU needs: its atomic sums in bf16 would lose what frequent rows add up
-            x = x + (self.ngram_embed(rows) if rows.is_cuda else self.ngram_embed.weight[rows]).flatten(1)
-        x = x0 = norm(x)[None]  # (1, T, C)
-        skips, n = [], self.hp.num_layers // 2
+        tokens = input_seq.flatten()
+        seq_len = input_seq.size(1)
+        value_embeds = [table(tokens) for table in self.value_embeds]  # each (T, H * D)
+        x = x0 = norm(self.embed(tokens))[None]  # (1, T, C)
+        skips = []
+        num_skips = self.hp.num_layers // 2
+        first_decoder = self.hp.num_layers - num_skips
         for i, block in enumerate(self.blocks):
-            if i >= self.hp.num_layers - n:  # second half of the U-net: add what the first half stored
-                x = x + self.skip_weights[i - (self.hp.num_layers - n)] * skips.pop()
-            ve = value_embeds[self.ve_of_layer[i]] if i in self.ve_of_layer else None
+            if i >= first_decoder:  # U-net: the second half adds what the first half stored
+                x = x + self.skip_weights[i - first_decoder] * skips.pop()
+            ve = None
+            if i in self.ve_of_layer:
+                ve = value_embeds[self.ve_of_layer[i]]
             x = block(x, x0, ve, masks[i], seq_len)
-            if i < n:
+            if i < num_skips:
                 skips.append(x)
-        x, targets = norm(x)[0], target_seq.flatten()
+        x = norm(x)[0]  # (T, C)
+        targets = target_seq.flatten()
         if self.training:
             return self.loss(x, targets)
-        return sum(map(self.loss, x.split(self.val_slice), targets.split(self.val_slice))) / len(targets)
+        pairs = zip(x.split(self.val_slice), targets.split(self.val_slice))
+        return sum(self.loss(x, targets) for x, targets in pairs) / len(targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
         if not (self.use_fp8 and self.training):
-            return F.cross_entropy(softcap(self.lm_head(x), self.hp.model_dim), targets, reduction="sum")
-        # x is RMS-normed, so no element exceeds sqrt(C); the loss is a sum over tokens, of which a step counts
-        # 1 / num_sequences (see train_step), so that gradients are within that
-        x_s, w_s, grad_s = self.hp.model_dim**0.5 / FP8_MAX, 24 / FP8_MAX, 1 / FP8_MAX / self.hp.num_sequences
-        return torch.ops.nanogpt.head_loss(x, self.lm_head.weight, targets, x_s, w_s, grad_s)[0]
+            logits = softcap(self.lm_head(x), self.hp.model_dim)
+            return F.cross_entropy(logits, targets, reduction="sum")
+        # x is RMS-normed, so its elements are at most sqrt(C). The gradient of a summed loss is at most
+        # 1 per token, times 1 / num_sequences (see train_step).
+        x_s = self.hp.model_dim**0.5 / FP8_MAX
+        w_s = 24 / FP8_MAX
+        grad_s = 1 / FP8_MAX / self.hp.num_sequences
+        head_loss = torch.ops.nanogpt.head_loss
+        return head_loss(x, self.lm_head.weight, targets, x_s, w_s, grad_s)[0]
 
-# ---- 5. Data: shards of 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens --------
-def shard_length(file: Path) -> int:
-    """The number of tokens that the shard's header and its size agree on."""
-    with naming(f"cannot read {file}"):
-        header, size = np.fromfile(file, dtype="<i4", count=256), file.stat().st_size
-    if len(header) < 256 or tuple(header[:2]) != (20240520, 1) or size != 1024 + 2 * int(header[2]):
-        raise InputError(f"{file}: {size} bytes that begin with {header[:3]} are no shard of tokens; make it again")
+
+# -----------------------------------------------------------------------------
+# 5. Data. A shard is a header of 256 int32 (magic, version, number of tokens, zeros) and uint16 tokens,
+# all little-endian.
+
+
+def shard_length(file):
+    """Returns the number of tokens in a shard. Raises RankError if header and file size disagree."""
+    header = np.fromfile(file, dtype="<i4", count=256)
+    size = file.stat().st_size
+    valid = len(header) == 256 and header[0] == 20240520 and header[1] == 1
+    if not valid or size != 1024 + 2 * int(header[2]):
+        raise RankError(f"{file} ({size} bytes) is not a complete shard of tokens; make it again")
     return int(header[2])
 
-def read_tokens(file: Path, start: int, count: int, vocab_size: int) -> np.ndarray:
-    """(count,) uint16. Read, not memory-mapped: a shard cut short under a running job is an error, not a SIGBUS."""
-    with naming(f"cannot read {file}"):
-        tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
-        if len(tokens) < count:
-            raise OSError(f"it ends before token {start + count}; was it changed while the run was on?")
-        if tokens.max() >= vocab_size:
-            raise OSError(f"token {tokens.max()} is outside the vocabulary of {vocab_size}; another track's?")
+
+def read_tokens(file, start, count, vocab_size):
+    """Reads tokens (count,) uint16. It doesn't map the file: a file that is truncated during the run
+    then raises RankError instead of killing the process."""
+    tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
+    if len(tokens) < count:
+        raise RankError(f"{file} has fewer tokens than its header says; was it changed? make it again")
+    if tokens.max() >= vocab_size:
+        raise RankError(
+            f"{file} has token {tokens.max()}, but vocab_size is {vocab_size}; "
+            "is it the data of another track?"
+        )
     return tokens
 
-def global_batches(pattern: str, batch_size: int):
-    """Yields every batch's shard and first token, in sorted order. A rest too short for a batch and the token after it
-    is left. A relative pattern is looked for here, then beside this file."""
-    files = sorted(glob.glob(pattern)) or sorted(glob.glob(str(Path(__file__).resolve().parent / pattern)))
+
+def global_batches(pattern, batch_size):
+    """Yields the shard and the first token of each batch of all processes. Shards are read in sorted
+    order. Trailing tokens that don't fill a batch are dropped. A relative pattern is first looked for
+    in the current folder, then next to this file."""
+    files = sorted(glob.glob(pattern))
     if not files:
-        raise InputError(f"no shards match {pattern}; data/cached_fineweb10B.py or data/shakespeare.py makes them")
+        files = sorted(glob.glob(str(Path(__file__).resolve().parent / pattern)))
+    if not files:
+        raise InputError(
+            f"no shards match {pattern}; make them with data/shakespeare.py (mini) or "
+            "data/cached_fineweb10B.py (fineweb)"
+        )
     for file in map(Path, files):
         for start in range(0, shard_length(file) - batch_size, batch_size):
             yield file, start
 
-def check_shards(pattern: str, batch_size: int, steps: int, vocab_size: int, lower: str = "") -> None:
-    """Reads all that the run will read: an InputError now, not an hour into training. `lower` asks for fewer steps."""
+
+def check_shards(pattern, batch_size, steps, vocab_size, option):
+    """Reads everything that the run will read. Raises InputError now rather than hours later.
+    `option` is the one that asks for fewer batches."""
     batches = list(itertools.islice(global_batches(pattern, batch_size), steps))
     if len(batches) < steps:
-        raise InputError(f"{pattern}: tokens for {len(batches)} batches of {batch_size}, but {steps} are asked for; "
-                         f"add shards or lower {lower}")
+        raise InputError(
+            f"{pattern} has enough tokens for {len(batches)} batches of {batch_size}, but the run "
+            f"needs {steps}; add shards or lower {option}"
+        )
     for file, start in batches:
         read_tokens(file, start, batch_size + 1, vocab_size)
 
-def distributed_data_generator(pattern: str, batch_size: int, rank: int, world_size: int, vocab_size: int = 65536,
-                               device: str | torch.device = "cpu", first_batch: int = 0):
-    """Yields (inputs int32, targets int64), each (batch_size / world_size,): this rank's slice of every batch."""
+
+def distributed_data_generator(
+    pattern, batch_size, rank, world_size, vocab_size=65536, device="cpu", first_batch=0
+):
+    """Yields this rank's slice of each batch: inputs int32 and targets int64, each (local,), where
+    local = batch_size / world_size."""
     local = batch_size // world_size
-    for file, start in itertools.islice(global_batches(pattern, batch_size), first_batch, None):
-        tokens = torch.from_numpy(read_tokens(file, start + rank * local, local + 1, vocab_size).astype(np.int32))
-        inputs, targets = tokens[:-1], tokens[1:].long()
+    batches = global_batches(pattern, batch_size)
+    for file, start in itertools.islice(batches, first_batch, None):
+        tokens = read_tokens(file, start + rank * local, local + 1, vocab_size)
+        tokens = torch.from_numpy(tokens.astype(np.int32))
+        inputs = tokens[:-1]
+        targets = tokens[1:].long()
         if torch.device(device).type == "cuda":
-            inputs, targets = (t.pin_memory().to(device, non_blocking=True) for t in (inputs, targets))
+            inputs = inputs.pin_memory().to(device, non_blocking=True)
+            targets = targets.pin_memory().to(device, non_blocking=True)
         yield inputs, targets
 
-# ---- 6. Hyperparameters and tracks. The defaults are the official FineWeb track; `--field value` sets any of them ----
+
+# -----------------------------------------------------------------------------
+# 6. Hyperparameters. The defaults are those of the fineweb track; `--name value` changes any of them.
+
+
+def setting(default, help):
+    """A field of Hyperparameters with its text in --help."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 @dataclasses.dataclass
 class Hyperparameters:
-    track: str = "fineweb"             # whose defaults all the others are
+    track: str = setting("fineweb", "the track that sets the other defaults")
     # data
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # pattern of the training shards, read in sorted order
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"      # pattern of the validation shards
-    val_tokens: int = 10_485_760       # how many tokens to validate on: fixed, or losses don't compare
-    batch_tokens: int = 8 * 48 * 1024  # tokens a step, whatever the number of processes
-    train_seq_len: int = 48 * 1024     # tokens a sequence; halve it on a small card, the step keeps its tokens
-    val_seq_len: int = 4 * 64 * 1024   # tokens a sequence in validation
-    sequences_per_pass: int = 1        # at most so many sequences go through the model at once
-    vocab_size: int = 50257            # token ids lie below
-    eot_token: int = 50256             # the token that begins a document
+    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
+    val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
+    val_tokens: int = setting(10_485_760, "validation tokens; losses only compare at equal numbers")
+    batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, on all processes together")
+    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; halve it on small GPUs")
+    val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
+    sequences_per_pass: int = setting(1, "micro-batch size, in sequences")
+    vocab_size: int = setting(50257, "number of token ids")
+    eot_token: int = setting(50256, "token id that begins a document")
     # model
-    num_layers: int = 12               # blocks of attention and MLP
-    num_heads: int = 6                 # of attention
-    head_dim: int = 128                # channels a head
-    model_dim: int = 768               # channels of the residual stream
-    num_value_embeds: int = 3          # tables; the first and the last so many layers use them
-    max_ngram: int = 1                 # the longest n-grams that have embeddings; 1: none but the tokens' own
-    ngram_rows: int = 65536            # of each table of n-gram embeddings: n-grams are hashed into so many
-    attn_free_layers: tuple[int, ...] = (7,)                # layers with an MLP only
-    long_window_layers: tuple[int, ...] = (0, 4, 7, 11)     # layers with the long window, the others have half
-    max_window: int = 1728             # the long window at the end of training, in tokens
-    fp8: bool = True                   # FP8 head where the GPU has FP8 matrix units
+    num_layers: int = setting(12, "number of blocks")
+    num_heads: int = setting(6, "attention heads per block")
+    head_dim: int = setting(128, "channels per head")
+    model_dim: int = setting(768, "channels of the residual stream")
+    num_value_embeds: int = setting(3, "value embedding tables, used by as many first and last layers")
+    attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention")
+    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window")
+    max_window: int = setting(1728, "attention window at the end of training, in tokens")
+    fp8: bool = setting(True, "compute the head in FP8 on GPUs that support it")
     # optimization
-    num_iterations: int = 1770         # steps
-    cooldown_frac: float = 0.4         # the fraction of the steps in which learning rates fall
-    final_lr_frac: float = 0.1         # what they fall to, of themselves
-    head_lr: float = 0.22              # Adam's learning rate for the head
-    embed_lr: float = 0.6              # Adam's for the embedding tables of tokens, n-grams and values
-    scalar_lr: float = 0.04            # Adam's for all that is not a matrix: lambdas, skip weights
-    adam_beta1: float = 0.8            # decay of Adam's first moment
-    adam_beta2: float = 0.95           # decay of its second
-    adam_eps: float = 1e-10            # far below the usual 1e-8, which would drown rare tokens' second moments
-    muon_lr: float = 0.05              # for the matrices of the blocks
-    ns_steps: int = 5                  # of the Newton-Schulz iteration
-    muon_momentum: float = 0.95        # Muon's momentum after its warm-up
-    muon_momentum_start: float = 0.85  # momentum rises from here
-    muon_momentum_warmup: int = 300    # over so many steps
-    muon_beta2: float = 0.0            # decay of NorMuon's mean squares (record 41); 0: Muon without them
+    num_iterations: int = setting(1770, "training steps")
+    cooldown_frac: float = setting(0.4, "fraction of the steps in which learning rates decay")
+    final_lr_frac: float = setting(0.1, "final learning rate, as a fraction of the initial one")
+    head_lr: float = setting(0.22, "Adam's learning rate for the head")
+    embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
+    scalar_lr: float = setting(0.04, "Adam's learning rate for lambdas and skip weights")
+    adam_beta1: float = setting(0.8, "decay of Adam's first moment")
+    adam_beta2: float = setting(0.95, "decay of Adam's second moment")
+    adam_eps: float = setting(1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens")
+    muon_lr: float = setting(0.05, "Muon's learning rate, for the matrices of the blocks")
+    ns_steps: int = setting(5, "Newton-Schulz iterations")
+    muon_momentum: float = setting(0.95, "Muon's momentum after its warm-up")
+    muon_momentum_start: float = setting(0.85, "Muon's momentum at the start")
+    muon_momentum_warmup: int = setting(300, "steps in which Muon's momentum rises")
+    muon_beta2: float = setting(0.0, "decay of NorMuon's mean squares; 0 for plain Muon")
     # the run
-    seed: int = 0                      # of the initial weights
-    warmup_steps: int = 10             # untimed steps that compile and leave no trace
-    val_loss_every: int = 125          # validate every so many steps; 0: only at the end
-    target_val_loss: float = 3.28      # what the track races to
-    save_checkpoint: bool = False      # save the final model and optimizers
+    seed: int = setting(0, "seed of the initial weights")
+    warmup_steps: int = setting(10, "untimed steps that compile and are then undone")
+    val_loss_every: int = setting(125, "steps between validations; 0 to validate only at the end")
+    target_val_loss: float = setting(3.28, "validation loss to reach")
+    save_checkpoint: bool = setting(False, "save the final model and the optimizers' state")
 
-    num_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)     # of a step
-    padded_vocab_size = property(lambda self: math.ceil(self.vocab_size / 128) * 128)  # matmuls like multiples of 128
+    @property
+    def num_sequences(self):
+        """Sequences per step."""
+        return self.batch_tokens // self.train_seq_len
+
+    @property
+    def padded_vocab_size(self):
+        """Rounded up to a multiple of 128, which makes faster matmuls."""
+        return math.ceil(self.vocab_size / 128) * 128
+
 
 TRACKS = {
     "fineweb": Hyperparameters(),
-    "mini": Hyperparameters(  # the official model in miniature, on the plays as bytes, for two CPU cores
-        track="mini", train_files="data/shakespeare/shakespeare_train_*.bin",
-        val_files="data/shakespeare/shakespeare_val_*.bin", val_tokens=389_120, batch_tokens=4096, train_seq_len=1024,
-        val_seq_len=12_160, sequences_per_pass=4, vocab_size=257, eot_token=256, num_layers=4, num_heads=2, head_dim=64,
-        model_dim=128, num_value_embeds=1, attn_free_layers=(), long_window_layers=(0, 3), max_window=256,
-        num_iterations=385, cooldown_frac=1.0, final_lr_frac=0.0, head_lr=0.1, embed_lr=0.2, adam_beta2=0.98,
-        muon_momentum=0.9, muon_momentum_warmup=100, muon_beta2=0.95, warmup_steps=3, target_val_loss=1.50),
+    "mini": Hyperparameters(  # the same model in miniature, on Shakespeare's bytes, for two CPU cores
+        track="mini",
+        train_files="data/shakespeare/shakespeare_train_*.bin",
+        val_files="data/shakespeare/shakespeare_val_*.bin",
+        val_tokens=389_120,
+        batch_tokens=4096,
+        train_seq_len=1024,
+        val_seq_len=12_160,
+        sequences_per_pass=4,
+        vocab_size=257,
+        eot_token=256,
+        num_layers=4,
+        num_heads=2,
+        head_dim=64,
+        model_dim=128,
+        num_value_embeds=1,
+        attn_free_layers=(),
+        long_window_layers=(0, 3),
+        max_window=256,
+        num_iterations=385,
+        cooldown_frac=1.0,
+        final_lr_frac=0.0,
+        head_lr=0.1,
+        embed_lr=0.2,
+        adam_beta2=0.98,
+        muon_momentum=0.9,
+        muon_momentum_warmup=100,
+        muon_beta2=0.95,
+        warmup_steps=3,
+        val_loss_every=35,
+        target_val_loss=1.50,
+    ),
 }
-TRACKS["shakespeare"] = dataclasses.replace(  # the open race on the same bytes: anything goes
-    TRACKS["mini"], track="shakespeare", train_seq_len=256, sequences_per_pass=16, num_layers=1, num_heads=1,
-    num_value_embeds=0, max_ngram=5, ngram_rows=32768, long_window_layers=(0,), num_iterations=170, head_lr=0.2,
-    adam_beta1=0.5, adam_beta2=0.99, muon_lr=0.04, ns_steps=3, muon_momentum_warmup=0, muon_beta2=0.0, val_loss_every=85)
 
-RULES = f"""
-train_seq_len % {BLOCK_SIZE} == 0; val_seq_len % {BLOCK_SIZE} == 0; batch_tokens % train_seq_len == 0; val_tokens % val_seq_len == 0
-eot_token < vocab_size; head_dim % 4 == 0; 2 * num_value_embeds <= num_layers
-all(i in range(num_layers) for i in attn_free_layers + long_window_layers)
-max_ngram <= {BLOCK_SIZE}; max_ngram == 1 or model_dim % (max_ngram - 1) == 0; ngram_rows <= 2**31
-cooldown_frac <= 1; adam_beta1 < 1; adam_beta2 < 1; muon_momentum < 1; muon_momentum_start < 1; muon_beta2 < 1
-"""  # what every set of hyperparameters keeps, in Python
+POSITIVE = (
+    "val_tokens", "batch_tokens", "train_seq_len", "val_seq_len", "sequences_per_pass", "vocab_size",
+    "num_layers", "num_heads", "head_dim", "model_dim", "max_window", "num_iterations",
+    "cooldown_frac", "adam_eps", "ns_steps", "target_val_loss",
+)
+BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "muon_momentum_start", "muon_beta2")
 
-def check_hyperparameters(hp: Hyperparameters, world_size: int, device: str = "cpu") -> None:
-    """Raises InputError for what cannot be trained."""
-    may_be_zero = re.compile("eot_token|num_value_embeds|seed|warmup|every|lr|beta|momentum")
+
+def require(condition, message):
+    if not condition:
+        raise InputError(message)
+
+
+def check_hyperparameters(hp, world_size, device="cpu"):
+    """Raises InputError for settings that can't be trained."""
     for name, value in vars(hp).items():
-        zero = bool(may_be_zero.search(name))
-        if type(value) in (int, float) and not (math.isfinite(value) and (value > 0 or value == 0 and zero)):
-            raise InputError(f"--{name} {value}: must be finite, {'zero or more' if zero else 'more than zero'}")
-    for rule in filter(None, re.split(r"[;\n]\s*", RULES)):
-        if not eval(rule, dict(vars(hp))):
-            given = [f"--{name} {value}" for name, value in vars(hp).items() if re.search(rf"\b{name}\b", rule)]
-            raise InputError(f"{', '.join(given)}: must keep the rule {rule}")
-    if device == "cuda" and hp.head_dim < 16:
-        raise InputError(f"--head_dim {hp.head_dim}: must be at least 16 on a GPU (FlexAttention)")
-    if device == "cuda" and uses_fp8(hp) and hp.model_dim % 16:
-        raise InputError(f"--model_dim {hp.model_dim}: must be a multiple of 16 for the FP8 head; "
-                         "change it, or give --fp8 false")
+        if type(value) in (int, float):
+            valid = math.isfinite(value) and value >= 0
+            require(valid, f"--{name} {value}: must be finite and not negative")
+    for name in POSITIVE:
+        require(getattr(hp, name) > 0, f"--{name} {getattr(hp, name)}: must be more than zero")
+    for name in BELOW_ONE:
+        require(getattr(hp, name) < 1, f"--{name} {getattr(hp, name)}: must be less than 1")
+    require(hp.cooldown_frac <= 1, f"--cooldown_frac {hp.cooldown_frac}: must be at most 1")
+    for whole, name in [
+        ("batch_tokens", "train_seq_len"),
+        ("val_tokens", "val_seq_len"),
+    ]:
+        size, part = getattr(hp, whole), getattr(hp, name)
+        require(part % BLOCK_SIZE == 0, f"--{name} {part}: must be a multiple of {BLOCK_SIZE}")
+        require(size % part == 0, f"--{whole} {size}: must be a multiple of --{name} {part}")
+    require(hp.head_dim % 4 == 0, f"--head_dim {hp.head_dim}: must be a multiple of 4")
+    require(
+        hp.eot_token < hp.vocab_size,
+        f"--eot_token {hp.eot_token}: must be less than --vocab_size {hp.vocab_size}",
+    )
+    require(
+        2 * hp.num_value_embeds <= hp.num_layers,
+        f"--num_value_embeds {hp.num_value_embeds}: at most half of --num_layers {hp.num_layers}",
+    )
+    for i in hp.attn_free_layers + hp.long_window_layers:
+        require(0 <= i < hp.num_layers, f"there is no layer {i}: --num_layers is {hp.num_layers}")
+    if device == "cuda":
+        require(hp.head_dim >= 16, f"--head_dim {hp.head_dim}: FlexAttention needs at least 16")
+        fp8_fits = hp.model_dim % 16 == 0 or not uses_fp8(hp)
+        require(fp8_fits, f"--model_dim {hp.model_dim}: not a multiple of 16; give --fp8 false")
     val_sequences = hp.val_tokens // hp.val_seq_len
     most = math.gcd(hp.num_sequences, val_sequences)
-    if most % world_size:
-        fits = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-        raise InputError(f"{world_size} processes cannot share {hp.num_sequences} training and {val_sequences} "
-                         f"validation sequences equally; use {fits}")
+    fits = [str(n) for n in range(1, most + 1) if most % n == 0]
+    require(
+        most % world_size == 0,
+        f"{world_size} processes can't share {hp.num_sequences} training and {val_sequences} "
+        f"validation sequences equally; use {', '.join(fits)}",
+    )
 
-def fitted(hp: Hyperparameters, mib: float) -> Hyperparameters:
-    """Halves train_seq_len until a step fits into `mib` MiB of GPU memory. A step keeps its tokens.
-    In the caching allocator, a step with the FP8 head takes 3,144 MiB and 0.538 a token, and
-    validation 11,069 (PyTorch 2.13). A bf16 head takes less. The formula adds some for libraries
-    that allocate by themselves. Below 12288 tokens, validation is what does not fit."""
-    while 3700 + 0.56 * hp.train_seq_len > mib and hp.train_seq_len > 12288:
-        hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)
-    return hp
 
-def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Hyperparameters]:
-    """The options, and the track's hyperparameters with what the command line changes in them."""
+def parse_bool(text):
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+def parse_layers(text):
+    return tuple(int(layer) for layer in text.split(",") if layer)
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        usage="train_gpt.py [--track NAME] [--device NAME] [--NAME VALUE ...]",
+        description="Trains a GPT to a target validation loss, as fast as the machine allows.",
+    )
+
     def fail(message):
-        raise InputError(f"{message}; --help lists what there is")
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, description=__doc__.split("\n\n")[0],
-                                     usage="train_gpt.py [--track NAME] [--device NAME] [--FIELD VALUE ...]")
-    parser.error = fail
-    parser.register("type", bool, lambda text: bool(json.loads(text.lower())))
-    parser.register("type", tuple, lambda text: tuple(json.loads(f"[{text}]")))
-    add = parser.add_argument
-    add("--track", choices=TRACKS, help="default: fineweb where CUDA is, otherwise mini")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--log_dir", default="logs", help="default: logs")
-    add("--num_runs", type=int, default=1, metavar="N", help="runs, with seeds seed, seed + 1, ...; default: 1")
-    add("--checkpoint_dir", default="checkpoints", help="default: checkpoints")
-    add("--checkpoint_every", type=int, default=0, metavar="N", help="steps; default: 0, never")
-    add("--resume", metavar="PATH", help="a checkpoint, a run's folder of them, or: latest")
-    add("--resume_force", action="store_true", help="even if source or settings differ (no record)")
-    args = parser.parse_known_args(argv)[0]
-    # also choose a GPU that PyTorch cannot use: check_gpus() then says why
-    on_cuda = args.device != "cpu" and (cuda_is_available() or visible_gpu() != "")
-    hp = TRACKS[args.track or ("fineweb" if on_cuda else "mini")]
-    parser.set_defaults(track=hp.track, device="cuda" if on_cuda else "cpu")
-    add("-h", "--help", action="help", help="show this and exit")
-    fields = parser.add_argument_group(f"hyperparameters, with the defaults of track {hp.track}")
-    meaning = dict(re.findall(r"^    (\w+): .*?  # (.*)$", SOURCE, re.M))  # of each field: the comment beside it
-    for name, value in list(vars(hp).items())[1:]:
-        shown = ",".join(map(str, value)) if type(value) is tuple else value
-        fields.add_argument(f"--{name}", type=type(value), default=value, metavar=type(value).__name__,
-                            help=f"{meaning[name]}; default: {shown}",
-                            **(dict(nargs="?", const=True) if type(value) is bool else {}))
-    args = parser.parse_args(argv)
-    seq_len_given = any(argument.split("=")[0] == "--train_seq_len" for argument in argv)
-    args.fit_memory = args.device == "cuda" and hp.track == "fineweb" and not seq_len_given
-    if args.num_runs < 1 or args.checkpoint_every < 0 or (args.num_runs > 1 and args.resume):
-        fail("--num_runs must be at least 1, and 1 with --resume; --checkpoint_every must not be negative")
-    return args, Hyperparameters(**{name: getattr(args, name) for name in vars(hp)})
+        raise InputError(f"{message}; --help lists all options")
 
-# ---- 7. Processes and machines ---------------------------------------------------------------------------------------
+    parser.error = fail
+    parser.register("type", bool, parse_bool)
+    parser.register("type", tuple, parse_layers)
+    add = parser.add_argument
+    add("--track", choices=TRACKS, help="default: fineweb with a GPU, otherwise mini")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU, otherwise cpu")
+    add("--log_dir", default="logs", help="folder for logs; default: logs")
+    add("--num_runs", type=int, default=1, help="runs with seeds seed, seed + 1, ...; default: 1")
+    add("--checkpoint_dir", default="checkpoints", help="default: checkpoints")
+    add("--checkpoint_every", type=int, default=0, help="steps between checkpoints; default: 0, never")
+    add("--resume", metavar="PATH", help="a checkpoint, a folder of checkpoints, or: latest")
+    add("--resume_force", action="store_true", help="resume with another source or other settings")
+    return parser
+
+
+def parse_arguments(argv):
+    """Returns the options of the run, and the track's hyperparameters with changes from the command
+    line. Raises InputError."""
+    parser = make_parser()
+    args = parser.parse_known_args(argv)[0]
+    has_gpu = torch.cuda.is_available() or unusable_gpu()
+    on_gpu = has_gpu and args.device != "cpu"
+    hp = TRACKS[args.track or ("fineweb" if on_gpu else "mini")]
+    parser.set_defaults(track=hp.track, device="cuda" if on_gpu else "cpu")
+    parser.add_argument("-h", "--help", action="help", help="show this text and exit")
+    group = parser.add_argument_group(f"hyperparameters, with the defaults of track {hp.track}")
+    for field in dataclasses.fields(hp)[1:]:  # the first one is the track
+        value = getattr(hp, field.name)
+        options = dict(type=type(value), default=value, metavar=type(value).__name__)
+        shown = value
+        if type(value) is bool:
+            options.update(nargs="?", const=True)
+        if type(value) is tuple:
+            shown = ",".join(map(str, value))
+        help = f"{field.metadata.get('help', '')}; default: {shown}"
+        group.add_argument(f"--{field.name}", help=help, **options)
+    args = parser.parse_args(argv)
+    require(args.num_runs >= 1, f"--num_runs {args.num_runs}: must be at least 1")
+    require(args.num_runs == 1 or not args.resume, "--resume: only one run can be resumed")
+    require(args.checkpoint_every >= 0, "--checkpoint_every: must not be negative")
+    given = any(word.split("=")[0] == "--train_seq_len" for word in argv)
+    args.fit_memory = args.device == "cuda" and hp.track == "fineweb" and not given
+    values = {name: getattr(args, name) for name in vars(hp)}
+    return args, Hyperparameters(**values)
+
+
+# -----------------------------------------------------------------------------
+# 7. Processes and machines
+
 World = collections.namedtuple("World", "rank size device")
 
-# the CPU's model, the cores that this process may use, and its instruction sets as the kernel names them
-def text_of(path: str) -> str:
-    """The file's text; "" if there is no such file."""
+
+def read_text(path):
+    """Returns the text of a file, or "" if it can't be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
-def cpu_quota(folder: str = "/sys/fs/cgroup") -> float:
-    """How many CPUs' worth of time a container may use, from its control group; infinity without a limit."""
-    quota, period = (text_of(f"{folder}/cpu.max").split() + ["max", "1"])[:2]  # version 2: "50000 100000" or "max 100000"
-    if quota == "max":  # version 1: where no limit is -1
-        quota = text_of(f"{folder}/cpu/cpu.cfs_quota_us").strip()
-        period = text_of(f"{folder}/cpu/cpu.cfs_period_us").strip()
+
+def cpu_quota(folder="/sys/fs/cgroup"):
+    """Returns how many CPUs' worth of time a container may use; infinity without a limit."""
+    quota, period = (read_text(f"{folder}/cpu.max").split() + ["max", "1"])[:2]
+    if quota == "max":  # version 1 of control groups; -1 means no limit
+        quota = read_text(f"{folder}/cpu/cpu.cfs_quota_us").strip()
+        period = read_text(f"{folder}/cpu/cpu.cfs_period_us").strip()
     return int(quota) / int(period) if quota.isdigit() else math.inf
 
-_cpu = text_of("/proc/cpuinfo")
-_cpu = dict(re.findall(r"^(\S[^\t:]*)\s*: (.*)$", _cpu, re.M))
-CPU_MODEL = _cpu.get("model name") or platform.machine()
-CPU_FLAGS = set(f"{_cpu.get('flags')} {_cpu.get('Features')}".split())
-CPU_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-CPU_CORES = max(1, int(min(CPU_CORES, cpu_quota())))
 
-def activation_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the hardware multiplies it, float32 on other CPUs."""
-    return torch.bfloat16 if device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
+def cpu_cores():
+    """Returns the number of cores that this process may use."""
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return max(1, int(min(cores, cpu_quota())))
 
-def cuda_is_available() -> bool:
-    """torch.cuda.is_available() without its warning about the driver: check_gpus() says that."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.cuda.is_available()
 
-def visible_gpu() -> str:
-    """The make of this machine's GPU, whether or not PyTorch can use it. "" if there is none, or if
-    the user hides it. Only Linux has these files. A small AMD GPU is part of a CPU."""
-    hidden = ("", "-1", "NoDevFiles")  # the last one is Slurm's
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in hidden:
-        return ""
-    if glob.glob("/dev/nvidia[0-9]*"):
-        return "NVIDIA"
-    if os.path.exists("/dev/kfd"):
-        for file in glob.glob("/sys/class/drm/card*/device/mem_info_vram_total"):
-            if int(Path(file).read_text(encoding="utf-8")) >= 8 * 2**30:
-                return "AMD"
-    return ""
+cpuinfo = dict(re.findall(r"^(\S[^\t:]*)\s*: (.*)$", read_text("/proc/cpuinfo"), re.M))
+CPU_MODEL = cpuinfo.get("model name", platform.machine())
+CPU_FLAGS = set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())  # instruction sets
+CPU_CORES = cpu_cores()
 
-def why_no_gpu() -> str:
-    """Says why PyTorch can't use a GPU here, and what to do about it."""
-    make = visible_gpu()
-    software = "ROCm" if make == "AMD" else "CUDA"
-    built_for = torch.version.hip if make == "AMD" else torch.version.cuda
-    if not make:
-        return "--device cuda: PyTorch finds no GPU on this machine; give --device cpu"
-    if built_for is None:
-        return (f"this machine has an {make} GPU, but PyTorch {torch.__version__} is built without "
-                f"{software}: install a build with {software} "
-                "(https://pytorch.org/get-started/locally), or give --device cpu")
-    reason = "it does not say why"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as e:  # the first sentence of what PyTorch says
-        reason = str(e).splitlines()[0].split(". ")[0].rstrip(".")
-    remedy = "check its driver"
-    driver = {"11": 450, "12": 525, "13": 580}.get(built_for.split(".")[0])  # of NVIDIA's, on Linux
-    if make == "NVIDIA" and driver:
-        remedy = f"check that its driver is {driver} or later (nvidia-smi shows it)"
-    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        remedy += f", change CUDA_VISIBLE_DEVICES={chosen}"
-    return (f"PyTorch {torch.__version__} for {software} {built_for} cannot use this machine's "
-            f"{make} GPU ({reason}): {remedy}, or give --device cpu")
 
-def oldest_gpu() -> tuple[tuple[int, int], str]:
-    """The smallest compute capability of the GPUs that this machine's processes use."""
+def activation_dtype(device):
+    """Returns bf16 on GPUs and on CPUs that multiply it in hardware, otherwise float32."""
+    if device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"}:
+        return torch.bfloat16
+    return torch.float32
+
+
+def unusable_gpu():
+    """Returns whether this machine has an NVIDIA GPU that PyTorch can't use. Only Linux has the file.
+    An empty CUDA_VISIBLE_DEVICES or -1 hides the GPU on purpose."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden and not torch.cuda.is_available()
+
+
+def oldest_gpu():
+    """Returns the smallest compute capability of the GPUs of this machine's processes, and its name."""
     gpus = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return min((torch.cuda.get_device_capability(i), torch.cuda.get_device_name(i)) for i in gpus)
 
-def check_gpus() -> None:
-    """Raises InputError unless each process of this machine has a GPU that can train. All of them
-    look at the same GPUs, so all decide the same."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if not cuda_is_available():
-        raise InputError(why_no_gpu())
-    gpus = torch.cuda.device_count()
-    if processes > gpus:
-        raise InputError(f"--device cuda: {processes} processes, but PyTorch finds {gpus} GPU(s); "
-                         "use fewer processes, or give --device cpu")
-    with warnings.catch_warnings():  # PyTorch warns of GPUs that it was not compiled for
-        warnings.simplefilter("ignore")
-        (major, minor), name = oldest_gpu()
-    if torch.version.hip is None and major < 8:  # an AMD GPU's numbers mean something else
-        raise InputError(f"the GPU {name} has compute capability {major}.{minor}, but training "
-                         "needs 8.0 (Ampere) or later, for bfloat16 and FlexAttention; use a newer "
-                         "GPU, or give --device cpu")
 
-def uses_fp8(hp: Hyperparameters) -> bool:
-    """Whether the head is in FP8 on the GPUs here. The MI300's FP8 is another type than
-    float8_e4m3fn, so AMD GPUs use the bf16 head."""
+def check_gpus():
+    """Raises InputError unless each process of this machine has a GPU that can train."""
+    build = f"PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"
+    require(
+        torch.cuda.is_available(),
+        f"{build} can't use a GPU of this machine: check the driver with nvidia-smi, install a build "
+        "for it (https://pytorch.org/get-started/locally), or use --device cpu",
+    )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    require(
+        processes <= gpus,
+        f"{processes} processes need as many GPUs, but PyTorch finds {gpus}; start fewer processes "
+        "or use --device cpu",
+    )
+    capability, name = oldest_gpu()
+    require(
+        torch.version.hip or capability >= (8, 0),
+        f"the GPU {name} has compute capability {capability[0]}.{capability[1]}, but bfloat16 and "
+        "FlexAttention need 8.0 (Ampere) or later; use another GPU or --device cpu",
+    )
+
+
+def uses_fp8(hp):
+    """The head is in FP8 on NVIDIA GPUs that multiply it. AMD's FP8 may be another format."""
     return hp.fp8 and torch.version.hip is None and oldest_gpu()[0] >= (8, 9)
 
-def fit_to_memory(args: argparse.Namespace, hp: Hyperparameters, world: World,
-                  resumed: dict) -> Hyperparameters:
-    """Fits the official track's train_seq_len to the smallest free memory of all ranks' GPUs. All
-    ranks get the same. A given --train_seq_len stays as it is, and so does a resumed run's."""
+
+def fitted(hp, mib):
+    """Halves train_seq_len until a step fits into `mib` MiB of GPU memory. The step keeps its tokens.
+
+    With PyTorch 2.13's caching allocator, a step with the FP8 head takes 3,144 MiB plus 0.538 per
+    token. The formula adds some for other libraries. Below 12,288 tokens, validation is larger."""
+    while 3700 + 0.56 * hp.train_seq_len > mib and hp.train_seq_len > 12288:
+        hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)
+    return hp
+
+
+def fit_to_memory(args, hp, world, resumed):
+    """Fits train_seq_len to the smallest free memory of all GPUs, unless the user chose it."""
     if not args.fit_memory:
         return hp
     if resumed:
@@ -749,50 +1050,82 @@ def fit_to_memory(args: argparse.Namespace, hp: Hyperparameters, world: World,
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return fitted(hp, smallest.item())
 
-def start_world(device_name: str) -> World:
-    """Joins torchrun's process group, NCCL on CUDA and gloo on the CPU; a single process needs none."""
-    rank, size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in [
-        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)])
-    device = torch.device(device_name, local_rank if device_name == "cuda" else None)
-    if device.type == "cuda":
+
+def start_world(device_name):
+    """Joins torchrun's process group (NCCL on CUDA, gloo on the CPU). One process needs none."""
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if device_name == "cuda":
         check_gpus()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
+        backend, device_id = "nccl", device
     else:
-        # else threads add up the embeddings' gradients in any order, and no run is like another
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):  # glibc: keep freed activations instead of faulting them in at every step
-            libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never give the heap's top back to the kernel
-            libc.mallopt(-4, 0)   # M_MMAP_MAX: no mapping of its own for a large block
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, CPU_CORES // local_size))
-    if size > 1:  # ten minutes: as long as one rank may wait for another that still compiles
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10),
-                                device_id=device if device.type == "cuda" else None)
+        device = torch.device("cpu")
+        backend, device_id = "gloo", None
+        set_up_cpu()
+    if size > 1:  # a rank may wait ten minutes for another that still compiles
+        timeout = datetime.timedelta(minutes=10)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     return World(rank, size, device)
 
-def log_header(hp: Hyperparameters, world: World, compiler: str = "") -> str:
-    """The source, versions, nvidia-smi or the CPU with its compiler, the settings. Names no host or user."""
-    if world.device.type == "cuda":
-        machine = f"{torch.cuda.get_device_name()} with world_size={world.size}: there is no nvidia-smi"
-        with contextlib.suppress(FileNotFoundError):
-            machine = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                     encoding="utf-8", errors="replace").stdout
-        machine = re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", machine, flags=re.S)  # that table has paths in it
-    else:
-        flags = sorted(f for f in CPU_FLAGS if f.startswith(("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")))
-        openmp = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "GOMP_"))]
-        machine = (f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
-                   f"instruction sets: {' '.join(flags)}\n{compiler}\nOpenMP: {' '.join(openmp) or 'defaults'}")
-    return "\n".join((
-        SOURCE, "=" * 100, f"Running Python {sys.version}",
-        f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}", machine,
-        f"{world.size} process{'es' * (world.size > 1)} on {world.device.type}", "=" * 100,
-        f"hyperparameters: {json.dumps(dict(dataclasses.asdict(hp), world_size=world.size))}\n"))
 
-# ---- 8. Model, optimizers, schedules ---------------------------------------------------------------------------------
-def build_model(hp: Hyperparameters, world: World) -> GPT:
+def set_up_cpu():
+    # otherwise threads add up the embeddings' gradients in any order, and no run can be repeated
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc: keep freed memory, or each step pays to map it again
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return the top of the heap
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: take large blocks from the heap, too
+    if "OMP_NUM_THREADS" not in os.environ:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, CPU_CORES // processes))
+
+
+def describe_machine(world, compiler):
+    """Returns the log's lines about the GPUs, or the CPU and its compiler. They name no host or user."""
+    if world.device.type == "cuda":
+        try:
+            command = subprocess.run(["nvidia-smi"], capture_output=True, text=True, errors="replace")
+        except FileNotFoundError:
+            return f"{torch.cuda.get_device_name()} with world_size={world.size}: there is no nvidia-smi"
+        # the table of processes has paths in it
+        return re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", command.stdout, flags=re.S)
+    prefixes = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
+    flags = sorted(flag for flag in CPU_FLAGS if flag.startswith(prefixes))
+    openmp = []
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(("OMP_", "GOMP_")):
+            openmp.append(f"{name}={value}")
+    return (
+        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
+        f"instruction sets: {' '.join(flags)}\n{compiler}\nOpenMP: {' '.join(openmp) or 'defaults'}"
+    )
+
+
+def log_header(hp, world, compiler=""):
+    """Returns the start of a log: the source, versions, machine and settings."""
+    settings = dict(dataclasses.asdict(hp), world_size=world.size)
+    plural = "es" if world.size > 1 else ""
+    lines = [
+        SOURCE,
+        "=" * 100,
+        f"Running Python {sys.version}",
+        f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}",
+        describe_machine(world, compiler),
+        f"{world.size} process{plural} on {world.device.type}",
+        "=" * 100,
+        f"hyperparameters: {json.dumps(settings)}\n",
+    ]
+    return "\n".join(lines)
+
+
+# -----------------------------------------------------------------------------
+# 8. Optimizers and schedules
+
+
+def build_model(hp, world):
     torch.manual_seed(hp.seed)
     use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
     model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
@@ -801,95 +1134,90 @@ def build_model(hp: Hyperparameters, world: World) -> GPT:
             dist.broadcast(p.detach(), 0)
     return model
 
-def build_optimizers(model: GPT, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks; Adam for the head, the embeddings and all that is not a matrix."""
-    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
+
+def build_optimizers(model, hp):
+    """Muon trains the matrices of the blocks; Adam the head, the embeddings, and the scalars.
+    Raises ValueError for a parameter that isn't in exactly one group."""
+    head = [model.lm_head.weight]
+    embeds = [p for name, p in model.named_parameters() if "embed" in name]
     scalars = [p for p in model.parameters() if p.ndim < 2]
-    embeds = [p for name, p in model.named_parameters() if "embed" in name]  # of tokens, n-grams and values
-    adam = torch.optim.Adam([dict(params=[model.lm_head.weight], lr=hp.head_lr), dict(params=embeds, lr=hp.embed_lr),
-                             dict(params=scalars, lr=hp.scalar_lr)],
-                            betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
-    muon = Muon(matrices, lr=hp.muon_lr, momentum=hp.muon_momentum, ns_steps=hp.ns_steps, beta2=hp.muon_beta2)
-    for group in (*adam.param_groups, *muon.param_groups):
+    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
+    grouped = [id(p) for p in head + embeds + scalars + matrices]
+    for name, p in model.named_parameters():
+        groups = grouped.count(id(p))
+        if groups != 1:
+            raise ValueError(f"{name} is in {groups} optimizer groups; build_optimizers: one is needed")
+    adam = torch.optim.Adam(
+        [
+            dict(params=head, lr=hp.head_lr),
+            dict(params=embeds, lr=hp.embed_lr),
+            dict(params=scalars, lr=hp.scalar_lr),
+        ],
+        betas=(hp.adam_beta1, hp.adam_beta2),
+        eps=hp.adam_eps,
+        fused=True,
+    )
+    muon = Muon(matrices, hp.muon_lr, hp.muon_momentum, hp.ns_steps, hp.muon_beta2)
+    for group in adam.param_groups + muon.param_groups:
         group["initial_lr"] = group["lr"]
     return [adam, muon]
 
-def get_lr(step: int, hp: Hyperparameters) -> float:
-    """What the learning rates are multiplied by: 1, then a straight line down to final_lr_frac."""
-    left = (1 - step / hp.num_iterations) / hp.cooldown_frac
-    return 1.0 if left >= 1 else left + (1 - left) * hp.final_lr_frac
 
-def get_muon_momentum(step: int, hp: Hyperparameters) -> float:
-    frac = min(step / hp.muon_momentum_warmup, 1) if hp.muon_momentum_warmup else 1
+def get_lr(step, hp):
+    """Returns the factor of all learning rates: 1, then a linear decay to final_lr_frac."""
+    remaining = 1 - step / hp.num_iterations
+    if remaining >= hp.cooldown_frac:
+        return 1.0
+    w = remaining / hp.cooldown_frac
+    return w + (1 - w) * hp.final_lr_frac
+
+
+def get_muon_momentum(step, hp):
+    if step >= hp.muon_momentum_warmup:
+        return hp.muon_momentum
+    frac = step / hp.muon_momentum_warmup
     return (1 - frac) * hp.muon_momentum_start + frac * hp.muon_momentum
 
-def get_window_blocks(step: int, hp: Hyperparameters) -> int:
-    """The long window in blocks: grows with progress to max_window tokens, rounded up, at least one block."""
-    return max(1, math.ceil(hp.max_window * (step / hp.num_iterations) / BLOCK_SIZE))
 
-def set_schedules(optimizers: list[torch.optim.Optimizer], step: int, hp: Hyperparameters) -> None:
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = group["initial_lr"] * get_lr(step, hp)
-        if "momentum" in group:
-            group["momentum"] = get_muon_momentum(step, hp)
+def get_window_blocks(step, hp):
+    """Returns the long window in blocks. It grows linearly to max_window, rounded up."""
+    window = hp.max_window * (step / hp.num_iterations)
+    return max(1, math.ceil(window / BLOCK_SIZE))
 
-# ---- 9. Compilation and warm-up: everything the run will use, on random tokens, before the clock starts --------------
-CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the compiler that PyTorch calls
-MAX_LOSS_ERROR = 1e-3      # relative; right builds of mini differ from the uncompiled model by up to 2e-6
-MAX_GRADIENT_ERROR = 0.1   # relative, in the norm of each matrix; right builds differ by up to 1.4e-2 (in bf16)
 
-@contextlib.contextmanager
-def announced(task: str, shown: bool):
-    """Prints what takes a while; on a terminal with the seconds so far."""
-    started, finished = time.perf_counter(), threading.Event()
+def set_schedules(optimizers, step, hp):
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * get_lr(step, hp)
+            if "momentum" in group:
+                group["momentum"] = get_muon_momentum(step, hp)
 
-    def count_seconds():
-        while not finished.wait(1):
-            print(f"\r{task}: {time.perf_counter() - started:.0f} s", end="", flush=True)
 
-    counts = shown and sys.stdout.isatty()
-    if counts:
-        threading.Thread(target=count_seconds, daemon=True).start()
-    elif shown:
-        print(task, flush=True)
+# -----------------------------------------------------------------------------
+# 9. Compilation and warm-up: everything that the run uses, on random tokens, before the clock starts
+
+CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as PyTorch chooses it
+MAX_LOSS_ERROR = 1e-3     # relative; correct builds of mini differ by up to 2e-6
+MAX_GRADIENT_ERROR = 0.1  # relative, of each matrix's norm; correct builds differ by up to 1.4e-2
+
+
+def print_dots(done):
+    while not done.wait(1):
+        print(".", end="", flush=True)
+
+
+def compiler_version():
+    """Returns the first line of `g++ --version`, or "" without a compiler that works."""
     try:
-        yield
-    finally:
-        finished.set()
-        if counts:
-            print(flush=True)
-
-def compiler_version() -> str:
-    """The first line of what the C++ compiler says of itself; "" if there is none that works."""
-    try:
-        done = subprocess.run([CXX, "--version"], capture_output=True, encoding="utf-8", errors="replace")
+        command = subprocess.run([CXX, "--version"], capture_output=True, text=True, errors="replace")
     except OSError:
         return ""
-    return done.stdout.partition("\n")[0].strip()
+    return command.stdout.partition("\n")[0].strip()
 
-def compiler_problem(error: Exception) -> str:
-    """Why the C++ compiler failed, and what helps; "" for an error that isn't the compiler's."""
-    text = str(error)
-    if not compiler_version():
-        return f"there is no working C++ compiler ({CXX}); install one (Debian, Ubuntu: apt install g++) or set CXX"
-    if "No space left on device" in text:
-        return "the disk is full; free 300 MB, or set TMPDIR and TORCHINDUCTOR_CACHE_DIR to folders on another disk"
-    if "Python.h" in text:
-        return f"{CXX} doesn't find Python.h; install Python's headers (Debian, Ubuntu: apt install python3-dev)"
-    if "'openssl'" in text:
-        return "PyTorch needs the command openssl to compile; install it (Debian, Ubuntu: apt install openssl)"
-    if "noexec" in text or "failed to map segment" in text:
-        return "the folder for compiled code is mounted noexec; set TORCHINDUCTOR_CACHE_DIR to another one"
-    if "CppCompileError" in text or "C++ compile error" in text:
-        found = re.search(r".*\b(?:error|fatal)\b.*", text.partition("Output:")[2])
-        return f"{CXX} failed ({found[0].strip()[-200:] if found else 'without a message'}); set CXX to another compiler"
-    if isinstance(error, OSError) or "OSError" in text or "PermissionError" in text:
-        return (f"compiled code can't be kept or loaded ({text.strip().splitlines()[0][:200]}); set TMPDIR and "
-                "TORCHINDUCTOR_CACHE_DIR to a folder that can be written")
-    return ""
 
-def randomize(model: GPT) -> None:
-    """Seeded random weights of which none is zero, so that every gradient takes part in the check."""
+@torch.no_grad()
+def randomize(model):
+    """Sets random weights, none of them zero: at initialization most gradients are."""
     rng = torch.Generator().manual_seed(0)
     for name, p in model.named_parameters():
         if p.ndim < 2:
@@ -897,228 +1225,308 @@ def randomize(model: GPT) -> None:
         else:
             std = 1.0 if "embed" in name else 0.5 * p.size(-1) ** -0.5
             values = std * torch.randn(p.shape, generator=rng)
-        p.data.copy_(values)
+        p.copy_(values)
 
-def losses_and_gradients(run_model, model: GPT, hp: Hyperparameters, world: World) -> tuple[dict, dict]:
-    """One micro-batch of training and one validation sequence of random tokens, through run_model: the model itself or
-    compiled. -> the two losses, and the gradients of the matrices and tables, by name."""
+
+def losses_and_gradients(run_model, model, hp, world):
+    """Runs a micro-batch of training and a validation sequence of random tokens through run_model,
+    which is the model or its compiled version. Returns the losses and the gradients by name.
+    The gradients of scalars cancel to rounding errors and are left out."""
+    rng = torch.Generator().manual_seed(0)
+    shape = (sequences_per_pass(hp, world), hp.train_seq_len)
+    tokens = torch.randint(hp.vocab_size, shape, generator=rng)
     window_blocks = get_window_blocks(hp.num_iterations, hp)
-    tokens = torch.randint(hp.vocab_size, (hp.batch_tokens + hp.val_seq_len,), generator=torch.Generator().manual_seed(0))
-    x = tokens[:sequences_per_pass(hp, world) * hp.train_seq_len].view(-1, hp.train_seq_len)  # (B, S)
     model.train()
-    loss = run_model(x.int(), x.roll(1), torch.full((), window_blocks, dtype=torch.int32))
+    loss = run_model(tokens.int(), tokens.roll(1), torch.tensor(window_blocks, dtype=torch.int32))
     loss.backward()
-    gradients = {}
+    results = {"training loss": loss.detach().double()}
     for name, p in model.named_parameters():
-        if p.ndim >= 2 and p.grad is not None:  # the gradients of scalars cancel: rounding is all that is left of some
-            gradients[name] = p.grad.double()
+        if p.ndim >= 2 and p.grad is not None:
+            results[f"gradient of {name}"] = p.grad.double()
     model.zero_grad()
-    x = tokens[-hp.val_seq_len:]
-    val_loss = evaluate(run_model, [(x.int(), x.roll(1))], window_blocks, hp, World(0, 1, world.device))
-    return {"training": loss.item(), "validation": val_loss.item()}, gradients
+    tokens = torch.randint(hp.vocab_size, (hp.val_seq_len,), generator=rng)
+    alone = World(0, 1, world.device)
+    sequences = [(tokens.int(), tokens.roll(1))]
+    results["validation loss"] = evaluate(run_model, sequences, window_blocks, hp, alone)
+    return results
 
-def wrong_results(model: GPT, compiled, hp: Hyperparameters, world: World) -> str:
-    """What the compiled model computes otherwise than the uncompiled one, by more than rounding; "" if nothing."""
-    losses, gradients = losses_and_gradients(compiled, model, hp, world)
-    right_losses, right_gradients = losses_and_gradients(model, model, hp, world)
-    if not all(math.isfinite(loss) for loss in right_losses.values()):
-        return ""  # a model that overflows with these weights by itself says nothing about the compiler
-    for name, right in right_losses.items():
-        if not abs(losses[name] - right) <= MAX_LOSS_ERROR * right:  # "not": NaN is wrong, too
-            return f"a {name} loss of {losses[name]:.6g} for {right:.6g}"
-    for name, right in right_gradients.items():
-        error, size = (gradients[name] - right).norm(), right.norm()
-        if not error <= MAX_GRADIENT_ERROR * size:
-            return f"the gradient of {name} is off by {100 * error / size:.0f}%"
+
+def wrong_results(model, compiled, hp, world):
+    """Compares the compiled model with the uncompiled one. Returns what differs, or ""."""
+    results = losses_and_gradients(compiled, model, hp, world)
+    expected = losses_and_gradients(model, model, hp, world)
+    if not expected["training loss"].isfinite():
+        return ""  # the model overflows with these weights, which says nothing about the compiler
+    for name, right in expected.items():
+        error = (results[name] - right).norm() / right.norm()
+        limit = MAX_LOSS_ERROR if name.endswith("loss") else MAX_GRADIENT_ERROR
+        correct = error <= limit
+        if not correct:  # NaN is never correct
+            return f"the {name} is off by {100 * error:.2g}%"
     return ""
 
-def compile_problem(model: GPT, compiled, hp: Hyperparameters, world: World) -> str:
-    """Compiles the model on a CPU and checks it. -> why it can't be used, with the remedy; "" if it can."""
+
+def compile_problem(model, compiled, hp, world):
+    """Compiles the model and checks its results. Returns why it can't be used, or ""."""
     randomize(model)
     try:
         wrong = wrong_results(model, compiled, hp, world)
     except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
-        problem = compiler_problem(e)
-        if not problem:
-            raise
-        return problem
+        model.zero_grad()
+        losses_and_gradients(model, model, hp, world)  # if the model is at fault, this fails, too
+        found = re.search(r".*(?:[Ee]rror|No such|No space|noexec|not found).*", str(e))
+        reason = found[0].strip()[:200] if found else type(e).__name__
+        return (
+            f"compilation failed ({reason}); it needs {CXX} or another compiler in CXX, Python's headers "
+            "and openssl (apt install g++ python3-dev openssl), and space in TORCHINDUCTOR_CACHE_DIR"
+        )
     finally:
         model.zero_grad()
-    return wrong and f"{CXX} makes wrong code ({wrong}); install GCC 14 or later, or set CXX to another compiler"
+    if wrong:
+        return f"{CXX} makes wrong code ({wrong}); install GCC 14 or later, or set CXX"
+    return ""
 
-def compile_model(model: GPT, hp: Hyperparameters, world: World) -> tuple:
-    """-> the model to train with, compiled where possible, and the log's line about it. Changes the weights."""
+
+def compile_model(model, hp, world):
+    """Returns the model to train with, compiled if possible, and the log's line about the compiler.
+    On a CPU, checks the compiled code, which changes the weights."""
     compiled = torch.compile(model, dynamic=False)
     if world.device.type == "cuda":
         return compiled, ""
-    tuned = torch.__version__ >= (2, 13) and "TORCHINDUCTOR_CPP_MARCH" in os.environ  # PyTorch 2.11 doesn't read it
-    flags = "-march=" + (os.environ["TORCHINDUCTOR_CPP_MARCH"] if tuned else "native")
-    line = f"Compiler: {compiler_version() or 'none'}; flags: {flags}; model compiled:"
+    march = "native"
+    if torch.__version__ >= (2, 13):  # earlier versions ignore the variable
+        march = os.environ.get("TORCHINDUCTOR_CPP_MARCH", "native")
+    line = f"Compiler: {compiler_version() or 'none'}; flags: -march={march}; model compiled:"
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return model, f"{line} no (TORCH_COMPILE_DISABLE is set)"
-    with announced("compiling the model: about a minute the first time, then seconds", world.rank == 0):
-        problem = compile_problem(model, compiled, hp, world)
-    first = torch.tensor(world.rank if problem else world.size)  # the first rank that can't
-    if world.size > 1:
-        dist.all_reduce(first, op=dist.ReduceOp.MIN)
-    if first == world.size:
+    done = threading.Event()
+    if world.rank == 0:
+        print("compiling: about a minute the first time, then seconds", end="", flush=True)
+        threading.Thread(target=print_dots, args=(done,), daemon=True).start()
+    problem = compile_problem(model, compiled, hp, world)
+    done.set()
+    if world.rank == 0:
+        print()
+    failed = torch.tensor(world.rank if problem else world.size)
+    if world.size > 1:  # if one rank can't compile, no rank does
+        dist.all_reduce(failed, op=dist.ReduceOp.MIN)
+    if failed == world.size:
         return compiled, f"{line} yes"
-    if not problem:  # all ranks or none
-        problem = f"rank {first.item()} can't compile it"
-    if first == world.rank:
-        print(f"warning: training without torch.compile, which takes about twice as long: {problem}",
-              file=sys.stderr, flush=True)
+    problem = problem or f"rank {failed.item()} can't compile it"
+    if failed == world.rank:
+        message = f"warning: training without torch.compile, at about half the speed: {problem}"
+        print(message, file=sys.stderr, flush=True)
     return model, f"{line} no ({problem})"
 
-def warm_up(model, optimizers: list, buckets: "GradientBuckets", hp: Hyperparameters, world: World) -> None:
-    """Compiles, starts the communicators, fills the allocator's caches; then weights and optimizers begin anew."""
-    local, window_blocks = hp.batch_tokens // world.size, get_window_blocks(hp.num_iterations, hp)
+
+def warm_up(model, optimizers, buckets, hp, world):
+    """Trains and validates on random tokens, so that everything is compiled, connected and allocated.
+    Then resets the weights and the optimizers."""
+    local = hp.batch_tokens // world.size
+    window_blocks = get_window_blocks(hp.num_iterations, hp)
     rng = torch.Generator(world.device).manual_seed(world.rank)
-    tokens = torch.randint(hp.vocab_size, (max(local, hp.val_seq_len),), device=world.device, generator=rng)
+    count = max(local, hp.val_seq_len)
+    tokens = torch.randint(hp.vocab_size, (count,), device=world.device, generator=rng)
+    targets = tokens[:local]
     for _ in range(hp.warmup_steps):
-        train_step(model, optimizers, buckets, tokens[:local].int(), tokens[:local], window_blocks, hp, world)
+        train_step(model, optimizers, buckets, targets.int(), targets, window_blocks, hp, world)
+    targets = tokens[: hp.val_seq_len]
     if hp.warmup_steps:
-        evaluate(model, [(tokens[:hp.val_seq_len].int(), tokens[:hp.val_seq_len])], window_blocks, hp, world)
+        evaluate(model, [(targets.int(), targets)], window_blocks, hp, world)
     with torch.no_grad():
         for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
             p.copy_(initial)
     for optimizer in optimizers:
         optimizer.state.clear()
 
-# ---- 10. Gradient buckets: what several processes have to exchange in a step, 25 MB at a time ------------------------
+
+# -----------------------------------------------------------------------------
+# 10. Gradient buckets
+
+
 class GradientBuckets:
-    """With several processes, gradients are summed over them in buckets of about 25 MB, one dtype each, filled in the
-    order that backward produces them: on a step's last micro-step, one that is complete is copied into a flat buffer and
-    starts one asynchronous all-reduce. Eager, that overlaps the rest of backward; compiled, the model is one graph, which
-    hands out all gradients at its end, and buckets overlap each other alone. A single process moves no gradients."""
-    def __init__(self, params, bucket_bytes: int = 25 * 2**20):
-        self.last_micro_step, self.handles = False, []
-        self.buckets, open_bucket = [], {}  # lists of parameters, and dtype -> the list that is being filled
-        for p in reversed(list(params)):  # backward runs the forward pass in reverse
-            bucket = open_bucket.get(p.dtype)
+    """Sums gradients over the processes, in buckets of one dtype and about 25 MB.
+
+    Backward produces gradients in the reverse order of the forward pass. In a step's last micro-step,
+    a bucket whose gradients are all there starts an asynchronous all-reduce. Uncompiled, this
+    overlaps with the rest of backward; a compiled model returns all gradients at the end."""
+
+    def __init__(self, params, bucket_bytes=25 * 2**20):
+        self.last_micro_step = False
+        self.handles = []
+        self.buckets = []
+        filling = {}  # dtype -> the bucket that is being filled
+        for p in reversed(list(params)):
+            bucket = filling.get(p.dtype)
             if bucket is None or sum(x.nbytes for x in bucket) + p.nbytes > bucket_bytes:
-                self.buckets.append([])
-                bucket = open_bucket[p.dtype] = self.buckets[-1]
+                bucket = []
+                filling[p.dtype] = bucket
+                self.buckets.append(bucket)
             bucket.append(p)
+        self.missing = [len(bucket) for bucket in self.buckets]
         for index, bucket in enumerate(self.buckets):
             for p in bucket:
-                p.register_post_accumulate_grad_hook(lambda p, index=index: self._gradient_ready(index))
-        self.missing = [len(bucket) for bucket in self.buckets]
+                p.register_post_accumulate_grad_hook(lambda p, i=index: self._gradient_ready(i))
 
-    def _gradient_ready(self, index: int) -> None:
-        self.missing[index] -= self.last_micro_step  # a bool: the earlier ones do not count
+    def _gradient_ready(self, index):
+        if not self.last_micro_step:
+            return
+        self.missing[index] -= 1
         if self.missing[index] == 0 and dist.is_initialized():
             bucket = self.buckets[index]
             flat = torch.cat([p.grad.flatten() for p in bucket])
-            for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
+            grads = flat.split([p.numel() for p in bucket])
+            for p, grad in zip(bucket, grads):
                 p.grad = grad.view_as(p)
             self.handles.append(dist.all_reduce(flat, async_op=True))
 
-    def wait(self) -> None:
+    def wait(self):
         assert not any(self.missing), "a parameter took no part in the loss"
         for handle in self.handles:
             handle.wait()
-        self.handles, self.missing = [], [len(bucket) for bucket in self.buckets]
+        self.handles = []
+        self.missing = [len(bucket) for bucket in self.buckets]
 
-# ---- 11. Checkpoints and signals: nothing trained is lost, and nothing wrong is loaded -------------------------------
-def write_whole(path: Path, write, advice: str) -> None:
-    """write(file) under a temporary name, then on the disk, then renamed: what bears the final name is whole."""
+
+# -----------------------------------------------------------------------------
+# 11. Checkpoints
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Turns an OSError into a RankError that names the path."""
+    try:
+        yield
+    except OSError as e:
+        reason = e.strerror or e
+        raise RankError(f"can't write {path} ({reason}); free space or choose another folder") from None
+
+
+def write_file(path, data):
+    """Writes to a temporary file, fsyncs, then renames: a file with the final name is complete."""
     temporary = path.with_suffix(".tmp")
-    with naming(f"cannot write {path}; {advice}"):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(temporary, "wb") as f:
-                write(f)
-                f.flush()
-                os.fsync(f.fileno())
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
-def save_checkpoint(folder: Path, step: int, book: "Logbook", model: GPT, optimizers: list) -> None:
-    """folder/step000100.pt from rank 0; the newest two stay. No random state: training draws no random numbers."""
+
+def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
+    """Rank 0 writes folder/step000100.pt and keeps the newest two. There is no random state: training
+    draws no random numbers. All ranks must call this. Raises InputError if a weight isn't finite."""
+    start = time.perf_counter()
+    weights = nn.utils.get_total_norm(model.parameters())
+    vote(first_bad(first_bad_step, step, weights), book.world)
     optimizers[1].gather_state()
-    if book.world.rank == 0:
-        state = dict(run_id=book.run_id, step=step, tokens=step * book.hp.batch_tokens, train_time_ms=book.train_ms,
-                     validations=book.validations, log=book.text, settings=dataclasses.asdict(book.hp), source=SOURCE,
-                     model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers])
-        write_whole(folder / f"step{step:06d}.pt", lambda f: torch.save(state, f), "those before it are as they were")
-        for old in [*sorted(folder.glob("step*.pt"))[:-2], *folder.glob("*.tmp")]:
-            old.unlink(missing_ok=True)
+    if book.world.rank > 0:
+        return
+    state = dict(
+        run_id=book.run_id,
+        step=step,
+        tokens=step * book.hp.batch_tokens,
+        train_time_ms=book.train_ms,
+        validations=book.validations,
+        log=book.text,
+        settings=dataclasses.asdict(book.hp),
+        source=SOURCE,
+        model=model.state_dict(),
+        optimizers=[optimizer.state_dict() for optimizer in optimizers],
+    )
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_file(folder / f"step{step:06d}.pt", buffer.getvalue())
+    for old in sorted(folder.glob("step*.pt"))[:-2]:
+        old.unlink(missing_ok=True)
+    book.write(f"checkpoint: step {step} written in {time.perf_counter() - start:.1f} s, untimed")
 
-def save_model(path: Path, model: GPT, hp: Hyperparameters) -> None:
-    """The weights alone, as safetensors: loading them executes nothing."""
+
+def save_model(path, model, hp):
+    """Writes the weights as safetensors, with the hyperparameters as metadata."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
-    data = safetensors.torch.save(tensors, dict(model="speedrun", hyperparameters=json.dumps(dataclasses.asdict(hp))))
-    write_whole(path, lambda f: f.write(data), "the checkpoints are as they were")
+    metadata = dict(model="speedrun", hyperparameters=json.dumps(dataclasses.asdict(hp)))
+    write_file(path, safetensors.torch.save(tensors, metadata))
 
-def read_checkpoint(where: str, checkpoint_dir: str) -> dict:
-    """The newest whole checkpoint of a run: of the newest run for "latest", of a folder, or up to a given file."""
-    path = Path(where)
-    if where == "latest":
-        files = sorted(Path(checkpoint_dir).glob("*/step*.pt"), key=lambda f: f.stat().st_mtime)
-        path = files[-1].parent if files else Path(checkpoint_dir)
-    folder, newest = (path.parent, path.name) if path.is_file() else (path, "~")  # "~" sorts behind all
-    for file in sorted((f for f in folder.glob("*.pt") if f.name <= newest), reverse=True):
-        with contextlib.suppress(Exception):  # damage has many faces
-            if zipfile.ZipFile(file).testzip() is None:  # torch.load ignores the checksums that torch.save wrote
-                state = torch.load(file, map_location="cpu", weights_only=True)  # refuses a pickle of more than data
-                uuid.UUID(state["run_id"])  # it becomes the log's name: nothing but that
-                return state
-        print(f"warning: {file} is damaged or no checkpoint of this program; trying the one before", file=sys.stderr)
-    raise InputError(f"--resume {where}: no whole checkpoint there; look into {checkpoint_dir}")
 
-def find_checkpoint(args: argparse.Namespace, hp: Hyperparameters) -> dict:
-    """What --resume asks for. Raises InputError where its settings or source are not ours."""
+def read_checkpoint(where, checkpoint_dir):
+    """Returns the checkpoint `where`, the newest one in the folder `where`, or the newest of all runs
+    for "latest". Raises InputError if there is none or it is damaged."""
+    path = Path(checkpoint_dir if where == "latest" else where)
+    if not path.is_file():
+        files = sorted(path.rglob("step*.pt"), key=lambda file: file.stat().st_mtime)
+        require(files, f"--resume {where}: there is no checkpoint in {path}")
+        path = files[-1]
+    try:
+        intact = zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
+        state = torch.load(path, map_location="cpu", weights_only=True)  # executes no pickle
+        uuid.UUID(state["run_id"])  # it becomes a file name
+    except Exception:  # corrupt files raise many exception types
+        intact = False
+    require(intact, f"--resume: {path} is damaged or not a checkpoint; try the one before it")
+    return state
+
+
+def find_checkpoint(args, hp):
+    """Returns the checkpoint of --resume. Raises InputError if its source or settings differ."""
     state = read_checkpoint(args.resume, args.checkpoint_dir)
-    old, new = state["settings"], dataclasses.asdict(hp)
-    may_differ = {"save_checkpoint"}
+    may_differ = ["save_checkpoint"]
     if args.fit_memory:
-        may_differ.add("train_seq_len")  # the checkpoint's is taken
-    names = [name for name in sorted({*old, *new} - may_differ) if old.get(name) != new.get(name)]
-    differences = [f"{name}: {old.get(name)} in the checkpoint, {new.get(name)} now" for name in names]
-    differences = "; ".join(differences + ["source: not the same"] * (state["source"] != SOURCE))
-    if differences and not args.resume_force:
-        raise InputError(f"--resume: another run ({differences}); --resume_force goes on all the same")
-    return dict(state, forced=f", by resume_force ({differences}): no record" if differences else "")
+        may_differ.append("train_seq_len")  # fit_to_memory takes the checkpoint's
+    differences = []
+    for name, value in dataclasses.asdict(hp).items():
+        old = state["settings"].get(name)
+        if old != value and name not in may_differ:
+            differences.append(f"{name}: {old} in the checkpoint, {value} now")
+    if state["source"] != SOURCE:
+        differences.append("source: not the same")
+    state["forced"] = ""
+    if differences:
+        found = "; ".join(differences)
+        require(args.resume_force, f"--resume: another run ({found}); use --resume_force to go on")
+        state["forced"] = f", by resume_force ({found}): no record"
+    return state
 
-def load_checkpoint(state: dict, model: GPT, optimizers: list) -> None:
+
+def load_checkpoint(state, model, optimizers):
     try:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
-            # its moments alone: learning rates and betas are this run's, which differ where --resume_force lets them
-            optimizer.load_state_dict(dict(saved, param_groups=optimizer.state_dict()["param_groups"]))
+            # only the moments: --resume_force may change learning rates and betas
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict(dict(saved, param_groups=groups))
     except (RuntimeError, ValueError) as e:
-        raise InputError(f"--resume: a checkpoint of another model ({str(e).splitlines()[-1].strip()})") from None
+        reason = str(e).splitlines()[-1].strip()
+        raise InputError(f"--resume: the checkpoint is of another model ({reason})") from None
 
-stop_signal = []  # SIGTERM or SIGINT, and when it came
 
-def on_signal(number: int, frame) -> None:
-    """The first one: the step is finished and saved. A second one exits at once; but of several processes, within a
-    second it is the first, as batch systems signal all of them, and torchrun then passes its own on."""
-    if stop_signal and time.monotonic() >= stop_signal[1] + (int(os.environ.get("WORLD_SIZE", 1)) > 1):
-        os._exit(128 + number)
-    stop_signal[:] = stop_signal or (number, time.monotonic())
+# -----------------------------------------------------------------------------
+# 12. The timed loop
 
-# ---- 12. The timed loop ----------------------------------------------------------------------------------------------
-def sequences_per_pass(hp: Hyperparameters, world: World) -> int:
-    """Micro-batch size in sequences: the largest that divides this process's share of a step."""
-    local = hp.num_sequences // world.size
-    return max(n for n in range(1, min(local, hp.sequences_per_pass) + 1) if local % n == 0)
 
-def train_step(model, optimizers, buckets, inputs: Tensor, targets: Tensor, window_blocks: int, hp: Hyperparameters,
-               world: World) -> Tensor:
-    """Forward, backward and update on this process's share of a step, (local tokens,). -> its mean loss."""
-    per_pass = sequences_per_pass(hp, world)
+def sequences_per_pass(hp, world):
+    """Returns the micro-batch size. It divides the number of sequences of each process."""
+    return math.gcd(hp.sequences_per_pass, hp.num_sequences // world.size)
+
+
+def train_step(model, optimizers, buckets, inputs, targets, window_blocks, hp, world):
+    """Trains on this process's tokens (local,) of a step. Returns their mean loss."""
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
-    model.train()
-    inputs, targets = (t.view(-1, per_pass, hp.train_seq_len) for t in (inputs, targets))  # (micro-steps, B, S)
+    per_pass = sequences_per_pass(hp, world)
+    inputs = inputs.view(-1, per_pass, hp.train_seq_len)  # (micro-steps, B, S)
+    targets = targets.view(-1, per_pass, hp.train_seq_len)
     total = torch.zeros((), device=world.device)
-    share = torch.full((), 1 / hp.num_sequences, device=world.device)  # of a sequence in the step's gradient
-    for micro_step, (x, y) in enumerate(zip(inputs, targets)):
-        buckets.last_micro_step = micro_step == len(inputs) - 1
-        loss = model(x, y, window)
-        loss.backward(share)
+    # the gradient of a step is that of its summed loss, divided by its number of sequences
+    weight = torch.full((), 1 / hp.num_sequences, device=world.device)
+    model.train()
+    for i in range(len(inputs)):
+        buckets.last_micro_step = i == len(inputs) - 1
+        loss = model(inputs[i], targets[i], window)
+        loss.backward(weight)
         total += loss.detach()
     buckets.wait()
     for optimizer in optimizers:
@@ -1126,248 +1534,267 @@ def train_step(model, optimizers, buckets, inputs: Tensor, targets: Tensor, wind
         optimizer.zero_grad()
     return total / inputs.numel()
 
+
 @torch.no_grad()
-def evaluate(model, sequences, window_blocks: int, hp: Hyperparameters, world: World) -> Tensor:
-    """The mean loss of `sequences`, (val_seq_len,) inputs and targets, equally many on each process, and of those."""
-    model.eval()
+def evaluate(model, sequences, window_blocks, hp, world):
+    """Returns the mean loss over all processes. `sequences` yields this process's inputs and targets,
+    each (val_seq_len,). Every process has the same number of them."""
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
-    mean = torch.stack([model(x[None], y[None], window) for x, y in sequences]).double().mean()
+    model.eval()
+    losses = [model(inputs[None], targets[None], window) for inputs, targets in sequences]
+    mean = torch.stack(losses).double().mean()
     if world.size > 1:
         dist.all_reduce(mean)
     return mean / world.size
 
-def peak_memory(world: World) -> str:
+
+def validate(model, step, hp, world):
+    """Returns the loss on the first val_tokens tokens, the same ones for any number of processes."""
+    sequences = distributed_data_generator(
+        hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device
+    )
+    count = hp.val_tokens // hp.val_seq_len
+    mine = itertools.islice(sequences, world.rank, count, world.size)
+    return evaluate(model, mine, get_window_blocks(step, hp), hp, world)
+
+
+def peak_memory(world):
+    """Returns the log's line about memory: the GPU allocator's, or on a CPU the process's."""
     if world.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    elif sys.platform == "win32":
-        return "peak memory: not measured on Windows"
-    else:  # a CPU process has its peak resident set, and no caching allocator with a reserve
-        import resource  # Windows has no such module
+    else:
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
         allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return f"peak memory allocated: {allocated // 2**20} MiB reserved: {reserved // 2**20} MiB"
 
-def synchronized_ms(world: World) -> float:
-    """The clock, read when all ranks and their devices are done with what was asked of them."""
+
+def synchronized_ms(world):
+    """Reads the clock after all ranks and their GPUs have finished their work."""
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     if world.size > 1:
         dist.barrier()
     return 1000 * time.perf_counter()
 
-# what Logbook.look() looks at, in the order of a step
-NUMBERS = ("training loss", "norm of the weights", "validation loss")
+
+def read_vote(votes):
+    """Returns the first step whose loss isn't finite (math.inf without one), and the signal to act on
+    (0 without one)."""
+    first_bad_step, minus_signal = votes.tolist()
+    return first_bad_step, -int(minus_signal)
+
+
+def vote(first_bad_step, world):
+    """Raises InputError if any rank has seen a loss that isn't finite. Returns the signal that all
+    ranks act on now, or 0. The host waits for the GPU and for the other ranks."""
+    votes = torch.stack([first_bad_step, torch.full_like(first_bad_step, -stop_signal)])
+    if world.size > 1:
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    step, stop = read_vote(votes)
+    if step < math.inf:
+        raise InputError(
+            f"step {step:.0f}: the loss is not finite. If you raised a learning rate, lower it. If you "
+            "changed nothing, the compiler or the machine may be at fault: try TORCH_COMPILE_DISABLE=1 "
+            "and report it with the log"
+        )
+    return stop
+
+
+def first_bad(first_bad_step, step, loss):
+    """Returns first_bad_step, or `step` if that is earlier and the loss isn't finite. Doesn't wait."""
+    return torch.where(loss.isfinite(), first_bad_step, first_bad_step.clamp_max(step))
+
 
 class Logbook:
-    """A run's clock, validations and log: <log_dir>/<run_id>.txt and the console (a terminal has a bar). Rank 0 writes."""
-    def __init__(self, args: argparse.Namespace, hp: Hyperparameters, world: World, resumed: dict, compiler: str):
-        self.hp, self.world, self.run_id = hp, world, resumed.get("run_id") or str(uuid.uuid4())
-        self.train_ms, self.validations = resumed.get("train_time_ms", 0.0), resumed.get("validations", [])
-        self.loss = math.nan
-        # this rank's first number that is not finite: step, index in NUMBERS, the number
-        self.first_bad = torch.full((3,), math.inf, dtype=torch.float64, device=world.device)
-        self.text, self.path = resumed.get("log") or log_header(hp, world, compiler), Path(args.log_dir) / f"{self.run_id}.txt"
-        self.bar = tqdm(total=hp.num_iterations, unit="step", dynamic_ncols=True, leave=False, file=sys.stdout,
-                        disable=world.rank > 0 or not sys.stdout.isatty())
+    """The clock, validations and log of a run. Rank 0 writes <log_dir>/<run_id>.txt and the console."""
+
+    def __init__(self, log_dir, hp, world, resumed, compiler):
+        self.hp = hp
+        self.world = world
+        self.run_id = resumed.get("run_id", str(uuid.uuid4()))
+        self.train_ms = resumed.get("train_time_ms", 0.0)
+        self.validations = resumed.get("validations", [])  # (step, val_loss, train_ms)
+        self.text = resumed.get("log") or log_header(hp, world, compiler)
+        self.path = Path(log_dir) / f"{self.run_id}.txt"
         if world.rank == 0:
-            write_whole(self.path, lambda file: file.write(self.text.encode()), "choose another --log_dir")
-        self.write(f"{self.path}", log=False)
+            write_file(self.path, self.text.encode())
+            print(self.path, flush=True)
 
-    def write(self, line: str, log: bool = True, console: bool = True) -> None:
-        if log and self.world.rank == 0:
-            self.text += f"{line}\n"
-            with naming(f"cannot write the log {self.path}"), open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-        if console and self.world.rank == 0:
-            with naming("cannot write to the console"):
-                tqdm.write(line, file=sys.stdout)  # above the bar, if there is one
-                sys.stdout.flush()
+    def start_clock(self):
+        self.start_ms = synchronized_ms(self.world)
 
-    @contextlib.contextmanager
-    def untimed(self):
-        """The clock runs while training, and for nothing else: it stands while the block under `with` runs."""
-        self.train_ms += synchronized_ms(self.world) - self.started_ms
-        yield
-        self.started_ms = synchronized_ms(self.world)
+    def stop_clock(self):
+        self.train_ms += synchronized_ms(self.world) - self.start_ms
 
-    def look(self, step: int, number: Tensor, what: str = "training loss") -> int:
-        """Stops the run at a number that is not finite on any rank. -> the signal that all ranks
-        heed now, or 0. The host waits for a training loss on a GPU only at each fifth step:
-        torchrun leaves 30 s from a signal to the kill."""
-        world = self.world
-        now = what != "training loss"  # the host waits for the others anyway
-        number = number.detach()
-        kind = torch.full_like(number, NUMBERS.index(what))
-        found = [torch.full_like(number, step), kind, number]
-        is_first = ~number.isfinite() & self.first_bad[0].isinf()
-        self.first_bad = torch.where(is_first, torch.stack(found).double(), self.first_bad)
-        if not now and step % (1 if world.size == 1 and not number.is_cuda else 5):
-            return 0
-        stop = torch.full_like(self.first_bad[0], stop_signal[0] if stop_signal else 0)
-        votes = torch.stack([-self.first_bad[0], stop])
-        if world.size > 1:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        (bad, stop), self.loss = votes.tolist(), self.loss if now else number.item()
-        if bad > -math.inf:
-            raise InputError(self.not_finite())
-        return int(stop)
+    def write(self, line, end="\n"):
+        """With end="\\r", the next line replaces this one on the terminal."""
+        if self.world.rank > 0:
+            return
+        self.text += f"{line}\n"
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+        if sys.stdout.isatty():
+            line = line.ljust(79)  # covers the line before
+        print(line, end=end, flush=True)
 
-    def not_finite(self) -> str:
-        """What is known of the first number that is not finite, and a remedy. All ranks call it."""
-        found = [self.first_bad]
-        if self.world.size > 1:
-            found = [torch.empty_like(self.first_bad) for _ in range(self.world.size)]
-            dist.all_gather(found, self.first_bad)
-        found = [numbers.tolist() for numbers in found]
-        rank = min(range(self.world.size), key=lambda rank: found[rank][:2])
-        step, kind, number = found[rank]
-        track = TRACKS[self.hp.track]
-        changed = []
-        for name, value in vars(self.hp).items():
-            if name.endswith("_lr") and value != getattr(track, name):
-                changed.append(f"--{name} {value}")
-        if changed:
-            advice = f"lower {', '.join(changed)}"
-        else:
-            advice = ("if you changed the source or a setting, look there first; otherwise the "
-                      "compiler or the machine may be wrong: report it with the log")
-            if self.world.device.type == "cpu":
-                advice += ", and try TORCH_COMPILE_DISABLE=1"
-        what = NUMBERS[int(kind)]
-        return f"step {int(step)}, rank {rank}: the {what} is not finite ({number}); {advice}"
+    def step(self, step):
+        ms = self.train_ms + 1000 * time.perf_counter() - self.start_ms  # the GPU may be behind
+        end = "\r" if sys.stdout.isatty() else "\n"
+        steps = f"step:{step}/{self.hp.num_iterations}"
+        self.write(f"{steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", end)
 
-    def validation(self, step: int, val_loss: float) -> None:
-        self.validations.append((step, val_loss, self.train_ms))
-        self.write(f"step:{step}/{self.hp.num_iterations} val_loss:{val_loss:.4f} train_time:{self.train_ms:.0f}ms "
-                   f"step_avg:{self.train_ms / max(step, 1):.2f}ms")
+    def validation(self, step, val_loss):
+        ms = self.train_ms
+        self.validations.append((step, val_loss, ms))
+        steps = f"step:{step}/{self.hp.num_iterations}"
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        self.write(f"{steps} val_loss:{val_loss:.4f} {times}")
 
-    def step(self, step: int) -> None:
-        """A training step's line: on a terminal it moves the bar instead of scrolling by."""
-        ms = self.train_ms + 1000 * time.perf_counter() - self.started_ms  # the host may be ahead of the GPU
-        line = f"step:{step}/{self.hp.num_iterations} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
-        self.write(line, console=self.bar.disable)
-        self.bar.set_postfix_str(f"loss {self.loss:.4f}, {ms / step:.2f} ms a step", refresh=False)
-        self.bar.update(step - self.bar.n)
-
-    def result(self) -> None:
-        hp, (step, val_loss, ms) = self.hp, self.validations[-1]
-        met = next((v for v in self.validations if v[1] <= hp.target_val_loss), None)
-        verdict = f"met at step {met[0]} after {met[2] / 1000:.2f} s of training" if met else "not met"
-        bits = f" ({val_loss / math.log(2):.4f} bits per byte)" if hp.vocab_size == 257 else ""  # a byte-level track
+    def result(self):
+        target = self.hp.target_val_loss
+        step, val_loss, ms = self.validations[-1]
+        verdict = "not met"
+        for met_step, met_loss, met_ms in reversed(self.validations):
+            if met_loss <= target:
+                verdict = f"met at step {met_step} after {met_ms / 1000:.2f} s of training"
+        bits = ""
+        if self.hp.vocab_size == 257:  # tokens are bytes
+            bits = f" ({val_loss / math.log(2):.4f} bits per byte)"
+        speed = self.hp.batch_tokens * step / (ms / 1000)
         self.write(peak_memory(self.world))
-        self.write(f"target {hp.target_val_loss}: {verdict}; val_loss {val_loss:.4f}{bits} after {ms / 1000:.2f} s, "
-                   f"{hp.batch_tokens * step / (ms / 1000):,.0f} tokens/s")
-        self.bar.close()
+        self.write(
+            f"target {target}: {verdict}; val_loss {val_loss:.4f}{bits} after {ms / 1000:.2f} s, "
+            f"{speed:,.0f} tokens/s"
+        )
 
-def run(args: argparse.Namespace, hp: Hyperparameters, world: World, parts: tuple, resumed: dict) -> tuple:
-    """One counted run with a log of its own. -> its last validation: (step, val_loss, training time in ms)."""
-    model, compiled, compiler, compile_seconds, optimizers, buckets = parts
-    book = Logbook(args, hp, world, resumed, compiler)
-    folder, first_step = Path(args.checkpoint_dir) / book.run_id, resumed.get("step", 0)
-    if hp.train_seq_len != TRACKS[hp.track].train_seq_len and not resumed:
-        book.write(f"train_seq_len {hp.train_seq_len} (track: {TRACKS[hp.track].train_seq_len}): {hp.num_sequences} "
-                   f"sequences a step, {hp.batch_tokens} tokens as before")
-    begun = time.perf_counter()
+
+def start_run(args, hp, world, parts, resumed):
+    """Starts the log, warms up, and loads the checkpoint of a resumed run."""
+    model, compiled, compiler, optimizers, buckets = parts
+    book = Logbook(args.log_dir, hp, world, resumed, compiler)
+    start = time.perf_counter()
     warm_up(compiled, optimizers, buckets, hp, world)
-    seconds = time.perf_counter() - begun
-    book.write(f"warm-up: compilation {compile_seconds:.1f} s, {hp.warmup_steps} steps {seconds:.1f} s, untimed")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    if compiler not in book.text:  # resumed on another machine, or with another compiler
-        book.write(compiler, console=False)
+    seconds = time.perf_counter() - start
+    book.write(f"warm-up: {hp.warmup_steps} steps in {seconds:.1f} s, untimed")
+    if compiler not in book.text:
+        book.write(compiler)  # resumed with another compiler
     if resumed:
         load_checkpoint(resumed, model, optimizers)
-        book.write(f"resume: from step {first_step}, on {world.size} process(es){resumed['forced']}")
-    batches = distributed_data_generator(hp.train_files, hp.batch_tokens, world.rank, world.size, hp.vocab_size,
-                                         world.device, first_step)
-    book.started_ms = synchronized_ms(world)
+        where = f"from step {resumed['step']}, on {world.size} process(es)"
+        book.write(f"resume: {where}{resumed['forced']}")
+    return book
+
+
+def run(args, hp, world, parts, resumed):
+    """Trains once. Returns the last validation: (step, val_loss, training time in ms)."""
+    global in_training
+    in_training = False
+    model, compiled, _, optimizers, buckets = parts
+    book = start_run(args, hp, world, parts, resumed)
+    folder = Path(args.checkpoint_dir) / book.run_id
+    first_step = resumed.get("step", 0)
+    batches = distributed_data_generator(
+        hp.train_files, hp.batch_tokens, world.rank, world.size, hp.vocab_size, world.device, first_step
+    )
+    first_bad_step = torch.full((), math.inf, dtype=torch.float64, device=world.device)
+    vote_every = 1 if world.size == 1 and world.device.type == "cpu" else 5
+    in_training = True
+    book.start_clock()
     for step in range(first_step, hp.num_iterations + 1):
         # --------------- validation
         last_step = step == hp.num_iterations
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
-            with book.untimed():
-                sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device)
-                # the same sequences whatever the world size
-                mine = itertools.islice(sequences, world.rank, hp.val_tokens // hp.val_seq_len, world.size)
-                val_loss = evaluate(compiled, mine, get_window_blocks(step, hp), hp, world)
-                book.look(step, val_loss, "validation loss")
-                book.validation(step, val_loss.item())
+            book.stop_clock()
+            val_loss = validate(compiled, step, hp, world)
+            vote(first_bad(first_bad_step, step, val_loss), world)
+            book.validation(step, val_loss.item())
+            book.start_clock()
         if last_step:
             break
         # --------------- training
         set_schedules(optimizers, step, hp)
         inputs, targets = next(batches)
-        loss = train_step(compiled, optimizers, buckets, inputs, targets, get_window_blocks(step, hp), hp, world)
-        stop = book.look(step + 1, loss)
+        window_blocks = get_window_blocks(step, hp)
+        loss = train_step(compiled, optimizers, buckets, inputs, targets, window_blocks, hp, world)
+        first_bad_step = first_bad(first_bad_step, step + 1, loss)
+        stop = vote(first_bad_step, world) if (step + 1) % vote_every == 0 else 0
         book.step(step + 1)
         # --------------- checkpoint
         due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0
         if stop or due or (hp.save_checkpoint and step + 1 == hp.num_iterations):
-            with book.untimed():
-                begun = time.perf_counter()
-                weights = nn.utils.get_total_norm(model.parameters())
-                book.look(step + 1, weights, "norm of the weights")  # before they are saved
-                save_checkpoint(folder, step + 1, book, model, optimizers)
-                book.write(f"checkpoint: step {step + 1} written in {time.perf_counter() - begun:.1f} s, untimed")
-            if stop:  # all ranks are here: torchrun stops the others when the first one leaves
-                os._exit(128 + stop)
+            book.stop_clock()
+            save_checkpoint(folder, step + 1, book, model, optimizers, first_bad_step)
+            book.start_clock()
+        if stop:
+            os._exit(128 + stop)  # all ranks stop here
     if world.rank == 0 and (hp.save_checkpoint or args.checkpoint_every):
         save_model(folder / "model.safetensors", model, hp)
     book.result()
     return book.validations[-1]
 
-def train(args: argparse.Namespace, hp: Hyperparameters) -> None:
+
+def check_inputs(args, hp):
+    """Raises InputError for what can't be trained, before anything slow begins."""
     if args.device == "cuda":
-        check_gpus()  # before the data is looked at
+        check_gpus()
     check_hyperparameters(hp, int(os.environ.get("WORLD_SIZE", 1)), args.device)
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # one look at the data a machine
-        check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size, "--num_iterations")
-        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size, "--val_tokens")
-        if args.checkpoint_every or hp.save_checkpoint:
-            with naming(f"--checkpoint_dir {args.checkpoint_dir} cannot be made"):
-                Path(args.checkpoint_dir).mkdir(parents=True, exist_ok=True)
-    if args.num_runs > 1 and importlib.util.find_spec("scipy") is None:
-        raise InputError("--num_runs needs scipy; install it with pip install -r tools/requirements.txt")
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # one process per machine reads the files
+    steps, val_steps = hp.num_iterations, hp.val_tokens // hp.val_seq_len
+    check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size, "--num_iterations")
+    check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size, "--val_tokens")
+    if args.checkpoint_every or hp.save_checkpoint:
+        with writing(args.checkpoint_dir):
+            Path(args.checkpoint_dir).mkdir(parents=True, exist_ok=True)
+
+
+def train(args, hp):
+    check_inputs(args, hp)
     world = start_world(args.device)
     resumed = find_checkpoint(args, hp) if args.resume else {}
     hp = fit_to_memory(args, hp, world, resumed)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop_before_training)
+    handle_signals()
     model = build_model(hp, world)
-    begun = time.perf_counter()
+    optimizers = build_optimizers(model, hp)
     compiled, compiler = compile_model(model, hp, world)
-    compile_seconds = time.perf_counter() - begun
-    parts = (model, compiled, compiler, compile_seconds, build_optimizers(model, hp), GradientBuckets(model.parameters()))
-    ends = [run(args, dataclasses.replace(hp, seed=hp.seed + i), world, parts, resumed) for i in range(args.num_runs)]
-    if args.num_runs > 1 and world.rank == 0:  # Student's one-sided test that the mean loss is below the target
-        from scipy import stats
-        losses, times = np.array(ends)[:, 1], np.array(ends)[:, 2] / 1000
-        p = stats.ttest_1samp(losses, hp.target_val_loss, alternative="less").pvalue
-        print(f"{len(losses)} runs: val_loss {losses.mean():.4f}, standard deviation {losses.std(ddof=1):.4f}, p-value of "
-              f"being below {hp.target_val_loss} {p:.2g}; training time {times.mean():.2f} s, {times.std(ddof=1):.2f}")
+    parts = (model, compiled, compiler, optimizers, GradientBuckets(model.parameters()))
+    losses = []
+    for i in range(args.num_runs):
+        hp_of_run = dataclasses.replace(hp, seed=hp.seed + i)
+        _, val_loss, _ = run(args, hp_of_run, world, parts, resumed)
+        losses.append(val_loss)
+    if len(losses) > 1 and world.rank == 0:
+        mean, std = statistics.mean(losses), statistics.stdev(losses)
+        print(f"{len(losses)} runs: val_loss {mean:.4f}, standard deviation {std:.4f}")
     if world.size > 1:
         dist.destroy_process_group()
 
-def main(argv: list[str]) -> int:
+
+def main(argv):
+    """Returns the exit status: 0, 2 after a user error, 1 after losing another process."""
+    name = f"rank {os.environ.get('RANK', 0)}"
     try:
         train(*parse_arguments(argv))
+        return 0
+    except (RankError, OSError) as e:
+        message = str(e)
     except InputError as e:
-        if e.one_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once a machine is enough
-            print(f"error: {e}", file=sys.stderr, flush=True)
-        return 2
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return 2  # every rank raises it; one prints it
+        message = str(e)
     except torch.OutOfMemoryError:
-        print(f"error: rank {os.environ.get('RANK', 0)}: the GPU's memory is full; give half the --train_seq_len (a step "
-              "keeps its tokens), or where validation is too much, half the --val_seq_len", file=sys.stderr, flush=True)
-        return 2
+        message = f"{name}: the GPU's memory is full; halve --train_seq_len (or --val_seq_len)"
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
-        print(f"error: rank {os.environ.get('RANK')} lost another process, whose own error counts "
-              f"({str(e).splitlines()[0][-80:]})", file=sys.stderr, flush=True)
+        print(f"error: {name} lost another process, whose error counts", file=sys.stderr, flush=True)
         return 1
-    return 0
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 2
+
 
 if __name__ == "__main__":
-    if code := main(sys.argv[1:]):
-        sys.stdout = None  # all it took is written; what a full disk did not take, Python would try again and fail
-    sys.exit(code)
+    status = main(sys.argv[1:])
+    if status != 0:
+        sys.stdout = None  # if the disk is full, Python can't flush it and would print a second error
+    sys.exit(status)
