@@ -82,6 +82,7 @@ import threading
 import uuid
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 
 if __name__ == "__main__" and codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
@@ -360,14 +361,11 @@ def norm(x: Tensor) -> Tensor:
 
 
 class CastedLinear(nn.Linear):
-    """A linear layer without bias. Weights (out, in) are float32 and cast to the dtype of x."""
+    """A linear layer without bias. Weights (out, in) are float32 and cast to the dtype of x.
+    GPT.init_weights sets their initial values."""
 
     def __init__(self, in_features, out_features):
         super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self):
-        bound = 3**0.5 * 0.5 * self.in_features**-0.5  # standard deviation 0.5 / sqrt(in)
-        nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         return F.linear(x, self.weight.type_as(x))
@@ -504,12 +502,9 @@ class CausalSelfAttention(nn.Module):
         self.head_dim = hp.head_dim
         self.rotary = rotary
         hdim = hp.num_heads * hp.head_dim
-        bound = 3**0.5 * 0.5 * hp.model_dim**-0.5
-        qkv_w = torch.empty(3, hdim, hp.model_dim).uniform_(-bound, bound)
-        self.qkv_w = nn.Parameter(qkv_w)  # Q, K and V in one matmul
+        self.qkv_w = nn.Parameter(torch.empty(3, hdim, hp.model_dim))  # Q, K and V in one matmul
         self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
         self.c_proj = CastedLinear(hdim, hp.model_dim)
-        self.c_proj.weight.data.zero_()
 
     def forward(self, x, ve, mask, seq_len):  # x (1, T, C), ve (T, H * D) or None -> (1, T, C)
         heads = (self.num_heads, self.head_dim)
@@ -531,7 +526,6 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = CastedLinear(dim, 4 * dim)
         self.c_proj = CastedLinear(4 * dim, dim)
-        self.c_proj.weight.data.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_fc(x)
@@ -586,7 +580,23 @@ class GPT(nn.Module):
         if hp.num_layers > 1:
             self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
         self.lm_head = CastedLinear(hp.model_dim, hp.padded_vocab_size)
-        self.lm_head.weight.data.zero_()
+        self.init_weights(hp.seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed):
+        """Sets the initial values of all matrices. Each has a random generator of its own, keyed by
+        the seed and its name, so that a new parameter changes no other one's values. Scalars keep the
+        values that they are created with."""
+        for name, p in self.named_parameters():
+            key = zlib.crc32(f"{seed} {name}".encode())
+            rng = torch.Generator().manual_seed(key)
+            if "embed" in name:
+                p.normal_(generator=rng)
+            elif name.endswith(("c_proj.weight", "lm_head.weight")):
+                p.zero_()
+            elif p.ndim >= 2:
+                bound = 3**0.5 * 0.5 * p.size(-1) ** -0.5  # standard deviation 0.5 / sqrt(in)
+                p.uniform_(-bound, bound, generator=rng)
 
     def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
         """Returns a mask for each layer: the long window or half of it."""
