@@ -1284,11 +1284,13 @@ def compile_problem(model, compiled, hp, world):
     except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
         model.zero_grad()
         losses_and_gradients(model, model, hp, world)  # if the model is at fault, this fails, too
-        found = re.search(r".*(?:[Ee]rror|No such|No space|noexec|not found).*", str(e))
-        reason = found[0].strip()[:200] if found else type(e).__name__
+        text = str(e)
+        output = text.partition("Output:\n")[2] or text  # of the compiler, if it ran
+        lines = [line for line in output.splitlines() if "error" in line] + text.splitlines()
         return (
-            f"compilation failed ({reason}); it needs {CXX} or another compiler in CXX, Python's headers "
-            "and openssl (apt install g++ python3-dev openssl), and space in TORCHINDUCTOR_CACHE_DIR"
+            f"{lines[0].strip()[:200]}; compiling needs a C++ compiler ({CXX}), Python's headers and "
+            "openssl (Debian, Ubuntu: apt install g++ python3-dev openssl), free disk space, and a "
+            "TORCHINDUCTOR_CACHE_DIR that can be written and isn't mounted noexec"
         )
     finally:
         model.zero_grad()
