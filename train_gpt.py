@@ -1761,6 +1761,7 @@ def check_inputs(args, hp):
 
 
 def train(args, hp):
+    """Trains --num_runs times. Returns the model of the last run."""
     check_inputs(args, hp)
     world = start_world(args.device)
     resumed = find_checkpoint(args, hp) if args.resume else {}
@@ -1780,13 +1781,17 @@ def train(args, hp):
         print(f"{len(losses)} runs: val_loss {mean:.4f}, standard deviation {std:.4f}")
     if world.size > 1:
         dist.destroy_process_group()
+    return model
 
 
-def main(argv):
-    """Returns the exit status: 0, 2 after a user error, 1 after losing another process."""
+def main(argv, after_training=None):
+    """Returns the exit status: 0, 2 after a user error, 1 after losing another process.
+    On success, it first calls after_training(model)."""
     name = f"rank {os.environ.get('RANK', 0)}"
     try:
-        train(*parse_arguments(argv))
+        model = train(*parse_arguments(argv))
+        if after_training is not None:
+            after_training(model)
         return 0
     except (RankError, OSError) as e:
         message = str(e)
