@@ -106,7 +106,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-warnings.filterwarnings("ignore", message=r"(?s).*CUDA (initialization|capability)")  # see check_gpus
+# check_gpus says in one line what these warnings say in many
+warnings.filterwarnings("ignore", message=r"\s*(CUDA initialization|Found GPU)")
 
 BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence lengths
 
@@ -697,9 +698,9 @@ def global_batches(pattern, batch_size):
             yield file, start
 
 
-def check_shards(pattern, batch_size, steps, vocab_size, option):
+def check_shards(pattern, batch_size, steps, vocab_size, option="--num_iterations"):
     """Reads everything that the run will read. Raises InputError now rather than hours later.
-    `option` is the one that asks for fewer batches."""
+    `option` is the one to lower if there are too few."""
     batches = list(itertools.islice(global_batches(pattern, batch_size), steps))
     if len(batches) < steps:
         raise InputError(
@@ -870,8 +871,10 @@ def check_hyperparameters(hp, world_size, device="cpu"):
         2 * hp.num_value_embeds <= hp.num_layers,
         f"--num_value_embeds {hp.num_value_embeds}: at most half of --num_layers {hp.num_layers}",
     )
-    for i in hp.attn_free_layers + hp.long_window_layers:
-        require(0 <= i < hp.num_layers, f"there is no layer {i}: --num_layers is {hp.num_layers}")
+    for name in ("attn_free_layers", "long_window_layers"):
+        for i in getattr(hp, name):
+            valid = 0 <= i < hp.num_layers
+            require(valid, f"--{name}: there is no layer {i}, as --num_layers is {hp.num_layers}")
     if device == "cuda":
         require(hp.head_dim >= 16, f"--head_dim {hp.head_dim}: FlexAttention needs at least 16")
         fp8_fits = hp.model_dim % 16 == 0 or not uses_fp8(hp)
@@ -1015,7 +1018,7 @@ def check_gpus():
     build = f"PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"
     require(
         torch.cuda.is_available(),
-        f"{build} can't use a GPU of this machine: check the driver with nvidia-smi, install a build "
+        f"--device cuda: {build} can't use a GPU of this machine; check the driver with nvidia-smi, install a build "
         "for it (https://pytorch.org/get-started/locally), or use --device cpu",
     )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -1684,6 +1687,9 @@ def start_run(args, hp, world, parts, resumed):
     """Starts the log, warms up, and loads the checkpoint of a resumed run."""
     model, compiled, compiler, optimizers, buckets = parts
     book = Logbook(args.log_dir, hp, world, resumed, compiler)
+    usual = TRACKS[hp.track].train_seq_len
+    if hp.train_seq_len != usual and not resumed:
+        book.write(f"train_seq_len {hp.train_seq_len} (track: {usual}), with the same tokens per step")
     start = time.perf_counter()
     warm_up(compiled, optimizers, buckets, hp, world)
     seconds = time.perf_counter() - start
@@ -1753,7 +1759,7 @@ def check_inputs(args, hp):
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return  # one process per machine reads the files
     steps, val_steps = hp.num_iterations, hp.val_tokens // hp.val_seq_len
-    check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size, "--num_iterations")
+    check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size)
     check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size, "--val_tokens")
     if args.checkpoint_every or hp.save_checkpoint:
         with writing(args.checkpoint_dir):

@@ -9,13 +9,13 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "training"), str(TESTS / "tools")]
 
 import pytest
 
 # A process that compiles, or waits for torchrun, takes longest: these begin, and the short ones fill the gaps.
-LONGEST = ["test_generic_tuning", "test_mini_compiled", "test_wrong_code",
-           "test_the_shakespeare_track_meets_its_target", "test_compiled_run_agrees",
+LONGEST = ["test_mini_meets_its_target", "test_generic_tuning", "test_mini_compiled", "test_wrong_code",
+           "test_compiled_run_agrees",
            "test_compiled_flex_attention_with_our_block_mask", "torchrun", "test_two_nodes", "test_killed_rank"]
 
 

@@ -129,12 +129,11 @@ def tiny_model():
 def test_no_gradient_of_the_check_is_zero():
     model, hp, world = tiny_model()
     train_gpt.randomize(model)
-    losses, gradients = train_gpt.losses_and_gradients(model, model, hp, world)
-    matrices = [name for name, p in model.named_parameters() if p.ndim >= 2]
-    assert sorted(gradients) == sorted(matrices)
-    for name, gradient in gradients.items():
-        assert gradient.isfinite().all() and gradient.norm() > 0, name
-    assert losses.keys() == {"training", "validation"}
+    results = train_gpt.losses_and_gradients(model, model, hp, world)
+    matrices = [f"gradient of {name}" for name, p in model.named_parameters() if p.ndim >= 2]
+    assert sorted(results) == sorted([*matrices, "training loss", "validation loss"])
+    for name, result in results.items():
+        assert result.isfinite().all() and result.norm() > 0, name
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -165,7 +164,7 @@ class Spoiled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("what, says", [("loss", "training loss"), ("validation", "validation loss"),
-                                        ("nan", "training loss of nan"), ("gradient", "gradient of")])
+                                        ("nan", "training loss is off by nan%"), ("gradient", "gradient of")])
 def test_the_check_notices(what, says):
     model, hp, world = tiny_model()
     train_gpt.randomize(model)
@@ -189,10 +188,10 @@ def test_nan_in_one_gradient_alone_is_noticed():
     run.eval = model.eval
 
     def spoiled(*args, **kwargs):
-        losses, gradients = plain(*args, **kwargs)
+        results = plain(*args, **kwargs)
         for handle in run.handles:
             handle.remove()
-        return losses, gradients
+        return results
 
     plain = train_gpt.losses_and_gradients
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -215,14 +214,30 @@ def test_a_parameter_without_a_gradient_is_left_out():
     assert train_gpt.wrong_results(model, model, hp, world) == ""
 
 
-def test_an_unknown_error_is_not_swallowed(monkeypatch):
+def test_an_error_of_the_model_itself_is_not_the_compilers():
+    model, hp, world = tiny_model()
+    model.blocks[0].mlp.c_fc.weight.data = torch.ones(7, 7)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        train_gpt.compile_problem(model, model, hp, world)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("error, quotes", [
+    (RuntimeError("CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nIn file included from x.cpp\n"
+                  "y.h:3:10: fatal error: Python.h: No such file or directory\n"), "y.h:3:10: fatal error: Python.h"),
+    (RuntimeError("CppCompileError: C++ compile error\n\nOutput:\n\n\nSet TORCHDYNAMO_VERBOSE=1"), "CppCompileError"),
+    (RuntimeError("InvalidCxxCompiler: No working C++ compiler found"), "No working C++ compiler found"),
+    (OSError(28, "No space left on device"), "No space left on device")])
+def test_a_compiler_that_fails_is_quoted(error, quotes):
     model, hp, world = tiny_model()
 
-    def broken(*args):
-        raise RuntimeError("shapes cannot be multiplied")
+    class Broken(torch.nn.Module):
+        def forward(self, *args):
+            raise error
 
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        train_gpt.compile_problem(model, broken, hp, world)
+    problem = train_gpt.compile_problem(model, Broken(), hp, world)
+    assert problem.startswith(quotes) or quotes in problem.split(";")[0]
+    assert "apt install g++" in problem and "\n" not in problem
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -22,8 +22,7 @@ def test_official_values():
     assert tuple(HP.long_window_layers) == (0, 4, 7, 11) and tuple(HP.attn_free_layers) == (7,)
     assert HP.train_files == "data/fineweb10B/fineweb_train_*.bin"
     assert HP.val_files == "data/fineweb10B/fineweb_val_*.bin"
-    assert HP.target_val_loss == 3.28 and TRACKS["shakespeare"].target_val_loss == 1.50
-    assert TRACKS["shakespeare"].batch_tokens // TRACKS["shakespeare"].train_seq_len >= 8
+    assert HP.target_val_loss == 3.28 and TRACKS["mini"].target_val_loss == 1.50
 
 
 @pytest.mark.parametrize("step,want", [
@@ -74,7 +73,18 @@ def test_optimizers_and_what_each_trains():
                for g in adam.param_groups)
     matrices = [names[id(p)] for g in muon.param_groups for p in g["params"]]
     assert sorted(matrices) == sorted(n for n, p in model.named_parameters() if "blocks" in n and p.ndim >= 2)
-    assert all(g["lr"] == 0.05 and g["nesterov"] and g["ns_steps"] == 5 for g in muon.param_groups)
+    assert all(g["lr"] == 0.05 and g["ns_steps"] == 5 for g in muon.param_groups)
+
+
+def test_every_parameter_is_in_exactly_one_group():
+    model = GPT(TINY)
+    model.gate = torch.nn.Parameter(torch.zeros(4, 4))  # a matrix outside the blocks
+    with pytest.raises(ValueError, match="gate is in 0 optimizer groups"):
+        build_optimizers(model, TINY)
+    model = GPT(TINY)
+    model.blocks[0].embed = torch.nn.Parameter(torch.zeros(4, 4))  # Muon's and Adam's
+    with pytest.raises(ValueError, match="blocks.0.embed is in 2 optimizer groups"):
+        build_optimizers(model, TINY)
 
 
 def test_schedules_reach_the_optimizers():

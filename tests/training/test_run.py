@@ -23,7 +23,7 @@ from log_parsing import find_hardware
 # A model that takes milliseconds: 8 sequences of 128 tokens a step.
 TINY = dict(num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_value_embeds=1, long_window_layers="0,3",
             max_window=256, train_seq_len=128, batch_tokens=1024, val_seq_len=128, val_tokens=2048, num_iterations=6,
-            val_loss_every=2, warmup_steps=1, sequences_per_pass=2, ngram_rows=64)
+            val_loss_every=2, warmup_steps=1, sequences_per_pass=2)
 
 
 # Until the zero-initialized projections have moved, the loss does not depend on the scale of the residual stream: the
@@ -34,7 +34,7 @@ NO_SCALARS = dict(scalar_lr=0.0)
 
 def options(folder, **changes):
     values = dict(train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin", **TINY) | changes
-    return ["--track", "shakespeare", "--device", "cpu", *(f"--{k}={v}" for k, v in values.items())]
+    return ["--track", "mini", "--device", "cpu", *(f"--{k}={v}" for k, v in values.items())]
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,7 @@ def test_same_seed_same_run_other_seed_other_run(shards, one_process, tmp_path, 
 
 def test_num_runs_are_the_runs_that_each_seed_gives(shards, tmp_path, monkeypatch, capsys):
     """Three counted runs in one process: each bitwise (weights, state, losses) what --seed gives alone, each with a
-    log of its own; then n, mean, deviation and the p-value that scipy gives for the logged losses."""
-    import scipy.stats  # not above: every process that the tests here start would pay for it
+    log of its own; then n, mean and standard deviation of the logged losses."""
     argv = options(shards, warmup_steps=2) + ["--save_checkpoint"]
     (tmp_path / "all").mkdir()
     monkeypatch.chdir(tmp_path / "all")
@@ -157,9 +156,8 @@ def test_num_runs_are_the_runs_that_each_seed_gives(shards, tmp_path, monkeypatc
         losses.append(val_losses(run)[6])
     assert len(set(losses)) == 3
     numbers = [float(x) for x in re.findall(r"\d+\.\d+(?:e-\d+)?|\d+", summary)]
-    p_value = scipy.stats.ttest_1samp(losses, TRACKS["shakespeare"].target_val_loss, alternative="less").pvalue
-    expected = [3, statistics.mean(losses), statistics.stdev(losses), 1.5, p_value]
-    assert numbers[:5] == pytest.approx(expected, rel=0.01, abs=1e-4), summary
+    expected = [3, statistics.mean(losses), statistics.stdev(losses)]
+    assert numbers == pytest.approx(expected, rel=0.01, abs=1e-4), summary
 
 
 def test_shorter_sequences_keep_the_tokens_of_a_step(tmp_path, monkeypatch, shards, capsys):
@@ -173,12 +171,12 @@ def test_shorter_sequences_keep_the_tokens_of_a_step(tmp_path, monkeypatch, shar
     monkeypatch.setattr(train_gpt, "train_step", spy)
     full = options(shards, train_seq_len=256, batch_tokens=2048, num_iterations=2, warmup_steps=0)
     run_here(full, tmp_path / "full", monkeypatch)
-    monkeypatch.setitem(TRACKS, "shakespeare", replace(TRACKS["shakespeare"], train_seq_len=256))
+    monkeypatch.setitem(TRACKS, "mini", replace(TRACKS["mini"], train_seq_len=256))
     log = run_here(full + ["--train_seq_len", "128"], tmp_path / "half", monkeypatch)
     assert [tokens for tokens, _ in seen[:2]] == [tokens for tokens, _ in seen[2:]]
     assert [n for _, n in seen] == [8, 8, 16, 16]
     line = next(line for line in log.split("=" * 100)[2].splitlines() if line.startswith("train_seq_len 128"))
-    assert "16 sequences" in line and "2048 tokens" in line and line in capsys.readouterr().out
+    assert "same tokens per step" in line and line in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------- machines
@@ -214,7 +212,7 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(train_gpt, "train", full)
     assert train_gpt.main([]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: rank 0: the GPU's memory is full; give half the --train_seq_len") and error.count("\n") == 1
+    assert error.startswith("error: rank 0: the GPU's memory is full; halve --train_seq_len") and error.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------- warm-up
@@ -243,7 +241,7 @@ def assert_identical(a, b, where="state"):
 
 def check_warm_up(rank, world_size):
     world = World(rank, world_size, torch.device("cpu"))
-    hp = replace(TRACKS["shakespeare"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3))
+    hp = replace(TRACKS["mini"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3))
     tokens = torch.randint(0, 257, (3, 1024 // world_size + 1), generator=torch.Generator().manual_seed(rank))
     after = []
     for warm in (True, False):
@@ -274,7 +272,7 @@ def test_warm_up_leaves_no_trace_on_two_processes(tmp_path):
 def test_warm_up_trains_and_validates_whatever_the_lengths(monkeypatch):
     """Also where a step has as many tokens as a validation sequence: both graphs are needed once the clock runs."""
     world, calls = World(0, 1, torch.device("cpu")), []
-    hp = replace(TRACKS["shakespeare"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3, val_seq_len=1024))
+    hp = replace(TRACKS["mini"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3, val_seq_len=1024))
     assert hp.val_seq_len == hp.batch_tokens // world.size
     for name in ("train_step", "evaluate"):
         plain = getattr(train_gpt, name)
@@ -361,16 +359,19 @@ def test_target_not_met_and_a_word_level_track(shards, tmp_path, monkeypatch, ca
     assert "not met" in verdict and "bits per byte" not in verdict
 
 
-def test_terminal_shows_a_bar_instead_of_steps(shards, tmp_path, monkeypatch, capsys):
+def test_a_step_replaces_the_one_before_on_a_terminal(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     log = run_here(options(shards), tmp_path, monkeypatch)
-    out, err = capsys.readouterr()
-    shown = re.split(r"[\r\n]", out + err)
-    assert re.search(r"^step:6/6 train_time", log, re.M)
-    assert not any(re.match(r"step:\d+/6 train_time", s) for s in shown)
-    assert list(val_losses("\n".join(shown))) == [0, 2, 4, 6] and any(s.startswith("target") for s in shown)
-    bars = [s for s in shown if "6/6" in s and "loss" in s]
-    assert any(re.search(r"loss \d+\.\d+", s) for s in bars), shown[-10:]
+    out = capsys.readouterr().out
+    assert re.search(r"^step:6/6 train_time", log, re.M) and "\r" not in log
+    screen = []  # what a terminal shows in the end
+    for line in out.split("\n"):
+        screen.append("")
+        for text in line.split("\r"):
+            screen[-1] = text + screen[-1][len(text):]
+    assert not any(re.match(r"step:\d+/6 train_time", line) for line in screen)
+    assert list(val_losses("\n".join(screen))) == [0, 2, 4, 6]
+    assert [line.rstrip() for line in screen if "val_loss:" in line] == re.findall(r"^step.*val_loss:.*", log, re.M)
 
 
 def test_the_log_can_be_run_again(shards, tmp_path, monkeypatch):
@@ -396,12 +397,25 @@ def test_help_lists_every_field_with_type_and_default(capsys):
         entry = out.split(f"hyperparameters", 1)[1].split(f"--{name} ", 1)[1].split(" --", 1)[0]
         assert shown in entry, f"{name}: {entry}"
         assert (field.type.__name__ in entry) or isinstance(default, tuple), f"{name}: {entry}"
-        # what it means is written once, as the comment beside it: without one, the field has no entry here
-        (line,) = [s for s in SCRIPT.read_text().splitlines() if re.match(rf"    {name}: ", s)]
-        assert "  # " in line and line.split("  # ")[1].split()[0] in entry, line
-        assert line.split("  # ")[1] in entry or "-" in line, f"{name}: {entry}"
+        help = " ".join(field.metadata["help"].split())  # a field without one fails here
+        assert help and help in entry, f"{name}: {entry}"
     for flag in ("--track", "--device", "--log_dir"):
         assert flag in out
+
+
+def test_a_new_field_just_works(tmp_path):
+    """Somebody adds weight_decay to a copy of the file, without a help text."""
+    source = SCRIPT.read_text()
+    field = '    seed: int = setting(0, "seed of the initial weights")\n'
+    assert field in source
+    script = tmp_path / "changed.py"
+    script.write_text(source.replace(field, field + "    weight_decay: float = 0.0\n"))
+    program = ("import changed, sys; hp = changed.parse_arguments(sys.argv[1:])[1]; "
+               "changed.check_hyperparameters(hp, 1); print(hp.weight_decay)")
+    for argv, value in (([], "0.0"), (["--weight_decay", "0.1"], "0.1")):
+        done = subprocess.run([sys.executable, "-c", program, "--track", "mini", *argv], cwd=tmp_path,
+                              capture_output=True, text=True)
+        assert done.stdout.split() == [value], done.stderr
 
 
 def test_every_field_is_an_option():
@@ -410,7 +424,7 @@ def test_every_field_is_an_option():
     _, hp = train_gpt.parse_arguments(argv)
     assert hp == replace(TRACKS["fineweb"], num_iterations=7, muon_lr=0.125, fp8=False, save_checkpoint=True,
                          attn_free_layers=(1, 2), train_files="x_*.bin")
-    assert train_gpt.parse_arguments(["--track", "shakespeare"])[1] == TRACKS["shakespeare"]
+    assert train_gpt.parse_arguments(["--track", "mini"])[1] == TRACKS["mini"]
     if not torch.cuda.is_available():
         assert train_gpt.parse_arguments([])[1] == TRACKS["mini"]
 
@@ -434,10 +448,6 @@ BAD_OPTIONS = {  # name: (what is changed, what the line must say)
     "attention-free layer that is not there": (dict(attn_free_layers="9"), "attn_free_layers"),
     "more value embeddings than layers": (dict(num_value_embeds=3), "num_value_embeds"),
     "head size": (dict(head_dim=30), "head_dim"),
-    "n-gram tables that do not fill the channels": (dict(max_ngram=4), "max_ngram"),
-    "n-grams longer than a block": (dict(max_ngram=129, model_dim=128), "max_ngram"),
-    "no rows": (dict(ngram_rows=0), "ngram_rows"),
-    "too many rows": (dict(ngram_rows=2**31 + 1), "ngram_rows"),
     "end-of-text outside the vocabulary": (dict(eot_token=257), "eot_token"),
     "no window": (dict(max_window=0), "max_window"),
     "cooldown beyond the run": (dict(cooldown_frac=1.5), "cooldown_frac"),
@@ -505,7 +515,7 @@ def test_bad_shard_is_one_line(kind, shards, tmp_path, monkeypatch, capsys):
 def test_unwritable_log_folder_is_one_line(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    assert_one_line(*refused(options(shards) + ["--log_dir", "file"], capsys), "log_dir", tmp_path)
+    assert_one_line(*refused(options(shards) + ["--log_dir", "file"], capsys), "can't write file/", tmp_path)
 
 
 def test_world_size_that_does_not_divide_says_which_do(shards, tmp_path, monkeypatch, capsys):
@@ -521,14 +531,13 @@ def test_non_finite_loss_stops_the_run(shards, tmp_path, monkeypatch, capsys):
     argv = options(shards, head_lr=3e38, val_loss_every=0)
     assert train_gpt.main(argv) == 2
     out, err = capsys.readouterr()
-    # of 3e38, as the learning rate is the one setting of the kind that was changed
-    assert re.fullmatch(r"error: step [12], rank 0: .*\((nan|inf)\); lower --head_lr 3e\+38\n", err), err
+    assert re.fullmatch(r"error: step [12]: the loss is not finite. If you raised a learning rate, lower it.*\n", err), err
     assert "step:6/6" not in out and "target" not in out
 
 
 def test_a_bad_input_as_a_subprocess(tmp_path):
     """The real exit code, and nothing but the line, even without data in sight."""
-    done = run_script(["--track", "shakespeare", "--train_files", "nothing_*.bin"], tmp_path)
+    done = run_script(["--track", "mini", "--train_files", "nothing_*.bin"], tmp_path)
     assert done.returncode == 2
     assert done.stdout == "" and re.fullmatch(r"error: .*nothing_\*\.bin.*data/shakespeare\.py.*\n", done.stderr)
     assert list(tmp_path.iterdir()) == []
@@ -554,13 +563,13 @@ def shakespeare():
     return folder
 
 
-def test_the_shakespeare_track_meets_its_target(shakespeare, tmp_path):
-    """The whole track through torch.compile, as a newcomer runs it: from ln 384 to about 1.495 (its seeds differ by
-    about 0.002; the bound leaves room for other CPUs' rounding)."""
-    hp = TRACKS["shakespeare"]
-    done = run_script(["--track", "shakespeare", "--device", "cpu", "--val_loss_every", hp.num_iterations], tmp_path,
-                      TORCH_COMPILE_DISABLE="0")
+def test_mini_meets_its_target(shakespeare, tmp_path):
+    """The default run, compiled, as a newcomer starts it. Losses of different seeds differ by about 0.003; the
+    bound leaves room for the rounding of other CPUs."""
+    hp = TRACKS["mini"]
+    done = run_script(["--track", "mini", "--device", "cpu"], tmp_path, TORCH_COMPILE_DISABLE="0")
     assert done.returncode == 0, done.stderr[-3000:]
     losses = val_losses(done.stdout)
     assert losses[0] == pytest.approx(math.log(384), abs=2e-4)
     assert losses[hp.num_iterations] < hp.target_val_loss + 0.005, losses
+    assert len(losses) == 12  # a record needs at least eight after step 0

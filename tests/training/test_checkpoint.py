@@ -27,14 +27,14 @@ from util import ROOT, env, forkserver, free_port, random_tokens, rank_env, read
 STEPS, EVERY = 12, 3  # of a run, and from one checkpoint to the next
 TINY = dict(num_layers=4, num_heads=2, head_dim=16, model_dim=32, num_value_embeds=1, long_window_layers="0,3",
             max_window=256, train_seq_len=128, batch_tokens=512, val_seq_len=128, val_tokens=512, num_iterations=STEPS,
-            val_loss_every=4, warmup_steps=0, sequences_per_pass=2, ngram_rows=64)
+            val_loss_every=4, warmup_steps=0, sequences_per_pass=2)
 IN_FLOAT32 = dict(scalar_lr=0.0)  # with float32(): runs on other numbers of processes agree (see test_run.py)
 
 
 def options(folder, *more, **changes):
     values = dict(train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin",
                   muon_beta2=0.9, **TINY) | changes  # NorMuon: the optimizer with the most to keep
-    return ["--track", "shakespeare", "--device", "cpu", "--checkpoint_every", str(EVERY), *more,
+    return ["--track", "mini", "--device", "cpu", "--checkpoint_every", str(EVERY), *more,
             *(f"--{k}={v}" for k, v in values.items())]
 
 
@@ -337,7 +337,6 @@ def test_kill_9_at_20_random_moments(shards, tmp_path_factory, capsys):
                 writing += bool(list(folder.rglob("*.tmp")))
                 for file in checkpoints(folder).values():  # one that is there is whole
                     train_gpt.read_checkpoint(str(file), "")
-                assert "warning" not in capsys.readouterr().err
         if not checkpoints(folder):  # it had not come to the first one: there is nothing to resume
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(folder / "logs", ignore_errors=True)
@@ -479,7 +478,7 @@ def exit_self(_):
 def test_other_hyperparameters_are_listed(shards, stopped):
     before = contents(stopped)
     job = resume(shards, stopped, muon_lr=0.125, head_lr=0.5)
-    before_lr = train_gpt.TRACKS["shakespeare"].muon_lr
+    before_lr = train_gpt.TRACKS["mini"].muon_lr
     job.fails(f"muon_lr: {before_lr} in the checkpoint, 0.125 now", "head_lr", "0.5", "--resume_force")
     assert "embed_lr" not in job.err
     assert contents(stopped) == before
@@ -554,32 +553,24 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_checkpoint_falls_back_to_the_one_before(kind, shards, stopped, whole, capsys):
+def test_damaged_checkpoint_is_refused(kind, shards, stopped, whole):
+    """The one before it is still there, and can be named."""
     newest = checkpoints(stopped)[6]
     DAMAGE[kind](newest)
     assert not list(stopped.rglob("victim"))
-    if kind in ("a bit flipped in the middle", "cut in half", "hostile, among the rest"):  # all the way
-        warning = resume(shards, stopped).succeeds().err
-        assert re.search(r"^resume: from step 3\b", read_log(stopped), re.M)
+    with pytest.raises(train_gpt.InputError, match=r"step000006\.pt is damaged .*try the one before") as error:
+        train_gpt.read_checkpoint(str(newest.parent), "")
+    assert "\n" not in str(error.value)
+    if kind in ("a bit flipped in the middle", "hostile, among the rest"):  # all the way
+        before = contents(stopped)
+        resume(shards, stopped).fails(r"step000006\.pt is damaged")
+        assert contents(stopped) == before
+        resume(shards, stopped, where=checkpoints(stopped)[3]).succeeds()
         assert_same_run(stopped, whole)
-    else:
-        assert train_gpt.read_checkpoint(str(newest), "")["step"] == 3
-        warning = capsys.readouterr().err
-    assert re.fullmatch(r"warning: .*step000006\.pt .*\n", warning)
-    assert "\x1b" not in warning and "can still be loaded" not in warning  # PyTorch's advice is to trust the file
     assert not list(stopped.rglob("victim")), "the pickle was executed"
 
 
-def test_no_whole_checkpoint_is_one_line(shards, stopped):
-    for path in checkpoints(stopped).values():
-        truncate(path, 0.9)
-    before = contents(stopped)
-    job = resume(shards, stopped).fails("--resume latest", "no whole checkpoint")
-    assert [bool(re.match(r"warning: .*step00000\d\.pt", s)) for s in job.err.splitlines()] == [True, True, False]
-    assert contents(stopped) == before
-
-
-def test_damage_anywhere_is_noticed_or_harmless(whole, tmp_path, capsys):
+def test_damage_anywhere_is_noticed_or_harmless(whole, tmp_path):
     """Bits flipped and ends cut off at random: either the file is refused, or what is loaded is what was saved."""
     original = checkpoints(whole)[STEPS]
     want, size = train_gpt.read_checkpoint(str(original), ""), original.stat().st_size
@@ -592,7 +583,6 @@ def test_damage_anywhere_is_noticed_or_harmless(whole, tmp_path, capsys):
             assert trial % 2, "a truncated file was taken"
         except train_gpt.InputError:
             refused += 1
-            assert re.fullmatch(r"warning: .*step000012\.pt.*\n", capsys.readouterr().err)
     assert refused > 40
 
 
@@ -605,7 +595,7 @@ def file_size_limit(limit):
 def test_full_disk_for_a_checkpoint(shards, stopped, whole):
     before = contents(stopped / "checkpoints")
     limit = min(map(len, before.values())) - 1000
-    resume(shards, stopped, hook=partial(file_size_limit, limit)).fails("cannot write", r"step000009\.pt")
+    resume(shards, stopped, hook=partial(file_size_limit, limit)).fails("can't write", r"step000009\.pt")
     assert contents(stopped / "checkpoints") == before  # the earlier ones, and nothing half-written
     resume(shards, stopped).succeeds()
     assert_same_run(stopped, whole)
@@ -615,7 +605,7 @@ def test_full_disk_for_the_log(shards, stopped, whole):
     before = contents(stopped / "checkpoints")
     (log,) = (stopped / "logs").iterdir()
     job = resume(shards, stopped, hook=partial(limit_at_step, 7, log))
-    job.fails("cannot write the log", "too large|space")
+    job.fails("can't write logs/", "too large|space")
     assert contents(stopped / "checkpoints") == before
     resume(shards, stopped).succeeds()
     assert_same_run(stopped, whole)
@@ -633,7 +623,7 @@ def test_full_disk_for_the_console(shards, stopped):
         ran = run_script(options(shards, "--save_checkpoint", "--resume", "latest"), stopped, timeout=300, stdout=full,
                          PYTHONUNBUFFERED="")
     assert ran.returncode == 2, ran.stderr
-    assert re.fullmatch(r"error: cannot write to the console \(No space left on device\)\n", ran.stderr)
+    assert re.fullmatch(r"error: .*No space left on device\n", ran.stderr)
     assert contents(stopped / "checkpoints") == before
 
 
@@ -642,7 +632,7 @@ def test_full_disk_for_the_console(shards, stopped):
 def test_unwritable_folder_is_one_line_before_training(option, place, shards, tmp_path):
     (tmp_path / "file").write_text("")
     where = {"a file": "file", "no place for files": "/proc/nosuch"}[place]
-    job = Job(options(shards, "--save_checkpoint") + [option, where], tmp_path).fails(option, where)
+    job = Job(options(shards, "--save_checkpoint") + [option, where], tmp_path).fails(f"can't write {where}")
     assert job.steps() == 0, "found only after training"
 
 
@@ -657,9 +647,9 @@ def poison_gradient(model):
         model.lm_head.weight.register_hook(lambda grad: grad * math.inf)
 
 
-@pytest.mark.parametrize("what, says", [(poison_loss, r"step 8, rank 1\b"), (poison_gradient, r"step 8, rank 0\b")])
-def test_non_finite_stops_with_step_and_rank(what, says, shards, tmp_path):
-    """On the second of two ranks alone: both stop, and the line names it. A gradient is averaged over the ranks, and
+@pytest.mark.parametrize("what, says", [(poison_loss, "step 8: "), (poison_gradient, "step 8: ")])
+def test_non_finite_stops_all_ranks_and_names_the_step(what, says, shards, tmp_path):
+    """On the second of two ranks alone: both stop, and the line names the step. A gradient is averaged over the ranks, and
     spoils the weights of all: the validation after that step shows it."""
     job = Job(options(shards), tmp_path, world_size=2, hook=partial(before_step, 7, what))
     job.fails(says, "not finite")
@@ -686,7 +676,7 @@ def test_non_finite_validation_stops(shards, tmp_path):
 def test_no_checkpoint_of_spoiled_weights(shards, tmp_path):
     """The last update before a checkpoint spoils them, and no loss has shown it yet: the newest one is still good."""
     job = Job(options(shards, val_loss_every=0), tmp_path, hook=partial(before_step, 5, poison_update))
-    job.fails(r"step 6, rank 0\b", "not finite")
+    job.fails("step 6: ", "not finite")
     assert list(checkpoints(tmp_path)) == [3]
     assert train_gpt.read_checkpoint(str(checkpoints(tmp_path)[3]), "")["step"] == 3
 
