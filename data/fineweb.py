@@ -1,16 +1,19 @@
 """
-Shards of GPT-2 tokens from raw text: FineWeb or FineWeb-Edu, streamed from the hub, or your own files.
+Makes shards of GPT-2 tokens from raw text: FineWeb or FineWeb-Edu, streamed from the Hugging Face
+hub, or your own files.
 
-    python data/fineweb.py                                                 # FineWeb's sample of 10B tokens
+    python data/fineweb.py                                                  # FineWeb's 10B sample
     python data/fineweb.py --version fineweb-edu --config sample-100BT --max_tokens 5_000_000_000
     python data/fineweb.py --files "notes/**/*.md" "dumps/*.jsonl" --out data/mine
 
-Every document is preceded by end-of-text (50256). The first shard, fineweb_val_000000.bin, is for validation,
-the others, fineweb_train_000001.bin and so on, for training; documents go on from one shard into the next, and
-the last shard may be shorter. A shard gets its name only when it is complete.
+Each document is preceded by end-of-text (50256). The first shard, fineweb_val_000000.bin, is the
+validation set; the others, fineweb_train_000001.bin and so on, are the training set. A document may
+continue in the next shard, and the last shard may be shorter than the others. A shard is written to
+a temporary file and renamed when it is complete.
 
-Own files are read in the order of their sorted paths: a .jsonl file holds one JSON object a line, whose "text"
-is a document; any other file is one document. The hub's datasets need data/requirements.txt.
+Your own files are read in the order of their sorted paths. A .jsonl file has one JSON object a
+line, and its "text" is a document. Any other file is one document. Streaming from the hub needs
+data/requirements.txt.
 """
 import argparse
 import glob
@@ -36,38 +39,43 @@ from machine import usable_cores
 from shards import ShardError, hub_unreachable, run_script, split_tokens, write_shard
 
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-BATCH = 64  # documents handed to a process at a time
+BATCH = 64  # documents sent to a process at a time
+
 
 # -----------------------------------------------------------------------------
 # Documents
 
 def stream_dataset(version, config):
-    """The texts of a FineWeb dataset, in its order, downloaded while they are read."""
+    """Yields the texts of a FineWeb dataset in its order. They are downloaded while they are read.
+    Raises ShardError."""
     try:
         for row in dataset_rows(version, config):
             yield row["text"]
-    except Exception as e:  # the hub's own errors and its HTTP library's have no base class in common
-        if message := hub_unreachable(e):
+    except Exception as e:  # the hub's and its HTTP library's errors share no base class
+        message = hub_unreachable(e)
+        if message:
             raise ShardError(message) from None
         raise
 
 
 def dataset_rows(version, config):
     try:
-        from datasets import load_dataset  # slow to import, and own files do not need it
+        from datasets import load_dataset  # slow to import, and not needed for your own files
         return load_dataset(DATASETS[version], name=config, split="train", streaming=True)
     except ImportError as e:
         requirements = Path(__file__).resolve().parent / "requirements.txt"
         raise ShardError(f"{e}: run pip install -r {requirements}") from None
-    except ValueError as e:  # the datasets library's answer to an unknown config
+    except ValueError as e:  # raised by the datasets library for an unknown config
         raise ShardError(str(e)) from None
 
 
 def find_files(patterns):
-    """The files that match the glob patterns, each once, sorted. Raises ShardError if a pattern has none."""
+    """Returns the files that match the glob patterns, sorted and without duplicates. Raises
+    ShardError if a pattern matches no file."""
     files = set()
     for pattern in patterns:
-        matches = list(filter(os.path.isfile, glob.glob(os.path.expanduser(pattern), recursive=True)))
+        matches = glob.glob(os.path.expanduser(pattern), recursive=True)
+        matches = [path for path in matches if os.path.isfile(path)]
         if not matches:
             raise ShardError(f"--files: no file matches {pattern}")
         files.update(matches)
@@ -75,18 +83,22 @@ def find_files(patterns):
 
 
 def stream_files(paths):
-    """The texts of own files. Raises ShardError where one is not what its name says."""
+    """Yields the texts of your own files. Raises ShardError for a file that can't be decoded."""
     for path in paths:
         try:
-            with open(path, encoding="utf-8", newline="") as f:  # newline="": no line ending is changed
+            with open(path, encoding="utf-8", newline="") as f:  # newline="": keep line endings
                 if path.endswith(".jsonl"):
-                    for number, line in enumerate(f, start=1):
-                        if line.strip():
-                            yield jsonl_text(line, f"{path}, line {number}")
+                    yield from jsonl_texts(f, path)
                 else:
                     yield f.read()
         except UnicodeDecodeError:
             raise ShardError(f"{path}: not UTF-8 text") from None
+
+
+def jsonl_texts(lines, path):
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield jsonl_text(line, f"{path}, line {number}")
 
 
 def jsonl_text(line, where):
@@ -98,20 +110,27 @@ def jsonl_text(line, where):
         raise ShardError(f'{where}: no string under "text"')
     return row["text"]
 
+
 # -----------------------------------------------------------------------------
-# Tokens, on all cores
+# Tokenizing on all cores
 
 def start_worker():
-    """Load the vocabulary once per process; leave Ctrl-C to the parent, and never outlive it."""
+    """Runs once in each process: loads the vocabulary, ignores Ctrl-C (the parent handles it), and
+    exits when the parent exits."""
     global encoding
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     encoding = gpt2_encoding()
 
 
+def exit_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def encode_documents(texts):
-    """Texts to tokens, (n,) uint16, with EOT before each; "<|endoftext|>" within a text is ordinary text."""
+    """Returns the tokens of the texts, (n,) uint16, with EOT before each text. "<|endoftext|>"
+    inside a text is encoded as ordinary text."""
     tokens = []
     for text in texts:
         tokens.append(EOT)
@@ -120,25 +139,32 @@ def encode_documents(texts):
 
 
 def tokenize(texts, workers):
-    """Stream texts through `workers` processes: yields uint16 arrays, in the texts' order."""
-    # spawn, not fork: the datasets library runs threads, which a forked process must not inherit
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
-    texts, pending = iter(texts), deque()
+    """Tokenizes a stream of texts in `workers` processes. Yields uint16 arrays in the order of the
+    texts. Raises ShardError if a process dies."""
+    # Spawn, because the datasets library runs threads, which don't survive a fork.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, start_worker)
+    max_pending = 4 * workers  # enough to keep all processes busy, and a bound on memory
+    texts = iter(texts)
+    pending = deque()
     try:
         while batch := list(islice(texts, BATCH)):
             pending.append(pool.submit(encode_documents, batch))
-            if len(pending) > 4 * workers:  # enough to keep all busy, and a bound on memory
+            if len(pending) > max_pending:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise ShardError("a tokenizing process died (out of memory?): try fewer --workers") from None
+        raise ShardError(
+            "a tokenizing process died, perhaps out of memory; try fewer --workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def limit(arrays, count, progress):
-    """The first `count` tokens of a stream of arrays (None: all), shown on a progress bar."""
+    """Yields the first `count` tokens of a stream of arrays (all of them if count is None) and
+    updates the progress bar."""
     left = float("inf") if count is None else count
     for array in arrays:
         array = array[:min(left, len(array))]
@@ -148,76 +174,146 @@ def limit(arrays, count, progress):
         if left == 0:
             return
 
+
 # -----------------------------------------------------------------------------
-# Shards
+# The command
 
 def positive_int(text):
-    if (n := int(text)) < 1:
+    n = int(text)
+    if n < 1:
         raise ValueError
     return n
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description="Make GPT-2 token shards from FineWeb or from your own text.")
-    parser.add_argument("--version", choices=DATASETS, default="fineweb",
-                        help="dataset (default: %(default)s)")
-    parser.add_argument("--config", default="sample-10BT", help="its configuration (default: %(default)s)")
-    parser.add_argument("--files", nargs="+", metavar="GLOB",
-                        help="own text or .jsonl files instead, ** for any depth")
-    parser.add_argument("--out", type=Path, metavar="DIR",
-                        help="folder for the shards (default, beside this script: fineweb10B/, "
-                             "fineweb_edu10B/ for fineweb-edu, own_text/ for --files)")
-    parser.add_argument("--shard_size", type=positive_int, default=100_000_000, metavar="N",
-                        help="tokens in a training shard (default: 100M)")
-    parser.add_argument("--val_tokens", type=positive_int, metavar="N",
-                        help="tokens in the validation shard (default: shard_size; for --files a fortieth "
-                             "of their bytes, about a tenth of their tokens, if that is less)")
-    parser.add_argument("--max_tokens", type=positive_int, metavar="N",
-                        help="stop after N tokens (default: at the end)")
-    parser.add_argument("--workers", type=positive_int, default=usable_cores(), metavar="N",
-                        help="processes that tokenize (default: one per core)")
+    parser = argparse.ArgumentParser(
+        description="Make shards of GPT-2 tokens from FineWeb or from your own text."
+    )
+    add = parser.add_argument
+    add(
+        "--version",
+        choices=DATASETS,
+        default="fineweb",
+        help="dataset (default: %(default)s)",
+    )
+    add(
+        "--config",
+        default="sample-10BT",
+        help="configuration of the dataset (default: %(default)s)",
+    )
+    add(
+        "--files",
+        nargs="+",
+        metavar="GLOB",
+        help="use your own text or .jsonl files instead; ** matches folders of any depth",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the shards (default: data/fineweb10B, data/fineweb_edu10B for "
+        "fineweb-edu, data/own_text for --files)",
+    )
+    add(
+        "--shard_size",
+        type=positive_int,
+        default=100_000_000,
+        metavar="N",
+        help="tokens in a training shard (default: 100M)",
+    )
+    add(
+        "--val_tokens",
+        type=positive_int,
+        metavar="N",
+        help="tokens in the validation shard (default: --shard_size; with --files at most a "
+        "fortieth of the bytes, which is about a tenth of the tokens)",
+    )
+    add(
+        "--max_tokens",
+        type=positive_int,
+        metavar="N",
+        help="stop after N tokens (default: no limit)",
+    )
+    add(
+        "--workers",
+        type=positive_int,
+        default=usable_cores(),
+        metavar="N",
+        help="processes that tokenize (default: one per core)",
+    )
     args = parser.parse_args()
     if args.out is None:
-        folder = "own_text" if args.files else args.version.replace("-", "_") + "10B"
-        args.out = Path(__file__).resolve().parent / folder
+        args.out = default_folder(args)
     return args
+
+
+def default_folder(args):
+    if args.files:
+        name = "own_text"
+    else:
+        name = args.version.replace("-", "_") + "10B"
+    return Path(__file__).resolve().parent / name
+
+
+def open_texts(args):
+    """Returns (texts, number of validation tokens)."""
+    if not args.files:
+        print(f"streaming {DATASETS[args.version]}, config {args.config}")
+        return stream_dataset(args.version, args.config), args.val_tokens or args.shard_size
+    paths = find_files(args.files)
+    size = sum(os.path.getsize(path) for path in paths)
+    print(f"{len(paths)} file(s), {size:,} bytes")
+    # English has about four bytes a token, so a fortieth of the bytes is a tenth of the tokens.
+    val_tokens = max(1, min(args.shard_size, size // 40))
+    return stream_files(paths), args.val_tokens or val_tokens
+
+
+def write_shards(shards, val_tokens, out):
+    """Writes a stream of token arrays, the validation shard first. Returns (number of tokens,
+    number of shards). Raises ShardError if there is no training data, before writing anything."""
+    val = next(shards, ())
+    train = next(shards, None)
+    if train is None:
+        raise ShardError(
+            f"the text has {len(val):,} tokens, no more than the {val_tokens:,} for validation; "
+            "add text or lower --val_tokens"
+        )
+    total = 0
+    count = 0
+    for tokens in chain([val, train], shards):
+        split = "val" if count == 0 else "train"
+        path = out / f"fineweb_{split}_{count:06d}.bin"
+        write_shard(path, tokens)
+        tqdm.write(f"{path}: {len(tokens):,} tokens")
+        total += len(tokens)
+        count += 1
+    return total, count
 
 
 def main():
     args = parse_arguments()
-    # shards of two runs in one folder would train as one dataset
-    if there := sorted(args.out.glob("fineweb_*_*.bin")):
-        raise ShardError(f"{args.out} holds shards already ({there[0].name}...): "
-                         f"remove them, or choose another --out")
-    val_tokens = args.val_tokens or args.shard_size
-    if args.files:
-        paths = find_files(args.files)
-        size = sum(os.path.getsize(path) for path in paths)
-        print(f"{len(paths)} file(s), {size:,} bytes")
-        # English is about four bytes a token
-        val_tokens = args.val_tokens or max(1, min(args.shard_size, size // 40))
-        texts = stream_files(paths)
-    else:
-        print(f"streaming {DATASETS[args.version]}, config {args.config}")
-        texts = stream_dataset(args.version, args.config)
-    fetch_vocabulary()  # here, once, not in every process
+    # Shards of two runs in one folder would be read as one dataset.
+    existing = sorted(args.out.glob("fineweb_*_*.bin"))
+    if existing:
+        raise ShardError(
+            f"{args.out} already has shards ({existing[0].name}...); delete them or choose "
+            "another --out"
+        )
+    texts, val_tokens = open_texts(args)
+    fetch_vocabulary()  # once, before the worker processes load it
 
     start = time.perf_counter()
-    progress = tqdm(total=args.max_tokens, unit=" tokens", unit_scale=True, disable=not sys.stderr.isatty())
+    progress = tqdm(
+        total=args.max_tokens,
+        unit=" tokens",
+        unit_scale=True,
+        disable=not sys.stderr.isatty(),
+    )
     arrays = limit(tokenize(texts, args.workers), args.max_tokens, progress)
     shards = split_tokens(arrays, val_tokens, args.shard_size)
-    val, train = next(shards, ()), next(shards, None)
-    if train is None:  # known before anything is written
-        raise ShardError(f"the text has {len(val):,} tokens, none beyond the {val_tokens:,} for validation: "
-                         f"give more text, or fewer --val_tokens")
-    total = 0
-    for i, tokens in enumerate(chain([val, train], shards)):
-        path = args.out / f"fineweb_{'train' if i else 'val'}_{i:06d}.bin"
-        write_shard(path, tokens)
-        total += len(tokens)
-        tqdm.write(f"{path}: {len(tokens):,} tokens")
+    total, count = write_shards(shards, val_tokens, args.out)
     progress.close()
-    print(f"{total:,} tokens in {i + 1} shards, {time.perf_counter() - start:.1f} s")
+    print(f"{total:,} tokens in {count} shards, {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":

