@@ -1,67 +1,125 @@
 """
-Continuations from a checkpoint, streamed as they come.
+Samples text from a saved model and prints it as it is generated.
 
-    python evals/sample.py CHECKPOINT --prompt "To be, or not to be" --n 3 --max_tokens 200
-    python evals/sample.py gpt2-xl        # OpenAI's weights, from the hub
+    python evals/sample.py MODEL --prompt "To be, or not to be" --n 3 --max_tokens 200
+    python evals/sample.py gpt2-xl        # OpenAI's weights, from the Hugging Face hub
 
-CHECKPOINT is the model.safetensors of train_gpt.py or of the baseline. All n continuations are decoded together, as
-one batch; the first is shown token by token, the others when they are complete. Each begins after an end-of-text
-token and ends at the next one, or after max_tokens.
+MODEL is a model.safetensors of train_gpt.py or of the baseline, the folder of one, or OpenAI's
+gpt2, gpt2-medium, gpt2-large or gpt2-xl. All n texts are generated together, as one batch. The
+first one is printed token by token, the others when they are complete. A text starts after an
+end-of-text token and ends at the next one or after max_tokens.
 """
 import argparse
 import codecs
 import sys
 
-from models import InputError, generate, load  # before torch: it sets OpenMP
+# before torch, because models sets OpenMP's variables and the path to tools/
+from models import InputError, check_device, generate, load
 from machine import readable, show_any_text
 
 import torch
 
 
 def printable(text: str) -> str:
-    """Control characters, which a byte-level model may emit, must not reach the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Replaces control characters, which a byte-level model may generate, for the terminal."""
+    shown = []
+    for character in text:
+        if character.isprintable() or character in "\n\t":
+            shown.append(character)
+        else:
+            shown.append("\N{REPLACEMENT CHARACTER}")
+    return "".join(shown)
+
+
+class Text:
+    """A text that grows token by token."""
+
+    def __init__(self, prompt: str):
+        self.text = prompt
+        self.ended = False
+        # A character may consist of several tokens. It is decoded when its last byte has come.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, content: bytes) -> str:
+        """Adds the bytes of a token. Returns the new characters."""
+        piece = printable(self.decoder.decode(content))
+        self.text += piece
+        return piece
+
+    def finish(self) -> str:
+        """Ends the text. Returns a replacement character if the last character is incomplete."""
+        piece = self.decoder.decode(b"", final=True)
+        self.text += piece
+        return piece
+
+
+def parse_arguments():
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(
+        description="Sample text from a saved model.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("model", help="a model.safetensors, its folder, or gpt2, gpt2-medium, ...")
+    add("--prompt", type=readable, default="Hello, I'm a language model,",
+        help="beginning of each text; default: %(default)r")
+    add("--n", type=int, default=5, help="number of texts; default: %(default)s")
+    add("--max_tokens", type=int, default=100, help="new tokens a text; default: %(default)s")
+    add("--temperature", type=float, default=1.0,
+        help="lower is less random, 0 is greedy; default: %(default)s")
+    add("--top_k", type=int, default=50,
+        help="sample from the k most likely tokens, 0 for all; default: %(default)s")
+    add("--seed", type=int, default=42, help="random seed; default: %(default)s")
+    add("--device", default=default_device, choices=["cpu", "cuda"])
+    add("--offline", action="store_true",
+        help="don't download anything; stop if a file is not on this machine")
+    args = parser.parse_args()
+    for name, least in (("n", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 0)):
+        value = getattr(args, name)
+        if not least <= value < float("inf"):
+            raise InputError(f"--{name} must be at least {least}, not {value}")
+    check_device(args.device)
+    return args
+
+
+def print_texts(texts: list[Text], checkpoint, steps):
+    """Prints the texts while they are generated.
+
+    steps: yields the next token of each text, (n,) int64.
+    """
+    n = len(texts)
+    first = texts[0]
+    if n > 1:
+        print(f"[1/{n}] ", end="")
+    print(first.text, end="", flush=True)
+    for tokens in steps:
+        for text, token in zip(texts, tokens.tolist()):
+            if token == checkpoint.eot:
+                text.ended = True
+            if text.ended:
+                continue
+            piece = text.add(checkpoint.token_bytes(token))
+            if text is first:
+                print(piece, end="", flush=True)
+        if all(text.ended for text in texts):
+            break
+    print(first.finish())
+    for i, text in enumerate(texts[1:], start=2):
+        text.finish()
+        print(f"\n[{i}/{n}] {text.text}")
 
 
 def main():
     show_any_text()
-    parser = argparse.ArgumentParser(description="Continuations from a checkpoint.", allow_abbrev=False)
-    parser.add_argument("checkpoint", help="a model.safetensors, its folder, or gpt2, gpt2-medium, ...")
-    parser.add_argument("--prompt", type=readable, default="Hello, I'm a language model,", help="default: %(default)r")
-    parser.add_argument("--n", type=int, default=5, help="continuations; default: %(default)s")
-    parser.add_argument("--max_tokens", type=int, default=100, help="of each; default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy; default: %(default)s")
-    parser.add_argument("--top_k", type=int, default=50, help="0: all tokens; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=42, help="default: %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    args = parser.parse_args()
-    for name, least in (("n", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 0)):
-        if not least <= getattr(args, name) < float("inf"):
-            raise InputError(f"--{name} must be at least {least}, not {getattr(args, name)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
-
-    checkpoint = load(args.checkpoint, args.device)
-    prompt = torch.tensor([[checkpoint.eot, *checkpoint.encode(args.prompt)]] * args.n, device=args.device)
+    args = parse_arguments()
+    checkpoint = load(args.model, args.device, args.offline)
+    prompt = [checkpoint.eot, *checkpoint.encode(args.prompt)]
+    prompts = torch.tensor([prompt] * args.n, device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    # a character may be spread over several tokens: it is shown when its last byte is there
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(args.n)]
-    texts, going = [args.prompt] * args.n, [True] * args.n
-    print(f"[1/{args.n}] {args.prompt}", end="", flush=True)
-    for tokens in generate(checkpoint, prompt, args.max_tokens, args.temperature, args.top_k, generator):
-        for i, token in enumerate(tokens.tolist()):
-            going[i] = going[i] and token != checkpoint.eot
-            if going[i]:
-                piece = printable(decoders[i].decode(checkpoint.token_bytes(token)))
-                texts[i] += piece
-                if i == 0:
-                    print(piece, end="", flush=True)
-        if not any(going):
-            break
-    tails = [decoder.decode(b"", final=True) for decoder in decoders]  # a character cut off by max_tokens
-    print(tails[0])
-    for i in range(1, args.n):
-        print(f"\n[{i + 1}/{args.n}] {texts[i]}{tails[i]}")
+    steps = generate(
+        checkpoint, prompts, args.max_tokens, args.temperature, args.top_k, generator
+    )
+    texts = [Text(args.prompt) for _ in range(args.n)]
+    print_texts(texts, checkpoint, steps)
 
 
 if __name__ == "__main__":
@@ -70,3 +128,6 @@ if __name__ == "__main__":
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print()
+        sys.exit(130)
