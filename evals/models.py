@@ -247,15 +247,13 @@ def remove_ngram_settings(values: dict, where: str):
 
 
 def has_type(value, kind) -> bool:
-    """Whether a value read from JSON can be a dataclass field's: bool, int, float, str or a tuple
-    of int."""
-    if isinstance(value, tuple):
-        return kind not in (bool, int, float, str) and all(type(item) is int for item in value)
-    if isinstance(value, bool):  # which is an int in Python
-        return kind is bool
+    """Whether a value from JSON has the type of a dataclass field: bool, int, float, str or a tuple
+    of int. A bool is not an int here, but an int is a float."""
     if kind is float:
-        return isinstance(value, (float, int))
-    return isinstance(value, kind) if kind in (int, str) else False
+        return type(value) in (int, float)
+    if kind in (bool, int, str):
+        return type(value) is kind
+    return isinstance(value, tuple) and all(type(item) is int for item in value)
 
 
 def read_settings(cls, text: str, where: str):
@@ -268,10 +266,7 @@ def read_settings(cls, text: str, where: str):
     if not isinstance(values, dict):
         raise InputError(f"{where}: its metadata is not a JSON object")
     remove_ngram_settings(values, where)
-    types = {}
-    for field in dataclasses.fields(cls):
-        if field.name not in NGRAM_SETTINGS:
-            types[field.name] = field.type
+    types = {field.name: field.type for field in dataclasses.fields(cls)}
     differing = sorted(types.keys() ^ values.keys())
     if differing:
         raise InputError(
