@@ -675,7 +675,7 @@ def read_tokens(file, start, count, vocab_size):
         raise RankError(f"{file} has fewer tokens than its header says; was it changed? make it again")
     if tokens.max() >= vocab_size:
         raise RankError(
-            f"{file} has token {tokens.max()}, but vocab_size is {vocab_size}; "
+            f"{file} has token {tokens.max()}, outside the vocabulary of {vocab_size}; "
             "is it the data of another track?"
         )
     return tokens
