@@ -21,7 +21,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from leaderboard import RECORDS, Record, read_records, record_to_beat, regenerate, write_record
+from record_pages import RECORDS, Record, read_records, record_to_beat, regenerate, write_record
 from log_parsing import Log, LogError, read_logs, run_command, write_file
 from machine import readable
 from replay import diff

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from scipy import integrate, stats
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 RECORDS, TOOLS = ROOT / "records", ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
-import leaderboard
+import record_pages
 import log_parsing
 import plot
 import replay
@@ -44,7 +44,7 @@ def our_log(path: Path, loss=1.49, time_ms=100_000, seed=0, source=SOURCE, steps
             machine=None, every=100, **hyperparameters) -> Path:
     """A log as train_gpt.py writes it. `time_ms` is the training time, `extra` goes between two steps; a validation
     `every` so many steps."""
-    facts = dict(track="shakespeare", seed=seed, val_tokens=327_680, batch_tokens=4096, target_val_loss=1.5) | hyperparameters
+    facts = dict(track="tiny", seed=seed, val_tokens=327_680, batch_tokens=4096, target_val_loss=1.5) | hyperparameters
     machine = machine or f"CPU: {cpu}, 2 threads a process, instruction sets: avx2 fma\n1 process on cpu"
     lines = [source, LINE, "Running Python 3.11.7 (main) [GCC 12.2.0]", "Running PyTorch 2.13.0+cpu compiled for CUDA None",
              machine, LINE, f"hyperparameters: {json.dumps(facts)}"]
@@ -105,7 +105,7 @@ def test_scripts_run_from_anywhere(tmp_path):
 def test_our_log(tmp_path):
     log = log_parsing.parse_log(our_log(tmp_path / "a.txt", loss=1.4912, time_ms=90_000, seed=7))
     assert log.source == SOURCE.encode()
-    assert (log.track, log.target, log.val_tokens, log.step_tokens) == ("shakespeare", 1.5, 327_680, [4096])
+    assert (log.track, log.target, log.val_tokens, log.step_tokens) == ("tiny", 1.5, 327_680, [4096])
     assert (log.hardware, log.torch, log.peak_memory_mib) == ("AMD EPYC, 2 cores", "2.13.0+cpu", 612)
     assert (log.last_step, log.num_steps, log.incomplete, log.forced) == (600, 600, "", False)
     assert [v.step for v in log.validations] == [0, 100, 200, 300, 400, 500, 600]
@@ -441,8 +441,8 @@ def test_mini_is_the_whole_model(tmp_path):
                                        ("muon_momentum_warmup", 0), ("num_layers", "many"), ("max_ngram", None)]):
         reason, = judged(make_runs(tmp_path / str(i), **kept | {name: value})).reasons
         assert reason.startswith(f"all runs: {name} {value}, the track mini has "), reason
-        free = make_runs(tmp_path / f"free{i}", **kept | {name: value, "track": "shakespeare"})
-        assert judged(free).reasons == []  # the open race
+        free = make_runs(tmp_path / f"free{i}", **kept | {name: value, "track": "tiny"})
+        assert judged(free).reasons == []  # another track has no such rule
 
 
 def test_other_rules(tmp_path):
@@ -487,7 +487,7 @@ def test_against_a_prior_record(tmp_path):
         reasons[name], = judged(folder, prior=log_parsing.read_logs([prior])[0]).reasons
     assert "slower" in reasons["slower"] and "at p < 0.01" in reasons["noisy"]
     assert "other hardware: AMD EPYC, 2 cores and Intel Xeon, 2 cores" in reasons["elsewhere"]
-    assert "another track: other and shakespeare" in reasons["track"]
+    assert "another track: other and tiny" in reasons["track"]
 
 
 def test_same_ml(tmp_path):
@@ -616,14 +616,14 @@ def test_the_compiler_in_the_log(tmp_path, line, reason):
 def test_a_resume_that_could_not_compile(tmp_path):
     """A run that was compiled on one machine goes on uncompiled on another; verify and submit both say so."""
     machine = compiler_line()
-    runs = make_runs(tmp_path / "runs", track="shakespeare", machine=machine)
+    runs = make_runs(tmp_path / "runs", track="tiny", machine=machine)
     assert judged(runs).reasons == [] and not any(log.uncompiled for log in log_parsing.read_logs([runs])[0])
     extra = "resume: from step 200, on 1 process(es)\nmodel compiled: no (g++ failed: no Python.h)"
     odd = our_log(tmp_path / "odd.txt", loss=1.487, seed=99, machine=machine, extra=extra, every=50)
     said = 'odd: trained without torch.compile ("model compiled: no" in the log, which says why)'
     assert judged(runs, odd).reasons == [said]
     root = tmp_path / "records"
-    done = run("submit.py", "--track", "shakespeare", "--name", "x", "--records_dir", root, runs, odd)
+    done = run("submit.py", "--track", "tiny", "--name", "x", "--records_dir", root, runs, odd)
     assert done.returncode == 1 and f"REFUSED\n- {said}\n" in done.stdout.decode() and not root.exists()
 
 
@@ -684,7 +684,7 @@ def test_plot_of_unusual_runs(tmp_path):
 def drawn(patch, draw) -> "plot.plt.Figure":
     """The figure that `draw` would save."""
     figures = []
-    for module in (plot, leaderboard):
+    for module in (plot, record_pages):
         patch.setattr(module, "save_figure", lambda figure, path: (figure.canvas.draw(), figures.append(figure)))
     draw()
     plot.plt.close(figures[0])
@@ -715,9 +715,9 @@ def test_times_of_different_magnitude(tmp_path, monkeypatch, times, scale):
 def test_leaderboard_within_a_month_counts_records(tmp_path, monkeypatch):
     def figure(*dates):
         logs = [log_parsing.parse_log(our_log(tmp_path / "a.txt", time_ms=90_000 - n)) for n in range(len(dates))]
-        records = [leaderboard.Record(tmp_path / f"{date}_R{n}", [logs[n]], names[n], "", 1.5, False, "")
+        records = [record_pages.Record(tmp_path / f"{date}_R{n}", [logs[n]], names[n], "", 1.5, False, "")
                    for n, date in enumerate(dates)]
-        return drawn(monkeypatch, lambda: leaderboard.plot_leaderboard(records, tmp_path / "x.png")).axes[0]
+        return drawn(monkeypatch, lambda: record_pages.plot_leaderboard(records, tmp_path / "x.png")).axes[0]
 
     names = ["r0", "the official model in miniature", "a name that is too long to stand in the picture"]
     for dates, label in [(["2026-11-21"] * 3, "record, 2026-11-21"), (["2026-11-21"], "record, 2026-11-21"),
@@ -729,7 +729,7 @@ def test_leaderboard_within_a_month_counts_records(tmp_path, monkeypatch):
         assert [t.get_text() for t in axes.texts] == [
             "#1 r0, 90.0 s", f"#2 {names[1]}, 90.0 s", "#3 a name that is too long to …, 90.0 s"][:len(dates)]
     axes = figure("2026-01-01", "2026-02-01")
-    assert list(axes.lines[0].get_xdata()) == [leaderboard.day("2026-01-01"), leaderboard.day("2026-02-01")]
+    assert list(axes.lines[0].get_xdata()) == [record_pages.day("2026-01-01"), record_pages.day("2026-02-01")]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -743,7 +743,7 @@ def root(tmp_path):
     return folder
 
 
-def file_it(root, logs, name, *options, date="2026-01-02", track="shakespeare"):
+def file_it(root, logs, name, *options, date="2026-01-02", track="tiny"):
     return run("submit.py", "--records_dir", root, "--track", track, "--name", name, "--date", date, *options, logs)
 
 
@@ -759,24 +759,24 @@ def test_records_are_filed(tmp_path, root):
     one = our_log(tmp_path / "one.txt", loss=1.51, time_ms=80_000, every=50)
     assert file_it(root, one, "kernel", "--same-ml", "--what", "Only *kernels*.", date="2026-02-04").returncode == 0
     folders = ["2026-01-02_FirstRecord", "2026-02-03_Faster", "2026-02-04_Kernel"]
-    assert sorted(p.name for p in (root / "shakespeare").iterdir() if p.is_dir()) == folders
+    assert sorted(p.name for p in (root / "tiny").iterdir() if p.is_dir()) == folders
     assert not list(root.rglob(".*"))
 
-    made = root / "shakespeare" / folders[1]
+    made = root / "tiny" / folders[1]
     for log in second.glob("*.txt"):
         assert (made / log.name).read_bytes() == log.read_bytes()
     text = (made / "README.md").read_text()
     for part in ("1 lines of source added, 0 removed", "`muon_lr`: None to 0.04", "(../2026-01-02_FirstRecord/)",
-                 "saved: 9.950 s (9.95%)", "p-value: ", f"--against records/shakespeare/{folders[0]}"):
+                 "saved: 9.950 s (9.95%)", "p-value: ", f"--against records/tiny/{folders[0]}"):
         assert part in text
-    assert "Only *kernels*." in (root / "shakespeare" / folders[2] / "README.md").read_text()
-    assert "waived" in (root / "shakespeare" / folders[2] / "README.md").read_text()
+    assert "Only *kernels*." in (root / "tiny" / folders[2] / "README.md").read_text()
+    assert "waived" in (root / "tiny" / folders[2] / "README.md").read_text()
 
     page = (root / "README.md").read_text()
     rows = [line for line in page.splitlines() if re.match(r"\| [123] \| \S+ \| \[", line)]
     assert [row.split(" | ")[1] for row in rows] == ["100.05", "90.10", "**80.00**"]
     assert "First \\| record" in rows[0] and "waived" in rows[2]
-    for picture in ("history.png", "shakespeare/leaderboard.png", *(f"shakespeare/{f}/curves.png" for f in folders)):
+    for picture in ("history.png", "tiny/leaderboard.png", *(f"tiny/{f}/curves.png" for f in folders)):
         png_size(root / picture)
 
     before = everything(root)
@@ -847,13 +847,13 @@ def test_other_hardware_starts_its_own_line(tmp_path, root):
     assert done.returncode == 0 and b"nothing to compare" in done.stdout
     page = (root / "README.md").read_text()
     assert "**100.05**" in page and "**200.55**" in page and "8x NVIDIA H100 80GB HBM3" in page
-    text = (root / "shakespeare/2026-01-05_OnGpus/README.md").read_text()
-    assert "torchrun --standalone --nproc_per_node=8 train_gpt.py --track shakespeare" in text
+    text = (root / "tiny/2026-01-05_OnGpus/README.md").read_text()
+    assert "torchrun --standalone --nproc_per_node=8 train_gpt.py --track tiny" in text
 
 
 def test_a_damaged_record_is_one_line(tmp_path, root):
     assert file_it(root, make_runs(tmp_path / "first"), "first").returncode == 0
-    facts = root / "shakespeare/2026-01-02_First/record.json"
+    facts = root / "tiny/2026-01-02_First/record.json"
     for content in (b"", b"[]", b'{"name": "x"}', b"\xff"):
         facts.write_bytes(content)
         done = run("submit.py", "--records_dir", root, "--regenerate")
@@ -861,7 +861,7 @@ def test_a_damaged_record_is_one_line(tmp_path, root):
 
 
 def test_history_has_every_row(root):
-    page = leaderboard.readme(root)
+    page = record_pages.readme(root)
     rows = [line for line in page.splitlines() if re.match(r"\| \d+ \| [\d.]+ \|", line)]
     csv_lines = (RECORDS / "record_history.csv").read_text(encoding="utf-8").splitlines()[1:]
     assert len(rows) == len(csv_lines) == 91
@@ -871,13 +871,13 @@ def test_history_has_every_row(root):
 
 def test_what_stands_in_the_repository_is_fresh():
     hint = "stale: run `python tools/submit.py --regenerate`"
-    assert (RECORDS / "README.md").read_text(encoding="utf-8") == leaderboard.readme(RECORDS), hint
+    assert (RECORDS / "README.md").read_text(encoding="utf-8") == record_pages.readme(RECORDS), hint
     assert (RECORDS / "history.png").exists(), hint
-    for track, records in leaderboard.read_records(RECORDS).items():
+    for track, records in record_pages.read_records(RECORDS).items():
         assert (RECORDS / track / "leaderboard.png").exists(), hint
         for record in records:
             prior = next((r for r in records if r.folder.name == record.against), None)
             text = (record.folder / "README.md").read_text(encoding="utf-8")
-            assert text == leaderboard.record_readme(record, prior), f"{record.folder.name} is {hint}"
+            assert text == record_pages.record_readme(record, prior), f"{record.folder.name} is {hint}"
             verdict = verify.judge(record.logs, record.target, prior.logs if prior else [], record.same_ml)
             assert verdict.reasons == [] and not any(map(submit.leaks, record.logs))

@@ -1,11 +1,11 @@
 """
 The page of parts and ideas on the mini track: records/mini/IDEAS.md, written from what was measured.
 
-    python tools/ideas.py                         write the page from records/mini/ideas/
-    python tools/ideas.py --keep answer.json...   first file what `./run.sh compare --json answer.json` answered
-    python tools/ideas.py --measure NAME...       first compare these with the recipe (options go on to compare.py:
+    python tools/idea_pages.py                         write the page from records/mini/ideas/
+    python tools/idea_pages.py --keep answer.json...   first file what `./run.sh compare --json answer.json` answered
+    python tools/idea_pages.py --measure NAME...       first compare these with the recipe (options go on to compare.py:
                                                   --runs 8 --seed 200), and file the answer
-    python tools/ideas.py --size wide --measure NAME...     the same at another size (SIZES, below)
+    python tools/idea_pages.py --size wide --measure NAME...     the same at another size (SIZES, below)
 
 records/mini/ideas/NAME/ has idea.json, by hand: which part of the recipe it takes out and how, what the part
 does and where it stands, the field's record that brought it and its effect there ("adds": true where the idea
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from compare import main as compare
 from compare_stats import holm, percent
-from leaderboard import RECORDS, markdown_table
+from record_pages import RECORDS, markdown_table
 from log_parsing import LogError, run_command, write_file
 from verify import P_VALUE, p_text
 
@@ -123,7 +123,7 @@ def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
         rows.append((idea["part"], f"[{idea['change']}](ideas/{name}/)", f"{idea['records']}: {idea['field']}", str(e["n"]),
                      difference(e), p_text(ps[name]), percent(e["steps"]), percent(e["time"]), verdict))
     if not rows:
-        return [f"Nothing has been measured yet. {len(ideas)} changes are ready: `python tools/ideas.py --measure NAME`.", ""], []
+        return [f"Nothing has been measured yet. {len(ideas)} changes are ready: `python tools/idea_pages.py --measure NAME`.", ""], []
     best = [min(ways)[1] for ways in parts.values()]  # of several ways to do without a part, the best tells its worth
     header = ("part", "instead", "the field's record and effect", "n", "difference in loss (99%)", "p", "steps", "time", "sign")
     lines = [*markdown_table(header, rows, right=header[3:8]), "",
@@ -155,7 +155,7 @@ def page(folder: Path) -> str:
     later = {name: idea for name, idea in ideas.items() if idea.get("later") and not idea.get("muon")}
     muon = {name: idea for name, idea in ideas.items() if idea.get("later") and idea.get("muon")}
     lines = ["# What the mini track can tell: every part of the recipe, taken out", "",
-             "Written by `python tools/ideas.py` from [ideas/](ideas/): edit there, not here.", ""]
+             "Written by `python tools/idea_pages.py` from [ideas/](ideas/): edit there, not here.", ""]
     rows, best = table(recipe)
     if best:
         results = [idea["result"] for idea in recipe.values() if idea["result"]]
@@ -189,7 +189,7 @@ def page(folder: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="ideas.py", description=__doc__,
+    parser = argparse.ArgumentParser(prog="idea_pages.py", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, nargs="+", default=[], metavar="answer.json")
     parser.add_argument("--measure", nargs="+", default=[], metavar="NAME")

@@ -10,15 +10,15 @@ import pytest
 import safetensors.torch
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-import ideas
+import idea_pages
 import compare_sources
 from log_parsing import LogError
 from train_gpt import TRACKS
 from util import SCRIPT, random_tokens, run_forked, write_shard
 
-CURRENT = {name: idea for name, idea in ideas.read_ideas(ideas.FOLDER).items() if idea["current"]}
+CURRENT = {name: idea for name, idea in idea_pages.read_ideas(idea_pages.FOLDER).items() if idea["current"]}
 META = dict(part="soft-cap", change="none", does="caps.", where="4, `GPT`", records="9", field="10 to 8 min", options="--seed 1")
 
 
@@ -49,7 +49,7 @@ def folder(tmp_path):
 def test_page_says_what_was_measured(folder, tmp_path):
     found = answer(tmp_path / "answer.json", effect("a", 0.02, 1e-4), effect("b", -0.02, 0.0020), effect("c", 0.03, 1e-5),
                    effect("d", 0.004, 0.5))
-    assert ideas.main(["--keep", str(found), "--folder", str(folder)]) == 0
+    assert idea_pages.main(["--keep", str(found), "--folder", str(folder)]) == 0
     text = (tmp_path / "IDEAS.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert [re.search(r"ideas/(\w)/", row)[1] for row in rows] == ["b", "a", "c", "d"]  # by rank
@@ -60,7 +60,7 @@ def test_page_says_what_was_measured(folder, tmp_path):
     assert "Measured are 4 of 4 changes" in text and "**helps too: 1, not seen: 1, hurts: 1**" in text
     assert "/a/b.txt" not in (folder / "a" / "result.json").read_text()
     (folder / "NOTES.md").write_text("By hand.\n")
-    assert "\n\nBy hand.\n\n| part |" in ideas.page(folder)
+    assert "\n\nBy hand.\n\n| part |" in idea_pages.page(folder)
 
 
 @pytest.mark.parametrize("interval,adds,verdict", [
@@ -68,8 +68,8 @@ def test_page_says_what_was_measured(folder, tmp_path):
     ((0.02, 0.1), True, "disagrees (time)"), ((-0.1, -0.02), True, "agrees (time)"), (None, True, "not seen (time)")])
 def test_what_saves_time_is_judged_by_time(folder, tmp_path, interval, adds, verdict):
     (folder / "a" / "idea.json").write_text(json.dumps(META | dict(adds=adds, saves=True)))
-    ideas.keep(answer(tmp_path / "answer.json", effect("a", -0.02, 1e-9, time_interval=interval)), folder)
-    text = ideas.page(folder)
+    idea_pages.keep(answer(tmp_path / "answer.json", effect("a", -0.02, 1e-9, time_interval=interval)), folder)
+    text = idea_pages.page(folder)
     assert f"| {verdict} |" in text
     assert sum(f"{words} 1" in text for words in ("helps too:", "not seen:", "hurts:")) == 1
 
@@ -77,29 +77,29 @@ def test_what_saves_time_is_judged_by_time(folder, tmp_path, interval, adds, ver
 def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path):
     for name in "cd":
         (folder / name / "idea.json").write_text(json.dumps(META | dict(part=name, adds=True, later=True, does="gates.")))
-    text = ideas.page(folder)
+    text = idea_pages.page(folder)
     assert text.count("Nothing has been measured yet. 2 changes are ready") == 2
     found = answer(tmp_path / "answer.json", effect("a", 0.02, 0.004), effect("c", -0.03, 0.004), effect("d", 0.03, 1e-5))
-    ideas.keep(found, folder)
-    recipe, later = ideas.page(folder).split("## What the field found later, put in")
+    idea_pages.keep(found, folder)
+    recipe, later = idea_pages.page(folder).split("## What the field found later, put in")
     assert "Measured are 1 of 2 changes" in recipe and "| 0.0040 |" in recipe and "(ideas/c/)" not in recipe
     assert "| 0.0040 |" in later and "| 2.0e-05 |" in later and "(ideas/a/)" not in later
     assert [line.split(" | ")[8].strip(" |") for line in later.splitlines() if "(ideas/" in line] == ["agrees", "disagrees"]
     assert "- **c** (section 4, `GPT`): gates." in later.split("## The later ideas")[1]
     (folder / "d" / "idea.json").write_text(json.dumps(META | dict(part="d", adds=True, later=True, muon=True,
                                                                      entered="muon_d")))
-    later, muon = ideas.page(folder).split("## What the field found later, put in")[1].split("## Muon's variants, put in")
+    later, muon = idea_pages.page(folder).split("## What the field found later, put in")[1].split("## Muon's variants, put in")
     assert "| 0.0040 |" in later and "(ideas/d/)" not in later  # now the only one of its table
     assert "On in the track since: none." in later and "On in the track since: d (`muon_d`)." in muon
     assert "| 1.0e-05 |" in muon and "(ideas/c/)" not in muon and "- **d** (section" in muon
 
 
 def test_another_size_has_a_table_of_its_own(folder, tmp_path):
-    ideas.keep(answer(tmp_path / "answer.json", effect("a", 0.02, 1e-4), effect("b", 0.01, 1e-4)), folder)
-    before = ideas.page(folder)
+    idea_pages.keep(answer(tmp_path / "answer.json", effect("a", 0.02, 1e-4), effect("b", 0.01, 1e-4)), folder)
+    before = idea_pages.page(folder)
     wide = effect("a", 0.03, 0.0123, step_time=1.5), effect("b", -0.02, 0.3, step_time=0.9)
-    ideas.keep(answer(tmp_path / "answer.json", *wide, effect("c", 0.1, 0.3)), folder, "wide")  # c: not at the track's
-    rest, table = ideas.page(folder).split("## What carries over")
+    idea_pages.keep(answer(tmp_path / "answer.json", *wide, effect("c", 0.1, 0.3)), folder, "wide")  # c: not at the track's
+    rest, table = idea_pages.page(folder).split("## What carries over")
     assert before.startswith(rest) and rest != before  # the other tables stay as they are
     rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines() if "(ideas/" in line]
     assert [row[3:] for row in sorted(rows)] == [
@@ -109,13 +109,13 @@ def test_another_size_has_a_table_of_its_own(folder, tmp_path):
 
 def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
     with pytest.raises(LogError, match="e: no .*idea.json"):
-        ideas.keep(answer(tmp_path / "answer.json", effect("e", 0.02, 1e-4)), folder)
+        idea_pages.keep(answer(tmp_path / "answer.json", effect("e", 0.02, 1e-4)), folder)
     (folder / "a" / "idea.json").write_text(json.dumps({k: v for k, v in META.items() if k != "options"}))
     with pytest.raises(LogError, match="wants options, or idea.patch"):
-        ideas.page(folder)
+        idea_pages.page(folder)
     (folder / "a" / "idea.json").write_text(json.dumps(META | dict(does="")))
     with pytest.raises(LogError, match="does is missing"):
-        ideas.page(folder)
+        idea_pages.page(folder)
 
 
 def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
@@ -130,28 +130,28 @@ def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
         answer(Path(words[-1]), effect("a", 0.02, 1e-4), effect("b", 0.03, 1e-4))
         return status
 
-    monkeypatch.setattr(ideas, "compare", lambda words: compared(1, words))
-    assert ideas.main(["--measure", "a", "b", "--runs", "8", "--folder", str(folder)]) == 1
+    monkeypatch.setattr(idea_pages, "compare", lambda words: compared(1, words))
+    assert idea_pages.main(["--measure", "a", "b", "--runs", "8", "--folder", str(folder)]) == 1
     assert not (folder / "a" / "result.json").exists()
-    monkeypatch.setattr(ideas, "compare", lambda words: compared(0, words))
-    assert ideas.main(["--measure", "a", "b", "c", "--runs", "8", "--folder", str(folder)]) == 0
-    assert asked[:-1] == ["--track", "mini", *ideas.RECIPE, "--runs", "8", "--idea", f"a={folder}/a/idea.patch --seed 1",
+    monkeypatch.setattr(idea_pages, "compare", lambda words: compared(0, words))
+    assert idea_pages.main(["--measure", "a", "b", "c", "--runs", "8", "--folder", str(folder)]) == 0
+    assert asked[:-1] == ["--track", "mini", *idea_pages.RECIPE, "--runs", "8", "--idea", f"a={folder}/a/idea.patch --seed 1",
                           "--idea", "b=--seed 1", "--idea", f"c={folder}/c/idea.patch", "--json"]
     assert "helps too: 2" in (tmp_path / "IDEAS.md").read_text()
-    assert ideas.main(["--size", "wide", "--measure", "a", "--folder", str(folder)]) == 0
-    assert asked[:-4] == ["--track", "mini", *ideas.RECIPE, *ideas.SIZES["wide"][1]]
+    assert idea_pages.main(["--size", "wide", "--measure", "a", "--folder", str(folder)]) == 0
+    assert asked[:-4] == ["--track", "mini", *idea_pages.RECIPE, *idea_pages.SIZES["wide"][1]]
     assert asked[-3] == f"a={folder}/a/idea.patch --seed 1"
     (folder / "a" / "idea.json").write_text(json.dumps(META | dict(current=False)))  # its patch need not apply any more
-    assert ideas.as_idea("a", ideas.read_ideas(folder)["a"]) == "a=--seed 1"
+    assert idea_pages.as_idea("a", idea_pages.read_ideas(folder)["a"]) == "a=--seed 1"
     assert (folder / "a" / "wide.json").exists() and "What carries over" in (tmp_path / "IDEAS.md").read_text()
     with pytest.raises(LogError, match="e: no such idea"):
-        ideas.main(["--measure", "e", "--folder", str(folder)])
+        idea_pages.main(["--measure", "e", "--folder", str(folder)])
     with pytest.raises(SystemExit):
-        ideas.main(["--runs", "8", "--folder", str(folder)])
+        idea_pages.main(["--runs", "8", "--folder", str(folder)])
 
 
 def test_the_page_is_current():
-    assert (ideas.FOLDER.parent / "IDEAS.md").read_text() == ideas.page(ideas.FOLDER), "python tools/ideas.py writes it"
+    assert (idea_pages.FOLDER.parent / "IDEAS.md").read_text() == idea_pages.page(idea_pages.FOLDER), "python tools/idea_pages.py writes it"
 
 
 @functools.cache
@@ -183,7 +183,7 @@ def weights_of(source: bytes, options: tuple[str, ...]) -> dict[str, torch.Tenso
 def test_patches_of_current_ideas_apply_and_train(name):
     """And train something else than the script: a patch that was refreshed may have lost what it was for."""
     source = SCRIPT.read_bytes()
-    idea = compare_sources.read_variant(ideas.as_idea(name, CURRENT[name]), source, [])
+    idea = compare_sources.read_variant(idea_pages.as_idea(name, CURRENT[name]), source, [])
     pairs = zip(idea.options[::2], idea.options[1::2])
     known = [word for pair in pairs if pair[0][2:] in vars(TRACKS["mini"]) for word in pair]  # the others are the patch's
     changed, base = weights_of(idea.source, tuple(idea.options)), weights_of(source, tuple(known))
@@ -193,9 +193,9 @@ def test_patches_of_current_ideas_apply_and_train(name):
 def test_options_of_current_ideas_change_something(tmp_path):
     """Against the same source without them. Forked, as each new interpreter would import torch for seconds."""
     source, track = SCRIPT.read_bytes(), ["--track", "mini"]
-    made = [compare_sources.read_variant(ideas.as_idea(name, idea), source, track) for name, idea in CURRENT.items() if "options" in idea]
-    start, script = b'if __name__ == "__main__":\n', tmp_path / "train_gpt.py"
-    say = start + b"    hp = parse_arguments(sys.argv[1:])[1]\n    sys.exit(check_hyperparameters(hp, 1) or print(hp))\n"
+    made = [compare_sources.read_variant(idea_pages.as_idea(name, idea), source, track) for name, idea in CURRENT.items() if "options" in idea]
+    start, script = b"    status = main(sys.argv[1:])\n", tmp_path / "train_gpt.py"
+    say = b"    hp = parse_arguments(sys.argv[1:])[1]\n    sys.exit(check_hyperparameters(hp, 1) or print(hp))\n"
 
     @functools.cache
     def settings(source, options):
