@@ -1100,7 +1100,9 @@ def describe_machine(world, compiler):
     """Returns the log's lines about the GPUs, or the CPU and its compiler. They name no host or user."""
     if world.device.type == "cuda":
         try:
-            command = subprocess.run(["nvidia-smi"], capture_output=True, text=True, errors="replace")
+            command = subprocess.run(
+                ["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace"
+            )
         except FileNotFoundError:
             return f"{torch.cuda.get_device_name()} with world_size={world.size}: there is no nvidia-smi"
         # the table of processes has paths in it
@@ -1222,7 +1224,9 @@ def print_dots(done):
 def compiler_version():
     """Returns the first line of `g++ --version`, or "" without a compiler that works."""
     try:
-        command = subprocess.run([CXX, "--version"], capture_output=True, text=True, errors="replace")
+        command = subprocess.run(
+            [CXX, "--version"], capture_output=True, encoding="utf-8", errors="replace"
+        )
     except OSError:
         return ""
     return command.stdout.partition("\n")[0].strip()
