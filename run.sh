@@ -77,14 +77,12 @@ track=""
 device=""
 own_data=""
 help=""
-many_runs=""
 previous=""
 for argument in "$@"; do
     case "$argument" in
         --track=*) track=${argument#*=} ;;
         --device=*) device=${argument#*=} ;;
         --train_files | --val_files | --train_files=* | --val_files=*) own_data=yes ;;
-        --num_runs | --num_runs=*) many_runs=yes ;;
         -h | --help) help=yes ;;
     esac
     case "$previous" in
@@ -467,9 +465,9 @@ get_data() {
                 say "fetching the fineweb shards (2 GB)"
                 TMPDIR=$work run "$python" data/cached_fineweb10B.py || exit
             fi ;;
-        mini | shakespeare)
+        mini)
             if ! has shakespeare/shakespeare; then
-                say "making the shakespeare shards"
+                say "making the Shakespeare shards"
                 TMPDIR=$work run "$python" data/shakespeare.py || exit
             fi ;;
     esac
@@ -516,7 +514,7 @@ become() {
 requirements=(requirements.txt)
 if [ "$command" = test ]; then
     requirements+=({tools,data,evals,tests}/requirements.txt)
-elif [ "$command" = compare ] || [ -n "$many_runs" ]; then
+elif [ "$command" = compare ]; then
     requirements+=(tools/requirements.txt)
 fi
 lock
@@ -550,12 +548,18 @@ if [ "$command" = compare ]; then
     become "$python" "$script" "$@"
 fi
 
+# After a successful run, the model writes a short text. Training itself is the same.
+script=train_gpt.py
+if [ -z "$help" ] && [ -f evals/train_and_sample.py ]; then
+    script=evals/train_and_sample.py
+fi
+
 if [ "$gpus" -gt 1 ] && [ -z "$help" ]; then
     ask "$python" -c "$ask_processes" "$gpus" "$@" || { cat "$work/log" >&2; exit 1; }
     if [ "$answer" -gt 1 ]; then
         say "training on $answer of $gpus GPUs"
         become "$python" -m torch.distributed.run --standalone --nproc_per_node="$answer" \
-            train_gpt.py "$@"
+            "$script" "$@"
     fi
 fi
 if [ -z "$help" ]; then
@@ -563,5 +567,5 @@ if [ -z "$help" ]; then
     [ "$gpus" -eq 0 ] || where="one GPU"
     say "training on $where"
 fi
-become "$python" train_gpt.py "$@"
+become "$python" "$script" "$@"
 }

@@ -148,7 +148,7 @@ def write_tiny_shards(folder) -> list[str]:
     options = dict(
         TINY, train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin"
     )
-    return ["--track", "shakespeare", *(f"--{name}={value}" for name, value in options.items())]
+    return ["--track", "mini", *(f"--{name}={value}" for name, value in options.items())]
 
 
 def trained(done: Done) -> Outcome:

@@ -160,7 +160,7 @@ def weights_of(source: bytes, options: tuple[str, ...]) -> dict[str, torch.Tenso
     source = source.decode()
     # activations in bf16 on every CPU, and so they must stay: a parameter of shape (1,) in the residual stream, say, turns
     # them into float32, which is another model, and nearly twice as slow
-    for old, new in (("else torch.float32", "else torch.bfloat16"),
+    for old, new in (("    return torch.float32\n", "    return torch.bfloat16\n"),
                      ("return F.linear(x, ", "assert x.dtype == torch.bfloat16\n        return F.linear(x, "),
                      ("    book.result()", "    save_model(Path('weights'), model, hp)\n    book.result()")):
         assert source.count(old) == 1
