@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "machines"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "machines"))
 import install
 import training
 from table import Case, Done, Outcome, format_row, one_line, print_table, trained

@@ -13,7 +13,7 @@ import pytest
 
 from util import ROOT
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "machines"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "machines"))
 from checkout import (
     NVIDIA_SMI,
     OLD_PYTHON,
