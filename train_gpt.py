@@ -40,7 +40,9 @@ def on_signal(number, frame):
     global stop_signal, stop_time
     if not in_training:
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, b"\nstopped before the first step; nothing was trained\n")
+            if os.isatty(2):
+                os.write(2, b"\n")  # ends the line with ^C
+            os.write(2, b"stopped before the first step; nothing was trained\n")
         os._exit(128 + number)
     if not stop_signal:
         stop_signal = number

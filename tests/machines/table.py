@@ -33,7 +33,6 @@ TINY = {
     "val_loss_every": 2,
     "warmup_steps": 1,
     "sequences_per_pass": 2,
-    "ngram_rows": 64,
 }
 
 
