@@ -1,4 +1,5 @@
 """Shared settings of the tests: the script's folder is importable, nothing is compiled unless a test asks."""
+
 import os
 import signal
 import sys
@@ -14,9 +15,17 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "training"), str(TEST
 import pytest
 
 # A process that compiles, or waits for torchrun, takes longest: these begin, and the short ones fill the gaps.
-LONGEST = ["test_mini_meets_its_target", "test_generic_tuning", "test_mini_compiled", "test_wrong_code",
-           "test_compiled_run_agrees",
-           "test_compiled_flex_attention_with_our_block_mask", "torchrun", "test_two_nodes", "test_killed_rank"]
+LONGEST = [
+    "test_mini_meets_its_target",
+    "test_generic_tuning",
+    "test_mini_compiled",
+    "test_wrong_code",
+    "test_compiled_run_agrees",
+    "test_compiled_flex_attention_with_our_block_mask",
+    "torchrun",
+    "test_two_nodes",
+    "test_killed_rank",
+]
 
 
 def pytest_configure(config):
@@ -27,13 +36,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    place = lambda item: next((i for i, name in enumerate(LONGEST) if name in item.name), len(LONGEST))
+    place = lambda item: next(
+        (i for i, name in enumerate(LONGEST) if name in item.name), len(LONGEST)
+    )
     items.sort(key=place)  # stable: all others stay in order
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     import torch  # not above: where several processes run the tests, the one that starts them has no use for it
+
     torch.manual_seed(0)
 
 

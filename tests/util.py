@@ -1,4 +1,5 @@
 """Helpers of the tests: shards written by hand, the script as a process of its own, gloo processes on loopback."""
+
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -42,50 +43,95 @@ def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
 
 def env(**extra):
     """The environment of a subprocess: one thread, loopback only, no rank of ours, no progress bar."""
-    e = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    e.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCH_COMPILE_DISABLE="1", PYTHONWARNINGS="ignore")
+    e = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
+    e.update(
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+        TORCH_COMPILE_DISABLE="1",
+        PYTHONWARNINGS="ignore",
+    )
     e.update(extra)
     return e
 
 
 def rank_env(rank, world_size, port):
     """What torchrun tells a process of its place, on one machine."""
-    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    return dict(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
 
 
 def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, stdout=subprocess.PIPE, **extra):
     """Run the script in `cwd`: alone, or with `nproc` processes under torchrun."""
-    launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    return subprocess.run([sys.executable, *launcher, str(script), *map(str, args)], cwd=cwd, env=env(**extra),
-                          stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=timeout)
+    launcher = (
+        []
+        if nproc is None
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    )
+    return subprocess.run(
+        [sys.executable, *launcher, str(script), *map(str, args)],
+        cwd=cwd,
+        env=env(**extra),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def forkserver():
     """A multiprocessing context whose processes are forked from a server that has made torch's imports once: a fresh
     interpreter each would take seconds. The server holds nothing of ours: what it forks runs our files as they are."""
     multiprocessing.set_forkserver_preload(
-        ["torch._inductor.compile_fx", "torch.nn.attention.flex_attention", "torch.distributed.run", "numpy", "tqdm",
-         "safetensors.torch", "pytest"])
+        [
+            "torch._inductor.compile_fx",
+            "torch.nn.attention.flex_attention",
+            "torch.distributed.run",
+            "numpy",
+            "tqdm",
+            "safetensors.torch",
+            "pytest",
+        ]
+    )
     return multiprocessing.get_context("forkserver")
 
 
 def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
     """run_script(), but forked from the server; several processes as torchrun starts them, without torchrun itself.
     The code is the first that is not 0, the outputs are those of the ranks one after the other."""
-    ranks = [{}] if nproc == 1 else [rank_env(rank, nproc, port) for port in [free_port()] for rank in range(nproc)]
+    ranks = (
+        [{}]
+        if nproc == 1
+        else [rank_env(rank, nproc, port) for port in [free_port()] for rank in range(nproc)]
+    )
     argv = [str(script), *map(str, args)]
     with tempfile.TemporaryDirectory() as folder:
         consoles = [str(Path(folder) / str(rank)) for rank in range(nproc)]
-        processes = [forkserver().Process(target=_as_main, args=(argv, str(cwd), env(**extra, **rank), console))
-                     for rank, console in zip(ranks, consoles)]
+        processes = [
+            forkserver().Process(
+                target=_as_main, args=(argv, str(cwd), env(**extra, **rank), console)
+            )
+            for rank, console in zip(ranks, consoles)
+        ]
         for process in processes:
             process.start()
         failed = None  # the first that failed; the others then wait for it, and torchrun would end them too
         try:
             end = time.monotonic() + timeout
             while failed is None and (alive := [p for p in processes if p.exitcode is None]):
-                if not multiprocessing.connection.wait([p.sentinel for p in alive], max(0, end - time.monotonic())):
+                if not multiprocessing.connection.wait(
+                    [p.sentinel for p in alive], max(0, end - time.monotonic())
+                ):
                     break
                 failed = next((p.exitcode for p in alive if p.exitcode), None)
             for process in processes if failed is not None else ():
@@ -95,7 +141,10 @@ def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
             for process in processes:
                 process.kill()
                 process.join()
-        out, err = ("".join(Path(f"{console}.{name}").read_text() for console in consoles) for name in ("out", "err"))
+        out, err = (
+            "".join(Path(f"{console}.{name}").read_text() for console in consoles)
+            for name in ("out", "err")
+        )
     if stuck and failed is None:
         raise subprocess.TimeoutExpired(argv, timeout, f"ranks {stuck} did not end\n{out}", err)
     return subprocess.CompletedProcess(argv, failed or 0, out, err)
@@ -115,7 +164,9 @@ def _as_main(argv, cwd, environment, console):
     runpy.run_path(argv[0], run_name="__main__")
 
 
-_ports = itertools.cycle(range(10_000 + os.getpid() % 350 * 64, 10_000 + os.getpid() % 350 * 64 + 64))
+_ports = itertools.cycle(
+    range(10_000 + os.getpid() % 350 * 64, 10_000 + os.getpid() % 350 * 64 + 64)
+)
 
 
 def free_port():

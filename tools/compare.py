@@ -17,6 +17,7 @@ These runs are taken over from comparisons that made them on this machine with t
 threads and PyTorch; so is the base's own loss if --no_times says that times do not matter. compare_stats.py has the
 statistics. Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interrupted.
 """
+
 import argparse
 import contextlib
 import fcntl
@@ -40,8 +41,18 @@ from tqdm import tqdm
 from compare_stats import Effect, analyse, in_words, plot_effects, short, table
 from log_parsing import Log, LogError, parse_log, run_command, write_file
 from machine import usable_cores
-from compare_sources import (COPY_SEEDS, ROOT, Variant, check_settings, digest, environment, other_steps, read_variant,
-                      run_key, tell_apart)
+from compare_sources import (
+    COPY_SEEDS,
+    ROOT,
+    Variant,
+    check_settings,
+    digest,
+    environment,
+    other_steps,
+    read_variant,
+    run_key,
+    tell_apart,
+)
 
 COMPARISONS = ROOT / "logs" / "compare"
 CORES = usable_cores()
@@ -69,44 +80,77 @@ class Run:
 @dataclass
 class Place:
     """A comparison's folder: sources/, runs/VARIANT/ and taken_over/VARIANT/ with logs, working/ while a run is on."""
+
     folder: Path
     facts: dict
     launcher: list[str]  # what stands before the script on the command line
-    lock: int            # runs hold it too: one that outlives us lets no other comparison begin beside it
+    lock: int  # runs hold it too: one that outlives us lets no other comparison begin beside it
 
     def path(self, run: Run, kind: str = "runs") -> Path:
         return self.folder / kind / run.variant / f"{run.name}.txt"
 
     def log(self, run: Run, taken_over: bool) -> Log | None:
-        return complete_log(self.path(run)) or (complete_log(self.path(run, "taken_over")) if taken_over else None)
+        return complete_log(self.path(run)) or (
+            complete_log(self.path(run, "taken_over")) if taken_over else None
+        )
 
     def start(self, run: Run, variant: Variant) -> subprocess.Popen:
         here = self.folder / "working" / run.name
         here.mkdir(parents=True)
         options = [*variant.options, "--log_dir", str(here / "logs")]
-        options += ["--num_iterations", "1", "--val_loss_every", "0"] if run.seed is None else ["--seed", str(run.seed)]
-        if isinstance(variant.settings, dict):  # train_gpt.py writes a checkpoint when torchrun is stopped
+        options += (
+            ["--num_iterations", "1", "--val_loss_every", "0"]
+            if run.seed is None
+            else ["--seed", str(run.seed)]
+        )
+        if isinstance(
+            variant.settings, dict
+        ):  # train_gpt.py writes a checkpoint when torchrun is stopped
             options += ["--checkpoint_dir", str(here / "checkpoints")]
         with open(here / "console.txt", "wb") as console:
-            return subprocess.Popen([*self.launcher, self.folder / "sources" / f"{run.variant}.py", *options], cwd=ROOT,
-                                    env=environment(OMP_NUM_THREADS=str(self.facts["threads"])), pass_fds=[self.lock],
-                                    stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True)
+            return subprocess.Popen(
+                [*self.launcher, self.folder / "sources" / f"{run.variant}.py", *options],
+                cwd=ROOT,
+                env=environment(OMP_NUM_THREADS=str(self.facts["threads"])),
+                pass_fds=[self.lock],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+            )
 
     def finish(self, run: Run, status: int) -> str:
         """Files the log. -> what it says. Raises RunError if there is no whole one."""
         here = self.folder / "working" / run.name
-        log = complete_log(next((here / "logs").glob("*.txt"), here)) if run.seed is not None else None
+        log = (
+            complete_log(next((here / "logs").glob("*.txt"), here))
+            if run.seed is not None
+            else None
+        )
         if status or (run.seed is not None and not log):
             text = (here / "console.txt").read_text(encoding="utf-8", errors="replace").strip()
-            lines = re.split(r"\n.* failed \(exitcode", text)[0].splitlines()[-12:]  # torchrun's own words come after
+            lines = re.split(r"\n.* failed \(exitcode", text)[0].splitlines()[
+                -12:
+            ]  # torchrun's own words come after
             what = f"exit status {status}" if status else "no log of a whole run"
-            raise RunError("\n".join([*lines, f"error: this run failed: {run} ({what}); above are the last lines of "
-                                      f"{here / 'console.txt'}"]))
+            raise RunError(
+                "\n".join(
+                    [
+                        *lines,
+                        f"error: this run failed: {run} ({what}); above are the last lines of "
+                        f"{here / 'console.txt'}",
+                    ]
+                )
+            )
         if log:
             self.path(run).parent.mkdir(parents=True, exist_ok=True)
             log.path.replace(self.path(run))
         shutil.rmtree(here)
-        return f"val_loss {log.final.val_loss:.4f}, {log.final.step_avg_ms:.2f} ms a step" if log else "done"
+        return (
+            f"val_loss {log.final.val_loss:.4f}, {log.final.step_avg_ms:.2f} ms a step"
+            if log
+            else "done"
+        )
 
     def stop(self, child: subprocess.Popen) -> None:
         """At once; but torchrun's workers lead sessions of their own, and only SIGTERM makes it end them."""
@@ -122,7 +166,9 @@ class Place:
         """In this order, `jobs` at a time, with check() after each. Raises RunError, and what check() raises. However
         it ends, no run goes on."""
         waiting, running, began, shown = list(todo), {}, time.monotonic(), 0
-        bar = tqdm(total=len(todo), unit="run", dynamic_ncols=True, leave=False, disable=None)  # on terminals
+        bar = tqdm(
+            total=len(todo), unit="run", dynamic_ncols=True, leave=False, disable=None
+        )  # on terminals
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
@@ -137,9 +183,15 @@ class Place:
                     text = self.finish(run, running.pop(run).returncode)
                     bar.update()
                     done = len(todo) - len(waiting) - len(running)
-                    left = tqdm.format_interval((time.monotonic() - began) / done * (len(todo) - done))
+                    left = tqdm.format_interval(
+                        (time.monotonic() - began) / done * (len(todo) - done)
+                    )
                     if bar.disable:
-                        print(f"{done}/{len(todo)} {run}: {text}; {left} left", file=sys.stderr, flush=True)
+                        print(
+                            f"{done}/{len(todo)} {run}: {text}; {left} left",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                     check()
         finally:
             bar.close()
@@ -148,18 +200,31 @@ class Place:
 
     def freeze(self, variants: list[Variant], jobs: int) -> None:
         """Writes sources and comparison.json. Raises LogError if those that are there are of another comparison."""
-        made = {v.name: dict(source=hashlib.sha256(v.source).hexdigest(), settings=v.settings, first_seed=v.first_seed,
-                             extra=v.extra, key=run_key(v, self.facts)) for v in variants}
+        made = {
+            v.name: dict(
+                source=hashlib.sha256(v.source).hexdigest(),
+                settings=v.settings,
+                first_seed=v.first_seed,
+                extra=v.extra,
+                key=run_key(v, self.facts),
+            )
+            for v in variants
+        }
         file, conditions = self.folder / "comparison.json", dict(self.facts, jobs=jobs)
         if file.exists():
             before = json.loads(file.read_text(encoding="utf-8"))
             for k, value in conditions.items():
                 if before[k] != value:
-                    raise LogError(f"{self.folder}: begun with {k} {before[k]}, not {value}; give another --name")
+                    raise LogError(
+                        f"{self.folder}: begun with {k} {before[k]}, not {value}; give another --name"
+                    )
             kept = before["variants"]
-            if any(kept.get(name) != v for name, v in made.items() if name in kept or not v["extra"]) or \
-                    any(name not in made for name, v in kept.items() if not v["extra"]):
-                raise LogError(f"{self.folder}: of other sources, settings or seeds; give another --name")
+            if any(
+                kept.get(name) != v for name, v in made.items() if name in kept or not v["extra"]
+            ) or any(name not in made for name, v in kept.items() if not v["extra"]):
+                raise LogError(
+                    f"{self.folder}: of other sources, settings or seeds; give another --name"
+                )
             made = kept | made
         (self.folder / "sources").mkdir(exist_ok=True)
         for v in variants:
@@ -172,7 +237,9 @@ class Place:
         logs = [complete_log(path) for path in (self.folder / "runs").glob("*/*.txt")]
         made = {log.uncompiled for log in logs if log}
         for file in sorted(COMPARISONS.glob("*/comparison.json")):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one has nothing
+            with contextlib.suppress(
+                OSError, ValueError, KeyError, TypeError
+            ):  # a damaged one has nothing
                 others = json.loads(file.read_text(encoding="utf-8"))["variants"]
                 for name, other in others.items():
                     path = file.parent / "runs" / name / f"{name}_seed{run.seed}.txt"
@@ -187,9 +254,11 @@ def check_compiled(logs: dict[str, Log], folder: Path) -> None:
     compiled = [name for name, log in logs.items() if not log.uncompiled]
     uncompiled = [name for name, log in logs.items() if log.uncompiled]
     if compiled and uncompiled:
-        raise LogError(f"{folder}: some runs were compiled and others were not, so they cannot be compared; "
-                       f"compiled: {some(compiled)}; not compiled: {some(uncompiled)} (their logs say why); "
-                       "delete the logs of one kind, and give the same command again")
+        raise LogError(
+            f"{folder}: some runs were compiled and others were not, so they cannot be compared; "
+            f"compiled: {some(compiled)}; not compiled: {some(uncompiled)} (their logs say why); "
+            "delete the logs of one kind, and give the same command again"
+        )
 
 
 def some(names: list[str]) -> str:
@@ -208,7 +277,9 @@ def complete_log(path: Path) -> Log | None:
 
 def machine(on_gpu: bool) -> str:
     if on_gpu and shutil.which("nvidia-smi"):
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace")
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace"
+        )
         return done.stdout.strip()
     info = ""
     if os.path.exists("/proc/cpuinfo"):
@@ -220,6 +291,7 @@ def machine(on_gpu: bool) -> str:
 # ----------------------------------------------------------------------------------------------------------
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """-> our options, and those for all runs. Raises LogError."""
+
     def fail(message):
         raise LogError(f"{message}; --help lists what there is")
 
@@ -228,21 +300,50 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError
         return int(text)
 
-    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="compare.py",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.error = fail
-    parser.add_argument("--base", metavar="[NAME=]KIND", help="default: the working tree; without --idea, HEAD")
-    parser.add_argument("--idea", metavar="[NAME=]KIND", action="append", help="any number; default: the working tree")
-    parser.add_argument("--runs", type=number, default=5, metavar="N", help="of each, 2 or more; default: 5")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first round; default: 0")
-    parser.add_argument("--jobs", type=number, default=1, metavar="N", help="runs at a time, which share the cores")
-    parser.add_argument("--nproc_per_node", type=number, default=1, metavar="N", help="processes a run, by torchrun")
-    parser.add_argument("--aa", action="store_true", help="allow an idea that is the base: it gets other seeds")
-    parser.add_argument("--no_steps", action="store_true", help="no base with a tenth fewer or more steps")
+    parser.add_argument(
+        "--base", metavar="[NAME=]KIND", help="default: the working tree; without --idea, HEAD"
+    )
+    parser.add_argument(
+        "--idea",
+        metavar="[NAME=]KIND",
+        action="append",
+        help="any number; default: the working tree",
+    )
+    parser.add_argument(
+        "--runs", type=number, default=5, metavar="N", help="of each, 2 or more; default: 5"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the first round; default: 0"
+    )
+    parser.add_argument(
+        "--jobs", type=number, default=1, metavar="N", help="runs at a time, which share the cores"
+    )
+    parser.add_argument(
+        "--nproc_per_node", type=number, default=1, metavar="N", help="processes a run, by torchrun"
+    )
+    parser.add_argument(
+        "--aa", action="store_true", help="allow an idea that is the base: it gets other seeds"
+    )
+    parser.add_argument(
+        "--no_steps", action="store_true", help="no base with a tenth fewer or more steps"
+    )
     parser.add_argument("--no_times", action="store_true", help="losses alone")
-    parser.add_argument("--name", help="of the folder in logs/compare/; default: made of what is compared")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and the logs' paths there")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the differences with their intervals")
+    parser.add_argument(
+        "--name", help="of the folder in logs/compare/; default: made of what is compared"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures and the logs' paths there"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the differences with their intervals"
+    )
     joined = []  # as one word, or an idea that begins with -- would pass for an option
     for word in argv:
         if joined and joined[-1] in ("--base", "--idea"):
@@ -252,14 +353,20 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, common = parser.parse_known_args(joined)
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
-            fail(f"{word}: no option's value; --idea or --base gives a source, of several words in quotes: --idea "
-                 '"--muon_lr 0.03"')
+            fail(
+                f"{word}: no option's value; --idea or --base gives a source, of several words in quotes: --idea "
+                '"--muon_lr 0.03"'
+            )
     if args.runs < 2 or args.seed < 0:
         fail("--runs must be 2 or more, for a spread; --seed must not be negative")
     if args.name is not None and not re.fullmatch(r"\w[\w.+%-]*", args.name):
         fail(f"--name {args.name}: letters, digits and ._+- only")
     for file in filter(None, (args.json, args.plot)):
-        if not file.absolute().parent.is_dir() or file.is_dir() or (file is args.plot and file.suffix != ".png"):
+        if (
+            not file.absolute().parent.is_dir()
+            or file.is_dir()
+            or (file is args.plot and file.suffix != ".png")
+        ):
             fail(f"{file}: must be a file in a folder that exists; a plot's name ends in .png")
     return args, common
 
@@ -277,9 +384,15 @@ def compare(argv: list[str]) -> int:
     if on_gpu and args.jobs > 1:
         raise LogError("--jobs: on GPUs one run at a time, as all would use the same")
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(threads) if threads.isdigit() else max(1, CORES // (args.jobs * args.nproc_per_node))
-    facts = dict(machine=machine(on_gpu), torch=importlib.metadata.version("torch"), threads=threads,
-                 processes=args.nproc_per_node)
+    threads = (
+        int(threads) if threads.isdigit() else max(1, CORES // (args.jobs * args.nproc_per_node))
+    )
+    facts = dict(
+        machine=machine(on_gpu),
+        torch=importlib.metadata.version("torch"),
+        threads=threads,
+        processes=args.nproc_per_node,
+    )
     what = digest([(v.name, run_key(v, {}), v.first_seed) for v in variants])[:8]
     folder = COMPARISONS / (args.name or f"{'_'.join(v.name for v in ideas)[:50]}_{what}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -287,24 +400,46 @@ def compare(argv: list[str]) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise LogError(f"{folder}: a comparison is at work here; wait for it, or give another --name") from None
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc_per_node}"]
-        place = Place(folder, facts, [sys.executable, *(launcher if args.nproc_per_node > 1 else [])], lock.fileno())
+            raise LogError(
+                f"{folder}: a comparison is at work here; wait for it, or give another --name"
+            ) from None
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={args.nproc_per_node}",
+        ]
+        place = Place(
+            folder,
+            facts,
+            [sys.executable, *(launcher if args.nproc_per_node > 1 else [])],
+            lock.fileno(),
+        )
         place.freeze([*variants, *extras], args.jobs)
         shutil.rmtree(folder / "working", ignore_errors=True)
         groups = run_rounds(place, [base, *extras, *ideas], args)
-    effects = analyse(groups[base.name], {v.name: groups[v.name] for v in ideas},
-                      [groups[v.name] for v in extras], timed=not args.no_times)
+    effects = analyse(
+        groups[base.name],
+        {v.name: groups[v.name] for v in ideas},
+        [groups[v.name] for v in extras],
+        timed=not args.no_times,
+    )
     report(base, variants, effects, groups, facts, folder, args)
     return 0
 
 
-def run_rounds(place: Place, variants: list[Variant], args: argparse.Namespace) -> dict[str, list[Log]]:
+def run_rounds(
+    place: Place, variants: list[Variant], args: argparse.Namespace
+) -> dict[str, list[Log]]:
     """Makes the runs that are missing. -> each variant's logs, in the order of the rounds; the base is the first."""
     by_name = {v.name: v for v in variants}
     untimed = {v.name for v in variants if v.extra or (args.no_times and v is variants[0])}
     rounds = [[Run(v.name, v.first_seed + i) for v in variants] for i in range(args.runs)]
-    turned = [run for i, runs in enumerate(rounds) for run in runs[i % len(runs):] + runs[:i % len(runs)]]
+    turned = [
+        run
+        for i, runs in enumerate(rounds)
+        for run in runs[i % len(runs) :] + runs[: i % len(runs)]
+    ]
     for run in turned:
         if run.variant in untimed and not place.log(run, taken_over=True):
             place.take_over(run, run_key(by_name[run.variant], place.facts))
@@ -317,39 +452,84 @@ def run_rounds(place: Place, variants: list[Variant], args: argparse.Namespace) 
     todo = [run for run in turned if not place.log(run, run.variant in untimed)]
     compiled = [Run(v.name, None) for v in variants if todo and not v.extra]
     place.carry_out(compiled + todo, by_name, args.jobs, check)
-    return {runs[0].variant: [place.log(run, run.variant in untimed) for run in runs] for runs in zip(*rounds)}
+    return {
+        runs[0].variant: [place.log(run, run.variant in untimed) for run in runs]
+        for runs in zip(*rounds)
+    }
 
 
-def report(base: Variant, variants: list[Variant], effects: list[Effect], groups: dict[str, list[Log]], facts: dict,
-           folder: Path, args: argparse.Namespace) -> None:
+def report(
+    base: Variant,
+    variants: list[Variant],
+    effects: list[Effect],
+    groups: dict[str, list[Log]],
+    facts: dict,
+    folder: Path,
+    args: argparse.Namespace,
+) -> None:
     """Prints the answer, and writes it where it is asked for. Raises LogError."""
     sentences = [in_words(e) for e in effects]
-    notes = ["±: half of a 99% interval; p: Welch's t-test, two-sided"
-             + f", corrected by Holm over {len(effects)} ideas" * (len(effects) > 1)]
+    notes = [
+        "±: half of a 99% interval; p: Welch's t-test, two-sided"
+        + f", corrected by Holm over {len(effects)} ideas" * (len(effects) > 1)
+    ]
     if not args.no_times:
         notes.append("step time: as a fraction of the base's")
     if effects[0].steps is not None:
         notes.append("steps, time: what it takes more, or less, to the base's loss")
     elif not args.no_steps:
         notes.append("steps: not known, as the base's loss does not clearly fall with more of them")
-    notes += [f"{v.name}: the base itself or a copy, with seeds from {v.first_seed} on" for v in variants
-              if v.first_seed != base.first_seed]
-    if any(log.uncompiled for logs in groups.values() for log in logs):  # then all, as they are not mixed
-        notes.append("no run was compiled (the logs say why): a compiled step is faster, and not by the same factor for "
-                     "each idea")
+    notes += [
+        f"{v.name}: the base itself or a copy, with seeds from {v.first_seed} on"
+        for v in variants
+        if v.first_seed != base.first_seed
+    ]
+    if any(
+        log.uncompiled for logs in groups.values() for log in logs
+    ):  # then all, as they are not mixed
+        notes.append(
+            "no run was compiled (the logs say why): a compiled step is faster, and not by the same factor for "
+            "each idea"
+        )
     if args.jobs > 1:
         notes.append(f"step times are of {args.jobs} runs at a time, which disturb each other")
     threads = f"{facts['threads']} thread{'s' * (facts['threads'] > 1)}"
-    print(textwrap.fill(f"base {base.name}; {args.runs} rounds, seeds from {args.seed} on; {facts['machine']}, "
-                        f"{threads} a process, PyTorch {facts['torch']}", 80))
-    print("", *table(groups, effects), "", *(textwrap.fill(note, 80) for note in notes), "", sep="\n")
-    print(*(textwrap.fill(sentence, 80) for sentence in sentences), f"\nlogs: {folder / 'runs'}", sep="\n")
+    print(
+        textwrap.fill(
+            f"base {base.name}; {args.runs} rounds, seeds from {args.seed} on; {facts['machine']}, "
+            f"{threads} a process, PyTorch {facts['torch']}",
+            80,
+        )
+    )
+    print(
+        "", *table(groups, effects), "", *(textwrap.fill(note, 80) for note in notes), "", sep="\n"
+    )
+    print(
+        *(textwrap.fill(sentence, 80) for sentence in sentences),
+        f"\nlogs: {folder / 'runs'}",
+        sep="\n",
+    )
     if args.json:
-        logs = {name: [dict(path=str(log.path), seed=by.first_seed + i, val_loss=log.final.val_loss,
-                            step_avg_ms=log.final.step_avg_ms) for i, log in enumerate(groups[name])]
-                for name, by in [(name, next((v for v in variants if v.name == name), base)) for name in groups]}
-        ideas = [asdict(e) | dict(verdict=e.verdict, words=words) for e, words in zip(effects, sentences)]
-        answer = dict(facts, jobs=args.jobs, folder=str(folder), base=base.name, ideas=ideas, runs=logs)
+        logs = {
+            name: [
+                dict(
+                    path=str(log.path),
+                    seed=by.first_seed + i,
+                    val_loss=log.final.val_loss,
+                    step_avg_ms=log.final.step_avg_ms,
+                )
+                for i, log in enumerate(groups[name])
+            ]
+            for name, by in [
+                (name, next((v for v in variants if v.name == name), base)) for name in groups
+            ]
+        }
+        ideas = [
+            asdict(e) | dict(verdict=e.verdict, words=words) for e, words in zip(effects, sentences)
+        ]
+        answer = dict(
+            facts, jobs=args.jobs, folder=str(folder), base=base.name, ideas=ideas, runs=logs
+        )
         write_file(args.json, json.dumps(answer, indent=1, allow_nan=False).encode())
     if args.plot:
         plot_effects(effects, args.plot)
@@ -362,10 +542,16 @@ def main(argv: list[str]) -> int:
         print(e, file=sys.stderr)
         return 1
     except OSError as e:  # a full disk, a folder that cannot be written
-        print(f"error: {e.filename or 'logs/compare'}: {(e.strerror or str(e)).lower()}", file=sys.stderr)
+        print(
+            f"error: {e.filename or 'logs/compare'}: {(e.strerror or str(e)).lower()}",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
-        print("interrupted; runs that were finished are kept, and the same command goes on from there", file=sys.stderr)
+        print(
+            "interrupted; runs that were finished are kept, and the same command goes on from there",
+            file=sys.stderr,
+        )
         return 130
 
 

@@ -15,6 +15,7 @@ Losses of an idea and of the base are not taken in pairs, though they share seed
 five runs are made (Student's t with 4 degrees of freedom for 8), and over the 64 changes of records/mini/ideas the
 median is 0.32.
 """
+
 import functools
 import math
 import statistics
@@ -35,29 +36,36 @@ Bounds = tuple[float, float]
 @dataclass
 class Effect:
     """Of an idea, against the base. Losses in nats per token; None: not known."""
+
     name: str
     n: int
     base_n: int
     loss: float
     difference: float
     difference_interval: Bounds
-    p: float | None                          # None where neither side has any spread
-    detectable: float                        # X
+    p: float | None  # None where neither side has any spread
+    detectable: float  # X
     p_corrected: float | None = None
-    step_time: float | None = None           # a fraction of the base's
+    step_time: float | None = None  # a fraction of the base's
     step_time_interval: Bounds | None = None
     step_time_p: float | None = None
     step_time_p_corrected: float | None = None
-    steps: float | None = None               # to the base's loss, more than the base's: -0.04 is 4% fewer
+    steps: float | None = None  # to the base's loss, more than the base's: -0.04 is 4% fewer
     steps_interval: Bounds | None = None
-    time: float | None = None                # likewise
+    time: float | None = None  # likewise
     time_interval: Bounds | None = None
 
     @property
     def verdict(self) -> str:
         if self.p is None:
             return "no test"
-        return "no difference shown" if self.p_corrected >= P_VALUE else "helps" if self.difference < 0 else "hurts"
+        return (
+            "no difference shown"
+            if self.p_corrected >= P_VALUE
+            else "helps"
+            if self.difference < 0
+            else "hurts"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -102,7 +110,9 @@ def holm(ps: list[float | None]) -> list[float | None]:
 def detectable_errors(df: float, alpha: float) -> float:
     """How many measured standard errors a true difference must have to be found in POWER of repetitions."""
     critical = stats.t.ppf(1 - alpha / 2, df)
-    measured = np.sqrt(stats.chi2.ppf((np.arange(100) + 0.5) / 100, df) / df)  # fractions of the true standard error
+    measured = np.sqrt(
+        stats.chi2.ppf((np.arange(100) + 0.5) / 100, df) / df
+    )  # fractions of the true standard error
     found = lambda c: stats.nct.sf(critical, df, c * measured).mean()
     return float(optimize.brentq(lambda c: found(c) - POWER, critical, 1e4 * critical))
 
@@ -114,14 +124,21 @@ def loss_slope(groups: list[list[Log]]) -> tuple[float, Bounds] | None:
         return None
     steps = np.log([[log.num_steps for log in group] for group in groups])  # (groups, rounds)
     losses = np.array([[log.final.val_loss for log in group] for group in groups])
-    steps, losses = steps - steps.mean(0), losses - losses.mean(0)  # a level for each round, one slope for all
+    steps, losses = (
+        steps - steps.mean(0),
+        losses - losses.mean(0),
+    )  # a level for each round, one slope for all
     fit, df = stats.linregress(steps.ravel(), losses.ravel()), losses.size - losses.shape[1] - 1
-    part = (float(fit.stderr) ** 2 * (losses.size - 2) / df, df)  # it counts one level, not one for each round
+    part = (
+        float(fit.stderr) ** 2 * (losses.size - 2) / df,
+        df,
+    )  # it counts one level, not one for each round
     return (float(fit.slope), part) if interval(fit.slope, [part])[1] < 0 else None
 
 
-def analyse(base: list[Log], ideas: dict[str, list[Log]], extras: list[list[Log]] = (),
-            timed: bool = True) -> list[Effect]:
+def analyse(
+    base: list[Log], ideas: dict[str, list[Log]], extras: list[list[Log]] = (), timed: bool = True
+) -> list[Effect]:
     """Of each: complete logs, two or more, in the order of the rounds. extras: the base's, with two other numbers of steps."""
     slope = loss_slope([base, *extras])
     base_loss, base_part = mean_and_part([log.final.val_loss for log in base])
@@ -130,13 +147,26 @@ def analyse(base: list[Log], ideas: dict[str, list[Log]], extras: list[list[Log]
         loss, part = mean_and_part([log.final.val_loss for log in logs])
         difference, parts = loss - base_loss, [part, base_part]
         error, df = combine(parts)
-        e = Effect(name, len(logs), len(base), loss, difference, interval(difference, parts),
-                   p_value(difference, parts), error * detectable_errors(round(df, 1), P_VALUE / len(ideas)))
+        e = Effect(
+            name,
+            len(logs),
+            len(base),
+            loss,
+            difference,
+            interval(difference, parts),
+            p_value(difference, parts),
+            error * detectable_errors(round(df, 1), P_VALUE / len(ideas)),
+        )
         effects.append(e)
         if timed:
-            ratios = [math.log(a.final.step_avg_ms / b.final.step_avg_ms) for a, b in zip(logs, base)]
+            ratios = [
+                math.log(a.final.step_avg_ms / b.final.step_avg_ms) for a, b in zip(logs, base)
+            ]
             ratio, ratio_part = mean_and_part(ratios)
-            e.step_time, e.step_time_interval = math.exp(ratio), exponentials(interval(ratio, [ratio_part]))
+            e.step_time, e.step_time_interval = (
+                math.exp(ratio),
+                exponentials(interval(ratio, [ratio_part])),
+            )
             e.step_time_p = p_value(ratio, [ratio_part])
         if slope:
             b, (b_variance, b_df) = slope
@@ -147,7 +177,9 @@ def analyse(base: list[Log], ideas: dict[str, list[Log]], extras: list[list[Log]
             if timed:
                 low, high = exponentials(interval(steps + ratio, [*parts, ratio_part]))
                 e.time, e.time_interval = math.expm1(steps + ratio), (low - 1, high - 1)
-    for e, p, time_p in zip(effects, holm([e.p for e in effects]), holm([e.step_time_p for e in effects])):
+    for e, p, time_p in zip(
+        effects, holm([e.p for e in effects]), holm([e.step_time_p for e in effects])
+    ):
         e.p_corrected, e.step_time_p_corrected = p, time_p
     return effects
 
@@ -161,7 +193,11 @@ def short(name: str) -> str:
 def percent(x: float | None, bounds: Bounds | None = None) -> str:
     """Of what is more than the base's."""
     show = lambda x: f"{x:+.1%}" if x < 10 else "over +1000%"
-    return "-" if x is None else show(x) + (f" ({show(bounds[0])} to {show(bounds[1])})" if bounds else "")
+    return (
+        "-"
+        if x is None
+        else show(x) + (f" ({show(bounds[0])} to {show(bounds[1])})" if bounds else "")
+    )
 
 
 def in_words(e: Effect) -> str:
@@ -172,14 +208,21 @@ def in_words(e: Effect) -> str:
         text = f"no difference shown; one of {e.detectable:.4f} or more would have been seen nine times in ten ({n})"
     else:
         low, high = sorted(map(abs, e.difference_interval))
-        text = (f"{e.verdict}: loss {abs(e.difference):.4f} {'lower' if e.difference < 0 else 'higher'} "
-                f"({low:.4f} to {high:.4f}; {n})")
+        text = (
+            f"{e.verdict}: loss {abs(e.difference):.4f} {'lower' if e.difference < 0 else 'higher'} "
+            f"({low:.4f} to {high:.4f}; {n})"
+        )
         if e.steps is not None:
             text += f"; to the base's loss: steps {percent(e.steps, e.steps_interval)}"
             text += ", beyond the tenth that was measured" if not 0.9 <= 1 + e.steps <= 1.1 else ""
         if e.time is not None:
             text += f", time {percent(e.time, e.time_interval)}"
-            if e.verdict == "helps" and e.time_interval[0] > 0 or e.verdict == "hurts" and e.time_interval[1] < 0:
+            if (
+                e.verdict == "helps"
+                and e.time_interval[0] > 0
+                or e.verdict == "hurts"
+                and e.time_interval[1] < 0
+            ):
                 text += f", so {'later' if e.time > 0 else 'sooner'} there all the same"
     if e.step_time_p_corrected is not None and e.step_time_p_corrected < P_VALUE:
         text += f"; time of a step {percent(e.step_time - 1, tuple(bound - 1 for bound in e.step_time_interval))}"
@@ -191,27 +234,51 @@ def table(groups: dict[str, list[Log]], effects: list[Effect]) -> list[str]:
     rows = [("idea", "n", "loss", "difference", "p", "step time", "steps", "time")]
     found = {e.name: e for e in effects}
     for name, logs in groups.items():
-        row = [short(name), str(len(logs)), f"{statistics.fmean(log.final.val_loss for log in logs):.4f}"]
+        row = [
+            short(name),
+            str(len(logs)),
+            f"{statistics.fmean(log.final.val_loss for log in logs):.4f}",
+        ]
         if e := found.get(name):
-            half = lambda bounds, places: f"{h:.{places}f}" if (h := (bounds[1] - bounds[0]) / 2) < 10 else ">10"
-            row += [f"{e.difference:+.4f}±{half(e.difference_interval, 4)}", p_text(e.p_corrected),
-                    f"{e.step_time:.3f}±{half(e.step_time_interval, 3)}" if e.step_time else "-",
-                    percent(e.steps), percent(e.time)]
+            half = lambda bounds, places: (
+                f"{h:.{places}f}" if (h := (bounds[1] - bounds[0]) / 2) < 10 else ">10"
+            )
+            row += [
+                f"{e.difference:+.4f}±{half(e.difference_interval, 4)}",
+                p_text(e.p_corrected),
+                f"{e.step_time:.3f}±{half(e.step_time_interval, 3)}" if e.step_time else "-",
+                percent(e.steps),
+                percent(e.time),
+            ]
         elif len(rows) == 1:
             row += ["", "", f"{statistics.fmean(log.final.step_avg_ms for log in logs):.2f} ms"]
         rows.append(row + [""] * (8 - len(row)))
     widths = [max(len(row[i]) for row in rows) for i in range(8)]
-    return ["  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-            for row in rows]
+    return [
+        "  ".join(
+            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def plot_effects(effects: list[Effect], path: Path) -> None:
     """A row an idea, with intervals: the loss, and what is known of the times. Raises LogError."""
-    from plot import COLORS, plt, save_figure  # takes a second, which a comparison without a picture is spared
-    panels = [("difference in loss", "difference", 1, 0), ("time of a step, %", "step_time", 100, 1),
-              ("time to the base's loss, %", "time", 100, 0)]
+    from plot import (
+        COLORS,
+        plt,
+        save_figure,
+    )  # takes a second, which a comparison without a picture is spared
+
+    panels = [
+        ("difference in loss", "difference", 1, 0),
+        ("time of a step, %", "step_time", 100, 1),
+        ("time to the base's loss, %", "time", 100, 0),
+    ]
     panels = [panel for panel in panels if all(getattr(e, panel[1]) is not None for e in effects)]
-    figure, axes = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=(8, 1.5 + 0.4 * len(effects)))
+    figure, axes = plt.subplots(
+        1, len(panels), sharey=True, squeeze=False, figsize=(8, 1.5 + 0.4 * len(effects))
+    )
     for ax, (title, name, factor, zero) in zip(axes[0], panels):
         for row, e in enumerate(effects):
             bounds = [factor * (bound - zero) for bound in getattr(e, f"{name}_interval")]
@@ -224,5 +291,7 @@ def plot_effects(effects: list[Effect], path: Path) -> None:
             ax.set_xlim(right=min(ax.get_xlim()[1], 500))  # two runs' intervals may reach anywhere
     axes[0, 0].set_yticks(range(len(effects)), [f"{e.name}\nn = {e.n}" for e in effects])
     axes[0, 0].set_ylim(len(effects) - 0.5, -0.5)
-    figure.supxlabel("idea against the base, 99% intervals; left of the line is better", fontsize=11)
+    figure.supxlabel(
+        "idea against the base, 99% intervals; left of the line is better", fontsize=11
+    )
     save_figure(figure, path)

@@ -17,6 +17,7 @@ it shares), or options in idea.json, or both; and result.json, which --keep writ
 An idea's name in the comparison is NAME. What is said by hand above the table is records/mini/ideas/NOTES.md.
 Exit status: 0 written, 1 a run failed, 2 bad input.
 """
+
 import argparse
 import json
 import shlex
@@ -32,7 +33,12 @@ from verify import P_VALUE, p_text
 FOLDER = RECORDS / "mini" / "ideas"
 FACTS = ("machine", "torch", "threads", "processes", "jobs")
 FIELDS = ("part", "change", "does", "where", "records", "field")
-RECIPE = ["--muon_beta2", "0", "--num_iterations", "490"]  # the track before NorMuon: all rows are differences to it
+RECIPE = [
+    "--muon_beta2",
+    "0",
+    "--num_iterations",
+    "490",
+]  # the track before NorMuon: all rows are differences to it
 SIZES = {"wide": ("twice the width", "--model_dim 256 --num_heads 4 --num_iterations 340".split())}
 
 
@@ -45,7 +51,11 @@ def read_ideas(folder: Path) -> dict[str, dict]:
             missing = [name for name in FIELDS if not idea.get(name)]
             idea["patch"] = folder / idea.get("patch", file.parent.name) / "idea.patch"
             if missing or not ("options" in idea or idea["patch"].exists()):
-                raise ValueError(f"{missing[0]} is missing" if missing else "wants options, or idea.patch beside it")
+                raise ValueError(
+                    f"{missing[0]} is missing"
+                    if missing
+                    else "wants options, or idea.patch beside it"
+                )
             results = {}
             for path in file.parent.glob("*.json"):
                 if path != file:
@@ -64,11 +74,18 @@ def keep(answer: Path, folder: Path, size: str | None = None) -> None:
     for effect in found["ideas"]:
         home = folder / effect["name"]
         if not (home / "idea.json").exists():
-            raise LogError(f"{answer}: {effect['name']}: no {home / 'idea.json'}, which says what the idea is")
+            raise LogError(
+                f"{answer}: {effect['name']}: no {home / 'idea.json'}, which says what the idea is"
+            )
         kept = {name: found[name] for name in FACTS} | dict(
-            effect={k: v for k, v in effect.items() if k not in ("name", "words", "verdict", "p_corrected",
-                                                                 "step_time_p_corrected")},
-            runs=strip(found["runs"][effect["name"]]), base_runs=strip(found["runs"][found["base"]]))
+            effect={
+                k: v
+                for k, v in effect.items()
+                if k not in ("name", "words", "verdict", "p_corrected", "step_time_p_corrected")
+            },
+            runs=strip(found["runs"][effect["name"]]),
+            base_runs=strip(found["runs"][found["base"]]),
+        )
         write_file(home / f"{size or 'result'}.json", (json.dumps(kept, indent=1) + "\n").encode())
 
 
@@ -81,7 +98,10 @@ def as_idea(name: str, idea: dict) -> str:
 
 def measure(names: list[str], folder: Path, size: str | None, options: list[str]) -> int:
     """Compares them with the recipe and files the answer. -> compare.py's exit status. Raises LogError."""
-    ideas, words = read_ideas(folder), ["--track", "mini", *RECIPE, *(SIZES[size][1] if size else []), *options]
+    ideas, words = (
+        read_ideas(folder),
+        ["--track", "mini", *RECIPE, *(SIZES[size][1] if size else []), *options],
+    )
     for name in names:
         if name not in ideas:
             raise LogError(f"{name}: no such idea; there are {', '.join(ideas)}")
@@ -102,7 +122,9 @@ def verdict_on(idea: dict, p: float | None) -> str:
         seen, lower, by = not low <= 0 <= high, high < 0, " (time)"
     else:
         seen, lower, by = p is not None and p < P_VALUE, effect["difference"] < 0, ""
-    return ("not seen" if not seen else "agrees" if lower == idea.get("adds", False) else "disagrees") + by
+    return (
+        "not seen" if not seen else "agrees" if lower == idea.get("adds", False) else "disagrees"
+    ) + by
 
 
 def difference(effect: dict) -> str:
@@ -120,15 +142,45 @@ def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
         e = idea["result"]["effect"]
         verdict = verdict_on(idea, ps[name])
         parts.setdefault(idea["part"], []).append((e["difference"], verdict))
-        rows.append((idea["part"], f"[{idea['change']}](ideas/{name}/)", f"{idea['records']}: {idea['field']}", str(e["n"]),
-                     difference(e), p_text(ps[name]), percent(e["steps"]), percent(e["time"]), verdict))
+        rows.append(
+            (
+                idea["part"],
+                f"[{idea['change']}](ideas/{name}/)",
+                f"{idea['records']}: {idea['field']}",
+                str(e["n"]),
+                difference(e),
+                p_text(ps[name]),
+                percent(e["steps"]),
+                percent(e["time"]),
+                verdict,
+            )
+        )
     if not rows:
-        return [f"Nothing has been measured yet. {len(ideas)} changes are ready: `python tools/idea_pages.py --measure NAME`.", ""], []
-    best = [min(ways)[1] for ways in parts.values()]  # of several ways to do without a part, the best tells its worth
-    header = ("part", "instead", "the field's record and effect", "n", "difference in loss (99%)", "p", "steps", "time", "sign")
-    lines = [*markdown_table(header, rows, right=header[3:8]), "",
-             "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches. The sign is that of the "
-             "difference in loss; where a part costs loss to save time, that of the time, by its 99% interval.", ""]
+        return [
+            f"Nothing has been measured yet. {len(ideas)} changes are ready: `python tools/idea_pages.py --measure NAME`.",
+            "",
+        ], []
+    best = [
+        min(ways)[1] for ways in parts.values()
+    ]  # of several ways to do without a part, the best tells its worth
+    header = (
+        "part",
+        "instead",
+        "the field's record and effect",
+        "n",
+        "difference in loss (99%)",
+        "p",
+        "steps",
+        "time",
+        "sign",
+    )
+    lines = [
+        *markdown_table(header, rows, right=header[3:8]),
+        "",
+        "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches. The sign is that of the "
+        "difference in loss; where a part costs loss to save time, that of the time, by its 99% interval.",
+        "",
+    ]
     return lines, best
 
 
@@ -140,57 +192,124 @@ def sizes_table(ideas: dict[str, dict]) -> list[str]:
             if size in idea["sizes"] and idea["result"]:
                 here, there = idea["result"]["effect"], idea["sizes"][size]["effect"]
                 sign = "holds" if here["difference"] * there["difference"] > 0 else "turns"
-                rows.append((f"[{idea['part']}: {idea['change']}](ideas/{name}/)", difference(here), words, str(there["n"]),
-                             difference(there), f"{there['step_time']:.3f}", p_text(there["p"]), sign))
-    header = ("idea", "at the track's size (99%)", "at", "n", "there (99%)", "step time", "p", "sign")
-    return ["## What carries over", "", *markdown_table(header, rows, right=header[3:7]), "",
-            *(f"{words.capitalize()}: `{' '.join(options)}`, the recipe otherwise, learning rates too."
-              for words, options in SIZES.values()),
-            "p is of the other size alone, uncorrected; step time as a fraction of the recipe's there.", ""] if rows else []
+                rows.append(
+                    (
+                        f"[{idea['part']}: {idea['change']}](ideas/{name}/)",
+                        difference(here),
+                        words,
+                        str(there["n"]),
+                        difference(there),
+                        f"{there['step_time']:.3f}",
+                        p_text(there["p"]),
+                        sign,
+                    )
+                )
+    header = (
+        "idea",
+        "at the track's size (99%)",
+        "at",
+        "n",
+        "there (99%)",
+        "step time",
+        "p",
+        "sign",
+    )
+    return (
+        [
+            "## What carries over",
+            "",
+            *markdown_table(header, rows, right=header[3:7]),
+            "",
+            *(
+                f"{words.capitalize()}: `{' '.join(options)}`, the recipe otherwise, learning rates too."
+                for words, options in SIZES.values()
+            ),
+            "p is of the other size alone, uncorrected; step time as a fraction of the recipe's there.",
+            "",
+        ]
+        if rows
+        else []
+    )
 
 
 def page(folder: Path) -> str:
     ideas = read_ideas(folder)
     recipe = {name: idea for name, idea in ideas.items() if not idea.get("later")}
-    later = {name: idea for name, idea in ideas.items() if idea.get("later") and not idea.get("muon")}
+    later = {
+        name: idea for name, idea in ideas.items() if idea.get("later") and not idea.get("muon")
+    }
     muon = {name: idea for name, idea in ideas.items() if idea.get("later") and idea.get("muon")}
-    lines = ["# What the mini track can tell: every part of the recipe, taken out", "",
-             "Written by `python tools/idea_pages.py` from [ideas/](ideas/): edit there, not here.", ""]
+    lines = [
+        "# What the mini track can tell: every part of the recipe, taken out",
+        "",
+        "Written by `python tools/idea_pages.py` from [ideas/](ideas/): edit there, not here.",
+        "",
+    ]
     rows, best = table(recipe)
     if best:
         results = [idea["result"] for idea in recipe.values() if idea["result"]]
-        machines = sorted({f"{r['machine']} (threads a run: {r['threads']}, runs at a time: {r['jobs']}, PyTorch {r['torch']})"
-                           for r in results})
+        machines = sorted(
+            {
+                f"{r['machine']} (threads a run: {r['threads']}, runs at a time: {r['jobs']}, PyTorch {r['torch']})"
+                for r in results
+            }
+        )
         runs = sorted({r["effect"]["n"] for r in results})
-        counts = ", ".join(f"{words} {sum(b.startswith(sign) for b in best)}" for sign, words in
-                           [("agrees", "helps too:"), ("not seen", "not seen:"), ("disagrees", "hurts:")])
-        lines += [f"Measured are {len(results)} of {len(recipe)} changes to the recipe, {' or '.join(map(str, runs))} runs "
-                  f"each on {'; '.join(machines)}. Each part helped the field at the official size. Of the parts measured "
-                  f"here, **{counts}** (p < {P_VALUE:g}, Welch's t-test, corrected by Holm over all rows; of several ways "
-                  "to do without a part, the best one counts).", ""]
+        counts = ", ".join(
+            f"{words} {sum(b.startswith(sign) for b in best)}"
+            for sign, words in [
+                ("agrees", "helps too:"),
+                ("not seen", "not seen:"),
+                ("disagrees", "hurts:"),
+            ]
+        )
+        lines += [
+            f"Measured are {len(results)} of {len(recipe)} changes to the recipe, {' or '.join(map(str, runs))} runs "
+            f"each on {'; '.join(machines)}. Each part helped the field at the official size. Of the parts measured "
+            f"here, **{counts}** (p < {P_VALUE:g}, Welch's t-test, corrected by Holm over all rows; of several ways "
+            "to do without a part, the best one counts).",
+            "",
+        ]
     notes = folder / "NOTES.md"
     lines += [notes.read_text(encoding="utf-8").strip(), ""] if notes.exists() else []
     lines += rows
-    for title, some in (("What the field found later, put in", later), ("Muon's variants, put in", muon)):
-        entered = [f"{idea['part']} (`{idea['entered']}`)" for idea in some.values() if idea.get("entered")]
+    for title, some in (
+        ("What the field found later, put in", later),
+        ("Muon's variants, put in", muon),
+    ):
+        entered = [
+            f"{idea['part']} (`{idea['entered']}`)" for idea in some.values() if idea.get("entered")
+        ]
         if some:
-            lines += [f"## {title}", "",
-                      "Ideas that shortened the field's run after May 2025, each alone on the recipe as it was before any of "
-                      f"them. On in the track since: {', '.join(entered) or 'none'}. One that does not help here may help at "
-                      "the official size. p is corrected by Holm over this table.", "", *table(some)[0]]
+            lines += [
+                f"## {title}",
+                "",
+                "Ideas that shortened the field's run after May 2025, each alone on the recipe as it was before any of "
+                f"them. On in the track since: {', '.join(entered) or 'none'}. One that does not help here may help at "
+                "the official size. p is corrected by Holm over this table.",
+                "",
+                *table(some)[0],
+            ]
     lines += sizes_table(ideas)
-    for title, some in (("The parts, and where they stand", recipe),
-                        ("The later ideas, and where they would stand", later | muon)):
+    for title, some in (
+        ("The parts, and where they stand", recipe),
+        ("The later ideas, and where they would stand", later | muon),
+    ):
         said = {}
         for idea in some.values():
-            said.setdefault(idea["part"], f"- **{idea['part']}** (section {idea['where']}): {idea['does']}")
+            said.setdefault(
+                idea["part"], f"- **{idea['part']}** (section {idea['where']}): {idea['does']}"
+            )
         lines += [f"## {title}", "", *said.values(), ""] if said else []
     return "\n".join(lines).rstrip() + "\n"
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="idea_pages.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="idea_pages.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--keep", type=Path, nargs="+", default=[], metavar="answer.json")
     parser.add_argument("--measure", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--size", choices=SIZES)

@@ -8,6 +8,7 @@ with a line of `=` above the source, with a second source below the first, with 
 
 Only this module knows the format. What it cannot read is a LogError whose text is one line.
 """
+
 import ast
 import hashlib
 import itertools
@@ -26,26 +27,43 @@ from machine import readable, show_any_text
 DEFAULT_TARGET = 3.28  # of logs that do not say theirs: the field's, on FineWeb
 
 NUMBER = r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)"
-VALIDATION = re.compile(rf"step:(\d{{1,12}})/\d{{1,12}} val_loss:{NUMBER} (?:.* )?"
-                        rf"train_time:{NUMBER}(ms|s) step_avg:{NUMBER}ms")
+VALIDATION = re.compile(
+    rf"step:(\d{{1,12}})/\d{{1,12}} val_loss:{NUMBER} (?:.* )?"
+    rf"train_time:{NUMBER}(ms|s) step_avg:{NUMBER}ms"
+)
 STEP = re.compile(r"step:(\d{1,12})/(\d{1,12}) ")
 PEAK_MEMORY = re.compile(r"^peak memory (?:allocated|consumption): (\d{1,12}) MiB", re.MULTILINE)
 TORCH = re.compile(r"\bpytorch (\d[\w.+]*)", re.IGNORECASE)
 CPU = re.compile(r"^CPU: *(.*?),? *\b(\d+) cores?\b", re.MULTILINE)
 PROCESSES = re.compile(r"^(\d+) process(?:es)? on cuda", re.MULTILINE)
-GPU_ROW = re.compile(r"^\|? *\d+ +((?:NVIDIA|Tesla|GeForce|Quadro)\b\S*(?: \S+)*?)(?: {2,}| +(?:On|Off)\b)",
-                     re.MULTILINE)
+GPU_ROW = re.compile(
+    r"^\|? *\d+ +((?:NVIDIA|Tesla|GeForce|Quadro)\b\S*(?: \S+)*?)(?: {2,}| +(?:On|Off)\b)",
+    re.MULTILINE,
+)
 GPU_LINE = re.compile(r"\b(NVIDIA [\w -]+?) with world[ _]size[ =](\d+)")
 COMPILER = re.compile(r"\nCompiler: [^\n]*; flags: ([^\n]*); model compiled: (?:yes|no)")
 UNCOMPILED = "model compiled: no"  # in the line of the compiler, or in one that a resume adds
-HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)  # the machine's first line, below the sources
-NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# [\w./-]+\n-{20,}\n\n")  # the name of a file that the script appended
+HEADER = re.compile(
+    rb"Running py(?:thon|torch) ", re.IGNORECASE
+)  # the machine's first line, below the sources
+NEXT_SOURCE = re.compile(
+    rb"\n\n-{20,}\n# [\w./-]+\n-{20,}\n\n"
+)  # the name of a file that the script appended
 
 # What sources call the tokens of a step, and the factor to them: sequences a step times tokens a sequence, or the
 # sequence of one of 8 processes. A schedule or its stages give several numbers.
-STEP_TOKENS = [(("batch_tokens",), 1), (("train_bs_schedule",), 1), (("train_batch_size",), 1),
-               (("batch_size", "sequence_length"), 1), (("batch_size",), 1), (("train_seq_len",), 8), (("seq_len",), 8)]
-FEWEST_TOKENS = 65_536  # of a step of the field; smaller numbers count sequences, or the tokens of one
+STEP_TOKENS = [
+    (("batch_tokens",), 1),
+    (("train_bs_schedule",), 1),
+    (("train_batch_size",), 1),
+    (("batch_size", "sequence_length"), 1),
+    (("batch_size",), 1),
+    (("train_seq_len",), 8),
+    (("seq_len",), 8),
+]
+FEWEST_TOKENS = (
+    65_536  # of a step of the field; smaller numbers count sequences, or the tokens of one
+)
 
 
 class LogError(Exception):
@@ -55,27 +73,31 @@ class LogError(Exception):
 @dataclass
 class Validation:
     step: int
-    val_loss: float       # nats per token
+    val_loss: float  # nats per token
     train_time_ms: float
-    step_avg_ms: float    # nan in the first steps of old logs
+    step_avg_ms: float  # nan in the first steps of old logs
 
 
 @dataclass
 class Log:
     path: Path
-    sources: list[bytes]                 # the script, byte for byte, and files that follow it
-    run: str                             # everything below the sources
+    sources: list[bytes]  # the script, byte for byte, and files that follow it
+    run: str  # everything below the sources
     hyperparameters: dict = field(default_factory=dict)  # ours only; with "track" and "seed"
-    hardware: str = ""                   # "8x NVIDIA H100 80GB HBM3", "AMD EPYC, 2 cores"; "" where the log is silent
+    hardware: str = (
+        ""  # "8x NVIDIA H100 80GB HBM3", "AMD EPYC, 2 cores"; "" where the log is silent
+    )
     torch: str = ""
     peak_memory_mib: int | None = None
-    compiler_flags: list[str] = field(default_factory=list)  # of a CPU; [] where the log does not say
-    uncompiled: bool = False             # trained without torch.compile, from the start or from a resume on
+    compiler_flags: list[str] = field(
+        default_factory=list
+    )  # of a CPU; [] where the log does not say
+    uncompiled: bool = False  # trained without torch.compile, from the start or from a resume on
     validations: list[Validation] = field(default_factory=list)  # by rising step
     last_step: int = 0
     num_steps: int = 0
-    forced: bool = False                 # resumed with --resume_force
-    repeated: bool = False               # the steps start again: several runs in one file
+    forced: bool = False  # resumed with --resume_force
+    repeated: bool = False  # the steps start again: several runs in one file
 
     @property
     def source(self) -> bytes | None:
@@ -85,12 +107,20 @@ class Log:
     @property
     def name(self) -> str:
         """The file's name, as short as a table wants it: a uuid's first 8 digits."""
-        return re.sub(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", r"\1", readable(self.path.stem))
+        return re.sub(
+            r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+            r"\1",
+            readable(self.path.stem),
+        )
 
     @property
     def final(self) -> Validation | None:
         """The validation after the last step."""
-        return self.validations[-1] if self.validations and self.validations[-1].step == self.num_steps else None
+        return (
+            self.validations[-1]
+            if self.validations and self.validations[-1].step == self.num_steps
+            else None
+        )
 
     @property
     def incomplete(self) -> str:
@@ -102,7 +132,9 @@ class Log:
         if self.final is None:
             return "no final validation"
         if not (math.isfinite(self.final.val_loss) and math.isfinite(self.final.train_time_ms)):
-            return f"final val_loss {self.final.val_loss}, training time {self.final.train_time_ms} ms"
+            return (
+                f"final val_loss {self.final.val_loss}, training time {self.final.train_time_ms} ms"
+            )
         if self.final.train_time_ms == 0:
             return "no training time"
         return "" if self.source else "no source above the run"
@@ -127,7 +159,10 @@ class Log:
         if "batch_tokens" in self.hyperparameters:
             return [self.hyperparameters["batch_tokens"]]
         for names, factor in STEP_TOKENS:
-            products = {factor * math.prod(values) for values in itertools.product(*map(self.constants, names))}
+            products = {
+                factor * math.prod(values)
+                for values in itertools.product(*map(self.constants, names))
+            }
             if found := sorted(n for n in products if n >= FEWEST_TOKENS):
                 return found
         return []
@@ -137,9 +172,15 @@ class Log:
         text = (self.source or b"").decode("utf-8", "replace")
         number = r"\d[\d_]{0,18}"
         numbers = rf"{number}(?:\s*[*,]\s*{number})*"
-        found = re.findall(rf"\b{name}\s*(?::\s*\w+\s*)?=\s*[(\[]?\s*({numbers})\s*(?=[],)#]|$)", text, re.MULTILINE)
+        found = re.findall(
+            rf"\b{name}\s*(?::\s*\w+\s*)?=\s*[(\[]?\s*({numbers})\s*(?=[],)#]|$)",
+            text,
+            re.MULTILINE,
+        )
         products = {product for values in found for product in values.split(",")}
-        return sorted({math.prod(int(n.replace("_", "")) for n in product.split("*")) for product in products})
+        return sorted(
+            {math.prod(int(n.replace("_", "")) for n in product.split("*")) for product in products}
+        )
 
     def digest(self) -> str:
         """Of the run's lines: equal for copies of one log."""
@@ -150,11 +191,14 @@ class Log:
 # Parsing
 def separator(data: bytes, start: int) -> tuple[int, int] | None:
     """(begin, end) of the first line of `=` from `start` on: 100 of them, or else at least 20."""
-    for length in (100, 20):  # a heading underlined in a docstring is no separator while a full line follows
+    for length in (
+        100,
+        20,
+    ):  # a heading underlined in a docstring is no separator while a full line follows
         line = re.compile(b"={%d,}[ \r]*(?:\n|\\Z)" % length)
         at = start
         while (at := data.find(b"=" * length, at)) >= 0:
-            if (at == 0 or data[at - 1:at] == b"\n") and (found := line.match(data, at)):
+            if (at == 0 or data[at - 1 : at] == b"\n") and (found := line.match(data, at)):
                 return found.span()
             at = data.find(b"\n", at)
             if at < 0:
@@ -166,17 +210,21 @@ def split_sources(data: bytes) -> tuple[list[bytes], bytes]:
     """A log -> (the sources byte for byte, the rest). No source where no line of `=` ends one."""
     start, newline = 0, 1  # logs print the source: one newline is print's
     end = separator(data, 0)
-    if end is not None and end[0] == 0:  # the oldest open with a separator, and write the source as it is
+    if (
+        end is not None and end[0] == 0
+    ):  # the oldest open with a separator, and write the source as it is
         start, newline = end[1], 0
         end = separator(data, start)
     if end is None:
         return [], data
-    ends, head = [end], data[:data.find(b"\nstep:", end[1]) + 1]
-    while ends and not HEADER.match(head, ends[-1][1]):  # a further source, if the machine's first line is found below
+    ends, head = [end], data[: data.find(b"\nstep:", end[1]) + 1]
+    while ends and not HEADER.match(
+        head, ends[-1][1]
+    ):  # a further source, if the machine's first line is found below
         ends = [*ends, following] if (following := separator(head, ends[-1][1])) else []
     sources = []
     for end in ends or [end]:
-        sources += NEXT_SOURCE.split(data[start:end[0] - newline])
+        sources += NEXT_SOURCE.split(data[start : end[0] - newline])
         start = end[1]
     return sources, data[start:]
 
@@ -184,7 +232,9 @@ def split_sources(data: bytes) -> tuple[list[bytes], bytes]:
 def find_hardware(run: str) -> str:
     """The GPUs that took part, or the CPU; "" if the header names neither."""
     if gpus := GPU_ROW.findall(run):
-        used = PROCESSES.search(run)  # our runs say it: a process a GPU, while nvidia-smi lists the idle ones too
+        used = PROCESSES.search(
+            run
+        )  # our runs say it: a process a GPU, while nvidia-smi lists the idle ones too
         count = int(used[1]) if used else len(gpus)
         return f"{count}x {' + '.join(sorted(set(gpus)))}"
     if line := GPU_LINE.search(run):
@@ -202,8 +252,14 @@ def find_hyperparameters(run: str) -> dict:
     except (ValueError, RecursionError):
         return {}
     kinds = dict(track=str, val_tokens=int, batch_tokens=int, target_val_loss=(int, float))
-    return found if all(isinstance(found.get(k, kind() if isinstance(kind, type) else 0.0), kind)
-                        for k, kind in kinds.items()) else {}
+    return (
+        found
+        if all(
+            isinstance(found.get(k, kind() if isinstance(kind, type) else 0.0), kind)
+            for k, kind in kinds.items()
+        )
+        else {}
+    )
 
 
 def parse_log(path: str | Path) -> Log:
@@ -224,16 +280,27 @@ def parse_log(path: str | Path) -> Log:
     while (last := STEP.match(run, at + 1)) is None and at >= 0:  # the last line may be cut
         at = run.rfind("\nstep:", 0, at)
     if last is None:
-        raise LogError(f"{path}: no line that begins with step:S/N; not a log, or one of a run that never started")
+        raise LogError(
+            f"{path}: no line that begins with step:S/N; not a log, or one of a run that never started"
+        )
 
-    header = run[:run.find("\nstep:") + 1]
-    log = Log(Path(path), sources, run, find_hyperparameters(header), last_step=int(last[1]), num_steps=int(last[2]))
+    header = run[: run.find("\nstep:") + 1]
+    log = Log(
+        Path(path),
+        sources,
+        run,
+        find_hyperparameters(header),
+        last_step=int(last[1]),
+        num_steps=int(last[2]),
+    )
     resumed_at = None
     for line in run.split("\n"):  # of a million lines, regular expressions see only these
         log.forced |= "resume_force" in line and not line.startswith("hyperparameters:")
         if line.startswith("resume"):
             match = re.search(r"step (\d{1,12})", line)
-            resumed_at = int(match[1]) if match else 0  # what the interrupted run did beyond it was done again
+            resumed_at = (
+                int(match[1]) if match else 0
+            )  # what the interrupted run did beyond it was done again
             log.validations = [v for v in log.validations if v.step <= resumed_at]
         elif " val_loss:" in line and (match := VALIDATION.match(line)):
             step, val_loss, train_time, unit, step_avg = match.groups()
@@ -241,12 +308,16 @@ def parse_log(path: str | Path) -> Log:
                 log.validations.pop()
             log.repeated |= bool(log.validations) and int(step) <= log.validations[-1].step
             train_time_ms = float(train_time) * (1000 if unit == "s" else 1)
-            log.validations.append(Validation(int(step), float(val_loss), train_time_ms, float(step_avg)))
+            log.validations.append(
+                Validation(int(step), float(val_loss), train_time_ms, float(step_avg))
+            )
     log.hardware = find_hardware(header)
     log.torch = match[1] if (match := TORCH.search(header)) else ""
     log.compiler_flags = list(dict.fromkeys(COMPILER.findall(run)))
     log.uncompiled = UNCOMPILED in run
-    log.peak_memory_mib = int(match[1]) if (match := PEAK_MEMORY.search(run, run.rfind("\npeak memory "))) else None
+    log.peak_memory_mib = (
+        int(match[1]) if (match := PEAK_MEMORY.search(run, run.rfind("\npeak memory "))) else None
+    )
     return log
 
 
@@ -255,7 +326,11 @@ def find_logs(paths: list[str | Path]) -> tuple[list[Path], list[str]]:
     files, errors = [], []
     for path in map(Path, paths):
         try:
-            found = sorted(p for p in path.iterdir() if p.suffix in (".txt", ".log")) if path.is_dir() else [path]
+            found = (
+                sorted(p for p in path.iterdir() if p.suffix in (".txt", ".log"))
+                if path.is_dir()
+                else [path]
+            )
         except OSError as e:
             errors.append(f"{path}: {(e.strerror or 'cannot be read').lower()}")
             continue
@@ -279,7 +354,10 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
 
 # ----------------------------------------------------------------------------------------------------------
 # What the source does to the compiler
-ALLOWED_FLAGS = {("dynamic", "False"), ("fullgraph", "True")}  # the latter makes a graph break an error, that is all
+ALLOWED_FLAGS = {
+    ("dynamic", "False"),
+    ("fullgraph", "True"),
+}  # the latter makes a graph break an error, that is all
 # Environment variables set torch._inductor.config too. One call is allowed, as some versions of GCC are wrong without
 # it, and one name, which says where compiled code is kept
 ALLOWED_CALL = 'os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")'
@@ -302,14 +380,20 @@ def compiler_settings(source: bytes) -> list[str]:
     lines = {}  # one message for all lines that do the same
     for what, line in sorted(set(found), key=lambda f: f[1]):
         lines.setdefault(what, []).append(str(line))
-    return [f"{what} in source line{'s' if len(n) > 1 else ''} {', '.join(n[:5])}"
-            f"{f' and {len(n) - 5} more' if len(n) > 5 else ''}" for what, n in lines.items()]
+    return [
+        f"{what} in source line{'s' if len(n) > 1 else ''} {', '.join(n[:5])}"
+        f"{f' and {len(n) - 5} more' if len(n) > 5 else ''}"
+        for what, n in lines.items()
+    ]
 
 
 def settings_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
     """-> (what, line)"""
     flags = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
-    names = {"torch": "torch", "re": "re"}  # what each name of the source stands for, aliases resolved
+    names = {
+        "torch": "torch",
+        "re": "re",
+    }  # what each name of the source stands for, aliases resolved
     found = []
 
     def dotted(node):
@@ -329,10 +413,16 @@ def settings_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
             imported = [f"{node.module}.{a.name}" for a in node.names]
         else:
             continue
-        found += [("torch._inductor.config", node.lineno) for name in imported
-                  if name.startswith("torch._inductor.config") or name == "torch._inductor.*"]
+        found += [
+            ("torch._inductor.config", node.lineno)
+            for name in imported
+            if name.startswith("torch._inductor.config") or name == "torch._inductor.*"
+        ]
     for node in ast.walk(tree):  # compile_it = torch.compile
-        if isinstance(node, ast.Assign) and dotted(node.value) in ("torch.compile", "torch._inductor"):
+        if isinstance(node, ast.Assign) and dotted(node.value) in (
+            "torch.compile",
+            "torch._inductor",
+        ):
             names |= {t.id: dotted(node.value) for t in node.targets if isinstance(t, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and dotted(node) == "torch._inductor.config":
@@ -348,7 +438,9 @@ def settings_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
                 continue
             value = ast.unparse(keyword.value)
             if (keyword.arg, value) not in ALLOWED_FLAGS:
-                found.append((f"torch.compile({keyword.arg or '**'}={value})", keyword.value.lineno))
+                found.append(
+                    (f"torch.compile({keyword.arg or '**'}={value})", keyword.value.lineno)
+                )
     return found
 
 
@@ -359,9 +451,14 @@ def nodes_that_set_nothing(tree: ast.AST) -> set[ast.AST]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.dump(node) == allowed:
             nodes |= set(ast.walk(node))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "os.environ.get",
+            "os.getenv",
+        ):
             nodes |= set(node.args[:1])
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):  # os.environ["NAME"]
+        elif isinstance(node, ast.Subscript) and isinstance(
+            node.ctx, ast.Load
+        ):  # os.environ["NAME"]
             nodes.add(node.slice)
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
             nodes.add(node.left)
@@ -396,10 +493,16 @@ def variables_by_text(text: str) -> list[tuple[str, int]]:
     for call in (ALLOWED_CALL, ALLOWED_CALL.replace('"', "'")):
         text = text.replace(call, "")
     name = rf"""["'](?:{VARIABLE.pattern})["']"""
-    reads = (rf"(?:environ\.get|getenv)\({name}", rf"(?<!del os\.)environ\[{name}\](?!\s*[+|]?=[^=])", rf"{name} (?:not )?in\b")
+    reads = (
+        rf"(?:environ\.get|getenv)\({name}",
+        rf"(?<!del os\.)environ\[{name}\](?!\s*[+|]?=[^=])",
+        rf"{name} (?:not )?in\b",
+    )
     text = re.sub("|".join(reads), "", text)
     found = []
-    for match in re.finditer(rf"""["']({VARIABLE.pattern})|[(,]\s*({VARIABLE.pattern})\s*=""", text):
+    for match in re.finditer(
+        rf"""["']({VARIABLE.pattern})|[(,]\s*({VARIABLE.pattern})\s*=""", text
+    ):
         name = match[1] or match[2]
         if name != ALLOWED_VARIABLE:
             found.append((name, text.count("\n", 0, match.start()) + 1))
@@ -410,12 +513,17 @@ def settings_by_text(text: str) -> list[tuple[str, int]]:
     """The same for a source that this Python cannot parse (another version's syntax)."""
     text = re.sub(r"#.*", "", text)
     line = lambda at: text.count("\n", 0, at) + 1
-    found = [("torch._inductor.config", line(m.start()))
-             for m in re.finditer(r"torch\._inductor(?:\.|\s+import\s+)config", text)]
+    found = [
+        ("torch._inductor.config", line(m.start()))
+        for m in re.finditer(r"torch\._inductor(?:\.|\s+import\s+)config", text)
+    ]
     for call in re.finditer(r"torch\.compile\(([^()]*)", text):
         flags = [(m[1], m[2].strip()) for m in re.finditer(r"(\w+)\s*=\s*([^,]*)", call[1])]
-        found += [(f"torch.compile({flag}={value})", line(call.start()))
-                  for flag, value in flags if (flag, value) not in ALLOWED_FLAGS]
+        found += [
+            (f"torch.compile({flag}={value})", line(call.start()))
+            for flag, value in flags
+            if (flag, value) not in ALLOWED_FLAGS
+        ]
     return found
 
 
@@ -426,7 +534,9 @@ def write_file(path: str | Path, data: bytes) -> None:
     path = Path(path)
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as f:
             temporary = f.name
             f.write(data)
             f.flush()

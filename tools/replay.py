@@ -4,6 +4,7 @@ Gets the source of a run out of its log.
     python tools/replay.py LOG [-o FILE]          the script that made it, byte for byte
     python tools/replay.py LOG --diff OTHER_LOG   what changed from LOG's sources to OTHER_LOG's
 """
+
 import argparse
 import difflib
 import sys
@@ -30,8 +31,12 @@ def diff(old: bytes, new: bytes, old_name: str, new_name: str) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="replay.py", description=__doc__.strip().split("\n")[0])
     parser.add_argument("log", type=Path, metavar="LOG")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here, not to the terminal")
-    parser.add_argument("--diff", type=Path, metavar="OTHER_LOG", help="show what changed from LOG to this one")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
+    )
+    parser.add_argument(
+        "--diff", type=Path, metavar="OTHER_LOG", help="show what changed from LOG to this one"
+    )
     args = parser.parse_args(argv)
     data, *more = sources_of(args.log)
     if args.diff:
@@ -44,8 +49,11 @@ def main(argv: list[str]) -> int:
         data = text.encode()
     elif more:
         lines = [len(source.splitlines()) for source in more]
-        print(f"{args.log}: this is the script; {len(more)} further source{'s' * (len(more) > 1)} "
-              f"({' and '.join(map(str, lines))} lines) stand below it in the log", file=sys.stderr)
+        print(
+            f"{args.log}: this is the script; {len(more)} further source{'s' * (len(more) > 1)} "
+            f"({' and '.join(map(str, lines))} lines) stand below it in the log",
+            file=sys.stderr,
+        )
     if args.output:
         write_file(args.output, data)
     else:

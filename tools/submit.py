@@ -9,6 +9,7 @@ hyperparameters line and fewer than 8 validations after step 0 (records filed be
 faster than the fastest one of its track on the same hardware; on hardware new to the track it is the first.
 Exit status: 0 filed, 1 refused (the reasons are listed), 2 input that cannot be used.
 """
+
 import argparse
 import datetime
 import getpass
@@ -27,8 +28,10 @@ from machine import readable
 from replay import diff
 from verify import judge, per_run, print_table, summary_lines
 
-ABSOLUTE_PATH = re.compile(r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
-                           re.MULTILINE)
+ABSOLUTE_PATH = re.compile(
+    r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
+    re.MULTILINE,
+)
 COMMON_NAMES = {"root", "user", "localhost"}  # say nothing about anyone
 FEWEST_VALIDATIONS = 8  # of a run, for its curve to be one; they are not timed
 
@@ -48,8 +51,11 @@ def leaks(log: Log) -> list[str]:
     """What below the source of a log must not be published, a line each."""
     found = list(dict.fromkeys(m[1] for m in ABSOLUTE_PATH.finditer(log.run)))
     reasons = [f"{log.name}: names an absolute path: {found[0]}"] if found else []
-    reasons += [f"{log.name}: names this machine or its user: {word}" for word in sorted(private_words())
-                if re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", log.run)]
+    reasons += [
+        f"{log.name}: names this machine or its user: {word}"
+        for word in sorted(private_words())
+        if re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", log.run)
+    ]
     return reasons
 
 
@@ -58,8 +64,10 @@ def too_few_validations(log: Log) -> str:
     n, fewest = sum(v.step > 0 for v in log.validations), min(FEWEST_VALIDATIONS, log.num_steps)
     if n >= fewest or not log.hyperparameters:
         return ""
-    return (f"{n} validation{'s' * (n != 1)} after step 0, a record's curve needs {fewest}: run it with "
-            f"--val_loss_every {log.num_steps // fewest}, which costs no training time")
+    return (
+        f"{n} validation{'s' * (n != 1)} after step 0, a record's curve needs {fewest}: run it with "
+        f"--val_loss_every {log.num_steps // fewest}, which costs no training time"
+    )
 
 
 def describe_change(logs: list[Log], prior: Record | None, track: str) -> str:
@@ -70,18 +78,42 @@ def describe_change(logs: list[Log], prior: Record | None, track: str) -> str:
     lines = diff(*(b"\n".join(log.sources) for log in (old, new)), "", "").splitlines()[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     text = f"Against [{prior.name}](../{prior.folder.name}/): {added} lines of source added, {removed} removed."
-    keys = [k for k in {**old.hyperparameters, **new.hyperparameters} if k != "seed"
-            and old.hyperparameters.get(k) != new.hyperparameters.get(k)]
-    return "\n".join([text, *([""] if keys else []),
-                      *(f"- `{k}`: {old.hyperparameters.get(k)} to {new.hyperparameters.get(k)}" for k in keys)])
+    keys = [
+        k
+        for k in {**old.hyperparameters, **new.hyperparameters}
+        if k != "seed" and old.hyperparameters.get(k) != new.hyperparameters.get(k)
+    ]
+    return "\n".join(
+        [
+            text,
+            *([""] if keys else []),
+            *(
+                f"- `{k}`: {old.hyperparameters.get(k)} to {new.hyperparameters.get(k)}"
+                for k in keys
+            ),
+        ]
+    )
 
 
-def file_record(logs: list[Log], folder: Path, name: str, what: str, target: float, same_ml: bool,
-                prior: Record | None) -> None:
+def file_record(
+    logs: list[Log],
+    folder: Path,
+    name: str,
+    what: str,
+    target: float,
+    same_ml: bool,
+    prior: Record | None,
+) -> None:
     """Makes the record's folder, whole or not at all. Raises LogError."""
     if folder.exists():
         raise LogError(f"{folder} exists already; choose another --name or --date")
-    facts = dict(name=name, what=what, target=target, same_ml=same_ml, against=prior.folder.name if prior else "")
+    facts = dict(
+        name=name,
+        what=what,
+        target=target,
+        same_ml=same_ml,
+        against=prior.folder.name if prior else "",
+    )
     temporary = None
     try:
         folder.parent.mkdir(exist_ok=True)
@@ -90,7 +122,9 @@ def file_record(logs: list[Log], folder: Path, name: str, what: str, target: flo
         made.mkdir(parents=True)
         for log in logs:
             write_file(made / log.path.name, log.path.read_bytes())
-        write_file(made / "record.json", (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
+        write_file(
+            made / "record.json", (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode()
+        )
         kept, _ = read_logs([made])
         write_record(Record(made, kept, **facts), prior)
         os.rename(made, folder)
@@ -113,17 +147,32 @@ def main(argv: list[str]) -> int:
     parser.add_argument("logs", nargs="*", type=Path, metavar="LOG_OR_FOLDER")
     parser.add_argument("--track")
     parser.add_argument("--name", type=readable, help="a few words")
-    parser.add_argument("--what", type=readable, help="what changed, Markdown (default: what the logs say about it)")
-    parser.add_argument("--date", type=parse_date, default=datetime.date.today().isoformat(), help="(default: today)")
-    parser.add_argument("--target", type=float, help="for logs that do not state the loss they race to")
-    parser.add_argument("--same-ml", action="store_true", help="only the speed changed: waive the p-value")
+    parser.add_argument(
+        "--what", type=readable, help="what changed, Markdown (default: what the logs say about it)"
+    )
+    parser.add_argument(
+        "--date",
+        type=parse_date,
+        default=datetime.date.today().isoformat(),
+        help="(default: today)",
+    )
+    parser.add_argument(
+        "--target", type=float, help="for logs that do not state the loss they race to"
+    )
+    parser.add_argument(
+        "--same-ml", action="store_true", help="only the speed changed: waive the p-value"
+    )
     parser.add_argument("--regenerate", action="store_true", help="only rewrite what is generated")
-    parser.add_argument("--records_dir", type=Path, default=RECORDS, metavar="DIR", help="(default: records/)")
+    parser.add_argument(
+        "--records_dir", type=Path, default=RECORDS, metavar="DIR", help="(default: records/)"
+    )
     args = parser.parse_args(argv)
     if args.regenerate:
         regenerate(args.records_dir)
         return 0
-    short = "".join(word[:1].upper() + word[1:] for word in re.findall(r"[A-Za-z0-9]+", args.name or ""))
+    short = "".join(
+        word[:1].upper() + word[1:] for word in re.findall(r"[A-Za-z0-9]+", args.name or "")
+    )
     if not (args.track and short and args.logs):
         parser.error("a record needs --track, --name (with a letter or digit) and its logs")
     if not re.fullmatch(r"[a-z0-9_]+", args.track):
@@ -137,15 +186,29 @@ def main(argv: list[str]) -> int:
     others = read_records(args.records_dir).get(args.track, [])
     prior = record_to_beat(others, logs[0].hardware)
     if args.same_ml and prior is None:
-        raise LogError(f"--same-ml: no record of {args.track} on {logs[0].hardware} whose losses could stand for these")
+        raise LogError(
+            f"--same-ml: no record of {args.track} on {logs[0].hardware} whose losses could stand for these"
+        )
 
     stated = {log.target for log in logs if "target_val_loss" in log.hyperparameters}
     verdict = judge(logs, args.target, prior.logs if prior else [], args.same_ml)
     target = verdict.target
-    reasons = verdict.reasons + per_run(logs, too_few_validations) + [reason for log in logs for reason in leaks(log)]
-    reasons += [f"{log.name}: a log of the track {log.track}" for log in logs if log.track not in ("", args.track)]
+    reasons = (
+        verdict.reasons
+        + per_run(logs, too_few_validations)
+        + [reason for log in logs for reason in leaks(log)]
+    )
+    reasons += [
+        f"{log.name}: a log of the track {log.track}"
+        for log in logs
+        if log.track not in ("", args.track)
+    ]
     reasons += [f"a run raced to {t:g}, not to {target:g}" for t in sorted(stated - {target})]
-    reasons += [f"the track's target is {r.target:g}, not {target:g}" for r in others[:1] if r.target != target]
+    reasons += [
+        f"the track's target is {r.target:g}, not {target:g}"
+        for r in others[:1]
+        if r.target != target
+    ]
     if len({log.path.name for log in logs}) < len(logs):
         reasons.append("two logs have the same file name")
     print_table(logs)
@@ -162,7 +225,9 @@ def main(argv: list[str]) -> int:
     regenerate(args.records_dir)
     print(f"\nfiled under {folder}")
     if prior is None and others:
-        print(f"the first record of {args.track} on {logs[0].hardware}: nothing to compare its time with")
+        print(
+            f"the first record of {args.track} on {logs[0].hardware}: nothing to compare its time with"
+        )
     return 0
 
 

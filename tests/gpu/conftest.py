@@ -5,6 +5,7 @@ Tests on a CUDA GPU; without one, this folder's are skipped.
 
 With the variable, the FP8 op's own kernels are compiled as in training; without it, only they are not.
 """
+
 from pathlib import Path
 
 import pytest

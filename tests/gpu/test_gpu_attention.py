@@ -1,4 +1,5 @@
 """FlexAttention with the block mask, compiled, against the portable attention and the dense definition."""
+
 import math
 
 import pytest
@@ -8,8 +9,17 @@ from train_gpt import attention, document_ids, flex_block_mask, portable_mask
 
 EOT = 50256
 # (tokens, mean document length, window in blocks): the training length last, with the first and the last window
-CASES = [(1024, 60, 1), (1024, 10**9, 3), (2048, 300, 16), (4096, 1000, 4), (8192, 5, 14), (16384, 2000, 7),
-         (48 * 1024, 1000, 1), (48 * 1024, 1000, 14), (48 * 1024, 10**9, 14)]
+CASES = [
+    (1024, 60, 1),
+    (1024, 10**9, 3),
+    (2048, 300, 16),
+    (4096, 1000, 4),
+    (8192, 5, 14),
+    (16384, 2000, 7),
+    (48 * 1024, 1000, 1),
+    (48 * 1024, 1000, 14),
+    (48 * 1024, 10**9, 14),
+]
 
 
 def case(length, every, device, heads=6, dim=128):
@@ -56,12 +66,21 @@ def test_flex_equals_portable_forward_and_backward(length, every, blocks, device
 def test_flex_equals_the_definition(length, every, blocks, device):
     """Every row where the sequence is short, else 256 of them, spread over blocks and their edges."""
     docs, (q, k, v, _) = case(length, every, device)
-    got = torch.compile(flex, dynamic=False)(q, k, v, docs, torch.tensor(blocks, dtype=torch.int32, device=device))
+    got = torch.compile(flex, dynamic=False)(
+        q, k, v, docs, torch.tensor(blocks, dtype=torch.int32, device=device)
+    )
     edges = torch.tensor([0, 127, 128, length - 129, length - 128, length - 1], device=device)
-    rows = torch.arange(length, device=device) if length <= 2048 else torch.cat(
-        [edges, torch.randint(length, (250,), device=device)])
+    rows = (
+        torch.arange(length, device=device)
+        if length <= 2048
+        else torch.cat([edges, torch.randint(length, (250,), device=device)])
+    )
     keys = torch.arange(length, device=device)
-    visible = ((keys <= rows[:, None]) & (docs[rows][:, None] == docs) & (rows[:, None] // 128 - keys // 128 < blocks))
+    visible = (
+        (keys <= rows[:, None])
+        & (docs[rows][:, None] == docs)
+        & (rows[:, None] // 128 - keys // 128 < blocks)
+    )
     scores = torch.einsum("qhd,khd->hqk", q[0, rows].float(), k[0].float()) * 0.12
     weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
     assert_near(got[0, rows], torch.einsum("hqk,khd->qhd", weights, v[0].float()), 0.02)
@@ -78,7 +97,9 @@ def test_backward_equals_the_definition(device):
 
     def dense(q, k, v):
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.12
-        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, -math.inf).softmax(-1), v)
+        return torch.einsum(
+            "bhqk,bkhd->bqhd", scores.masked_fill(~visible, -math.inf).softmax(-1), v
+        )
 
     for a, b in zip(got, run(dense, *(t.double() for t in (q, k, v)), grad)):
         assert_near(a, b, 0.03)

@@ -1,4 +1,5 @@
 """The head and its loss in FP8 on a GPU's matrix units, against float32 and bf16."""
+
 import pytest
 import torch
 
@@ -19,7 +20,9 @@ def loss_and_gradients(logits, targets, dim, grad_s):
     loss, grads, quantized = 0, [], []
     for z, t in zip(logits.split(4096), targets.split(4096)):
         z = z.float().requires_grad_()
-        part = torch.nn.functional.cross_entropy(30 * torch.sigmoid(z / (7.5 * dim**0.5)), t, reduction="sum")
+        part = torch.nn.functional.cross_entropy(
+            30 * torch.sigmoid(z / (7.5 * dim**0.5)), t, reduction="sum"
+        )
         grad = torch.autograd.grad(part, z)[0]
         grads.append(grad.bfloat16())
         quantized.append((grad / grad_s).to(torch.float8_e5m2))
@@ -37,8 +40,9 @@ def test_head_loss_and_its_gradients(tokens, dim, out, device):
     x_s, w_s, grad_s = dim**0.5 / 448, 24 / 448, 1 / 448
 
     loss, logits, lse, x_f8, w_f8 = torch.ops.nanogpt.head_loss(x, w, targets, x_s, w_s, grad_s)
-    grad_x, grad_w = torch.ops.nanogpt.head_loss_backward(torch.ones((), device=device), logits, lse, x_f8, w_f8, targets,
-                                                          x_s, w_s, grad_s)
+    grad_x, grad_w = torch.ops.nanogpt.head_loss_backward(
+        torch.ones((), device=device), logits, lse, x_f8, w_f8, targets, x_s, w_s, grad_s
+    )
     assert logits.dtype == grad_x.dtype == torch.bfloat16 and grad_w.dtype == torch.float32
 
     # float32 products of the very FP8 operands: only accumulation and the last rounding are between them

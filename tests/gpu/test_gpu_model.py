@@ -1,16 +1,36 @@
 """The model and whole runs on a GPU: against the CPU's float32, without graph breaks, recompiles or surprises."""
+
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from train_gpt import GPT, TRACKS, GradientBuckets, World, build_optimizers, evaluate, get_window_blocks, train_step
+from train_gpt import (
+    GPT,
+    TRACKS,
+    GradientBuckets,
+    World,
+    build_optimizers,
+    evaluate,
+    get_window_blocks,
+    train_step,
+)
 from util import random_tokens, read_log, run_script, val_losses, write_shard
 
 # The real layout and head dimension, 1,024 tokens, every width a multiple of 16 as FP8 wants it
-SMALL = replace(TRACKS["fineweb"], vocab_size=1000, eot_token=999, num_heads=2, model_dim=256, train_seq_len=1024,
-                val_seq_len=1024, batch_tokens=2 * 1024, val_tokens=1024, max_window=512)
+SMALL = replace(
+    TRACKS["fineweb"],
+    vocab_size=1000,
+    eot_token=999,
+    num_heads=2,
+    model_dim=256,
+    train_seq_len=1024,
+    val_seq_len=1024,
+    batch_tokens=2 * 1024,
+    val_tokens=1024,
+    max_window=512,
+)
 
 
 def batch(hp, seed, num_seqs=1):
@@ -27,7 +47,11 @@ def model_of(hp, dtype, use_fp8=False):
     with torch.no_grad():
         for p in model.parameters():
             # tables and the rest as bf16 can hold them
-            fresh = 1 + 0.2 * torch.randn(p.shape) if p.ndim < 2 else torch.randn(p.shape) * 0.5 / math.sqrt(p.size(-1))
+            fresh = (
+                1 + 0.2 * torch.randn(p.shape)
+                if p.ndim < 2
+                else torch.randn(p.shape) * 0.5 / math.sqrt(p.size(-1))
+            )
             p.copy_(fresh.bfloat16())
     return model.train()
 
@@ -54,7 +78,9 @@ def test_loss_and_gradients_equal_the_cpus_in_float32(blocks, use_fp8, device):
         if gradient.ndim < 2:
             assert (got[name] - gradient).norm() < 0.6 * scalars, name
         else:
-            assert (got[name] - gradient).norm() < (0.15 if use_fp8 else 0.05) * gradient.norm(), name
+            assert (got[name] - gradient).norm() < (0.15 if use_fp8 else 0.05) * gradient.norm(), (
+                name
+            )
 
 
 def test_no_graph_break_and_no_recompile_as_the_window_grows(device):
@@ -69,7 +95,7 @@ def test_no_graph_break_and_no_recompile_as_the_window_grows(device):
 
     def use(blocks):
         train_step(compiled, optimizers, buckets, inputs, targets, blocks, hp, world)
-        sequence = (inputs[:hp.val_seq_len], targets[:hp.val_seq_len])
+        sequence = (inputs[: hp.val_seq_len], targets[: hp.val_seq_len])
         assert math.isfinite(evaluate(compiled, [sequence], blocks, hp, world))
 
     use(1)
@@ -84,8 +110,18 @@ def test_no_graph_break_and_no_recompile_as_the_window_grows(device):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-RUN = dict(num_layers=4, num_value_embeds=1, long_window_layers="0,3", train_seq_len=256, batch_tokens=2048,
-           val_seq_len=256, val_tokens=4096, num_iterations=20, val_loss_every=10, warmup_steps=2)
+RUN = dict(
+    num_layers=4,
+    num_value_embeds=1,
+    long_window_layers="0,3",
+    train_seq_len=256,
+    batch_tokens=2048,
+    val_seq_len=256,
+    val_tokens=4096,
+    num_iterations=20,
+    val_loss_every=10,
+    warmup_steps=2,
+)
 
 
 @pytest.mark.parametrize("fp8", ["true", "false"])
@@ -97,14 +133,23 @@ def test_runs_agree_however_a_step_is_accumulated(fp8, tmp_path):
     for name, per_pass in (("first", 1), ("second", 1), ("wide", 4)):
         folder = tmp_path / name
         folder.mkdir()
-        options = RUN | dict(train_files=tmp_path / "train_*.bin", val_files=tmp_path / "val_*.bin", fp8=fp8,
-                             sequences_per_pass=per_pass)
-        done = run_script(["--track=mini", "--device=cuda", *(f"--{k}={v}" for k, v in options.items())],
-                          folder, TORCH_COMPILE_DISABLE="0")
+        options = RUN | dict(
+            train_files=tmp_path / "train_*.bin",
+            val_files=tmp_path / "val_*.bin",
+            fp8=fp8,
+            sequences_per_pass=per_pass,
+        )
+        done = run_script(
+            ["--track=mini", "--device=cuda", *(f"--{k}={v}" for k, v in options.items())],
+            folder,
+            TORCH_COMPILE_DISABLE="0",
+        )
         assert done.returncode == 0, done.stderr
         losses.append(val_losses(read_log(folder)))
     first, second, wide = losses
     assert sorted(first) == [0, 10, 20] and first[0] == pytest.approx(math.log(384), abs=1e-4)
     assert first[20] < first[10] < first[0]
     for other in (second, wide):
-        assert other == pytest.approx(first, abs=0.02)  # bf16 sums of gradients, and atomic additions in any order
+        assert other == pytest.approx(
+            first, abs=0.02
+        )  # bf16 sums of gradients, and atomic additions in any order

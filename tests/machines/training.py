@@ -1,4 +1,5 @@
 """Machines on which train_gpt.py itself has to find its way: compilers, folders, signals, cores."""
+
 import os
 import re
 import shutil
@@ -7,8 +8,20 @@ import sys
 import sysconfig
 import time
 
-from table import (ROOT, Case, Outcome, cannot_unshare, clean_environment, finish, kill_group, one_line, run, start,
-                   trained, write_tiny_shards)
+from table import (
+    ROOT,
+    Case,
+    Outcome,
+    cannot_unshare,
+    clean_environment,
+    finish,
+    kill_group,
+    one_line,
+    run,
+    start,
+    trained,
+    write_tiny_shards,
+)
 
 WARNING = "warning: training without torch.compile"
 
@@ -52,8 +65,10 @@ def shim(folder, text):
     script.chmod(0o755)
     return script
 
+
 # -----------------------------------------------------------------------------
 # Compilers
+
 
 def cannot_compile() -> str:
     return "" if shutil.which("g++") else "there is no g++"
@@ -64,7 +79,9 @@ def unknown_cpu(folder):
 
 
 def no_compiler(folder):
-    return uncompiled(train(folder, CXX="no-such-compiler"), "no working C++ compiler", "apt install g++")
+    return uncompiled(
+        train(folder, CXX="no-such-compiler"), "no working C++ compiler", "apt install g++"
+    )
 
 
 def no_python_headers(folder):
@@ -75,32 +92,47 @@ def no_python_headers(folder):
 
 
 def compiler_crashes(folder):
-    crash = 'case "$1" in --version|-v) exec g++ "$@";; esac\n' \
-            'echo "g++: internal compiler error: Segmentation fault" >&2\nexit 4'
+    crash = (
+        'case "$1" in --version|-v) exec g++ "$@";; esac\n'
+        'echo "g++: internal compiler error: Segmentation fault" >&2\nexit 4'
+    )
     return uncompiled(train(folder, CXX=shim(folder, crash)), "internal compiler error")
 
 
 def wrong_code(folder):
     """A constant of the code is changed: logits are capped at half of what they should be."""
-    spoil = 'for file in "$@"; do case "$file" in *.cpp) sed -i "s/(30[.]0)/(15.0)/g" "$file";; esac; done\n' \
-            'exec g++ "$@"'
+    spoil = (
+        'for file in "$@"; do case "$file" in *.cpp) sed -i "s/(30[.]0)/(15.0)/g" "$file";; esac; done\n'
+        'exec g++ "$@"'
+    )
     return uncompiled(train(folder, CXX=shim(folder, spoil)), "makes wrong code", "GCC 14")
+
 
 # -----------------------------------------------------------------------------
 # Folders for compiled code
 
+
 def mounted(kind, folder):
     """The prefix of a command that sees `folder` as a file system of its own: "noexec", "ro" or "size=20m"."""
     folder.mkdir()
-    return ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o {kind} none "{folder}" && exec "$@"', "sh"]
+    return [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'mount -t tmpfs -o {kind} none "{folder}" && exec "$@"',
+        "sh",
+    ]
 
 
 def cache_on(kind, *words):
     """A case whose compile cache is on such a file system; the warning must have the words."""
+
     def case(folder):
         cache = folder / "mounted"
         done = train(folder, *mounted(kind, cache), TORCHINDUCTOR_CACHE_DIR=cache)
         return uncompiled(done, *words)
+
     return case
 
 
@@ -108,9 +140,22 @@ def run_sh_elsewhere(folder):
     """run.sh puts compiled code into another folder, so training goes on compiled."""
     cache = folder / "mounted"
     options = write_tiny_shards(folder)
-    environment = clean_environment(TORCHINDUCTOR_CACHE_DIR=cache, HOME=folder, VIRTUAL_ENV=sys.prefix,
-                                    PATH=f"{sys.prefix}/bin:{os.environ['PATH']}", XDG_CACHE_HOME=None)
-    command = [*mounted("noexec", cache), ROOT / "run.sh", "--log_dir", folder / "logs", "--device", "cpu", *options]
+    environment = clean_environment(
+        TORCHINDUCTOR_CACHE_DIR=cache,
+        HOME=folder,
+        VIRTUAL_ENV=sys.prefix,
+        PATH=f"{sys.prefix}/bin:{os.environ['PATH']}",
+        XDG_CACHE_HOME=None,
+    )
+    command = [
+        *mounted("noexec", cache),
+        ROOT / "run.sh",
+        "--log_dir",
+        folder / "logs",
+        "--device",
+        "cpu",
+        *options,
+    ]
     done = run(command, folder, environment)
     outcome = compiled(done)
     if outcome.ok and "compiled code goes to" not in done.output:
@@ -125,8 +170,11 @@ full_disk = cache_on("size=100k", "disk is full")
 # -----------------------------------------------------------------------------
 # Signals before the first step
 
+
 def stopped(done, code) -> Outcome:
-    lines = [line for line in done.output.splitlines() if not line.startswith(("logs/", "compiling"))]
+    lines = [
+        line for line in done.output.splitlines() if not line.startswith(("logs/", "compiling"))
+    ]
     ok = done.code == code and len(lines) == 1 and "stopped before the first step" in lines[0]
     return Outcome(ok, f"{len(lines)} lines, exit {done.code}", done.last_line)
 
@@ -135,14 +183,21 @@ def signal_after(seconds, number):
     def case(folder):
         options = write_tiny_shards(folder)
         environment = clean_environment(TORCHINDUCTOR_CACHE_DIR=folder / "cache")
-        process = start([sys.executable, ROOT / "train_gpt.py", "--device", "cpu", *options], folder, environment)
+        process = start(
+            [sys.executable, ROOT / "train_gpt.py", "--device", "cpu", *options],
+            folder,
+            environment,
+        )
         time.sleep(seconds)
         kill_group(process, number)
         return stopped(finish(process), 128 + number)
+
     return case
+
 
 # -----------------------------------------------------------------------------
 # Cores, instruction sets, locale
+
 
 def train_and_read_log(folder, *prefix, **environment):
     done = train(folder, *prefix, TORCH_COMPILE_DISABLE="1", **environment)
@@ -240,11 +295,23 @@ def busy_machine(folder):
 def two_processes(folder):
     """Both must go on uncompiled when one of them can't compile."""
     options = write_tiny_shards(folder)
-    crash = 'case "$1" in --version|-v) exec g++ "$@";; esac\n[ "$RANK" = 0 ] && exec g++ "$@"\nexit 4'
-    environment = clean_environment(TORCHINDUCTOR_CACHE_DIR=folder / "cache", CXX=shim(folder, crash),
-                                    GLOO_SOCKET_IFNAME="lo")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               ROOT / "train_gpt.py", "--device", "cpu", *options]
+    crash = (
+        'case "$1" in --version|-v) exec g++ "$@";; esac\n[ "$RANK" = 0 ] && exec g++ "$@"\nexit 4'
+    )
+    environment = clean_environment(
+        TORCHINDUCTOR_CACHE_DIR=folder / "cache", CXX=shim(folder, crash), GLOO_SOCKET_IFNAME="lo"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        ROOT / "train_gpt.py",
+        "--device",
+        "cpu",
+        *options,
+    ]
     return uncompiled(run(command, folder, environment))
 
 
@@ -262,19 +329,50 @@ CASES = [
     Case("no C++ compiler", "trains uncompiled", no_compiler),
     Case("no Python.h", "trains uncompiled", no_python_headers, cannot=cannot_compile_or_mount),
     Case("compiler crashes", "trains uncompiled", compiler_crashes, cannot=cannot_compile),
-    Case("one of two processes can't compile", "trains uncompiled", two_processes, cannot=cannot_compile),
-    Case("cache folder mounted noexec", "trains uncompiled", noexec_cache, cannot=cannot_compile_or_mount),
-    Case("run.sh, cache folder mounted noexec", "trains", run_sh_elsewhere, cannot=cannot_compile_or_mount),
-    Case("cache folder read-only", "trains uncompiled", read_only_cache, cannot=cannot_compile_or_mount),
-    Case("disk full while compiling", "trains uncompiled", full_disk, cannot=cannot_compile_or_mount),
+    Case(
+        "one of two processes can't compile",
+        "trains uncompiled",
+        two_processes,
+        cannot=cannot_compile,
+    ),
+    Case(
+        "cache folder mounted noexec",
+        "trains uncompiled",
+        noexec_cache,
+        cannot=cannot_compile_or_mount,
+    ),
+    Case(
+        "run.sh, cache folder mounted noexec",
+        "trains",
+        run_sh_elsewhere,
+        cannot=cannot_compile_or_mount,
+    ),
+    Case(
+        "cache folder read-only",
+        "trains uncompiled",
+        read_only_cache,
+        cannot=cannot_compile_or_mount,
+    ),
+    Case(
+        "disk full while compiling", "trains uncompiled", full_disk, cannot=cannot_compile_or_mount
+    ),
     Case("SIGTERM while Python starts", "a line", signal_after(1.0, signal.SIGTERM), fast=True),
-    Case("SIGTERM while compiling", "a line", signal_after(15, signal.SIGTERM), cannot=cannot_compile),
-    Case("Ctrl-C while compiling", "a line", signal_after(20, signal.SIGINT), cannot=cannot_compile),
+    Case(
+        "SIGTERM while compiling", "a line", signal_after(15, signal.SIGTERM), cannot=cannot_compile
+    ),
+    Case(
+        "Ctrl-C while compiling", "a line", signal_after(20, signal.SIGINT), cannot=cannot_compile
+    ),
     Case("one core", "trains", one_core, fast=True),
     Case("half a core by quota", "trains", half_a_core, cannot=cannot_limit),
     Case("8 cores", "trains", eight_cores, cannot=cannot_use_8_cores),
     Case("no AVX512 or AMX", "trains", no_vector_extensions, cannot=cannot_compile_or_mount),
-    Case("ARM", "trains", one_core, cannot=lambda: "this is an x86-64 CPU" if os.uname().machine == "x86_64" else ""),
+    Case(
+        "ARM",
+        "trains",
+        one_core,
+        cannot=lambda: "this is an x86-64 CPU" if os.uname().machine == "x86_64" else "",
+    ),
     Case("C locale", "trains", c_locale),
     Case("ASCII forced on Python", "a line", ascii_locale, fast=True),
     Case("busy machine (load 8)", "trains", busy_machine),

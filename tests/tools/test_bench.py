@@ -1,4 +1,5 @@
 """tools/bench.py and tools/flops.py on a CPU: FLOPs, tables, errors and a whole benchmark."""
+
 import json
 import re
 import subprocess
@@ -18,9 +19,20 @@ import flops
 import gpu_report
 
 EOT = 9
-TINY = replace(TRACKS["fineweb"], vocab_size=300, eot_token=299, num_layers=6, num_heads=2,
-               head_dim=16, model_dim=64, num_value_embeds=1, attn_free_layers=(2,),
-               long_window_layers=(0, 5), train_seq_len=512, max_window=512)
+TINY = replace(
+    TRACKS["fineweb"],
+    vocab_size=300,
+    eot_token=299,
+    num_layers=6,
+    num_heads=2,
+    head_dim=16,
+    model_dim=64,
+    num_value_embeds=1,
+    attn_free_layers=(2,),
+    long_window_layers=(0, 5),
+    train_seq_len=512,
+    max_window=512,
+)
 
 # -----------------------------------------------------------------------------
 # FLOPs
@@ -37,13 +49,16 @@ def count_visible_pairs(docs, window_blocks):
     return int((causal & same_document & in_window).sum())
 
 
-@pytest.mark.parametrize("num_seqs, length, eot_every, window", [
-    (1, 128, 40, 1),
-    (1, 1024, 10**9, 3),
-    (2, 512, 60, 2),
-    (3, 256, 1.5, 9),
-    (1, 1024, 200, 8),
-])
+@pytest.mark.parametrize(
+    "num_seqs, length, eot_every, window",
+    [
+        (1, 128, 40, 1),
+        (1, 1024, 10**9, 3),
+        (2, 512, 60, 2),
+        (3, 256, 1.5, 9),
+        (1, 1024, 200, 8),
+    ],
+)
 def test_visible_pairs(num_seqs, length, eot_every, window):
     tokens = random_tokens(num_seqs * length, seed=1, eot=EOT, eot_every=eot_every)
     tokens = torch.tensor(tokens, dtype=torch.int32).view(num_seqs, length)
@@ -94,6 +109,7 @@ def test_newton_schulz_flops_against_pytorch(steps):
         muon.step()
     assert flops.newton_schulz_flops(muon) == counter.get_total_flops()
 
+
 # -----------------------------------------------------------------------------
 # The whole program
 
@@ -117,8 +133,14 @@ def measured(tmp_path_factory):
     """Runs the benchmark. Returns what it prints and its JSON file."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
     options = [*SMALL, "--kernels=3", "--peak_tflops=1", f"--json={path}"]
-    done = subprocess.run([sys.executable, ROOT / "tools" / "bench.py", *options], cwd=ROOT,
-                          env=env(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "bench.py", *options],
+        cwd=ROOT,
+        env=env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     assert list(path.parent.iterdir()) == [path]
@@ -135,8 +157,14 @@ def test_figures_agree(measured):
     _, figures = measured
     assert figures["micro-step tokens"] == 256
     assert figures["step tokens"] == 512
-    for name in ("forward ms", "backward ms", "optimizer ms", "step ms", "first step s",
-                 "allocated MiB"):
+    for name in (
+        "forward ms",
+        "backward ms",
+        "optimizer ms",
+        "step ms",
+        "first step s",
+        "allocated MiB",
+    ):
         assert figures[name] > 0
     both = figures["forward ms"] + figures["backward ms"]
     assert figures["forward+backward ms"] == pytest.approx(both)
@@ -173,13 +201,16 @@ def test_table_of_parts(measured):
         assert percent == pytest.approx(100 * expected_rate / peak, abs=0.6)
 
 
-@pytest.mark.parametrize("product, shape", [
-    ("attention in", (256, 32, 48)),
-    ("attention out", (256, 16, 32)),
-    ("MLP in", (256, 32, 128)),
-    ("MLP out", (256, 128, 32)),
-    ("head", (256, 32, 384)),
-])
+@pytest.mark.parametrize(
+    "product, shape",
+    [
+        ("attention in", (256, 32, 48)),
+        ("attention out", (256, 16, 32)),
+        ("MLP in", (256, 32, 128)),
+        ("MLP out", (256, 128, 32)),
+        ("head", (256, 32, 384)),
+    ],
+)
 def test_table_of_products(measured, product, shape):
     text, _ = measured
     shape_text = " x ".join(map(str, shape))
@@ -200,21 +231,26 @@ def test_table_of_kernels(measured):
     assert times == sorted(times, reverse=True)
     assert times[-1] > 0
 
+
 # -----------------------------------------------------------------------------
 # Its pieces
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--repeats", "0"], "--repeats"),
-    (["--device", "cpu", "--peak_tflops", "-1"], "above zero"),
-    (["--json", "no_such_folder/out.json"], "no_such_folder doesn't exist"),
-    (["--busy", "2"], "--busy has moved to tools/bench_busy.py"),
-    (["--openmp=GOMP_SPINCOUNT=1000"], "--openmp has moved to tools/bench_busy.py"),
-    (["--report", "x", "--shards", "y"], "--report has moved to tools/gpu_report.py"),
-    (["--device", "cpu", "--train_seq_len", "100"], "train_seq_len"),
-    (["--device", "cpu", "--head_dim", "30"], "--head_dim 30"),
-    (["--device", "cpu", "--no_such_option", "1"], "no_such_option"),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--repeats", "0"], "--repeats"),
+        (["--device", "cpu", "--peak_tflops", "-1"], "above zero"),
+        (["--json", "no_such_folder/out.json"], "no_such_folder doesn't exist"),
+        (["--busy", "2"], "--busy has moved to tools/bench_busy.py"),
+        (["--openmp=GOMP_SPINCOUNT=1000"], "--openmp has moved to tools/bench_busy.py"),
+        (["--report", "x", "--shards", "y"], "--report has moved to tools/gpu_report.py"),
+        (["--device", "cpu", "--train_seq_len", "100"], "train_seq_len"),
+        (["--device", "cpu", "--head_dim", "30"], "--head_dim 30"),
+        (["--device", "cpu", "--no_such_option", "1"], "no_such_option"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
 def test_bad_input_is_one_line(args, message, capsys):
     assert bench.run_benchmark(bench.bench, args) == 2
     out, err = capsys.readouterr()

@@ -1,4 +1,5 @@
 """tools/bench_busy.py: which processes run when, that they all end, and a whole benchmark."""
+
 import argparse
 import contextlib
 import json
@@ -19,9 +20,18 @@ sys.path.append(str(ROOT / "tools"))
 import bench_busy
 from bench import InputError, run_benchmark
 
-SMALL = ["--device=cpu", "--track=mini", "--batch_tokens=512", "--train_seq_len=128",
-         "--num_layers=4", "--model_dim=32", "--head_dim=16", "--num_heads=1", "--repeats=2",
-         "--warmup=1"]
+SMALL = [
+    "--device=cpu",
+    "--track=mini",
+    "--batch_tokens=512",
+    "--train_seq_len=128",
+    "--num_layers=4",
+    "--model_dim=32",
+    "--head_dim=16",
+    "--num_heads=1",
+    "--repeats=2",
+    "--warmup=1",
+]
 ECHO = """
 import sys
 print('0', flush=True)
@@ -99,7 +109,17 @@ def test_each_setting_is_timed_alone(processes, monkeypatch):
     assert list(medians) == [bench_busy.OWN, bench_busy.DEFAULT, "A=1"]
     for by_busy in medians.values():
         assert by_busy == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
-    assert counts[3:] == 3 * [0, 0, 0, 1, 1, 1, 2, 2, 2]  # the first 3 are the answers after compiling
+    assert counts[3:] == 3 * [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]  # the first 3 are the answers after compiling
     assert len(stepping) == 3 and len(busy) == 9
     assert not any(state_of(process.pid) for process in [*stepping, *busy])
 
@@ -169,14 +189,17 @@ def test_environment_of_the_stepping_processes(monkeypatch):
     assert environment == inherited | {"GOMP_SPINCOUNT": "9", "OMP_PROC_BIND": "true"}
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--busy", "0"], "--busy"),
-    (["--busy", "1", "--rounds", "2"], "at least 3"),
-    (["--openmp", ""], "OMP_WAIT_POLICY=PASSIVE"),
-    (["--openmp", "OMP_WAIT_POLICY"], "OMP_WAIT_POLICY=PASSIVE"),
-    (["--openmp", "GOMP_SPINCOUNT=1 PATH=x"], "OpenMP variables"),
-    (["--kernels", "3"], "--kernels"),
-])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--busy", "0"], "--busy"),
+        (["--busy", "1", "--rounds", "2"], "at least 3"),
+        (["--openmp", ""], "OMP_WAIT_POLICY=PASSIVE"),
+        (["--openmp", "OMP_WAIT_POLICY"], "OMP_WAIT_POLICY=PASSIVE"),
+        (["--openmp", "GOMP_SPINCOUNT=1 PATH=x"], "OpenMP variables"),
+        (["--kernels", "3"], "--kernels"),
+    ],
+)
 def test_bad_busy_options(args, message, capsys):
     assert run_benchmark(bench_busy.bench_busy, ["--device", "cpu", *args]) == 2
     out, err = capsys.readouterr()
@@ -191,8 +214,15 @@ def check_rows(rows, medians):
         alone = sorted(by_busy[0])[1]
         for name, next_to, times in zip((setting, ""), ("alone", "1 busy"), by_busy):
             low, middle, high = sorted(times)
-            cells = [*name.split(), *next_to.split(), f"{middle:,.1f}", f"{middle / alone:.2f}",
-                     f"{low:,.1f}", "to", f"{high:,.1f}"]
+            cells = [
+                *name.split(),
+                *next_to.split(),
+                f"{middle:,.1f}",
+                f"{middle / alone:.2f}",
+                f"{low:,.1f}",
+                "to",
+                f"{high:,.1f}",
+            ]
             assert rows.pop(0).split() == cells
     assert rows == []
 
@@ -200,8 +230,9 @@ def check_rows(rows, medians):
 def test_busy_on_the_cpu(tmp_path, monkeypatch, capfd):
     """OpenMP itself prints its settings. Its default is 300,000 spins, and must stay that although
     the environment and train_gpt.py set others."""
-    monkeypatch.setattr(train_gpt, "start_world",
-                        lambda name: train_gpt.World(0, 1, torch.device(name)))
+    monkeypatch.setattr(
+        train_gpt, "start_world", lambda name: train_gpt.World(0, 1, torch.device(name))
+    )
     for name, value in env(OMP_DISPLAY_ENV="VERBOSE", OMP_WAIT_POLICY="ACTIVE").items():
         monkeypatch.setenv(name, value)
     before = signal.getsignal(signal.SIGTERM)

@@ -2,6 +2,7 @@
 The comparison of ideas. Statistics against scipy's tests and simulated comparisons; the command with a stand-in for the
 script, standin.py, whose losses and times have known distributions.
 """
+
 import contextlib
 import difflib
 import fcntl
@@ -38,9 +39,17 @@ STANDIN = Path(__file__).resolve().parent / "standin.py"
 def logs_of(losses, times=None, steps=100) -> list[log_parsing.Log]:
     """Complete logs with these final losses, and milliseconds a step."""
     times = [40.0] * len(losses) if times is None else times
-    return [log_parsing.Log(Path("x"), b"s", "", last_step=steps, num_steps=steps,
-                            validations=[log_parsing.Validation(steps, loss, ms * steps, ms)])
-            for loss, ms in zip(losses, times)]
+    return [
+        log_parsing.Log(
+            Path("x"),
+            b"s",
+            "",
+            last_step=steps,
+            num_steps=steps,
+            validations=[log_parsing.Validation(steps, loss, ms * steps, ms)],
+        )
+        for loss, ms in zip(losses, times)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -48,9 +57,14 @@ def logs_of(losses, times=None, steps=100) -> list[log_parsing.Log]:
 def test_against_scipy():
     """Welch's test and its interval, Student's test of the log ratios: as scipy computes them."""
     rng = np.random.default_rng(1)
-    base, ideas = rng.normal(1.5, 0.002, 6), [rng.normal(1.501, 0.004, 4), rng.normal(1.49, 0.001, 6)]
+    base, ideas = (
+        rng.normal(1.5, 0.002, 6),
+        [rng.normal(1.501, 0.004, 4), rng.normal(1.49, 0.001, 6)],
+    )
     base_ms, idea_ms = rng.normal(40, 1, 6), rng.normal(42, 1, 6)
-    first, second = compare_stats.analyse(logs_of(base, base_ms), dict(a=logs_of(ideas[0]), b=logs_of(ideas[1], idea_ms)))
+    first, second = compare_stats.analyse(
+        logs_of(base, base_ms), dict(a=logs_of(ideas[0]), b=logs_of(ideas[1], idea_ms))
+    )
     for e, losses in zip((first, second), ideas):
         expected = stats.ttest_ind(losses, base, equal_var=False)
         assert e.p == pytest.approx(expected.pvalue)
@@ -64,10 +78,16 @@ def test_against_scipy():
 
 
 def test_holm():
-    assert compare_stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # Holm's own procedure
-    assert compare_stats.holm([0.3, None, 0.2]) == [0.4, None, 0.4] and compare_stats.holm([None]) == [None]
+    assert compare_stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx(
+        [0.03, 0.06, 0.06, 0.02]
+    )  # Holm's own procedure
+    assert compare_stats.holm([0.3, None, 0.2]) == [0.4, None, 0.4] and compare_stats.holm(
+        [None]
+    ) == [None]
     rng = np.random.default_rng(0)
-    for _ in range(50):  # rejected at every level: as by the procedure, from the smallest p on until one is too large
+    for _ in range(
+        50
+    ):  # rejected at every level: as by the procedure, from the smallest p on until one is too large
         ps, level = list(rng.uniform(0, 0.2, 5)), rng.uniform(0.01, 0.3)
         rejected = set()
         for k, i in enumerate(np.argsort(ps)):
@@ -89,14 +109,20 @@ def test_a_thousand_comparisons_are_calibrated():
     false, covered, seen, unlike = 0, 0, 0, 0
     for _ in range(n):
         draw = lambda mean=1.5, noise=0.002: logs_of(rng.normal(mean, noise, 5))
-        null, = compare_stats.analyse(draw(), dict(idea=draw()), timed=False)
+        (null,) = compare_stats.analyse(draw(), dict(idea=draw()), timed=False)
         false += null.verdict != "no difference shown"
-        other, = compare_stats.analyse(draw(), dict(idea=draw(1.495, 0.004)), timed=False)
+        (other,) = compare_stats.analyse(draw(), dict(idea=draw(1.495, 0.004)), timed=False)
         covered += other.difference_interval[0] < -0.005 < other.difference_interval[1]
-        again, = compare_stats.analyse(draw(), dict(idea=draw(1.5 + null.detectable)), timed=False)
+        (again,) = compare_stats.analyse(
+            draw(), dict(idea=draw(1.5 + null.detectable)), timed=False
+        )
         seen += again.verdict == "hurts"
         unlike += other.p < 0.01
-    assert within(false, n, 0.01) and within(covered, n, 0.99) and within(seen, n, 0.9), (false, covered, seen)
+    assert within(false, n, 0.01) and within(covered, n, 0.99) and within(seen, n, 0.9), (
+        false,
+        covered,
+        seen,
+    )
     assert 0 < unlike < n  # that interval is no wider than it must be
 
 
@@ -104,8 +130,11 @@ def test_many_ideas_raise_no_false_alarm():
     rng, n = np.random.default_rng(3), 1000
     alarms = raw = 0
     for _ in range(n):
-        found = compare_stats.analyse(logs_of(rng.normal(1.5, 0.002, 5)), {str(i): logs_of(rng.normal(1.5, 0.002, 5))
-                                                                      for i in range(6)}, timed=False)
+        found = compare_stats.analyse(
+            logs_of(rng.normal(1.5, 0.002, 5)),
+            {str(i): logs_of(rng.normal(1.5, 0.002, 5)) for i in range(6)},
+            timed=False,
+        )
         alarms += any(e.verdict != "no difference shown" for e in found)
         raw += any(e.p < 0.01 for e in found)
     assert alarms <= stats.binom.ppf(0.9995, n, 0.01) < raw
@@ -121,10 +150,15 @@ def test_steps_and_times_cover_the_truth():
     found = 0
     for _ in range(n):
         machine = 40 * np.linspace(1, 4 / 3, 8) * np.exp(rng.normal(0, 0.05, 8))  # of the round
-        run = lambda mean, factor=1, steps=100: logs_of(rng.normal(mean - 0.3 * math.log(steps / 100), 0.002, 8),
-                                                        factor * machine * np.exp(rng.normal(0, 0.01, 8)), steps)
+        run = lambda mean, factor=1, steps=100: logs_of(
+            rng.normal(mean - 0.3 * math.log(steps / 100), 0.002, 8),
+            factor * machine * np.exp(rng.normal(0, 0.01, 8)),
+            steps,
+        )
         base = 1.5 + rng.normal(0, 0.003, 8)  # of the round's seed
-        e, = compare_stats.analyse(run(base), dict(idea=run(1.494, 1.03)), [run(base, 1, 90), run(base, 1, 110)])
+        (e,) = compare_stats.analyse(
+            run(base), dict(idea=run(1.494, 1.03)), [run(base, 1, 90), run(base, 1, 110)]
+        )
         for name in hits:
             low, high = getattr(e, f"{name}_interval")
             hits[name] += low < truth[name] < high
@@ -136,7 +170,10 @@ def test_steps_and_times_cover_the_truth():
 def test_slope_against_least_squares():
     """One slope and a level for each round, solved as a linear system; what the rounds have in common changes nothing."""
     rng = np.random.default_rng(5)
-    steps, losses = np.log([90, 100, 110])[:, None] + np.zeros((3, 4)), 1.5 + rng.normal(0, 0.002, (3, 4))
+    steps, losses = (
+        np.log([90, 100, 110])[:, None] + np.zeros((3, 4)),
+        1.5 + rng.normal(0, 0.002, (3, 4)),
+    )
     losses -= 0.3 * (steps - math.log(100))
     columns = np.column_stack([steps.ravel(), *(np.arange(12) % 4 == i for i in range(4))])
     solution, (residual,), *_ = np.linalg.lstsq(columns, losses.ravel())
@@ -151,46 +188,79 @@ def test_more_steps_are_worth_themselves():
     """An idea that is nothing but a tenth more steps reaches the base's loss in as many steps, and as much time."""
     line = lambda steps: [1.5 - 0.3 * math.log(steps / 100) + 0.0001 * i for i in (-1, 0, 1)]
     extras = [logs_of(line(90), steps=90), logs_of(line(110), steps=110)]
-    e, = compare_stats.analyse(logs_of(line(100)), dict(idea=logs_of(line(110), steps=110)), extras)
-    assert e.steps == pytest.approx(0, abs=1e-6) and e.time == pytest.approx(0, abs=1e-6) and e.verdict == "helps"
+    (e,) = compare_stats.analyse(
+        logs_of(line(100)), dict(idea=logs_of(line(110), steps=110)), extras
+    )
+    assert (
+        e.steps == pytest.approx(0, abs=1e-6)
+        and e.time == pytest.approx(0, abs=1e-6)
+        and e.verdict == "helps"
+    )
 
 
 def test_without_a_slope_no_steps():
     flat = [1.5, 1.501, 1.499, 1.5]
     extras = [logs_of(flat, steps=90), logs_of(flat, steps=110)]
-    e, = compare_stats.analyse(logs_of(flat), dict(idea=logs_of([1.4, 1.401, 1.4])), extras)
-    assert e.steps is None and e.time is None and e.verdict == "helps" and "steps" not in compare_stats.in_words(e)
+    (e,) = compare_stats.analyse(logs_of(flat), dict(idea=logs_of([1.4, 1.401, 1.4])), extras)
+    assert (
+        e.steps is None
+        and e.time is None
+        and e.verdict == "helps"
+        and "steps" not in compare_stats.in_words(e)
+    )
 
 
 def test_no_spread_is_no_test():
-    e, = compare_stats.analyse(logs_of([1.5, 1.5]), dict(idea=logs_of([1.4, 1.4])))
+    (e,) = compare_stats.analyse(logs_of([1.5, 1.5]), dict(idea=logs_of([1.4, 1.4])))
     assert e.p is None and e.step_time_p is None and "no test" in compare_stats.in_words(e)
-    e, = compare_stats.analyse(logs_of([1.5, 1.5]), dict(idea=logs_of([1.4, 1.41])))  # a spread on one side is one
+    (e,) = compare_stats.analyse(
+        logs_of([1.5, 1.5]), dict(idea=logs_of([1.4, 1.41]))
+    )  # a spread on one side is one
     assert e.p == pytest.approx(stats.ttest_1samp([1.4, 1.41], 1.5).pvalue)
 
 
-@pytest.mark.parametrize("loss, factor, words", [
-    (1.49, 1.0, r"helps: loss 0\.0100 lower \(0\.00\d\d to 0\.01\d\d; n = 4 and 4\); to the base's loss: "
-                r"steps -3\.\d% \(-\d\.\d% to -\d\.\d%\), time -3\.\d% \([^)]*\)$"),
-    (1.51, 1.0, r"hurts: loss 0\.0100 higher .* steps \+3\.\d% .* time \+3\.\d%"),
-    (1.49, 1.5, r"helps.* so later there all the same; time of a step \+50\.\d% "),
-    (1.51, 0.5, r"hurts.* so sooner there all the same; time of a step -50\.\d% "),
-    (1.40, 1.0, r"helps.* beyond the tenth that was measured"),
-    (1.50, 0.8, r"no difference shown; one of 0\.00\d\d or more would have been seen nine times in ten "
-                r"\(n = 4 and 4\); time of a step -20\.\d% "),
-])
+@pytest.mark.parametrize(
+    "loss, factor, words",
+    [
+        (
+            1.49,
+            1.0,
+            r"helps: loss 0\.0100 lower \(0\.00\d\d to 0\.01\d\d; n = 4 and 4\); to the base's loss: "
+            r"steps -3\.\d% \(-\d\.\d% to -\d\.\d%\), time -3\.\d% \([^)]*\)$",
+        ),
+        (1.51, 1.0, r"hurts: loss 0\.0100 higher .* steps \+3\.\d% .* time \+3\.\d%"),
+        (1.49, 1.5, r"helps.* so later there all the same; time of a step \+50\.\d% "),
+        (1.51, 0.5, r"hurts.* so sooner there all the same; time of a step -50\.\d% "),
+        (1.40, 1.0, r"helps.* beyond the tenth that was measured"),
+        (
+            1.50,
+            0.8,
+            r"no difference shown; one of 0\.00\d\d or more would have been seen nine times in ten "
+            r"\(n = 4 and 4\); time of a step -20\.\d% ",
+        ),
+    ],
+)
 def test_words(loss, factor, words):
     ms, noise = np.array([40, 40.1, 39.9, 40]), np.array([0, 0.001, -0.001, 0])
-    extras = [logs_of(1.5 - 0.3 * math.log(steps / 100) + noise[::-1], steps=steps) for steps in (90, 110)]
-    e, = compare_stats.analyse(logs_of(1.5 + noise, ms), dict(idea=logs_of(loss + noise, factor * ms[::-1])), extras)
+    extras = [
+        logs_of(1.5 - 0.3 * math.log(steps / 100) + noise[::-1], steps=steps) for steps in (90, 110)
+    ]
+    (e,) = compare_stats.analyse(
+        logs_of(1.5 + noise, ms), dict(idea=logs_of(loss + noise, factor * ms[::-1])), extras
+    )
     assert re.match("idea: " + words, compare_stats.in_words(e)), compare_stats.in_words(e)
 
 
 def test_two_runs_may_tell_nothing():
     """An interval that reaches anywhere is shown as such, in a table that still fits."""
     base, idea = logs_of([1.5, 1.6], [40, 400]), logs_of([1.9, 1.1], [900, 1e-6])
-    e, = compare_stats.analyse(base, dict(idea=idea), [logs_of([1.6, 1.601], steps=50), logs_of([1.5, 1.501], steps=200)])
-    assert math.isfinite(e.step_time_interval[1]) and "±>10" in compare_stats.table(dict(base=base, idea=idea), [e])[-1]
+    (e,) = compare_stats.analyse(
+        base, dict(idea=idea), [logs_of([1.6, 1.601], steps=50), logs_of([1.5, 1.501], steps=200)]
+    )
+    assert (
+        math.isfinite(e.step_time_interval[1])
+        and "±>10" in compare_stats.table(dict(base=base, idea=idea), [e])[-1]
+    )
     assert max(map(len, compare_stats.table(dict(base=base, idea=idea), [e]))) <= 80
 
 
@@ -199,7 +269,11 @@ def test_two_runs_may_tell_nothing():
 def run(*arguments) -> tuple[int, str, str]:
     """compare.py in this process -> exit status, output, errors."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             log_parsing.run_command(compare.main)
@@ -212,8 +286,12 @@ def place(tmp_path, monkeypatch):
     """A folder of our own with the stand-in as train_gpt.py, in a git repository that has it as v1."""
     (tmp_path / "train_gpt.py").write_bytes(STANDIN.read_bytes())
     (tmp_path / "other.txt").write_text("text\n")
-    git = lambda *words: subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *words], cwd=tmp_path,
-                                        check=True, stdout=subprocess.DEVNULL)
+    git = lambda *words: subprocess.run(
+        ["git", "-c", "user.name=t", "-c", "user.email=t@t", *words],
+        cwd=tmp_path,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     git("init", "-q")
     git("add", "other.txt")
     git("commit", "-qm", "zero")
@@ -245,13 +323,35 @@ def test_a_whole_comparison(place):
     edit = f'\nif len(sys.argv) > 4:\n    open({str(script)!r}, "a").write("broken(")\n'  # by a run, not by the check
     source = script.read_text() + edit
     script.write_text(source)
-    status, out, err = run("--idea", "wide=--effect 0.05", "--idea", "--slower=1.5", "--runs", 3, "--json", "o.json",
-                           "--plot", "o.png", "--noise", "0.001", "--name", "all")
+    status, out, err = run(
+        "--idea",
+        "wide=--effect 0.05",
+        "--idea",
+        "--slower=1.5",
+        "--runs",
+        3,
+        "--json",
+        "o.json",
+        "--plot",
+        "o.png",
+        "--noise",
+        "0.001",
+        "--name",
+        "all",
+    )
     assert status == 0, err
     assert script.read_text().endswith("broken(")
     order = ["worktree", "worktree-10%", "worktree+10%", "wide", "slower_1.5"]
-    assert made(err) == [f"{compare_stats.short((order[r:] + order[:r])[i])}, seed {r}" for r in range(3) for i in range(5)]
-    assert re.findall(r"^\d+/18 (.*), to compile", err, re.MULTILINE) == ["worktree", "wide", "slower_1.5"]
+    assert made(err) == [
+        f"{compare_stats.short((order[r:] + order[:r])[i])}, seed {r}"
+        for r in range(3)
+        for i in range(5)
+    ]
+    assert re.findall(r"^\d+/18 (.*), to compile", err, re.MULTILINE) == [
+        "worktree",
+        "wide",
+        "slower_1.5",
+    ]
     assert all(len(line) <= 80 for line in out.splitlines()[:-1])
     assert re.search(r"^worktree +3 .* ms$", out, re.M)
     assert re.search(r"^wide +3 +1.5\d{3} +\+0.0[45]\d\d±0.0\d{3} ", out, re.M)
@@ -265,17 +365,31 @@ def test_a_whole_comparison(place):
     for name, runs in answer["runs"].items():
         groups[name], errors = log_parsing.read_logs([folder / "runs" / name])
         assert not errors and [str(log.path) for log in groups[name]] == [r["path"] for r in runs]
-        assert [log.hyperparameters["seed"] for log in groups[name]] == [0, 1, 2] == [r["seed"] for r in runs]
+        assert (
+            [log.hyperparameters["seed"] for log in groups[name]]
+            == [0, 1, 2]
+            == [r["seed"] for r in runs]
+        )
         assert all(log.source == source.encode() and not log.incomplete for log in groups[name])
         assert all(log.hyperparameters["noise"] == 0.001 for log in groups[name])
     assert {logs[0].num_steps for logs in groups.values()} == {90, 100, 110}
     extras = [groups["worktree-10%"], groups["worktree+10%"]]
-    again = compare_stats.analyse(groups["worktree"], {name: groups[name] for name in order[3:]}, extras)
-    assert [idea["time_interval"] for idea in answer["ideas"]] == [list(e.time_interval) for e in again]
+    again = compare_stats.analyse(
+        groups["worktree"], {name: groups[name] for name in order[3:]}, extras
+    )
+    assert [idea["time_interval"] for idea in answer["ideas"]] == [
+        list(e.time_interval) for e in again
+    ]
     assert verify.summarize(groups["wide"], 1.6).n == 3
     plot.plot_curves(groups, place / "curves.png")
     assert (place / "o.png").read_bytes()[:4] == b"\x89PNG"
-    assert sorted(f.name for f in folder.iterdir()) == ["comparison.json", "lock", "runs", "sources", "working"]
+    assert sorted(f.name for f in folder.iterdir()) == [
+        "comparison.json",
+        "lock",
+        "runs",
+        "sources",
+        "working",
+    ]
     assert not list((folder / "working").iterdir())
 
 
@@ -283,10 +397,12 @@ def test_compiled_and_uncompiled_runs_are_not_mixed(place, monkeypatch):
     """Also not with runs taken over from another comparison. All uncompiled is said once."""
     command = ["--idea", "--effect 0.01", "--runs"]
     assert run(*command, 2)[0] == 0
-    folder, = (place / "logs" / "compare").iterdir()
+    (folder,) = (place / "logs" / "compare").iterdir()
     monkeypatch.setenv("STANDIN_COMPILED", "no (no C++ compiler was found)")
     status, out, err = run(*command, 3)
-    assert status == 2 and out == "" and made(err) == ["worktree+10%, seed 2"]  # the first that differs is the last
+    assert (
+        status == 2 and out == "" and made(err) == ["worktree+10%, seed 2"]
+    )  # the first that differs is the last
     line = err.splitlines()[-1]
     assert line.startswith("error: ") and line.count("not compiled: ") == 1
     said = dict(re.findall(r"; ((?:not )?compiled): (.*?)(?= \(|;)", line))
@@ -321,9 +437,10 @@ def test_going_on(place):
     status, out, err = run(*command, 2)
     assert (status, err) == (0, "") and out == first[1]
     status, out, err = run(*command, 3)
-    assert status == 0 and made(err) == [f"{name}, seed 2" for name in
-                                          ("worktree+10%", "effect_0.01", "worktree", "worktree-10%")]
-    folder, = (place / "logs" / "compare").iterdir()
+    assert status == 0 and made(err) == [
+        f"{name}, seed 2" for name in ("worktree+10%", "effect_0.01", "worktree", "worktree-10%")
+    ]
+    (folder,) = (place / "logs" / "compare").iterdir()
     lost = folder / "runs" / "worktree" / "worktree_seed1.txt"
     cut = folder / "runs" / "worktree-10%" / "worktree-10%_seed2.txt"
     before = lost.read_bytes(), cut.read_bytes()
@@ -347,20 +464,40 @@ def test_what_can_be_compared(place):
     subprocess.run(["git", "checkout", "-q", "-b", "feature"], cwd=place, check=True)
     read = lambda what: compare_sources.read_variant(what, STANDIN.read_bytes(), ["--noise", "1"])
     for what, name, source, options in [
-            ("--effect 0.1 --slower=2", "effect_0.1_slower_2", STANDIN.read_text(), ["--effect", "0.1", "--slower=2"]),
-            ("p.patch", "p", patched, []),
-            ("new=p.patch --effect 1", "new", patched, ["--effect", "1"]),
-            ("'my script.py'", "my_script", text, []), ("v1", "v1", STANDIN.read_text(), []),
-            ("feature~0 --effect 1", "feature_0_effect_1", STANDIN.read_text(), ["--effect", "1"]),
-            (".", "worktree", script.read_text(), []), ("", "worktree", script.read_text(), []),
-            ("x=", "x", script.read_text(), []), ("x=--effect=1", "x", STANDIN.read_text(), ["--effect=1"])]:
+        (
+            "--effect 0.1 --slower=2",
+            "effect_0.1_slower_2",
+            STANDIN.read_text(),
+            ["--effect", "0.1", "--slower=2"],
+        ),
+        ("p.patch", "p", patched, []),
+        ("new=p.patch --effect 1", "new", patched, ["--effect", "1"]),
+        ("'my script.py'", "my_script", text, []),
+        ("v1", "v1", STANDIN.read_text(), []),
+        ("feature~0 --effect 1", "feature_0_effect_1", STANDIN.read_text(), ["--effect", "1"]),
+        (".", "worktree", script.read_text(), []),
+        ("", "worktree", script.read_text(), []),
+        ("x=", "x", script.read_text(), []),
+        ("x=--effect=1", "x", STANDIN.read_text(), ["--effect=1"]),
+    ]:
         variant = read(what)
         assert (variant.name, variant.options) == (name, ["--noise", "1", *options])
         assert variant.source.decode() == source, what
     status, out, err = run("--runs", 2)  # the working tree against the last commit
-    assert status == 0 and out.startswith("base HEAD;") and re.search(r"^worktree: helps", out, re.M), out
-    status, out, err = run("--base", "v1 --effect 0.5", "--idea", "v1", "--idea", "v1 --effect 0.2", "--no_steps",
-                           "--runs", 2)
+    assert (
+        status == 0 and out.startswith("base HEAD;") and re.search(r"^worktree: helps", out, re.M)
+    ), out
+    status, out, err = run(
+        "--base",
+        "v1 --effect 0.5",
+        "--idea",
+        "v1",
+        "--idea",
+        "v1 --effect 0.2",
+        "--no_steps",
+        "--runs",
+        2,
+    )
     assert status == 0 and "v1: helps" in out and "v1_effect_0.2: helps" in out
 
 
@@ -369,27 +506,43 @@ def test_a_script_of_another_make(place):
     text = STANDIN.read_text().replace("parse_arguments", "read_options")
     text = text.replace("InputError(message)", "SystemExit(message)")
     (place / "other.py").write_text(text)
-    status, out, err = run("--base", "other.py", "--idea", "other.py --effect 0.1", "--runs", 2, "--num_iterations", 50)
+    status, out, err = run(
+        "--base", "other.py", "--idea", "other.py --effect 0.1", "--runs", 2, "--num_iterations", 50
+    )
     assert status == 0 and "hurts" in out and "other-10%" in out, err
     assert log_parsing.read_logs(place.glob("logs/compare/*/runs/other-10%"))[0][0].num_steps == 45
-    for arguments, message in [(["--num_iterations", "x"], "invalid int value"), ([], "--no_steps")]:
+    for arguments, message in [
+        (["--num_iterations", "x"], "invalid int value"),
+        ([], "--no_steps"),
+    ]:
         status, out, err = run("--base", "other.py", "--idea", "other.py --effect 0.1", *arguments)
         assert status == 2 and message in err and len(err.splitlines()) == 1
 
 
 def test_a_thing_with_itself(place):
     """--aa: other seeds for each copy, as equal seeds would give equal losses; refused without."""
-    status, out, err = run("--idea", ".", "--idea", "copy=--effect 0.0", "--aa", "--runs", 2, "--no_steps", "--seed", 7)
+    status, out, err = run(
+        "--idea", ".", "--idea", "copy=--effect 0.0", "--aa", "--runs", 2, "--no_steps", "--seed", 7
+    )
     assert status == 0 and "copy: the base itself or a copy, with seeds from 2007 on" in out
-    assert made(err) == ["worktree, seed 7", "worktree_2, seed 1007", "copy, seed 2007",
-                         "worktree_2, seed 1008", "copy, seed 2008", "worktree, seed 8"]
-    losses = [log.final.val_loss for log in log_parsing.read_logs(place.glob("logs/compare/*/runs/*"))[0]]
+    assert made(err) == [
+        "worktree, seed 7",
+        "worktree_2, seed 1007",
+        "copy, seed 2007",
+        "worktree_2, seed 1008",
+        "copy, seed 2008",
+        "worktree, seed 8",
+    ]
+    losses = [
+        log.final.val_loss for log in log_parsing.read_logs(place.glob("logs/compare/*/runs/*"))[0]
+    ]
     assert len(set(losses)) > 3
 
 
 def test_runs_of_others_count_for_losses_alone(place, monkeypatch):
     """The base with other steps comes from an earlier comparison, the base itself too where no time is wanted; not if
     anything that losses depend on is another."""
+
     def counts(*words):
         names = " ".join(made(run(*words)[2]))
         return [len(re.findall(name, names)) for name in ("worktree,", "worktree.10%", "idea")]
@@ -398,13 +551,21 @@ def test_runs_of_others_count_for_losses_alone(place, monkeypatch):
     assert counts("--idea", "idea2=--effect 0.2", "--runs", 3) == [3, 2, 3]
     assert counts("--idea", "idea3=--effect 0.3", "--runs", 3, "--no_times") == [0, 0, 3]
     status, out, err = run("--idea", "idea3=--effect 0.3", "--runs", 3, "--no_times")
-    assert status == 0 and re.search(r"idea3 +3 .* -  +\S+%  +-$", out, re.M) and "time of a step" not in out
+    assert (
+        status == 0
+        and re.search(r"idea3 +3 .* -  +\S+%  +-$", out, re.M)
+        and "time of a step" not in out
+    )
     assert counts("--idea", "idea3=--effect 0.3", "--runs", 3) == [3, 0, 0]  # with times after all
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert counts("--idea", "idea4=--effect 0.4", "--runs", 2) == [2, 4, 2]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert counts("--idea", "idea5=--effect 0.1", "--runs", 2, "--noise", "0.001") == [2, 4, 2]
-    assert counts("--idea", "idea6=--effect 0.1", "--runs", 2, "--seed", "2") == [2, 2, 2]  # seed 2 was there, 3 not
+    assert counts("--idea", "idea6=--effect 0.1", "--runs", 2, "--seed", "2") == [
+        2,
+        2,
+        2,
+    ]  # seed 2 was there, 3 not
     (place / "train_gpt.py").write_bytes(STANDIN.read_bytes() + b"\n")
     assert counts("--idea", "idea7=--effect 0.1", "--runs", 2) == [2, 4, 2]
     monkeypatch.setattr(compare.importlib.metadata, "version", lambda name: "9.9")
@@ -414,12 +575,21 @@ def test_runs_of_others_count_for_losses_alone(place, monkeypatch):
 def test_jobs_share_the_cores(place, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(compare, "CORES", 7)
-    status, out, err = run("--idea", "--effect 0.1", "--jobs", 3, "--runs", 2, "--no_steps", "--name", "x")
-    assert status == 0 and "2 threads a process" in " ".join(out.split()) and "3 runs at a time" in out
+    status, out, err = run(
+        "--idea", "--effect 0.1", "--jobs", 3, "--runs", 2, "--no_steps", "--name", "x"
+    )
+    assert (
+        status == 0 and "2 threads a process" in " ".join(out.split()) and "3 runs at a time" in out
+    )
     logs, _ = log_parsing.read_logs(place.glob("logs/compare/x/runs/*"))
     assert len(logs) == 4 and all("OMP_NUM_THREADS=2" in log.run for log in logs)
-    for jobs, what in [(1, "threads 2, not 7"), (2, "threads 2, not 3")]:  # nor is it gone on with in another way
-        status, out, err = run("--idea", "--effect 0.1", "--jobs", jobs, "--runs", 3, "--no_steps", "--name", "x")
+    for jobs, what in [
+        (1, "threads 2, not 7"),
+        (2, "threads 2, not 3"),
+    ]:  # nor is it gone on with in another way
+        status, out, err = run(
+            "--idea", "--effect 0.1", "--jobs", jobs, "--runs", 3, "--no_steps", "--name", "x"
+        )
         assert status == 2 and what in err and "--name" in err and len(err.splitlines()) == 1
 
 
@@ -429,12 +599,16 @@ def test_several_processes(place, monkeypatch):
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").write_text("")
-    (package / "run.py").write_text("import runpy, sys\n"
-                                    "assert sys.argv[1:3] == ['--standalone', '--nproc_per_node=2']\n"
-                                    "print('through torchrun')\nsys.argv = sys.argv[3:]\n"
-                                    "runpy.run_path(sys.argv[0], run_name='__main__')\n")
+    (package / "run.py").write_text(
+        "import runpy, sys\n"
+        "assert sys.argv[1:3] == ['--standalone', '--nproc_per_node=2']\n"
+        "print('through torchrun')\nsys.argv = sys.argv[3:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(place / "path"))
-    status, out, err = run("--idea", "--effect 0.1", "--nproc_per_node", 2, "--runs", 2, "--no_steps")
+    status, out, err = run(
+        "--idea", "--effect 0.1", "--nproc_per_node", 2, "--runs", 2, "--no_steps"
+    )
     assert status == 0 and "hurts" in out
     status, out, err = run("--idea", "--crash 1", "--nproc_per_node", 2, "--runs", 2, "--no_steps")
     assert status == 1 and "through torchrun" in err
@@ -447,34 +621,58 @@ def test_a_run_that_fails(place):
     assert (status, out) == (1, "") and made(err) == ["worktree, seed 0", "bad, seed 0"]
     assert "step 7: the loss is not finite" in err
     assert "error: this run failed: bad, seed 1 (exit status 1)" in err
-    assert sorted(f.name for f in place.glob("logs/compare/x/runs/*/*")) == ["bad_seed0.txt", "worktree_seed0.txt"]
+    assert sorted(f.name for f in place.glob("logs/compare/x/runs/*/*")) == [
+        "bad_seed0.txt",
+        "worktree_seed0.txt",
+    ]
     (place / "short.py").write_text(STANDIN.read_text().replace("step:{n}/{n}", "step:{n - 1}/{n}"))
     status, out, err = run("--base", "v1", "--idea", "short.py", "--runs", 2)
     assert status == 1 and "no log of a whole run" in err
 
 
 BAD = {
-    "an idea that is the base": (["--idea", "--effect 0.0"], "same source and settings as worktree"),
+    "an idea that is the base": (
+        ["--idea", "--effect 0.0"],
+        "same source and settings as worktree",
+    ),
     "no change since the commit": ([], "same source and settings as HEAD"),
-    "twice the same idea": (["--idea", "--effect 1", "--idea", "x=--effect 1.0"], "same source and settings as effe"),
-    "a patch that does not apply": (["--idea", "no.patch"], "no.patch: does not apply (patch failed: train_gpt.py:1)"),
+    "twice the same idea": (
+        ["--idea", "--effect 1", "--idea", "x=--effect 1.0"],
+        "same source and settings as effe",
+    ),
+    "a patch that does not apply": (
+        ["--idea", "no.patch"],
+        "no.patch: does not apply (patch failed: train_gpt.py:1)",
+    ),
     "a patch of another file": (["--idea", "other.patch"], "changes other.txt"),
-    "a patch that is none": (["--idea", "empty.patch"], "empty.patch: does not apply (No valid patches"),
+    "a patch that is none": (
+        ["--idea", "empty.patch"],
+        "empty.patch: does not apply (No valid patches",
+    ),
     "a patch that is not there": (["--idea", "gone.patch"], "no such file"),
     "a script that is not there": (["--idea", "x=gone.py"], "no such file"),
     "a script with an error": (["--idea", "broken.py"], "broken: SyntaxError"),
     "a script without options": (["--idea", "plain.py"], "plain: a script without --log_dir"),
     "an unknown field": (["--idea", "wide=--width 3"], "wide: unrecognized arguments: --width 3"),
-    "an unknown field for all": (["--idea", "--effect 1", "--width", "3"], "unrecognized arguments: --width 3"),
+    "an unknown field for all": (
+        ["--idea", "--effect 1", "--width", "3"],
+        "unrecognized arguments: --width 3",
+    ),
     "a value that is none": (["--idea", "--effect much"], "invalid float value"),
     "a value out of range": (["--idea", "--num_iterations 0"], "must be more than zero"),
     "no such revision": (["--idea", "nowhere"], "nowhere: no revision here"),
     "a revision without the file": (["--idea", "v0"], "train_gpt.py"),
     "quotes that do not close": (["--idea", "--effect '1"], "No closing quotation"),
     "a seed of its own": (["--idea", "--seed 4"], "--seed: this command gives it"),
-    "a folder of its own": (["--idea", "--effect 1", "--log_dir", "x"], "--log_dir: this command gives it"),
+    "a folder of its own": (
+        ["--idea", "--effect 1", "--log_dir", "x"],
+        "--log_dir: this command gives it",
+    ),
     "a source without --idea": (["v1"], "v1: no option's value; --idea or --base gives a source"),
-    "an idea without its quotes": (["--num_iterations", "9", "--idea", "--effect", "1"], "1: no option's value"),
+    "an idea without its quotes": (
+        ["--num_iterations", "9", "--idea", "--effect", "1"],
+        "1: no option's value",
+    ),
     "one run": (["--idea", "--effect 1", "--runs", "1"], "--runs must be 2 or more"),
     "runs that are no number": (["--idea", "--effect 1", "--runs", "many"], "many"),
     "an idea left out": (["--idea"], "expected one argument"),
@@ -493,25 +691,40 @@ def test_bad_input_is_one_line_before_any_run(place):
     (place / "plain.py").write_text("open('was run', 'w')\n")
     for what, (arguments, message) in BAD.items():
         status, out, err = run(*arguments)
-        assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1, (what, err)
+        assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1, (
+            what,
+            err,
+        )
         assert not (place / "logs").exists() and not (place / "was run").exists(), what
 
 
 def test_a_folder_that_cannot_be_made(place):
     (place / "logs").write_text("in the way")
     status, out, err = run("--idea", "--effect 1")
-    assert status == 1 and re.search("error: .*logs.*: not a directory", err) and len(err.splitlines()) == 1
+    assert (
+        status == 1
+        and re.search("error: .*logs.*: not a directory", err)
+        and len(err.splitlines()) == 1
+    )
 
 
 def test_a_folder_of_another_comparison(place):
     """--name of other sources, settings or seeds is refused; so is one where a comparison is at work."""
     command = ["--runs", 2, "--no_steps", "--name", "x"]
     assert run("--idea", "--effect 0.1", *command)[0] == 0
-    for arguments in (["--idea", "--effect 0.2"], ["--idea", "--effect 0.1", "--seed", 1],
-                      ["--idea", "--effect 0.1", "--noise", 1], ["--idea", "--effect 0.1", "--idea", "--effect 0.2"],
-                      ["--idea", "effect_0.1=v1 --effect 0.2"]):
+    for arguments in (
+        ["--idea", "--effect 0.2"],
+        ["--idea", "--effect 0.1", "--seed", 1],
+        ["--idea", "--effect 0.1", "--noise", 1],
+        ["--idea", "--effect 0.1", "--idea", "--effect 0.2"],
+        ["--idea", "effect_0.1=v1 --effect 0.2"],
+    ):
         status, out, err = run(*arguments, *command)
-        assert status == 2 and "of other sources, settings or seeds" in err and len(err.splitlines()) == 1, arguments
+        assert (
+            status == 2
+            and "of other sources, settings or seeds" in err
+            and len(err.splitlines()) == 1
+        ), arguments
     with open(place / "logs" / "compare" / "x" / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         status, out, err = run("--idea", "--effect 0.1", *command)
@@ -522,15 +735,32 @@ def test_a_folder_of_another_comparison(place):
 def test_interrupted_on_a_terminal_and_gone_on_with(place):
     """A bar that says what runs and the time left; Ctrl-C ends the run that is on, and what was finished stays."""
     shutil.copytree(ROOT / "tools", place / "tools")
-    command = [sys.executable, "tools/compare.py", "--idea", "slow=--takes 600", "--runs", "2", "--no_steps"]
-    source = (place / "train_gpt.py").read_text()  # slow only where it counts, not in the run that compiles
-    (place / "train_gpt.py").write_text(source.replace("time.sleep(hp.takes)", "time.sleep(hp.takes * (n > 1))"))
+    command = [
+        sys.executable,
+        "tools/compare.py",
+        "--idea",
+        "slow=--takes 600",
+        "--runs",
+        "2",
+        "--no_steps",
+    ]
+    source = (
+        place / "train_gpt.py"
+    ).read_text()  # slow only where it counts, not in the run that compiles
+    (place / "train_gpt.py").write_text(
+        source.replace("time.sleep(hp.takes)", "time.sleep(hp.takes * (n > 1))")
+    )
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    child = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True)
+    child = subprocess.Popen(
+        command, cwd=place, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True
+    )
     os.close(theirs)
     shown, deadline = "", time.monotonic() + 120
-    while not re.search(r"slow, seed 0: +50%.* 3/6 \[\d\d:\d\d<\d\d:\d\d", shown) and time.monotonic() < deadline:
+    while (
+        not re.search(r"slow, seed 0: +50%.* 3/6 \[\d\d:\d\d<\d\d:\d\d", shown)
+        and time.monotonic() < deadline
+    ):
         shown += os.read(ours, 4096).decode()
     child.send_signal(signal.SIGINT)
     with contextlib.suppress(OSError):  # the terminal is gone with the process

@@ -1,4 +1,5 @@
 """tools/gpu_report.py without a GPU: its stages, its judgement, and the row that it adds."""
+
 import sys
 
 import pytest
@@ -16,7 +17,8 @@ LOSSES = {step: round(10.8258 / (1 + step / 100), 4) for step in range(0, 201, 2
 
 def test_table_row():
     row = gpu_report.table_row(
-        {"date": "2000-01-01", "change": "a | b\nc", "step ms": 1234.5678, "allocated MiB": 7})
+        {"date": "2000-01-01", "change": "a | b\nc", "step ms": 1234.5678, "allocated MiB": 7}
+    )
     cells = [cell.strip() for cell in row.replace("\\|", "/").strip("|").split("|")]
     expected = {column: "-" for column in gpu_report.COLUMNS}
     expected["date"] = "2000-01-01"
@@ -103,13 +105,16 @@ def test_the_command_in_the_row():
     assert text == "python tools/gpu_report.py --change x --shards DIR --repeats 5"
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--change", "x"], "--shards"),
-    (["--shards", "."], "--change"),
-    (["--change", "x", "--shards", ".", "--stage", "fp9"], "--stage"),
-    (["--change", "x", "--shards", "nowhere"], "make them with data/fineweb.py"),
-    (["--change", "x", "--shards", "SHARDS"], "needs a CUDA GPU"),
-])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--change", "x"], "--shards"),
+        (["--shards", "."], "--change"),
+        (["--change", "x", "--shards", ".", "--stage", "fp9"], "--stage"),
+        (["--change", "x", "--shards", "nowhere"], "make them with data/fineweb.py"),
+        (["--change", "x", "--shards", "SHARDS"], "needs a CUDA GPU"),
+    ],
+)
 def test_bad_report_options(args, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SHARDS").mkdir()

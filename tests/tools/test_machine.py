@@ -1,4 +1,5 @@
 """tools/machine.py and the baseline's copy: cores under a cgroup's quota, from files written by hand; text in any locale."""
+
 import os
 import subprocess
 import sys
@@ -21,24 +22,57 @@ def write_files(root, files):
 V2, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu/"
 
 
-@pytest.mark.parametrize("files, cores", [
-    ({}, 8),  # macOS
-    ({V2: "0::/\n"}, 8),
-    ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
-    ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4),
-    ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),  # half a core
-    ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2),
-    ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "6400000 100000\n"}, 8),  # more than there are
-    ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "\n"}, 8),
-    ({V2: "0::/a.slice/b\n", "sys/fs/cgroup/a.slice/cpu.max": "300000 100000\n",
-      "sys/fs/cgroup/a.slice/b/cpu.max": "max 100000\n"}, 3),  # the group around it
-    ({V2: "0::/a.slice/b\n", "sys/fs/cgroup/a.slice/c/cpu.max": "300000 100000\n"}, 8),  # another group
-    ({V2: "0::/../../b\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
-    ({V2: "5:cpu,cpuacct:/docker/1\n0::/\n", f"{V1}cpu.cfs_quota_us": "150000\n", f"{V1}cpu.cfs_period_us": "50000\n"}, 3),
-    ({V2: "5:cpu,cpuacct:/\n", f"{V1}cpu.cfs_quota_us": "-1\n", f"{V1}cpu.cfs_period_us": "100000\n"}, 8),
-    ({V2: "5:cpu:/\n", f"{V1}cpu.cfs_quota_us": "1000\n", f"{V1}cpu.cfs_period_us": "0\n"}, 8),
-    ({V2: "5:cpuset:/\n", f"{V1}cpu.cfs_quota_us": "100000\n", f"{V1}cpu.cfs_period_us": "100000\n"}, 8),
-])
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({}, 8),  # macOS
+        ({V2: "0::/\n"}, 8),
+        ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
+        ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4),
+        ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),  # half a core
+        ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2),
+        ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "6400000 100000\n"}, 8),  # more than there are
+        ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "\n"}, 8),
+        (
+            {
+                V2: "0::/a.slice/b\n",
+                "sys/fs/cgroup/a.slice/cpu.max": "300000 100000\n",
+                "sys/fs/cgroup/a.slice/b/cpu.max": "max 100000\n",
+            },
+            3,
+        ),  # the group around it
+        (
+            {V2: "0::/a.slice/b\n", "sys/fs/cgroup/a.slice/c/cpu.max": "300000 100000\n"},
+            8,
+        ),  # another group
+        ({V2: "0::/../../b\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
+        (
+            {
+                V2: "5:cpu,cpuacct:/docker/1\n0::/\n",
+                f"{V1}cpu.cfs_quota_us": "150000\n",
+                f"{V1}cpu.cfs_period_us": "50000\n",
+            },
+            3,
+        ),
+        (
+            {
+                V2: "5:cpu,cpuacct:/\n",
+                f"{V1}cpu.cfs_quota_us": "-1\n",
+                f"{V1}cpu.cfs_period_us": "100000\n",
+            },
+            8,
+        ),
+        ({V2: "5:cpu:/\n", f"{V1}cpu.cfs_quota_us": "1000\n", f"{V1}cpu.cfs_period_us": "0\n"}, 8),
+        (
+            {
+                V2: "5:cpuset:/\n",
+                f"{V1}cpu.cfs_quota_us": "100000\n",
+                f"{V1}cpu.cfs_period_us": "100000\n",
+            },
+            8,
+        ),
+    ],
+)
 def test_cores_follow_the_quota(tmp_path, monkeypatch, files, cores):
     write_files(tmp_path, files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
@@ -50,12 +84,20 @@ def test_cores_follow_the_quota(tmp_path, monkeypatch, files, cores):
     assert machine.usable_cores(tmp_path) == 1
 
 
-@pytest.mark.parametrize("files, cores", [
-    ({}, 8), ({"cpu.max": "max 100000\n"}, 8), ({"cpu.max": "50000 100000\n"}, 1), ({"cpu.max": "350000 100000\n"}, 3),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
-    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2)])
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "350000 100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    ],
+)
 def test_cores_of_the_baseline_follow_the_quota(tmp_path, monkeypatch, files, cores):
     import train_gpt2
+
     write_files(tmp_path, files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     assert train_gpt2.cpu_cores(tmp_path) == cores
@@ -63,10 +105,15 @@ def test_cores_of_the_baseline_follow_the_quota(tmp_path, monkeypatch, files, co
 
 def test_text_in_the_c_locale(tmp_path):
     """What the terminal cannot show becomes a question mark; arguments are UTF-8 all the same."""
-    code = ("import sys; sys.path.append(sys.argv[1]); import machine; machine.show_any_text()\n"
-            "print('a ± b', sys.argv[2], machine.readable('plain'), ascii(machine.readable(sys.argv[2])))")
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); import machine; machine.show_any_text()\n"
+        "print('a ± b', sys.argv[2], machine.readable('plain'), ascii(machine.readable(sys.argv[2])))"
+    )
     (tmp_path / "x.py").write_text(code, encoding="utf-8")
-    done = subprocess.run([sys.executable, tmp_path / "x.py", ROOT / "tools", "naïve"], capture_output=True,
-                          env=os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "x.py", ROOT / "tools", "naïve"],
+        capture_output=True,
+        env=os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"),
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == b"a ? b na??ve plain 'na\\xefve'\n"

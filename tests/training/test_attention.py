@@ -1,4 +1,5 @@
 """Rotary embedding, block masks and attention against dense float64 definitions."""
+
 import math
 
 import pytest
@@ -33,7 +34,9 @@ def dense_mask(tokens, window_blocks):
     seq = pos // length
     eots = (tokens == EOT).flatten().cumsum(0)  # up to and including the position
     q, k = pos[:, None], pos[None, :]
-    return ((k <= q) & (eots[q] == eots[k]) & (seq[q] == seq[k]) & (q // 128 - k // 128 < window_blocks))
+    return (
+        (k <= q) & (eots[q] == eots[k]) & (seq[q] == seq[k]) & (q // 128 - k // 128 < window_blocks)
+    )
 
 
 def dense_attention(q, k, v, mask, scale):
@@ -50,8 +53,20 @@ def qkv(length, heads, dim, seed, dtype=torch.float32):
 
 # (sequences, tokens each, mean document length, window in blocks): one block, windows beyond the sequence,
 # documents shorter than a block and longer than the sequence, sequences shorter than the window.
-CASES = [(1, 128, 40, 1), (1, 256, 10**9, 1), (1, 512, 60, 2), (1, 640, 300, 3), (1, 384, 1.5, 5), (1, 1024, 10**9, 4),
-         (2, 128, 50, 2), (3, 256, 10**9, 2), (4, 128, 200, 3), (2, 384, 130, 1), (1, 512, 200, 9), (5, 256, 7, 4)]
+CASES = [
+    (1, 128, 40, 1),
+    (1, 256, 10**9, 1),
+    (1, 512, 60, 2),
+    (1, 640, 300, 3),
+    (1, 384, 1.5, 5),
+    (1, 1024, 10**9, 4),
+    (2, 128, 50, 2),
+    (3, 256, 10**9, 2),
+    (4, 128, 200, 3),
+    (2, 384, 130, 1),
+    (1, 512, 200, 9),
+    (5, 256, 7, 4),
+]
 
 
 def test_block_size():
@@ -65,7 +80,7 @@ def test_document_ids(case):
     tokens[0, -1] = EOT  # next to a sequence's start
     docs = document_ids(tokens, EOT)
     assert docs.shape == (num_seqs * length,)
-    starts = (tokens == EOT)
+    starts = tokens == EOT
     starts[:, 0] = True
     step = torch.diff(docs.long())
     assert ((step > 0) == starts.flatten()[1:]).all() and (step >= 0).all()
@@ -86,16 +101,18 @@ def test_flex_block_mask(case):
     def tiles(num, indices):
         assert num.numel() == n
         for qb in range(n):
-            chosen = indices.flatten(0, -3)[0, qb, :int(num.flatten()[qb])].tolist()
+            chosen = indices.flatten(0, -3)[0, qb, : int(num.flatten()[qb])].tolist()
             assert len(set(chosen)) == len(chosen)
-            yield from ((pos[qb * 128:][:128], pos[kb * 128:][:128]) for kb in chosen)
+            yield from ((pos[qb * 128 :][:128], pos[kb * 128 :][:128]) for kb in chosen)
 
     zero = torch.tensor(0)
     for q, k in tiles(bm.kv_num_blocks, bm.kv_indices):  # partial blocks: the mask function decides
         assert not got[q[0], k].any()
         tile = torch.vmap(lambda i: torch.vmap(lambda j: bm.mask_mod(zero, zero, i, j))(k))(q)
         got[q[:, None], k] = tile
-    for q, k in tiles(bm.full_kv_num_blocks, bm.full_kv_indices):  # full blocks: no function is asked
+    for q, k in tiles(
+        bm.full_kv_num_blocks, bm.full_kv_indices
+    ):  # full blocks: no function is asked
         assert not got[q[:, None], k].any(), "a block is both partial and full"
         got[q[:, None], k] = True
     assert torch.equal(got, want)
@@ -103,14 +120,23 @@ def test_flex_block_mask(case):
     tiled = want.view(n, 128, n, 128).transpose(1, 2).flatten(2).all(-1)
     assert int(bm.full_kv_num_blocks.sum()) == int(tiled.sum())
     # The lists of queries, for the backward pass, are those that the library makes of the lists of keys.
-    theirs = BlockMask.from_kv_blocks(bm.kv_num_blocks, bm.kv_indices, bm.full_kv_num_blocks, bm.full_kv_indices)
+    theirs = BlockMask.from_kv_blocks(
+        bm.kv_num_blocks, bm.kv_indices, bm.full_kv_num_blocks, bm.full_kv_indices
+    )
     for kind in ("q", "full_q"):
         counts, order = getattr(bm, f"{kind}_num_blocks"), getattr(bm, f"{kind}_indices")
-        assert torch.equal(counts, getattr(theirs, f"{kind}_num_blocks")) and order.dtype == torch.int32
+        assert (
+            torch.equal(counts, getattr(theirs, f"{kind}_num_blocks"))
+            and order.dtype == torch.int32
+        )
         for k, count in enumerate(counts.flatten().tolist()):
-            assert torch.equal(order[0, 0, k, :count], getattr(theirs, f"{kind}_indices")[0, 0, k, :count])
-    assert all(0 <= int(x.min()) and int(x.max()) < n for x in (bm.kv_indices, bm.q_indices, bm.full_kv_indices,
-                                                              bm.full_q_indices)), "an index beyond the blocks"
+            assert torch.equal(
+                order[0, 0, k, :count], getattr(theirs, f"{kind}_indices")[0, 0, k, :count]
+            )
+    assert all(
+        0 <= int(x.min()) and int(x.max()) < n
+        for x in (bm.kv_indices, bm.q_indices, bm.full_kv_indices, bm.full_q_indices)
+    ), "an index beyond the blocks"
 
 
 @pytest.mark.parametrize("extra_span", [0, 2])
@@ -126,7 +152,7 @@ def test_portable_mask(case, extra_span):
         key = (b - span + 1) * 128 + torch.arange(span * 128)
         inside = (key >= 0) & (key < total)
         assert not mask[b, 0][:, ~inside].any()
-        got[b * 128:(b + 1) * 128, key[inside]] = mask[b, 0][:, inside]
+        got[b * 128 : (b + 1) * 128, key[inside]] = mask[b, 0][:, inside]
     assert torch.equal(got, dense_mask(tokens, window))
 
 
@@ -162,13 +188,19 @@ def test_sequences_in_one_pass_do_not_see_each_other():
     together = attention(q, k, v, portable_mask(document_ids(tokens, EOT), blocks(2), 3), 0.12)
     for i in range(4):
         part = slice(256 * i, 256 * (i + 1))
-        alone = attention(q[:, part], k[:, part], v[:, part],
-                          portable_mask(document_ids(tokens[i:i + 1], EOT), blocks(2), 3), 0.12)
+        alone = attention(
+            q[:, part],
+            k[:, part],
+            v[:, part],
+            portable_mask(document_ids(tokens[i : i + 1], EOT), blocks(2), 3),
+            0.12,
+        )
         torch.testing.assert_close(together[:, part], alone, rtol=1e-5, atol=1e-6)
 
 
 class Largest(TorchDispatchMode):
     """Records the largest tensor that any operator returns."""
+
     numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -185,7 +217,11 @@ def test_portable_attention_is_linear_in_length():
         tokens = random_input(1, total, 500, seed=10)
         inputs = [x.requires_grad_() for x in qkv(total, 1, 16, seed=11)]
         # the counter knows the flops of matmuls, not of the CPU's fused attention
-        with Largest() as largest, FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with (
+            Largest() as largest,
+            FlopCounterMode(display=False) as counter,
+            sdpa_kernel(SDPBackend.MATH),
+        ):
             mask = portable_mask(document_ids(tokens, EOT), blocks(2), 2)
             attention(*inputs, mask, 0.12).sum().backward()
         assert largest.numel <= 2 * total * 2 * 128 < total * total
@@ -201,10 +237,16 @@ def test_portable_equals_flex_attention_forward():
         tokens = random_input(num_seqs, length, every, seed)
         total = num_seqs * length
         dense = dense_mask(tokens, window)
-        bm = create_block_mask(lambda b, h, q, k: dense[q, k], None, None, total, total, device="cpu")
+        bm = create_block_mask(
+            lambda b, h, q, k: dense[q, k], None, None, total, total, device="cpu"
+        )
         q, k, v = qkv(total, 2, 32, seed)
-        want = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=bm, scale=0.12).transpose(1, 2)
-        got = attention(q, k, v, portable_mask(document_ids(tokens, EOT), blocks(window), window), 0.12)
+        want = flex_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), block_mask=bm, scale=0.12
+        ).transpose(1, 2)
+        got = attention(
+            q, k, v, portable_mask(document_ids(tokens, EOT), blocks(window), window), 0.12
+        )
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -225,7 +267,9 @@ def test_compiled_flex_attention_with_our_block_mask():
     q, k, v = qkv(1024, 2, 32, seed=13)
     with torch.no_grad():
         for window in (1, 2, 5):
-            want = dense_attention(q.double(), k.double(), v.double(), dense_mask(tokens, window), 0.12)
+            want = dense_attention(
+                q.double(), k.double(), v.double(), dense_mask(tokens, window), 0.12
+            )
             got = masked(q, k, v, document_ids(tokens, EOT), blocks(window))
             torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1
@@ -247,7 +291,9 @@ def test_rotary(head_dim, length):
     x = torch.randn(2, length, 3, head_dim)
     y = rotary(x)
     assert y.dtype == x.dtype and y.shape == x.shape
-    torch.testing.assert_close(y.double(), rotate(x, head_dim), rtol=0, atol=2e-3 * length / 2048 + 1e-6)
+    torch.testing.assert_close(
+        y.double(), rotate(x, head_dim), rtol=0, atol=2e-3 * length / 2048 + 1e-6
+    )
     assert torch.equal(y[:, 0], x[:, 0])  # position 0 is not turned
     still = list(range(head_dim // 4, head_dim // 2)) + list(range(3 * head_dim // 4, head_dim))
     assert torch.equal(y[..., still], x[..., still])  # half of the pairs never are
@@ -258,7 +304,7 @@ def test_rotary(head_dim, length):
 def test_rotary_scores_depend_on_distance_only():
     rotary = Rotary(64, 512)
     q, k = torch.randn(64).expand(1, 512, 1, 64), torch.randn(64).expand(1, 512, 1, 64)
-    scores = (rotary(q)[0, :, 0].double() @ rotary(k)[0, :, 0].double().T)
+    scores = rotary(q)[0, :, 0].double() @ rotary(k)[0, :, 0].double().T
     for distance in (0, 1, 100):
         diagonal = scores.diagonal(distance)
         assert (diagonal - diagonal[0]).abs().max() < 1e-3

@@ -1,4 +1,5 @@
 """Gradient buckets on two gloo processes: what is in them, when they are reduced, and what comes out."""
+
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,15 @@ from train_gpt import GPT, GradientBuckets
 from test_model import TINY, blocks, randomize
 from util import spawn
 
-SMALL = replace(TINY, vocab_size=200, eot_token=199, model_dim=64, train_seq_len=128, val_seq_len=128, max_window=256)
+SMALL = replace(
+    TINY,
+    vocab_size=200,
+    eot_token=199,
+    model_dim=64,
+    train_seq_len=128,
+    val_seq_len=128,
+    max_window=256,
+)
 NUM_SEQUENCES, BUCKET_BYTES = 4, 200_000
 
 
@@ -46,7 +55,8 @@ def test_filled_in_the_order_of_backward():
     layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(10))
     buckets = GradientBuckets(layers.parameters(), bucket_bytes=2 * 8 * 8 * 4)
     assert [[id(p) for p in bucket] for bucket in buckets.buckets] == [
-        [id(layers[9 - 2 * i].weight), id(layers[8 - 2 * i].weight)] for i in range(5)]
+        [id(layers[9 - 2 * i].weight), id(layers[8 - 2 * i].weight)] for i in range(5)
+    ]
 
 
 def bucket_child(rank, world_size):
@@ -69,24 +79,32 @@ def bucket_child(rank, world_size):
         for micro in range(share):
             buckets.last_micro_step = micro == share - 1
             i = rank * share + micro
-            (model(inputs[i:i + 1], targets[i:i + 1], blocks(2)) / NUM_SEQUENCES).backward()
+            (model(inputs[i : i + 1], targets[i : i + 1], blocks(2)) / NUM_SEQUENCES).backward()
             if micro < share - 1:
-                assert not any(e[0] == "reduce" for e in events), "reduced before the last micro-step"
-        events_last = events[(share - 1) * len(names):]
+                assert not any(e[0] == "reduce" for e in events), (
+                    "reduced before the last micro-step"
+                )
+        events_last = events[(share - 1) * len(names) :]
         buckets.wait()
         reduced = [e for e in events if e[0] == "reduce"]
         assert all(e[2] for e in reduced), "an all-reduce was not asynchronous"
         # Once each, and it is where the gradients are: nothing is copied back.
-        assert [e[1].numel() for e in reduced] == [sum(p.numel() for p in bucket) for bucket in buckets.buckets]
+        assert [e[1].numel() for e in reduced] == [
+            sum(p.numel() for p in bucket) for bucket in buckets.buckets
+        ]
         for (_, flat, _), bucket in zip(reduced, buckets.buckets):
             offsets = [(p.grad.data_ptr() - flat.data_ptr(), p.grad.nbytes) for p in bucket]
-            assert offsets[0][0] == 0 and all(a + n == b for (a, n), (b, _) in zip(offsets, offsets[1:]))
+            assert offsets[0][0] == 0 and all(
+                a + n == b for (a, n), (b, _) in zip(offsets, offsets[1:])
+            )
             assert all(p.grad.shape == p.shape and p.grad.is_contiguous() for p in bucket)
         # Overlap: most buckets were on their way while gradients were still to come.
         kinds = [e[0] for e in events_last]
         last_ready = len(kinds) - 1 - kinds[::-1].index("ready")
         early = sum(k == "reduce" for k in kinds[:last_ready])
-        assert len(reduced) > 4 and early >= len(reduced) - 3, f"{early} of {len(reduced)} overlapped"
+        assert len(reduced) > 4 and early >= len(reduced) - 3, (
+            f"{early} of {len(reduced)} overlapped"
+        )
         assert kinds.index("reduce") < len(kinds) / 3
         # Values: the mean over all sequences of each one's gradients, summed in float64. Embedding tables are bf16.
         for name, p in model.named_parameters():
@@ -106,7 +124,7 @@ def plain_gradients():
     mean = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters()}
     for i in range(NUM_SEQUENCES):
         model.zero_grad()
-        model(inputs[i:i + 1], targets[i:i + 1], blocks(2)).backward()
+        model(inputs[i : i + 1], targets[i : i + 1], blocks(2)).backward()
         for n, p in model.named_parameters():
             mean[n] += p.grad.double() / NUM_SEQUENCES
     return mean

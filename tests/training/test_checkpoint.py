@@ -1,4 +1,5 @@
 """Runs that survive: checkpoints, resume, signals, full disks, dead ranks. All with real processes, really killed."""
+
 import io
 import json
 import math
@@ -22,20 +23,62 @@ import torch
 import torch.distributed.run
 
 import train_gpt
-from util import ROOT, env, forkserver, free_port, random_tokens, rank_env, read_log, run_script, val_losses, write_shard
+from util import (
+    ROOT,
+    env,
+    forkserver,
+    free_port,
+    random_tokens,
+    rank_env,
+    read_log,
+    run_script,
+    val_losses,
+    write_shard,
+)
 
 STEPS, EVERY = 12, 3  # of a run, and from one checkpoint to the next
-TINY = dict(num_layers=4, num_heads=2, head_dim=16, model_dim=32, num_value_embeds=1, long_window_layers="0,3",
-            max_window=256, train_seq_len=128, batch_tokens=512, val_seq_len=128, val_tokens=512, num_iterations=STEPS,
-            val_loss_every=4, warmup_steps=0, sequences_per_pass=2)
-IN_FLOAT32 = dict(scalar_lr=0.0)  # with float32(): runs on other numbers of processes agree (see test_run.py)
+TINY = dict(
+    num_layers=4,
+    num_heads=2,
+    head_dim=16,
+    model_dim=32,
+    num_value_embeds=1,
+    long_window_layers="0,3",
+    max_window=256,
+    train_seq_len=128,
+    batch_tokens=512,
+    val_seq_len=128,
+    val_tokens=512,
+    num_iterations=STEPS,
+    val_loss_every=4,
+    warmup_steps=0,
+    sequences_per_pass=2,
+)
+IN_FLOAT32 = dict(
+    scalar_lr=0.0
+)  # with float32(): runs on other numbers of processes agree (see test_run.py)
 
 
 def options(folder, *more, **changes):
-    values = dict(train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin",
-                  muon_beta2=0.9, **TINY) | changes  # NorMuon: the optimizer with the most to keep
-    return ["--track", "mini", "--device", "cpu", "--checkpoint_every", str(EVERY), *more,
-            *(f"--{k}={v}" for k, v in values.items())]
+    values = (
+        dict(
+            train_files=folder / "tiny_train_*.bin",
+            val_files=folder / "tiny_val_*.bin",
+            muon_beta2=0.9,
+            **TINY,
+        )
+        | changes
+    )  # NorMuon: the optimizer with the most to keep
+    return [
+        "--track",
+        "mini",
+        "--device",
+        "cpu",
+        "--checkpoint_every",
+        str(EVERY),
+        *more,
+        *(f"--{k}={v}" for k, v in values.items()),
+    ]
 
 
 def write_shards(folder):
@@ -81,9 +124,18 @@ class Job:
     def __init__(self, argv, folder, world_size=1, hook=None):
         folder.mkdir(exist_ok=True)
         self.console = folder / f"console{len(list(folder.glob('console*.out')))}"
-        args = (world_size, free_port(), [str(a) for a in argv], str(folder), str(self.console), hook)
-        self.processes = [forkserver().Process(target=rank_main, args=(rank, *args), daemon=True)
-                          for rank in range(world_size)]
+        args = (
+            world_size,
+            free_port(),
+            [str(a) for a in argv],
+            str(folder),
+            str(self.console),
+            hook,
+        )
+        self.processes = [
+            forkserver().Process(target=rank_main, args=(rank, *args), daemon=True)
+            for rank in range(world_size)
+        ]
         for process in self.processes:
             process.start()
         wait_until(Path(f"{self.console}.out").exists)
@@ -183,7 +235,7 @@ def slow_writing():
         whole = io.BytesIO()
         plain_save(state, whole)
         for piece in range(0, len(whole.getvalue()), 200_000):
-            file.write(whole.getvalue()[piece:piece + 200_000])
+            file.write(whole.getvalue()[piece : piece + 200_000])
             file.flush()
             time.sleep(0.01)
 
@@ -199,14 +251,22 @@ def checkpoints(folder):
 
 
 def contents(folder):
-    return {f.name: f.read_bytes() for f in folder.rglob("*") if f.is_file() and not f.name.startswith("console")}
+    return {
+        f.name: f.read_bytes()
+        for f in folder.rglob("*")
+        if f.is_file() and not f.name.startswith("console")
+    }
 
 
 def trace(log):
     """A log but for its times and what only an interruption leaves."""
     header, machine, run = log.split("\n" + "=" * 100 + "\n")
-    lines = [s for s in run.splitlines() if not re.match("warm-up|resume|checkpoint|peak memory", s)]
-    return [header, machine] + [re.sub(r"train_time:\S+ step_avg:\S+|[\d.,]+ (s|tokens/s)\b", "", s) for s in lines]
+    lines = [
+        s for s in run.splitlines() if not re.match("warm-up|resume|checkpoint|peak memory", s)
+    ]
+    return [header, machine] + [
+        re.sub(r"train_time:\S+ step_avg:\S+|[\d.,]+ (s|tokens/s)\b", "", s) for s in lines
+    ]
 
 
 def same(a, b):
@@ -270,13 +330,22 @@ def test_checkpoints_of_a_whole_run(whole, shards, tmp_path):
     log = read_log(whole)
     (run,) = (whole / "checkpoints").iterdir()
     assert run.name == next((whole / "logs").iterdir()).stem
-    assert sorted(f.name for f in run.iterdir()) == ["model.safetensors", "step000009.pt", "step000012.pt"]
+    assert sorted(f.name for f in run.iterdir()) == [
+        "model.safetensors",
+        "step000009.pt",
+        "step000012.pt",
+    ]
     written = re.findall(r"^checkpoint: step (\d+) written in \d+\.\d s, untimed$", log, re.M)
     assert list(dict.fromkeys(map(int, written))) == [3, 6, 9, 12]
 
     plain = [a for a in options(shards) if a not in ("--checkpoint_every", str(EVERY))]
     Job(plain, tmp_path).succeeds()
-    assert val_losses(read_log(tmp_path)) == val_losses(log) and list(val_losses(log)) == [0, 4, 8, 12]
+    assert val_losses(read_log(tmp_path)) == val_losses(log) and list(val_losses(log)) == [
+        0,
+        4,
+        8,
+        12,
+    ]
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -326,7 +395,9 @@ def test_kill_9_at_20_random_moments(shards, tmp_path_factory, capsys):
     Job(argv, reference).succeeds()
     kills = writing = runs = 0
     while runs == 0 or kills < 20:
-        job = Job(argv + ["--resume", "latest"] * bool(checkpoints(folder)), folder, hook=slow_writing)
+        job = Job(
+            argv + ["--resume", "latest"] * bool(checkpoints(folder)), folder, hook=slow_writing
+        )
         after = rng.randrange(-1, 7)  # steps; -1: while it starts
         wait_until(lambda: job.done() or job.steps() >= after and (after < 0 or job.out))
         time.sleep(rng.uniform(0, 0.1 if after else 0.4))
@@ -348,8 +419,10 @@ def test_kill_9_at_20_random_moments(shards, tmp_path_factory, capsys):
         else:
             assert job.wait() == [-signal.SIGKILL], job.err
     with capsys.disabled():
-        print(f"\n{kills} times kill -9, {writing} of them while a checkpoint was being written; "
-              f"{runs} runs ended, each with the uninterrupted run's losses and weights bit for bit")
+        print(
+            f"\n{kills} times kill -9, {writing} of them while a checkpoint was being written; "
+            f"{runs} runs ended, each with the uninterrupted run's losses and weights bit for bit"
+        )
     assert kills == 20 and writing > 0
 
 
@@ -367,7 +440,9 @@ def kill_in(name):
 
 def test_kill_9_before_the_final_model_is_there(shards, whole, tmp_path):
     """All steps are done and saved: what is resumed has only the end of its log and this file to write."""
-    job = Job(options(shards, "--save_checkpoint"), tmp_path, hook=partial(kill_in, "model.safetensors"))
+    job = Job(
+        options(shards, "--save_checkpoint"), tmp_path, hook=partial(kill_in, "model.safetensors")
+    )
     assert job.wait() == [-signal.SIGKILL]
     assert not list(tmp_path.rglob("model.safetensors"))
     resume(shards, tmp_path).succeeds()
@@ -392,7 +467,7 @@ def test_signal_then_resume_is_the_same_run(number, shards, whole, tmp_path):
     assert re.search(rf"^resume: from step {last}\b", log, re.M)
     times = list(map(int, re.findall(r"train_time:(\d+)ms", log)))
     assert times == sorted(times), "training time goes on where it was"
-    assert log.startswith(before[:before.rindex("checkpoint: ")])
+    assert log.startswith(before[: before.rindex("checkpoint: ")])
 
 
 def test_signal_checkpoints_without_being_asked_for_any(shards, tmp_path):
@@ -420,7 +495,12 @@ def test_second_signal_exits_at_once(number, shards, tmp_path):
 def test_resume_after_a_kill_is_the_same_run(shards, whole, stopped):
     resume(shards, stopped).succeeds()
     assert_same_run(stopped, whole)
-    assert same(*(torch.load(checkpoints(f)[STEPS], weights_only=True)["optimizers"] for f in (stopped, whole)))
+    assert same(
+        *(
+            torch.load(checkpoints(f)[STEPS], weights_only=True)["optimizers"]
+            for f in (stopped, whole)
+        )
+    )
 
 
 def test_resume_a_file_or_a_folder(shards, whole, stopped):
@@ -453,8 +533,12 @@ def test_saved_on_4_processes_resumed_on_1_and_2(shards, tmp_path):
     Job(options(shards, "--save_checkpoint", **IN_FLOAT32), one, hook=float32).succeeds()
     want = val_losses(read_log(one))
     four = tmp_path / "4"
-    codes = Job(options(shards, "--save_checkpoint", **IN_FLOAT32), four, world_size=4,
-                hook=partial(before_step, 6, exit_self, float32)).wait()
+    codes = Job(
+        options(shards, "--save_checkpoint", **IN_FLOAT32),
+        four,
+        world_size=4,
+        hook=partial(before_step, 6, exit_self, float32),
+    ).wait()
     assert codes == [7] * 4 and list(checkpoints(four)) == [3, 6]
     for world_size in (1, 2, 4):
         folder = tmp_path / f"4 then {world_size}"
@@ -467,7 +551,12 @@ def test_saved_on_4_processes_resumed_on_1_and_2(shards, tmp_path):
         assert re.search(rf"^resume: from step 6, on {world_size} process", log, re.M)
         if world_size == 4:  # the same number: bit for bit
             whole4 = tmp_path / "whole 4"
-            Job(options(shards, "--save_checkpoint", **IN_FLOAT32), whole4, world_size=4, hook=float32).succeeds()
+            Job(
+                options(shards, "--save_checkpoint", **IN_FLOAT32),
+                whole4,
+                world_size=4,
+                hook=float32,
+            ).succeeds()
             assert_same_run(folder, whole4)
 
 
@@ -479,7 +568,9 @@ def test_other_hyperparameters_are_listed(shards, stopped):
     before = contents(stopped)
     job = resume(shards, stopped, muon_lr=0.125, head_lr=0.5)
     before_lr = train_gpt.TRACKS["mini"].muon_lr
-    job.fails(f"muon_lr: {before_lr} in the checkpoint, 0.125 now", "head_lr", "0.5", "--resume_force")
+    job.fails(
+        f"muon_lr: {before_lr} in the checkpoint, 0.125 now", "head_lr", "0.5", "--resume_force"
+    )
     assert "embed_lr" not in job.err
     assert contents(stopped) == before
 
@@ -494,8 +585,10 @@ def test_other_source_is_listed(shards, stopped):
     assert contents(stopped) == before
 
 
-@pytest.mark.parametrize("name, value, key", [("muon_lr", 0.125, "blocks.0.mlp.c_fc.weight"),
-                                              ("head_lr", 0.125, "lm_head.weight")])
+@pytest.mark.parametrize(
+    "name, value, key",
+    [("muon_lr", 0.125, "blocks.0.mlp.c_fc.weight"), ("head_lr", 0.125, "lm_head.weight")],
+)
 def test_resume_force_is_recorded(name, value, key, shards, whole, stopped):
     """What was changed by force counts from there on, and the log says that it was."""
     resume(shards, stopped, "--resume_force", hook=other_source, **{name: value}).succeeds()
@@ -507,7 +600,9 @@ def test_resume_force_is_recorded(name, value, key, shards, whole, stopped):
 
 def test_resume_force_with_another_model_is_one_line(shards, stopped):
     before = contents(stopped / "checkpoints")
-    resume(shards, stopped, "--resume_force", model_dim=64, head_dim=32).fails("model_dim|checkpoint")
+    resume(shards, stopped, "--resume_force", model_dim=64, head_dim=32).fails(
+        "model_dim|checkpoint"
+    )
     assert contents(stopped / "checkpoints") == before
 
 
@@ -542,12 +637,18 @@ DAMAGE = {
     "cut in half": lambda path: truncate(path, 0.5),
     "a few bytes short": lambda path: os.truncate(path, path.stat().st_size - 20),
     "empty": lambda path: truncate(path, 0),
-    "hostile, as torch.save makes it": lambda path: torch.save(Hostile(path.with_name("victim")), path),
+    "hostile, as torch.save makes it": lambda path: torch.save(
+        Hostile(path.with_name("victim")), path
+    ),
     "hostile, among the rest": lambda path: torch.save(
-        torch.load(path, weights_only=True) | dict(step=Hostile(path.with_name("victim"))), path),
-    "hostile, in the old format": lambda path: torch.save(Hostile(path.with_name("victim")), path,
-                                                          _use_new_zipfile_serialization=False),
-    "hostile, a bare pickle": lambda path: path.write_bytes(pickle.dumps(Hostile(path.with_name("victim")))),
+        torch.load(path, weights_only=True) | dict(step=Hostile(path.with_name("victim"))), path
+    ),
+    "hostile, in the old format": lambda path: torch.save(
+        Hostile(path.with_name("victim")), path, _use_new_zipfile_serialization=False
+    ),
+    "hostile, a bare pickle": lambda path: path.write_bytes(
+        pickle.dumps(Hostile(path.with_name("victim")))
+    ),
     "another program's": lambda path: torch.save(dict(model=torch.ones(3)), path),
 }
 
@@ -558,7 +659,9 @@ def test_damaged_checkpoint_is_refused(kind, shards, stopped, whole):
     newest = checkpoints(stopped)[6]
     DAMAGE[kind](newest)
     assert not list(stopped.rglob("victim"))
-    with pytest.raises(train_gpt.InputError, match=r"step000006\.pt is damaged .*try the one before") as error:
+    with pytest.raises(
+        train_gpt.InputError, match=r"step000006\.pt is damaged .*try the one before"
+    ) as error:
         train_gpt.read_checkpoint(str(newest.parent), "")
     assert "\n" not in str(error.value)
     if kind in ("a bit flipped in the middle", "hostile, among the rest"):  # all the way
@@ -595,7 +698,9 @@ def file_size_limit(limit):
 def test_full_disk_for_a_checkpoint(shards, stopped, whole):
     before = contents(stopped / "checkpoints")
     limit = min(map(len, before.values())) - 1000
-    resume(shards, stopped, hook=partial(file_size_limit, limit)).fails("can't write", r"step000009\.pt")
+    resume(shards, stopped, hook=partial(file_size_limit, limit)).fails(
+        "can't write", r"step000009\.pt"
+    )
     assert contents(stopped / "checkpoints") == before  # the earlier ones, and nothing half-written
     resume(shards, stopped).succeeds()
     assert_same_run(stopped, whole)
@@ -620,8 +725,13 @@ def test_full_disk_for_the_console(shards, stopped):
     """`> run.out` on the disk that is full; by an interpreter that buffers, and tries once more when it ends."""
     before = contents(stopped / "checkpoints")
     with open("/dev/full", "w") as full:
-        ran = run_script(options(shards, "--save_checkpoint", "--resume", "latest"), stopped, timeout=300, stdout=full,
-                         PYTHONUNBUFFERED="")
+        ran = run_script(
+            options(shards, "--save_checkpoint", "--resume", "latest"),
+            stopped,
+            timeout=300,
+            stdout=full,
+            PYTHONUNBUFFERED="",
+        )
     assert ran.returncode == 2, ran.stderr
     assert re.fullmatch(r"error: .*No space left on device\n", ran.stderr)
     assert contents(stopped / "checkpoints") == before
@@ -632,7 +742,9 @@ def test_full_disk_for_the_console(shards, stopped):
 def test_unwritable_folder_is_one_line_before_training(option, place, shards, tmp_path):
     (tmp_path / "file").write_text("")
     where = {"a file": "file", "no place for files": "/proc/nosuch"}[place]
-    job = Job(options(shards, "--save_checkpoint") + [option, where], tmp_path).fails(f"can't write {where}")
+    job = Job(options(shards, "--save_checkpoint") + [option, where], tmp_path).fails(
+        f"can't write {where}"
+    )
     assert job.steps() == 0, "found only after training"
 
 
@@ -663,19 +775,28 @@ def test_non_finite_stops_all_ranks_and_names_the_step(what, says, shards, tmp_p
 def poison_update(model):
     """A loss and a gradient that are finite, and an update that isn't."""
     plain = torch.optim.Adam.step
-    torch.optim.Adam.step = lambda self: (plain(self), self.param_groups[0]["params"][0].data.fill_(math.nan))[0]
+    torch.optim.Adam.step = lambda self: (
+        plain(self),
+        self.param_groups[0]["params"][0].data.fill_(math.nan),
+    )[0]
 
 
 def test_non_finite_validation_stops(shards, tmp_path):
     """The last update spoils the weights: only the last validation sees it."""
-    job = Job(options(shards, "--save_checkpoint"), tmp_path, hook=partial(before_step, STEPS - 1, poison_update))
+    job = Job(
+        options(shards, "--save_checkpoint"),
+        tmp_path,
+        hook=partial(before_step, STEPS - 1, poison_update),
+    )
     job.fails(rf"step {STEPS}\b", "not finite")
     assert "target" not in job.out and not list(tmp_path.rglob("model.safetensors"))
 
 
 def test_no_checkpoint_of_spoiled_weights(shards, tmp_path):
     """The last update before a checkpoint spoils them, and no loss has shown it yet: the newest one is still good."""
-    job = Job(options(shards, val_loss_every=0), tmp_path, hook=partial(before_step, 5, poison_update))
+    job = Job(
+        options(shards, val_loss_every=0), tmp_path, hook=partial(before_step, 5, poison_update)
+    )
     job.fails("step 6: ", "not finite")
     assert list(checkpoints(tmp_path)) == [3]
     assert train_gpt.read_checkpoint(str(checkpoints(tmp_path)[3]), "")["step"] == 3
@@ -693,7 +814,11 @@ def cut(path, _):
 @pytest.mark.parametrize("step, action", [(4, delete), (10, delete), (10, cut)])
 def test_shard_spoiled_under_a_running_job(step, action, tmp_path):
     spoiled = write_shards(tmp_path) / "tiny_train_000001.bin"
-    job = Job(options(tmp_path), tmp_path / "run", hook=partial(before_step, step, partial(action, spoiled)))
+    job = Job(
+        options(tmp_path),
+        tmp_path / "run",
+        hook=partial(before_step, step, partial(action, spoiled)),
+    )
     job.fails(re.escape(str(spoiled)))
     assert job.steps() >= 8
     for path in checkpoints(tmp_path / "run").values():
@@ -703,11 +828,19 @@ def test_shard_spoiled_under_a_running_job(step, action, tmp_path):
 def test_shard_spoiled_for_one_rank(tmp_path):
     """Rank 1 alone reads tokens outside the vocabulary: it says so."""
     spoiled = write_shards(tmp_path) / "tiny_train_000001.bin"
-    job = Job(options(tmp_path), tmp_path / "run", world_size=2,
-              hook=partial(before_step, 8, partial(spoil_for_rank_1, spoiled)))
+    job = Job(
+        options(tmp_path),
+        tmp_path / "run",
+        world_size=2,
+        hook=partial(before_step, 8, partial(spoil_for_rank_1, spoiled)),
+    )
     codes = job.wait()
     assert all(codes), codes
-    (line,) = [s for s in job.err.splitlines() if s.startswith("error: ") and "lost another process" not in s]
+    (line,) = [
+        s
+        for s in job.err.splitlines()
+        if s.startswith("error: ") and "lost another process" not in s
+    ]
     assert str(spoiled) in line and "vocabulary" in line
     assert "Traceback" not in job.err
 
@@ -719,7 +852,9 @@ def spoil_for_rank_1(path, model):
     def read_tokens(*args):
         if os.environ["RANK"] == "1":
             wait_until(has_read.exists)
-            path.write_bytes(path.read_bytes()[:1024] + b"\xff\xff" * ((path.stat().st_size - 1024) // 2))
+            path.write_bytes(
+                path.read_bytes()[:1024] + b"\xff\xff" * ((path.stat().st_size - 1024) // 2)
+            )
         tokens = plain(*args)
         has_read.touch()
         return tokens
@@ -763,8 +898,15 @@ def torchrun(argv, folder, *launcher, **environment):
     folder.mkdir(exist_ok=True)
     (folder / "slow.py").write_text(SLOW.format(root=str(ROOT)))
     (folder / "console.txt").write_text("")
-    process = forkserver().Process(target=launcher_main, args=(
-        [*launcher, "slow.py", *map(str, argv)], str(folder), str(folder / "console.txt"), env(**environment)))
+    process = forkserver().Process(
+        target=launcher_main,
+        args=(
+            [*launcher, "slow.py", *map(str, argv)],
+            str(folder),
+            str(folder / "console.txt"),
+            env(**environment),
+        ),
+    )
     process.start()
     return process
 
@@ -808,7 +950,9 @@ KILLED = "forcefully exiting"  # what torchrun says when it kills a process that
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_under_torchrun_then_resume(number, shards, tmp_path):
     """The launcher is signalled, as by `kill` or by Ctrl-C, and passes it on."""
-    job = torchrun(options(shards, "--save_checkpoint"), tmp_path, *STANDALONE, QUICK_STEPS="4", SLOW="1")
+    job = torchrun(
+        options(shards, "--save_checkpoint"), tmp_path, *STANDALONE, QUICK_STEPS="4", SLOW="1"
+    )
     wait_until(lambda: shows(tmp_path, "^step:4/"))
     os.killpg(job.pid, number)
     assert ends(job) != 0 and not shows(tmp_path, KILLED)
@@ -824,8 +968,14 @@ def test_signal_under_torchrun_then_resume(number, shards, tmp_path):
 def test_every_process_signalled_under_torchrun(launcher_too, shards, tmp_path):
     """As batch systems do: the ranks get it from there, and again from torchrun, be it that it was signalled as well
     or that it saw the first rank leave. The checkpoint takes its time, and is still there in the end."""
-    job = torchrun(options(shards) + ["--checkpoint_every", "0"], tmp_path, *STANDALONE, QUICK_STEPS="4", SLOW="1",
-                   SLOW_DISK="2")
+    job = torchrun(
+        options(shards) + ["--checkpoint_every", "0"],
+        tmp_path,
+        *STANDALONE,
+        QUICK_STEPS="4",
+        SLOW="1",
+        SLOW_DISK="2",
+    )
     wait_until(lambda: shows(tmp_path, "^step:4/"))
     for pid in [*workers(job).values()] + [job.pid] * launcher_too:
         os.kill(pid, signal.SIGTERM)
@@ -861,7 +1011,9 @@ def alive(pid):
 
 
 def test_killed_rank_takes_the_job_down(shards, tmp_path):
-    job = torchrun(options(shards, "--save_checkpoint"), tmp_path, *STANDALONE, QUICK_STEPS="4", SLOW="1")
+    job = torchrun(
+        options(shards, "--save_checkpoint"), tmp_path, *STANDALONE, QUICK_STEPS="4", SLOW="1"
+    )
     wait_until(lambda: shows(tmp_path, "^step:4/"))
     os.kill(workers(job)[1], signal.SIGKILL)
     assert ends(job) != 0 and not shows(tmp_path, KILLED)
@@ -875,8 +1027,19 @@ def test_two_nodes_of_two_processes_train_as_one_process(shards, tmp_path):
     argv = options(shards, **IN_FLOAT32, num_iterations=8)
     one = Job(argv, tmp_path / "one", hook=float32).succeeds()
     port = free_port()
-    nodes = [torchrun(argv, tmp_path / f"node{i}", "--nnodes=2", "--nproc_per_node=2", "--rdzv_backend=c10d",
-                      f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1", FLOAT32="1") for i in (0, 1)]
+    nodes = [
+        torchrun(
+            argv,
+            tmp_path / f"node{i}",
+            "--nnodes=2",
+            "--nproc_per_node=2",
+            "--rdzv_backend=c10d",
+            f"--rdzv_endpoint=127.0.0.1:{port}",
+            "--local_addr=127.0.0.1",
+            FLOAT32="1",
+        )
+        for i in (0, 1)
+    ]
     codes = [ends(node) for node in nodes]
     texts = [(tmp_path / f"node{i}" / "console.txt").read_text() for i in (0, 1)]
     assert codes == [0, 0], texts
@@ -884,4 +1047,6 @@ def test_two_nodes_of_two_processes_train_as_one_process(shards, tmp_path):
     assert len(logs) == 1, "rank 0 alone writes it"
     log = logs[0].read_text()
     assert '"world_size": 4' in log
-    assert val_losses(log) == pytest.approx(val_losses(one.out), abs=2e-4) and list(val_losses(log)) == [0, 4, 8]
+    assert val_losses(log) == pytest.approx(val_losses(one.out), abs=2e-4) and list(
+        val_losses(log)
+    ) == [0, 4, 8]

@@ -1,4 +1,5 @@
 """Compiled code on a CPU: the default path, compilers that are wrong or missing, and the check that notices."""
+
 import os
 import re
 import shutil
@@ -16,9 +17,15 @@ from util import ROOT, random_tokens, run_script, val_losses, write_shard
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 # GCC 11 to 13 make wrong code of bf16 transposes when they tune for a generic CPU
-GCC = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout.strip() if shutil.which("g++") else ""
-HAS_THE_BUG = (GCC.split(".")[0] in ("11", "12", "13")
-               and train_gpt.activation_dtype(torch.device("cpu")) == torch.bfloat16)
+GCC = (
+    subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    if shutil.which("g++")
+    else ""
+)
+HAS_THE_BUG = (
+    GCC.split(".")[0] in ("11", "12", "13")
+    and train_gpt.activation_dtype(torch.device("cpu")) == torch.bfloat16
+)
 
 
 # ---------------------------------------------------------------------------------------- compilers
@@ -47,20 +54,37 @@ def shakespeare():
 def run_compiled(folder, *options, cxx="g++", cache=None, **environment):
     """The script, compiled, with a compile cache of its own: a cached kernel would never meet the compiler."""
     folder.mkdir(exist_ok=True)
-    environment = dict(TORCH_COMPILE_DISABLE="0", CXX=cxx, TORCHINDUCTOR_CACHE_DIR=str(cache or folder / "cache"),
-                       OMP_NUM_THREADS="2") | environment
+    environment = (
+        dict(
+            TORCH_COMPILE_DISABLE="0",
+            CXX=cxx,
+            TORCHINDUCTOR_CACHE_DIR=str(cache or folder / "cache"),
+            OMP_NUM_THREADS="2",
+        )
+        | environment
+    )
     return run_script(["--track", "mini", "--device", "cpu", *options], folder, **environment)
 
 
 def compiler_line(folder):
     """What the log says of the compiler."""
     (log,) = (folder / "logs").iterdir()
-    (line,) = re.findall(r"^Compiler: .*; flags: .*; model compiled: .*$", log.read_text(encoding="utf-8"), re.M)
+    (line,) = re.findall(
+        r"^Compiler: .*; flags: .*; model compiled: .*$", log.read_text(encoding="utf-8"), re.M
+    )
     return line
 
 
 # the recipe of mini for 20 steps, validated on two sequences of 12,160 tokens
-TWENTY_STEPS = ["--num_iterations", "20", "--val_loss_every", "5", "--val_tokens", "24320", "--save_checkpoint"]
+TWENTY_STEPS = [
+    "--num_iterations",
+    "20",
+    "--val_loss_every",
+    "5",
+    "--val_tokens",
+    "24320",
+    "--save_checkpoint",
+]
 
 
 def trained_weights(folder):
@@ -75,21 +99,42 @@ def test_mini_compiled_trains_as_uncompiled(shakespeare, tmp_path):
     assert compiler_line(tmp_path / "compiled").endswith("model compiled: yes")
     uncompiled = run_compiled(tmp_path / "uncompiled", *TWENTY_STEPS, TORCH_COMPILE_DISABLE="1")
     assert uncompiled.returncode == 0, uncompiled.stderr[-3000:]
-    assert compiler_line(tmp_path / "uncompiled").endswith("model compiled: no (TORCH_COMPILE_DISABLE is set)")
+    assert compiler_line(tmp_path / "uncompiled").endswith(
+        "model compiled: no (TORCH_COMPILE_DISABLE is set)"
+    )
     losses, expected = val_losses(compiled.stdout), val_losses(uncompiled.stdout)
     assert list(losses) == [0, 5, 10, 15, 20]
     for step in expected:
-        assert losses[step] == pytest.approx(expected[step], abs=0.02), f"step {step}: {losses} and {expected}"
-    weights, right = trained_weights(tmp_path / "compiled"), trained_weights(tmp_path / "uncompiled")
+        assert losses[step] == pytest.approx(expected[step], abs=0.02), (
+            f"step {step}: {losses} and {expected}"
+        )
+    weights, right = (
+        trained_weights(tmp_path / "compiled"),
+        trained_weights(tmp_path / "uncompiled"),
+    )
     for name in right:
         if right[name].ndim >= 2:  # scalars amplify rounding: see test_run.py
-            error = (weights[name].double() - right[name].double()).norm() / right[name].double().norm()
+            error = (weights[name].double() - right[name].double()).norm() / right[
+                name
+            ].double().norm()
             assert error < 0.2, f"{name}: {error}"
 
 
 # Fewer layers make fewer kernels, so these take less time; the kernels are of the same kinds
-FEW_KERNELS = ["--num_layers", "2", "--long_window_layers", "0", "--num_iterations", "20", "--val_loss_every", "0",
-               "--val_tokens", "12160", "--warmup_steps", "0"]
+FEW_KERNELS = [
+    "--num_layers",
+    "2",
+    "--long_window_layers",
+    "0",
+    "--num_iterations",
+    "20",
+    "--val_loss_every",
+    "0",
+    "--val_tokens",
+    "12160",
+    "--warmup_steps",
+    "0",
+]
 
 
 def test_generic_tuning_of_an_unknown_cpu_is_overruled(shakespeare, tmp_path):
@@ -97,7 +142,9 @@ def test_generic_tuning_of_an_unknown_cpu_is_overruled(shakespeare, tmp_path):
     cxx = compiler(tmp_path / "bin", before="-mtune=generic")
     done = run_compiled(tmp_path / "run", *FEW_KERNELS, cxx=cxx)
     assert done.returncode == 0 and done.stderr == "", done.stderr[-3000:]
-    assert compiler_line(tmp_path / "run").endswith("flags: -march=native -mtune=icelake-server; model compiled: yes")
+    assert compiler_line(tmp_path / "run").endswith(
+        "flags: -march=native -mtune=icelake-server; model compiled: yes"
+    )
     uncompiled = run_compiled(tmp_path / "uncompiled", *FEW_KERNELS, TORCH_COMPILE_DISABLE="1")
     assert val_losses(done.stdout)[20] == pytest.approx(val_losses(uncompiled.stdout)[20], abs=0.02)
 
@@ -108,15 +155,30 @@ def test_wrong_code_is_noticed_and_not_trained_with(shakespeare, tmp_path):
     done = run_compiled(tmp_path / "run", *FEW_KERNELS, cxx=cxx)
     assert done.returncode == 0, done.stderr[-3000:]
     (warning,) = done.stderr.splitlines()
-    assert warning.startswith("warning: training without torch.compile") and f"{cxx} makes wrong code" in warning
+    assert (
+        warning.startswith("warning: training without torch.compile")
+        and f"{cxx} makes wrong code" in warning
+    )
     assert f"model compiled: no ({cxx} makes wrong code" in compiler_line(tmp_path / "run")
     uncompiled = run_compiled(tmp_path / "uncompiled", *FEW_KERNELS, TORCH_COMPILE_DISABLE="1")
     assert val_losses(done.stdout) == val_losses(uncompiled.stdout)
 
 
 # ---------------------------------------------------------------------------------------- the check itself
-TINY = dict(num_layers=2, num_heads=2, head_dim=32, model_dim=64, num_value_embeds=1, long_window_layers=(0,),
-            max_window=256, train_seq_len=128, batch_tokens=1024, val_seq_len=256, val_tokens=512, sequences_per_pass=2)
+TINY = dict(
+    num_layers=2,
+    num_heads=2,
+    head_dim=32,
+    model_dim=64,
+    num_value_embeds=1,
+    long_window_layers=(0,),
+    max_window=256,
+    train_seq_len=128,
+    batch_tokens=1024,
+    val_seq_len=256,
+    val_tokens=512,
+    sequences_per_pass=2,
+)
 
 
 def tiny_model():
@@ -145,6 +207,7 @@ def test_the_check_accepts_the_model_itself():
 
 class Spoiled(torch.nn.Module):
     """The model with one thing computed wrong."""
+
     def __init__(self, model, what):
         super().__init__()
         self.model, self.what = model, what
@@ -159,12 +222,23 @@ class Spoiled(torch.nn.Module):
             return loss + loss.detach() * float("nan")
         if self.what == "gradient":  # of one matrix, with the right loss
             weight = self.model.blocks[1].mlp.c_fc.weight
-            return loss + 0.3 * (self.model(*args) - self.model(*args).detach()) if weight.requires_grad else loss
+            return (
+                loss + 0.3 * (self.model(*args) - self.model(*args).detach())
+                if weight.requires_grad
+                else loss
+            )
         return loss
 
 
-@pytest.mark.parametrize("what, says", [("loss", "training loss"), ("validation", "validation loss"),
-                                        ("nan", "training loss is off by nan%"), ("gradient", "gradient of")])
+@pytest.mark.parametrize(
+    "what, says",
+    [
+        ("loss", "training loss"),
+        ("validation", "validation loss"),
+        ("nan", "training loss is off by nan%"),
+        ("gradient", "gradient of"),
+    ],
+)
 def test_the_check_notices(what, says):
     model, hp, world = tiny_model()
     train_gpt.randomize(model)
@@ -196,7 +270,10 @@ def test_nan_in_one_gradient_alone_is_noticed():
     plain = train_gpt.losses_and_gradients
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(train_gpt, "losses_and_gradients", spoiled)
-        assert train_gpt.wrong_results(model, run, hp, world) == "the gradient of blocks.0.mlp.c_proj.weight is off by nan%"
+        assert (
+            train_gpt.wrong_results(model, run, hp, world)
+            == "the gradient of blocks.0.mlp.c_proj.weight is off by nan%"
+        )
 
 
 def test_a_model_that_overflows_by_itself_is_not_the_compilers_fault():
@@ -222,12 +299,29 @@ def test_an_error_of_the_model_itself_is_not_the_compilers():
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("error, quotes", [
-    (RuntimeError("CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nIn file included from x.cpp\n"
-                  "y.h:3:10: fatal error: Python.h: No such file or directory\n"), "y.h:3:10: fatal error: Python.h"),
-    (RuntimeError("CppCompileError: C++ compile error\n\nOutput:\n\n\nSet TORCHDYNAMO_VERBOSE=1"), "CppCompileError"),
-    (RuntimeError("InvalidCxxCompiler: No working C++ compiler found"), "No working C++ compiler found"),
-    (OSError(28, "No space left on device"), "No space left on device")])
+@pytest.mark.parametrize(
+    "error, quotes",
+    [
+        (
+            RuntimeError(
+                "CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nIn file included from x.cpp\n"
+                "y.h:3:10: fatal error: Python.h: No such file or directory\n"
+            ),
+            "y.h:3:10: fatal error: Python.h",
+        ),
+        (
+            RuntimeError(
+                "CppCompileError: C++ compile error\n\nOutput:\n\n\nSet TORCHDYNAMO_VERBOSE=1"
+            ),
+            "CppCompileError",
+        ),
+        (
+            RuntimeError("InvalidCxxCompiler: No working C++ compiler found"),
+            "No working C++ compiler found",
+        ),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
 def test_a_compiler_that_fails_is_quoted(error, quotes):
     model, hp, world = tiny_model()
 
@@ -242,13 +336,17 @@ def test_a_compiler_that_fails_is_quoted(error, quotes):
 
 
 # ---------------------------------------------------------------------------------------- quotas
-@pytest.mark.parametrize("files, quota", [
-    ({}, float("inf")),
-    ({"cpu.max": "max 100000\n"}, float("inf")),
-    ({"cpu.max": "50000 100000\n"}, 0.5),
-    ({"cpu.max": "400000 100000\n"}, 4.0),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, float("inf")),
-    ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.5)])
+@pytest.mark.parametrize(
+    "files, quota",
+    [
+        ({}, float("inf")),
+        ({"cpu.max": "max 100000\n"}, float("inf")),
+        ({"cpu.max": "50000 100000\n"}, 0.5),
+        ({"cpu.max": "400000 100000\n"}, 4.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, float("inf")),
+        ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.5),
+    ],
+)
 def test_cpu_quota(files, quota, tmp_path):
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():

@@ -1,4 +1,5 @@
 """The data generator against plain slicing of the shards' tokens, and each way a shard can be wrong."""
+
 import struct
 
 import pytest
@@ -19,7 +20,9 @@ def shards(folder, sizes):
 
 
 def generator(pattern, batch_size, rank=0, world_size=1, vocab_size=VOCAB):
-    return distributed_data_generator(pattern, batch_size, rank, world_size, vocab_size, torch.device("cpu"))
+    return distributed_data_generator(
+        pattern, batch_size, rank, world_size, vocab_size, torch.device("cpu")
+    )
 
 
 def expected(tokens, batch_size):
@@ -27,7 +30,7 @@ def expected(tokens, batch_size):
     for shard in tokens:
         pos = 0
         while pos + batch_size + 1 <= len(shard):
-            yield shard[pos:pos + batch_size], shard[pos + 1:pos + batch_size + 1]
+            yield shard[pos : pos + batch_size], shard[pos + 1 : pos + batch_size + 1]
             pos += batch_size
 
 
@@ -107,13 +110,16 @@ def test_bad_second_shard_is_found_when_it_is_reached_at_the_latest(tmp_path):
             next(g)
 
 
-@pytest.mark.parametrize("track,command", [("mini", "data/shakespeare.py"),
-                                           ("fineweb", "data/cached_fineweb10B.py")])
+@pytest.mark.parametrize(
+    "track,command", [("mini", "data/shakespeare.py"), ("fineweb", "data/cached_fineweb10B.py")]
+)
 def test_no_shards_names_the_command_that_makes_them(tmp_path, track, command):
     hp, pattern = TRACKS[track], str(tmp_path / "nothing_*.bin")
     with pytest.raises(InputError) as error:
         check_shards(pattern, 16, 1, hp.vocab_size)
-    assert pattern in str(error.value) and command in str(error.value) and "\n" not in str(error.value)
+    assert (
+        pattern in str(error.value) and command in str(error.value) and "\n" not in str(error.value)
+    )
     with pytest.raises(InputError, match="no shards match"):
         next(generator(pattern, 16))
 

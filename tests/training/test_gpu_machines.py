@@ -1,4 +1,5 @@
 """Imitates machines with GPUs: unusable, old, AMD's, with little free memory. Needs no GPU."""
+
 import argparse
 import fnmatch
 import glob
@@ -19,14 +20,18 @@ CPU = torch.device("cpu")
 
 
 # ------------------------------------------------ a GPU that PyTorch can't use
-@pytest.mark.parametrize("files, hidden_by, unusable", [
-    (["/dev/nvidia0"], None, True),
-    (["/dev/nvidia15"], "0", True),
-    (["/dev/nvidia0"], "GPU-8f", True),
-    (["/dev/nvidia0"], "", False),
-    (["/dev/nvidia0"], "-1", False),
-    (["/dev/nvidiactl", "/dev/nvidia-uvm"], None, False),  # a driver without a GPU
-    ([], None, False)])
+@pytest.mark.parametrize(
+    "files, hidden_by, unusable",
+    [
+        (["/dev/nvidia0"], None, True),
+        (["/dev/nvidia15"], "0", True),
+        (["/dev/nvidia0"], "GPU-8f", True),
+        (["/dev/nvidia0"], "", False),
+        (["/dev/nvidia0"], "-1", False),
+        (["/dev/nvidiactl", "/dev/nvidia-uvm"], None, False),  # a driver without a GPU
+        ([], None, False),
+    ],
+)
 def test_unusable_gpu(monkeypatch, files, hidden_by, unusable):
     plain_glob = glob.glob
 
@@ -89,6 +94,7 @@ def old_driver(tmp_path, monkeypatch):
         script = tmp_path / "script.py"
         script.write_text(OLD_DRIVER % dict(root=str(ROOT), cuda=cuda), encoding="utf-8")
         return run_forked(args, tmp_path, script=script, **options)
+
     return run
 
 
@@ -104,7 +110,9 @@ def assert_one_line(done, *says):
 @pytest.mark.parametrize("args", [(), ("--device", "cuda", "--track", "mini")])
 def test_a_driver_that_is_too_old_is_one_line(old_driver, cuda, args):
     done = old_driver(*args, cuda=cuda)
-    assert_one_line(done, f"PyTorch {torch.__version__} (CUDA {cuda})", "nvidia-smi", "--device cpu")
+    assert_one_line(
+        done, f"PyTorch {torch.__version__} (CUDA {cuda})", "nvidia-smi", "--device cpu"
+    )
 
 
 def test_a_build_without_cuda_is_one_line(old_driver):
@@ -137,16 +145,26 @@ def test_no_gpu_at_all():
 
 
 # ------------------------------------------------ what a GPU is capable of
-CARDS = {"B200": (10, 0), "H100": (9, 0), "L4": (8, 9), "A10G": (8, 6), "A100": (8, 0),
-         "T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}
+CARDS = {
+    "B200": (10, 0),
+    "H100": (9, 0),
+    "L4": (8, 9),
+    "A10G": (8, 6),
+    "A100": (8, 0),
+    "T4": (7, 5),
+    "V100": (7, 0),
+    "P100": (6, 0),
+}
 
 
 @pytest.fixture
 def cards(monkeypatch):
     """cards("H100", "T4"): the GPUs that PyTorch finds."""
+
     def set_up(*names, capabilities=CARDS):
         def capability(i):
             return capabilities[names[i]]
+
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
         monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
@@ -213,6 +231,7 @@ def test_amd_trains_with_a_bf16_head(cards, monkeypatch, capability):
 
 class RecordingGPT:
     """In GPT's place: what build_model asks for."""
+
     def __init__(self, hp, dtype, use_fp8):
         self.dtype, self.use_fp8 = dtype, use_fp8
 
@@ -220,13 +239,17 @@ class RecordingGPT:
         return self
 
 
-@pytest.mark.parametrize("name, hip, fp8, wanted", [
-    ("B200", None, True, True),
-    ("H100", None, True, True),
-    ("L4", None, True, True),
-    ("A100", None, True, False),
-    ("H100", None, False, False),
-    ("H100", "7.0", True, False)])
+@pytest.mark.parametrize(
+    "name, hip, fp8, wanted",
+    [
+        ("B200", None, True, True),
+        ("H100", None, True, True),
+        ("L4", None, True, True),
+        ("A100", None, True, False),
+        ("H100", None, False, False),
+        ("H100", "7.0", True, False),
+    ],
+)
 def test_which_head_the_model_gets(cards, monkeypatch, name, hip, fp8, wanted):
     cards(name)
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -240,6 +263,7 @@ def test_which_head_the_model_gets(cards, monkeypatch, name, hip, fp8, wanted):
 # ------------------------------------------------ rules for GPUs
 def scaled_mm_takes(hp):
     """Whether PyTorch's own checks of shapes allow the FP8 head's three products."""
+
     def product(m, k, n):
         a = torch.empty(m, k, dtype=torch.float8_e4m3fn, device="meta")
         b = torch.empty(n, k, dtype=torch.float8_e4m3fn, device="meta").T
@@ -260,8 +284,13 @@ def scaled_mm_takes(hp):
 @pytest.mark.parametrize("vocab_size", [257, 50257])
 def test_the_rule_for_fp8_is_pytorchs(cards, model_dim, vocab_size):
     cards("H100")
-    hp = replace(TRACKS["fineweb"], model_dim=model_dim, train_seq_len=384, vocab_size=vocab_size,
-                 eot_token=256)
+    hp = replace(
+        TRACKS["fineweb"],
+        model_dim=model_dim,
+        train_seq_len=384,
+        vocab_size=vocab_size,
+        eot_token=256,
+    )
     if scaled_mm_takes(hp):
         train_gpt.check_hyperparameters(hp, 1, "cuda")
     else:
@@ -293,8 +322,10 @@ def check_fit(rank, world_size, free_mib, wanted):
     train_gpt.check_hyperparameters(hp, world_size)
 
 
-@pytest.mark.parametrize("free_mib, wanted", [
-    ((80_000, 23_000), 24576), ((12_000, 80_000), 12288), ((80_000, 40_000), 49152)])
+@pytest.mark.parametrize(
+    "free_mib, wanted",
+    [((80_000, 23_000), 24576), ((12_000, 80_000), 12288), ((80_000, 40_000), 49152)],
+)
 def test_all_ranks_take_the_smallest_free_memory(free_mib, wanted, tmp_path):
     spawn(check_fit, 2, tmp_path, free_mib, wanted)
 
@@ -341,10 +372,22 @@ def test_a_run_on_gpus_with_different_free_memory(tmp_path):
     write_shard(tmp_path / "train_0.bin", random_tokens(8 * 1024 + 1, seed=1))
     write_shard(tmp_path / "val_0.bin", random_tokens(4 * 128 + 1, seed=2))
     settings = dict(
-        train_files="train_*.bin", val_files="val_*.bin", num_layers=2, num_heads=1, head_dim=16,
-        model_dim=32, long_window_layers="0", max_window=128, batch_tokens=2048,
-        val_seq_len=128, val_tokens=512, num_iterations=4, val_loss_every=0, warmup_steps=0,
-        checkpoint_every=2)
+        train_files="train_*.bin",
+        val_files="val_*.bin",
+        num_layers=2,
+        num_heads=1,
+        head_dim=16,
+        model_dim=32,
+        long_window_layers="0",
+        max_window=128,
+        batch_tokens=2048,
+        val_seq_len=128,
+        val_tokens=512,
+        num_iterations=4,
+        val_loss_every=0,
+        warmup_steps=0,
+        checkpoint_every=2,
+    )
     argv = ["--track", "mini", "--device", "cpu"]
     argv += [f"--{name}={value}" for name, value in settings.items()]
     done = run_forked(argv, tmp_path, nproc=2, script=script, FREE="2000,500")
@@ -371,7 +414,9 @@ def test_a_run_on_gpus_with_different_free_memory(tmp_path):
 # ------------------------------------------------ other systems
 def test_windows_is_refused_in_one_line(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(f"import sys; sys.platform = 'win32'; sys.path.insert(0, {str(ROOT)!r}); import train_gpt")
+    script.write_text(
+        f"import sys; sys.platform = 'win32'; sys.path.insert(0, {str(ROOT)!r}); import train_gpt"
+    )
     done = run_forked([], tmp_path, script=script)
     assert done.returncode == 1 and done.stdout == ""
     assert re.fullmatch(r"error: .*WSL\n", done.stderr)
@@ -380,6 +425,7 @@ def test_windows_is_refused_in_one_line(tmp_path):
 def test_macos_counts_memory_in_bytes(monkeypatch):
     """One number that the system gives: KiB on Linux, bytes on macOS."""
     import resource
+
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**30))
     world = World(0, 1, CPU)
     for name, mib in (("darwin", 3 * 2**10), ("linux", 3 * 2**20)):
@@ -406,12 +452,16 @@ def check_votes(rank, world_size, losses, signals, wanted):
             train_gpt.vote(first_bad_step, world)
 
 
-@pytest.mark.parametrize("losses, signals, wanted", [
-    ([[1.0, 2.0], [1.0, 2.0]], [0, 0], 0),
-    ([[1.0, 2.0], [1.0, 2.0]], [0, 15], 15),
-    ([[1.0, 2.0], [1.0, 2.0]], [2, 0], 2),
-    ([[1.0, 1.0, 1.0, NAN], [1.0, 1.0, INF, NAN]], [0, 0], "step 3: the loss is not finite"),
-    ([[1.0, NAN, 1.0, 1.0], [1.0, 1.0, -INF, 1.0]], [15, 0], "step 2: the loss is not finite")])
+@pytest.mark.parametrize(
+    "losses, signals, wanted",
+    [
+        ([[1.0, 2.0], [1.0, 2.0]], [0, 0], 0),
+        ([[1.0, 2.0], [1.0, 2.0]], [0, 15], 15),
+        ([[1.0, 2.0], [1.0, 2.0]], [2, 0], 2),
+        ([[1.0, 1.0, 1.0, NAN], [1.0, 1.0, INF, NAN]], [0, 0], "step 3: the loss is not finite"),
+        ([[1.0, NAN, 1.0, 1.0], [1.0, 1.0, -INF, 1.0]], [15, 0], "step 2: the loss is not finite"),
+    ],
+)
 def test_all_ranks_decide_the_same(losses, signals, wanted, tmp_path):
     spawn(check_votes, 2, tmp_path, losses, signals, wanted)
 

@@ -1,4 +1,5 @@
 """The whole model: shapes, counts, initial loss, and a plain float64 re-implementation of its forward pass."""
+
 import math
 from dataclasses import replace
 
@@ -10,8 +11,19 @@ from test_attention import dense_attention, rotate
 from train_gpt import GPT, TRACKS, CastedLinear, norm
 
 FINEWEB = TRACKS["fineweb"]
-TINY = replace(FINEWEB, vocab_size=300, eot_token=256, num_layers=12, num_heads=2, head_dim=32, model_dim=64,
-               train_seq_len=512, val_seq_len=512, batch_tokens=8 * 512, max_window=512)
+TINY = replace(
+    FINEWEB,
+    vocab_size=300,
+    eot_token=256,
+    num_layers=12,
+    num_heads=2,
+    head_dim=32,
+    model_dim=64,
+    train_seq_len=512,
+    val_seq_len=512,
+    batch_tokens=8 * 512,
+    max_window=512,
+)
 
 
 def blocks(n):
@@ -28,8 +40,11 @@ def randomize(model):
     """No weight is at a value that hides a wire: not zero, not one, not equal to its neighbour."""
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn_like(p) * 0.3 + 0.5 if p.ndim < 2 or p.numel() < 64 else
-                    torch.randn_like(p) * 0.5 / math.sqrt(p.shape[-1]))
+            p.copy_(
+                torch.randn_like(p) * 0.3 + 0.5
+                if p.ndim < 2 or p.numel() < 64
+                else torch.randn_like(p) * 0.5 / math.sqrt(p.shape[-1])
+            )
         for table in [model.embed, *model.value_embeds]:
             table.weight.mul_(10)
     return model
@@ -45,14 +60,19 @@ def reference_loss(params, hp, inputs, targets, window_blocks, long_layers, free
         docs = (seq == hp.eot_token).cumsum(0)
         causal = (pos[:, None] >= pos) & (docs[:, None] == docs)
         distance = pos[:, None] // 128 - pos // 128
-        windows = {True: causal & (distance < window_blocks), False: causal & (distance < max(1, window_blocks // 2))}
+        windows = {
+            True: causal & (distance < window_blocks),
+            False: causal & (distance < max(1, window_blocks // 2)),
+        }
         x = params["embed.weight"][seq]  # (S, dim)
         x = x0 = rms(x)
         ve = [params[f"value_embeds.{i}.weight"][seq] for i in range(hp.num_value_embeds)]
         ve = ve + [None] * (n_layers - 2 * len(ve)) + ve
         stack = []
         for i in range(n_layers):
-            second_half = n_layers - n_layers // 2  # of an odd number of layers, the middle one stands alone
+            second_half = (
+                n_layers - n_layers // 2
+            )  # of an odd number of layers, the middle one stands alone
             if i >= second_half:
                 x = x + params["skip_weights"][i - second_half] * stack.pop()
             x = params[f"blocks.{i}.lambdas"][0] * x + params[f"blocks.{i}.lambdas"][1] * x0
@@ -77,7 +97,9 @@ def reference_loss(params, hp, inputs, targets, window_blocks, long_layers, free
 
 def test_a_single_layer():
     """One layer has no skip connections and no value embeddings."""
-    hp = replace(TINY, num_layers=1, attn_free_layers=(), num_value_embeds=0, long_window_layers=(0,))
+    hp = replace(
+        TINY, num_layers=1, attn_free_layers=(), num_value_embeds=0, long_window_layers=(0,)
+    )
     model = randomize(GPT(hp, dtype=torch.float32)).train()
     inputs, targets = batch(hp, 2, 256)
     exact = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
@@ -113,7 +135,11 @@ def test_loss_and_gradients_equal_the_plain_model(window, num_seqs):
         assert error < 1e-3, f"{name}: {error}"
     model.eval()
     want = reference_loss(*args, reduction="mean").item()
-    for model.val_slice in (GPT.val_slice, 512, 200):  # evaluation takes the head by slices, the last one shorter
+    for model.val_slice in (
+        GPT.val_slice,
+        512,
+        200,
+    ):  # evaluation takes the head by slices, the last one shorter
         with torch.no_grad():
             assert model(inputs, targets, blocks(window)).item() == pytest.approx(want, rel=2e-6)
 
@@ -125,9 +151,13 @@ def test_mini_equals_the_plain_model():
     inputs, targets = batch(hp, 2, 256)
     params = {n: p.detach().double() for n, p in model.named_parameters()}
     for window in (1, 2):
-        want = reference_loss(params, hp, inputs, targets, window, hp.long_window_layers, hp.attn_free_layers, "mean")
+        want = reference_loss(
+            params, hp, inputs, targets, window, hp.long_window_layers, hp.attn_free_layers, "mean"
+        )
         with torch.no_grad():
-            assert model(inputs, targets, blocks(window)).item() == pytest.approx(want.item(), rel=2e-6)
+            assert model(inputs, targets, blocks(window)).item() == pytest.approx(
+                want.item(), rel=2e-6
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -140,7 +170,9 @@ def test_initial_loss_is_exactly_the_log_of_the_padded_vocabulary(dtype):
         mean = model(inputs, targets, blocks(1)).item()
     assert mean == pytest.approx(math.log(50304), abs=1e-5) and f"{mean:.4f}" == "10.8258"
     model.train()
-    assert model(inputs, targets, blocks(1)).item() == pytest.approx(256 * math.log(50304), rel=1e-6)
+    assert model(inputs, targets, blocks(1)).item() == pytest.approx(
+        256 * math.log(50304), rel=1e-6
+    )
 
 
 def test_initial_loss_of_the_byte_track():
@@ -230,7 +262,7 @@ def test_sequences_of_one_pass_are_independent():
     model = randomize(GPT(TINY, dtype=torch.float32)).train()
     inputs, targets = batch(TINY, 4, 256)
     together = model(inputs, targets, blocks(2)).item()
-    alone = sum(model(inputs[i:i + 1], targets[i:i + 1], blocks(2)).item() for i in range(4))
+    alone = sum(model(inputs[i : i + 1], targets[i : i + 1], blocks(2)).item() for i in range(4))
     assert together == pytest.approx(alone, rel=1e-6)
 
 
@@ -248,10 +280,16 @@ def test_bf16_is_close_to_float32():
 
 def test_norm_and_casted_linear():
     x = torch.randn(3, 5, 64, dtype=torch.float64) * 7
-    torch.testing.assert_close(norm(x), x / x.square().mean(-1, keepdim=True).sqrt(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        norm(x), x / x.square().mean(-1, keepdim=True).sqrt(), rtol=1e-6, atol=1e-6
+    )
     assert norm(x.bfloat16()).dtype == torch.bfloat16
     layer = CastedLinear(64, 32)
-    assert layer.weight.dtype == torch.float32 and layer.weight.shape == (32, 64) and layer.bias is None
+    assert (
+        layer.weight.dtype == torch.float32
+        and layer.weight.shape == (32, 64)
+        and layer.bias is None
+    )
     y = layer(x.bfloat16())
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), x @ layer.weight.double().T, rtol=0.05, atol=0.1)

@@ -1,4 +1,5 @@
 """Newton-Schulz against the singular value decomposition; Muon against a plain loop on 1, 2 and 4 processes."""
+
 import itertools
 from unittest import mock
 
@@ -69,12 +70,25 @@ def test_batched_and_scale_free():
     assert out.shape == g.shape
     for i in range(2):
         for j in range(3):
-            torch.testing.assert_close(out[i, j], zeropower_via_newtonschulz5(g[i, j]), rtol=0.02, atol=0.02)
+            torch.testing.assert_close(
+                out[i, j], zeropower_via_newtonschulz5(g[i, j]), rtol=0.02, atol=0.02
+            )
     assert not zeropower_via_newtonschulz5(torch.zeros(4, 8)).any()  # no division by zero
 
 
 # Shapes of a small model: stacked QKV, projections, an MLP pair, and numels that leave ranks without work.
-SHAPES = [(3, 32, 16), (16, 32), (64, 16), (16, 64), (3, 32, 16), (64, 16), (16, 64), (48, 8), (32, 16), (8, 16, 4)]
+SHAPES = [
+    (3, 32, 16),
+    (16, 32),
+    (64, 16),
+    (16, 64),
+    (3, 32, 16),
+    (64, 16),
+    (16, 64),
+    (48, 8),
+    (32, 16),
+    (8, 16, 4),
+]
 LR, MOMENTUM, STEPS = 0.05, 0.9, 3
 
 
@@ -83,7 +97,9 @@ def initial(i, shape):
 
 
 def gradient(step, i, shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + i)) * 10.0 ** (i % 3 - 1)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + i)) * 10.0 ** (
+        i % 3 - 1
+    )
 
 
 def run_muon(beta2=0.0):
@@ -91,7 +107,9 @@ def run_muon(beta2=0.0):
     opt = Muon(params, lr=LR, momentum=MOMENTUM, ns_steps=5, beta2=beta2)
     for step in range(STEPS):
         for group in opt.param_groups:
-            group["momentum"] = MOMENTUM + 0.02 * step  # it is scheduled, so it is read at every step
+            group["momentum"] = (
+                MOMENTUM + 0.02 * step
+            )  # it is scheduled, so it is read at every step
             group["lr"] = LR / (1 + step)
         for i, p in enumerate(params):
             p.grad = gradient(step, i, p.shape)
@@ -109,7 +127,9 @@ def plain_muon(beta2=0.0):
             g = gradient(step, i, p.shape).double()
             buf.copy_(m * buf + (1 - m) * g)
             u = (1 - m) * g + m * buf  # Nesterov
-            for j, (x, pm) in enumerate(zip(u.reshape(-1, *p.shape[-2:]), p.view(-1, *p.shape[-2:]))):
+            for j, (x, pm) in enumerate(
+                zip(u.reshape(-1, *p.shape[-2:]), p.view(-1, *p.shape[-2:]))
+            ):
                 rows, cols = x.shape
                 x = x / (x.norm() + 1e-7)
                 for _ in range(5):
@@ -160,10 +180,16 @@ def state_child(rank, world_size, folder):
     for i, p in enumerate(params):
         p.grad = gradient(0, i, p.shape)
     opt.step()
-    with (mock.patch.object(train_gpt, "all_gather", wraps=train_gpt.all_gather) as gather,
-          mock.patch.object(train_gpt, "zeropower_via_newtonschulz5", wraps=zeropower_via_newtonschulz5) as batch):
+    with (
+        mock.patch.object(train_gpt, "all_gather", wraps=train_gpt.all_gather) as gather,
+        mock.patch.object(
+            train_gpt, "zeropower_via_newtonschulz5", wraps=zeropower_via_newtonschulz5
+        ) as batch,
+    ):
         opt.step()
-    assert gather.call_count == len(opt.param_groups)  # one a shape, and one batch of what is this rank's
+    assert gather.call_count == len(
+        opt.param_groups
+    )  # one a shape, and one batch of what is this rank's
     assert batch.call_count == sum(len(group["params"]) > rank for group in opt.param_groups)
     tensors = [t for state in opt.state.values() for t in state.values() if torch.is_tensor(t)]
     np.save(f"{folder}/state_{rank}.npy", sum(t.numel() for t in tensors))

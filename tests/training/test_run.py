@@ -1,4 +1,5 @@
 """The script as its user runs it: logs, bad input, world sizes, warm-up, a short real run."""
+
 import copy
 import math
 import os
@@ -13,17 +14,51 @@ import pytest
 import torch
 
 import train_gpt
-from train_gpt import TRACKS, GradientBuckets, World, build_model, build_optimizers, get_window_blocks, warm_up
-from util import (ROOT, SCRIPT, free_port, random_tokens, rank_env, read_log, run_forked, run_script, spawn, start_processes,
-                  val_losses, write_shard)
+from train_gpt import (
+    TRACKS,
+    GradientBuckets,
+    World,
+    build_model,
+    build_optimizers,
+    get_window_blocks,
+    warm_up,
+)
+from util import (
+    ROOT,
+    SCRIPT,
+    free_port,
+    random_tokens,
+    rank_env,
+    read_log,
+    run_forked,
+    run_script,
+    spawn,
+    start_processes,
+    val_losses,
+    write_shard,
+)
 
 sys.path.insert(0, str(ROOT / "tools"))
 from log_parsing import find_hardware
 
 # A model that takes milliseconds: 8 sequences of 128 tokens a step.
-TINY = dict(num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_value_embeds=1, long_window_layers="0,3",
-            max_window=256, train_seq_len=128, batch_tokens=1024, val_seq_len=128, val_tokens=2048, num_iterations=6,
-            val_loss_every=2, warmup_steps=1, sequences_per_pass=2)
+TINY = dict(
+    num_layers=4,
+    num_heads=2,
+    head_dim=32,
+    model_dim=64,
+    num_value_embeds=1,
+    long_window_layers="0,3",
+    max_window=256,
+    train_seq_len=128,
+    batch_tokens=1024,
+    val_seq_len=128,
+    val_tokens=2048,
+    num_iterations=6,
+    val_loss_every=2,
+    warmup_steps=1,
+    sequences_per_pass=2,
+)
 
 
 # Until the zero-initialized projections have moved, the loss does not depend on the scale of the residual stream: the
@@ -33,7 +68,10 @@ NO_SCALARS = dict(scalar_lr=0.0)
 
 
 def options(folder, **changes):
-    values = dict(train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin", **TINY) | changes
+    values = (
+        dict(train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin", **TINY)
+        | changes
+    )
     return ["--track", "mini", "--device", "cpu", *(f"--{k}={v}" for k, v in values.items())]
 
 
@@ -81,7 +119,9 @@ def run_here(argv, folder, monkeypatch):
 def assert_same_losses(got, want, tolerance=2e-4):
     assert got.keys() == want.keys()
     for step in want:
-        assert got[step] == pytest.approx(want[step], abs=tolerance), f"step {step}: {got} and {want}"
+        assert got[step] == pytest.approx(want[step], abs=tolerance), (
+            f"step {step}: {got} and {want}"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +129,9 @@ def one_process(shards, tmp_path_factory):
     """Validation losses of one process in float32."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(train_gpt, "CPU_FLAGS", set())
-        return val_losses(run_here(options(shards, **NO_SCALARS), tmp_path_factory.mktemp("one"), monkeypatch))
+        return val_losses(
+            run_here(options(shards, **NO_SCALARS), tmp_path_factory.mktemp("one"), monkeypatch)
+        )
 
 
 def test_training_learns_from_an_exact_start(one_process):
@@ -106,7 +148,9 @@ def test_world_sizes_give_the_same_losses(shards, one_process, world_size, tmp_p
 
 def test_validation_shards_of_odd_lengths(shards, one_process, tmp_path):
     """7 sequences, then 9: on two processes the 7th and the 8th are in one step, and the mean is still of all 16."""
-    argv = options(shards, **NO_SCALARS | dict(num_iterations=2, val_files=shards / "odd_val_*.bin"))
+    argv = options(
+        shards, **NO_SCALARS | dict(num_iterations=2, val_files=shards / "odd_val_*.bin")
+    )
     spawn_main(1, tmp_path / "1", argv)
     spawn_main(2, tmp_path / "2", argv)
     assert_same_losses(val_losses(read_log(tmp_path / "2")), val_losses(read_log(tmp_path / "1")))
@@ -122,12 +166,18 @@ def test_torchrun(shards, tmp_path):
 
 
 @pytest.mark.parametrize("per_pass", [1, 3, 8])
-def test_sequences_per_pass_changes_no_loss(shards, one_process, per_pass, tmp_path, monkeypatch, in_float32):
-    log = run_here(options(shards, **NO_SCALARS, sequences_per_pass=per_pass), tmp_path, monkeypatch)
+def test_sequences_per_pass_changes_no_loss(
+    shards, one_process, per_pass, tmp_path, monkeypatch, in_float32
+):
+    log = run_here(
+        options(shards, **NO_SCALARS, sequences_per_pass=per_pass), tmp_path, monkeypatch
+    )
     assert_same_losses(val_losses(log), one_process)
 
 
-def test_same_seed_same_run_other_seed_other_run(shards, one_process, tmp_path, monkeypatch, in_float32):
+def test_same_seed_same_run_other_seed_other_run(
+    shards, one_process, tmp_path, monkeypatch, in_float32
+):
     again = val_losses(run_here(options(shards, **NO_SCALARS), tmp_path / "a", monkeypatch))
     other = val_losses(run_here(options(shards, **NO_SCALARS, seed=1), tmp_path / "b", monkeypatch))
     assert again == one_process
@@ -175,7 +225,11 @@ def test_shorter_sequences_keep_the_tokens_of_a_step(tmp_path, monkeypatch, shar
     log = run_here(full + ["--train_seq_len", "128"], tmp_path / "half", monkeypatch)
     assert [tokens for tokens, _ in seen[:2]] == [tokens for tokens, _ in seen[2:]]
     assert [n for _, n in seen] == [8, 8, 16, 16]
-    line = next(line for line in log.split("=" * 100)[2].splitlines() if line.startswith("train_seq_len 128"))
+    line = next(
+        line
+        for line in log.split("=" * 100)[2].splitlines()
+        if line.startswith("train_seq_len 128")
+    )
     assert "same tokens per step" in line and line in capsys.readouterr().out
 
 
@@ -185,10 +239,15 @@ def test_log_header_without_nvidia_smi(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setenv("PATH", "")
     header = train_gpt.log_header(TRACKS["fineweb"], World(0, 8, torch.device("cuda")))
-    assert find_hardware(header.rpartition(f"{'=' * 100}\nRunning")[2]) == "8x NVIDIA H100 80GB HBM3"
+    assert (
+        find_hardware(header.rpartition(f"{'=' * 100}\nRunning")[2]) == "8x NVIDIA H100 80GB HBM3"
+    )
 
 
-@pytest.mark.parametrize("mib, seq_len", [(80 * 1024, 49152), (23_500, 24576), (16_376, 12288), (12_282, 12288), (8_192, 12288)])
+@pytest.mark.parametrize(
+    "mib, seq_len",
+    [(80 * 1024, 49152), (23_500, 24576), (16_376, 12288), (12_282, 12288), (8_192, 12288)],
+)
 def test_the_default_fits_the_free_memory(monkeypatch, mib, seq_len):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (mib * 2**20, 10**12))
@@ -207,20 +266,31 @@ def test_the_default_fits_the_free_memory(monkeypatch, mib, seq_len):
 
 def test_out_of_memory_is_one_line(monkeypatch, capsys):
     def full(args, hp):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.56 GiB.\nGPU 0 has ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 24.56 GiB.\nGPU 0 has ..."
+        )
 
     monkeypatch.setattr(train_gpt, "train", full)
     assert train_gpt.main([]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: rank 0: the GPU's memory is full; halve --train_seq_len") and error.count("\n") == 1
+    assert (
+        error.startswith("error: rank 0: the GPU's memory is full; halve --train_seq_len")
+        and error.count("\n") == 1
+    )
 
 
 # ---------------------------------------------------------------------------------------- warm-up
 def state_of(model, optimizers):
     """Everything that training changes: parameters, gradients, both optimizers' state and settings."""
-    return copy.deepcopy(dict(weights=dict(model.named_parameters()), buffers=dict(model.named_buffers()),
-                              grads={n: p.grad for n, p in model.named_parameters()},
-                              optimizers=[o.state_dict() for o in optimizers], rng=torch.get_rng_state()))
+    return copy.deepcopy(
+        dict(
+            weights=dict(model.named_parameters()),
+            buffers=dict(model.named_buffers()),
+            grads={n: p.grad for n, p in model.named_parameters()},
+            optimizers=[o.state_dict() for o in optimizers],
+            rng=torch.get_rng_state(),
+        )
+    )
 
 
 def assert_identical(a, b, where="state"):
@@ -242,7 +312,9 @@ def assert_identical(a, b, where="state"):
 def check_warm_up(rank, world_size):
     world = World(rank, world_size, torch.device("cpu"))
     hp = replace(TRACKS["mini"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3))
-    tokens = torch.randint(0, 257, (3, 1024 // world_size + 1), generator=torch.Generator().manual_seed(rank))
+    tokens = torch.randint(
+        0, 257, (3, 1024 // world_size + 1), generator=torch.Generator().manual_seed(rank)
+    )
     after = []
     for warm in (True, False):
         model = build_model(hp, world)
@@ -254,11 +326,23 @@ def check_warm_up(rank, world_size):
             assert_identical(before, state_of(model, optimizers))
         for step in range(3):
             train_gpt.set_schedules(optimizers, step, hp)
-            train_gpt.train_step(model, optimizers, buckets, tokens[step, :-1].int(), tokens[step, 1:],
-                                 get_window_blocks(step, hp), hp, world)
+            train_gpt.train_step(
+                model,
+                optimizers,
+                buckets,
+                tokens[step, :-1].int(),
+                tokens[step, 1:],
+                get_window_blocks(step, hp),
+                hp,
+                world,
+            )
         after.append(state_of(model, optimizers))
-    assert not torch.equal(before["weights"]["lm_head.weight"], after[0]["weights"]["lm_head.weight"])
-    assert_identical(*after)  # nor does it hide anywhere else: training goes on as if it had not been
+    assert not torch.equal(
+        before["weights"]["lm_head.weight"], after[0]["weights"]["lm_head.weight"]
+    )
+    assert_identical(
+        *after
+    )  # nor does it hide anywhere else: training goes on as if it had not been
 
 
 def test_warm_up_leaves_no_trace():
@@ -272,11 +356,15 @@ def test_warm_up_leaves_no_trace_on_two_processes(tmp_path):
 def test_warm_up_trains_and_validates_whatever_the_lengths(monkeypatch):
     """Also where a step has as many tokens as a validation sequence: both graphs are needed once the clock runs."""
     world, calls = World(0, 1, torch.device("cpu")), []
-    hp = replace(TRACKS["mini"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3, val_seq_len=1024))
+    hp = replace(
+        TRACKS["mini"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3, val_seq_len=1024)
+    )
     assert hp.val_seq_len == hp.batch_tokens // world.size
     for name in ("train_step", "evaluate"):
         plain = getattr(train_gpt, name)
-        monkeypatch.setattr(train_gpt, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1])
+        monkeypatch.setattr(
+            train_gpt, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1]
+        )
     model = build_model(hp, world)
     warm_up(model, build_optimizers(model, hp), GradientBuckets(model.parameters()), hp, world)
     assert calls == ["train_step"] * 3 + ["evaluate"]
@@ -295,7 +383,9 @@ def test_only_training_is_timed(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "evaluate", takes(10_000, train_gpt.evaluate))
     monkeypatch.setattr(train_gpt, "train_step", takes(1_000, lambda *args: torch.ones(())))
     log = run_here(options(shards, num_iterations=2, val_loss_every=1), tmp_path, monkeypatch)
-    assert ahead.count(1_000) == 1 + 2 and ahead.count(10_000) == 1 + 1 + 3  # the first of each in the warm-up
+    assert (
+        ahead.count(1_000) == 1 + 2 and ahead.count(10_000) == 1 + 1 + 3
+    )  # the first of each in the warm-up
     times = [int(t) for t in re.findall(r"^step:2/2 .*?train_time:(\d+)ms", log, re.M)]
     assert len(times) == 2 and all(2_000_000 <= t < 3_000_000 for t in times), times
 
@@ -307,7 +397,9 @@ def test_plain_run_and_its_log(shards, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (path,) = (tmp_path / "logs").iterdir()
-    assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\.txt", path.name)
+    assert re.fullmatch(
+        r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\.txt", path.name
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["logs"]  # nothing else is left
     log = path.read_text()
 
@@ -323,8 +415,18 @@ def test_plain_run_and_its_log(shards, tmp_path):
     train = re.compile(r"step:(\d+)/6 train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
     steps = [s for s in run.splitlines() if s.startswith("step:")]
     order = [("val" if "val_loss" in s else "train", int(s[5])) for s in steps]
-    assert order == [("val", 0), ("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 4), ("val", 4),
-                     ("train", 5), ("train", 6), ("val", 6)]
+    assert order == [
+        ("val", 0),
+        ("train", 1),
+        ("train", 2),
+        ("val", 2),
+        ("train", 3),
+        ("train", 4),
+        ("val", 4),
+        ("train", 5),
+        ("train", 6),
+        ("val", 6),
+    ]
     last_time = 0
     for s in steps:
         match = val.fullmatch(s) or train.fullmatch(s)
@@ -334,13 +436,19 @@ def test_plain_run_and_its_log(shards, tmp_path):
         last_time = ms
 
     tail = run.rstrip("\n").splitlines()
-    after = tail[tail.index(steps[-1]) + 1:]
-    memory = [s for s in after if re.fullmatch(r"peak memory allocated: \d+ MiB reserved: \d+ MiB", s)]
+    after = tail[tail.index(steps[-1]) + 1 :]
+    memory = [
+        s for s in after if re.fullmatch(r"peak memory allocated: \d+ MiB reserved: \d+ MiB", s)
+    ]
     verdict = [s for s in after if s.startswith("target")]
     assert len(memory) == len(verdict) == 1
     losses = val_losses(log)
     met = next(s for s in losses if losses[s] <= 5.9)
-    assert "5.9" in verdict[0] and re.search(rf"\bmet\b.*\bstep {met}\b", verdict[0]) and "not met" not in verdict[0]
+    assert (
+        "5.9" in verdict[0]
+        and re.search(rf"\bmet\b.*\bstep {met}\b", verdict[0])
+        and "not met" not in verdict[0]
+    )
     assert re.search(r"\d+ tokens/s", verdict[0])
     bits = re.search(r"(\d+\.\d+) bits per byte", verdict[0])
     assert float(bits[1]) == pytest.approx(losses[6] / math.log(2), abs=2e-4)
@@ -368,10 +476,12 @@ def test_a_step_replaces_the_one_before_on_a_terminal(shards, tmp_path, monkeypa
     for line in out.split("\n"):
         screen.append("")
         for text in line.split("\r"):
-            screen[-1] = text + screen[-1][len(text):]
+            screen[-1] = text + screen[-1][len(text) :]
     assert not any(re.match(r"step:\d+/6 train_time", line) for line in screen)
     assert list(val_losses("\n".join(screen))) == [0, 2, 4, 6]
-    assert [line.rstrip() for line in screen if "val_loss:" in line] == re.findall(r"^step.*val_loss:.*", log, re.M)
+    assert [line.rstrip() for line in screen if "val_loss:" in line] == re.findall(
+        r"^step.*val_loss:.*", log, re.M
+    )
 
 
 def test_the_log_can_be_run_again(shards, tmp_path, monkeypatch):
@@ -410,20 +520,45 @@ def test_a_new_field_just_works(tmp_path):
     assert field in source
     script = tmp_path / "changed.py"
     script.write_text(source.replace(field, field + "    weight_decay: float = 0.0\n"))
-    program = ("import changed, sys; hp = changed.parse_arguments(sys.argv[1:])[1]; "
-               "changed.check_hyperparameters(hp, 1); print(hp.weight_decay)")
+    program = (
+        "import changed, sys; hp = changed.parse_arguments(sys.argv[1:])[1]; "
+        "changed.check_hyperparameters(hp, 1); print(hp.weight_decay)"
+    )
     for argv, value in (([], "0.0"), (["--weight_decay", "0.1"], "0.1")):
-        done = subprocess.run([sys.executable, "-c", program, "--track", "mini", *argv], cwd=tmp_path,
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, "--track", "mini", *argv],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
         assert done.stdout.split() == [value], done.stderr
 
 
 def test_every_field_is_an_option():
-    argv = ["--track", "fineweb", "--num_iterations", "7", "--muon_lr=0.125", "--fp8", "false", "--save_checkpoint",
-            "--attn_free_layers", "1,2", "--train_files", "x_*.bin"]
+    argv = [
+        "--track",
+        "fineweb",
+        "--num_iterations",
+        "7",
+        "--muon_lr=0.125",
+        "--fp8",
+        "false",
+        "--save_checkpoint",
+        "--attn_free_layers",
+        "1,2",
+        "--train_files",
+        "x_*.bin",
+    ]
     _, hp = train_gpt.parse_arguments(argv)
-    assert hp == replace(TRACKS["fineweb"], num_iterations=7, muon_lr=0.125, fp8=False, save_checkpoint=True,
-                         attn_free_layers=(1, 2), train_files="x_*.bin")
+    assert hp == replace(
+        TRACKS["fineweb"],
+        num_iterations=7,
+        muon_lr=0.125,
+        fp8=False,
+        save_checkpoint=True,
+        attn_free_layers=(1, 2),
+        train_files="x_*.bin",
+    )
     assert train_gpt.parse_arguments(["--track", "mini"])[1] == TRACKS["mini"]
     if not torch.cuda.is_available():
         assert train_gpt.parse_arguments([])[1] == TRACKS["mini"]
@@ -486,9 +621,15 @@ def test_bad_option_is_one_line(name, shards, tmp_path, monkeypatch, capsys):
     assert_one_line(*refused(options(shards, **changes), capsys), says, tmp_path)
 
 
-@pytest.mark.parametrize("argv,says", [
-    (["--track", "nosuch"], "fineweb"), (["--device", "tpu"], "cuda"),
-    (["--track"], "--track"), (["surplus"], "surplus")])
+@pytest.mark.parametrize(
+    "argv,says",
+    [
+        (["--track", "nosuch"], "fineweb"),
+        (["--device", "tpu"], "cuda"),
+        (["--track"], "--track"),
+        (["surplus"], "surplus"),
+    ],
+)
 def test_bad_choice_is_one_line(argv, says, shards, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert_one_line(*refused(options(shards) + argv, capsys), says, tmp_path)
@@ -504,8 +645,16 @@ def test_cuda_that_is_absent_is_one_line(shards, tmp_path, monkeypatch, capsys):
 def test_bad_shard_is_one_line(kind, shards, tmp_path, monkeypatch, capsys):
     tokens = random_tokens(7 * 1024 + 1, seed=0)
     path = tmp_path / "tiny_train_000000.bin"
-    write_shard(path, tokens, **{"magic": dict(magic=1), "version": dict(version=2), "size": dict(count=10**6),
-                                 "empty": {}}[kind])
+    write_shard(
+        path,
+        tokens,
+        **{
+            "magic": dict(magic=1),
+            "version": dict(version=2),
+            "size": dict(count=10**6),
+            "empty": {},
+        }[kind],
+    )
     if kind == "empty":
         path.write_bytes(b"")
     monkeypatch.chdir(tmp_path)
@@ -515,7 +664,9 @@ def test_bad_shard_is_one_line(kind, shards, tmp_path, monkeypatch, capsys):
 def test_unwritable_log_folder_is_one_line(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    assert_one_line(*refused(options(shards) + ["--log_dir", "file"], capsys), "can't write file/", tmp_path)
+    assert_one_line(
+        *refused(options(shards) + ["--log_dir", "file"], capsys), "can't write file/", tmp_path
+    )
 
 
 def test_world_size_that_does_not_divide_says_which_do(shards, tmp_path, monkeypatch, capsys):
@@ -531,7 +682,10 @@ def test_non_finite_loss_stops_the_run(shards, tmp_path, monkeypatch, capsys):
     argv = options(shards, head_lr=3e38, val_loss_every=0)
     assert train_gpt.main(argv) == 2
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"error: step [12]: the loss is not finite. If you raised a learning rate, lower it.*\n", err), err
+    assert re.fullmatch(
+        r"error: step [12]: the loss is not finite. If you raised a learning rate, lower it.*\n",
+        err,
+    ), err
     assert "step:6/6" not in out and "target" not in out
 
 
@@ -539,7 +693,9 @@ def test_a_bad_input_as_a_subprocess(tmp_path):
     """The real exit code, and nothing but the line, even without data in sight."""
     done = run_script(["--track", "mini", "--train_files", "nothing_*.bin"], tmp_path)
     assert done.returncode == 2
-    assert done.stdout == "" and re.fullmatch(r"error: .*nothing_\*\.bin.*data/shakespeare\.py.*\n", done.stderr)
+    assert done.stdout == "" and re.fullmatch(
+        r"error: .*nothing_\*\.bin.*data/shakespeare\.py.*\n", done.stderr
+    )
     assert list(tmp_path.iterdir()) == []
 
 
