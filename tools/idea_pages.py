@@ -1,20 +1,35 @@
 """
-The page of parts and ideas on the mini track: records/mini/IDEAS.md, written from what was measured.
+Writes records/mini/IDEAS.md: what parts of the recipe and later ideas are worth on the mini track.
 
-    python tools/idea_pages.py                         write the page from records/mini/ideas/
-    python tools/idea_pages.py --keep answer.json...   first file what `./run.sh compare --json answer.json` answered
-    python tools/idea_pages.py --measure NAME...       first compare these with the recipe (options go on to compare.py:
-                                                  --runs 8 --seed 200), and file the answer
-    python tools/idea_pages.py --size wide --measure NAME...     the same at another size (SIZES, below)
+    python tools/idea_pages.py                      write the page from records/mini/ideas/
+    python tools/idea_pages.py --measure NAME...    first compare these ideas with the recipe, and keep the
+                                                    results; other options go to compare.py (--runs 8)
+    python tools/idea_pages.py --keep FILE...       first keep what `./run.sh compare --json FILE` found
+    python tools/idea_pages.py --size wide --measure NAME...    the same at another size (SIZES, below)
 
-records/mini/ideas/NAME/ has idea.json, by hand: which part of the recipe it takes out and how, what the part
-does and where it stands, the field's record that brought it and its effect there ("adds": true where the idea
-is the field's change and not its removal; "saves": true where it costs loss and pays in time, by which it is
-then judged; "later": true for one of after May 2025, which has a table of its own, and "muon": true beside it
-for those of the optimizer, which have another; "entered": the field of Hyperparameters that it has become;
-"current": false once it need no longer apply to train_gpt.py); idea.patch ("patch": another's NAME, whose patch
-it shares), or options in idea.json, or both; and result.json, which --keep writes, or SIZE.json for --size SIZE.
-An idea's name in the comparison is NAME. What is said by hand above the table is records/mini/ideas/NOTES.md.
+The folder of an idea, records/mini/ideas/NAME/, contains:
+
+    idea.json      written by hand
+    idea.patch     the change to train_gpt.py, unless idea.json has options or names another idea's patch
+    result.json    written by --keep and --measure; for another size, SIZE.json
+
+Fields of idea.json:
+
+    part, change   the part of the recipe, and what replaces it
+    does, where    what the part does, and in which section of train_gpt.py
+    records, field the record of the NanoGPT speedrun that introduced it, and its effect there
+    patch          the NAME of the idea whose patch this one uses
+    options        options of train_gpt.py
+    rank           place in the tables
+    adds           true if the idea adds a part instead of removing it
+    saves          true if it saves time at the cost of loss; then it is judged by its time
+    later          true for ideas from after May 2025, which have their own table
+    muon           true for later ideas about Muon, which have another table
+    entered        the hyperparameter that the idea has become
+    current        false if the patch need not apply to train_gpt.py any more
+
+records/mini/ideas/NOTES.md is the text above the tables.
+
 Exit status: 0 written, 1 a run failed, 2 bad input.
 """
 
@@ -26,85 +41,101 @@ from pathlib import Path
 
 from compare import main as compare
 from compare_stats import holm, percent
+from log_parsing import LogError, UsageError, run_command, write_file
 from record_pages import RECORDS, markdown_table
-from log_parsing import LogError, run_command, write_file
 from verify import P_VALUE, p_text
 
 FOLDER = RECORDS / "mini" / "ideas"
 FACTS = ("machine", "torch", "threads", "processes", "jobs")
 FIELDS = ("part", "change", "does", "where", "records", "field")
-RECIPE = [
-    "--muon_beta2",
-    "0",
-    "--num_iterations",
-    "490",
-]  # the track before NorMuon: all rows are differences to it
-SIZES = {"wide": ("twice the width", "--model_dim 256 --num_heads 4 --num_iterations 340".split())}
+# The track before NorMuon. All rows are differences to it.
+RECIPE = ["--muon_beta2", "0", "--num_iterations", "490"]
+SIZES = {
+    "wide": (
+        "twice the width",
+        ["--model_dim", "256", "--num_heads", "4", "--num_iterations", "340"],
+    ),
+}
+# Results of a comparison that depend on the other ideas in it
+NOT_KEPT = ("name", "words", "verdict", "p_corrected", "step_time_p_corrected")
+
+
+# -----------------------------------------------------------------------------
+# Ideas and their results
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_idea(folder: Path, file: Path) -> dict:
+    """Reads an idea.json and the results beside it. Raises ValueError."""
+    idea = read_json(file)
+    for name in FIELDS:
+        if not idea.get(name):
+            raise ValueError(f"{name} is missing")
+    idea["patch"] = folder / idea.get("patch", file.parent.name) / "idea.patch"
+    if "options" not in idea and not idea["patch"].exists():
+        raise ValueError("the idea needs options, or an idea.patch beside it")
+    results = {}
+    for path in file.parent.glob("*.json"):
+        if path != file:
+            results[path.stem] = read_json(path)
+    idea["result"] = results.pop("result", None)
+    idea["sizes"] = results
+    return idea
 
 
 def read_ideas(folder: Path) -> dict[str, dict]:
-    """Name -> idea.json's fields, in the order of `rank`, with `result` and `sizes`, by name. Raises LogError."""
+    """Maps names to ideas, sorted by rank: fields of idea.json, `result`, and `sizes`. Raises LogError."""
     ideas = {}
     for file in sorted(folder.glob("*/idea.json")):
         try:
-            idea = json.loads(file.read_text(encoding="utf-8"))
-            missing = [name for name in FIELDS if not idea.get(name)]
-            idea["patch"] = folder / idea.get("patch", file.parent.name) / "idea.patch"
-            if missing or not ("options" in idea or idea["patch"].exists()):
-                raise ValueError(
-                    f"{missing[0]} is missing"
-                    if missing
-                    else "wants options, or idea.patch beside it"
-                )
-            results = {}
-            for path in file.parent.glob("*.json"):
-                if path != file:
-                    results[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-            idea["result"], idea["sizes"] = results.pop("result", None), results
+            ideas[file.parent.name] = read_idea(folder, file)
         except ValueError as e:
             raise LogError(f"{file}: {e}") from None
-        ideas[file.parent.name] = idea
     return dict(sorted(ideas.items(), key=lambda item: (item[1].get("rank", 0), item[0])))
 
 
+def without(names: tuple[str, ...], values: dict) -> dict:
+    return {name: value for name, value in values.items() if name not in names}
+
+
 def keep(answer: Path, folder: Path, size: str | None = None) -> None:
-    """Files each idea of a comparison, made at this one of SIZES or at the track's own. Raises LogError."""
-    found = json.loads(answer.read_text(encoding="utf-8"))
-    strip = lambda runs: [{k: v for k, v in run.items() if k != "path"} for run in runs]
+    """Keeps the results of a comparison, made at the track's size or another one. Raises LogError, FileError."""
+    found = read_json(answer)
     for effect in found["ideas"]:
-        home = folder / effect["name"]
+        name = effect["name"]
+        home = folder / name
         if not (home / "idea.json").exists():
-            raise LogError(
-                f"{answer}: {effect['name']}: no {home / 'idea.json'}, which says what the idea is"
-            )
-        kept = {name: found[name] for name in FACTS} | dict(
-            effect={
-                k: v
-                for k, v in effect.items()
-                if k not in ("name", "words", "verdict", "p_corrected", "step_time_p_corrected")
-            },
-            runs=strip(found["runs"][effect["name"]]),
-            base_runs=strip(found["runs"][found["base"]]),
-        )
-        write_file(home / f"{size or 'result'}.json", (json.dumps(kept, indent=1) + "\n").encode())
+            raise LogError(f"{answer}: {name}: {home / 'idea.json'} is missing; it describes the idea")
+        kept = {fact: found[fact] for fact in FACTS}
+        kept["effect"] = without(NOT_KEPT, effect)
+        kept["runs"] = [without(("path",), run) for run in found["runs"][name]]
+        kept["base_runs"] = [without(("path",), run) for run in found["runs"][found["base"]]]
+        text = json.dumps(kept, indent=1) + "\n"
+        write_file(home / f"{size or 'result'}.json", text.encode())
 
 
 def as_idea(name: str, idea: dict) -> str:
-    """What compare.py's --idea takes: the patch, the options or both; of one that has entered, the options."""
-    patch = idea["patch"].exists() and idea.get("current", True)
-    what = shlex.quote(str(idea["patch"])) if patch else "", idea.get("options", "")
-    return f"{name}={' '.join(filter(None, what))}"
+    """The argument for compare.py's --idea: a patch, options, or both."""
+    words = []
+    if idea["patch"].exists() and idea.get("current", True):
+        words.append(shlex.quote(str(idea["patch"])))
+    if "options" in idea:
+        words.append(idea["options"])
+    return f"{name}={' '.join(words)}"
 
 
 def measure(names: list[str], folder: Path, size: str | None, options: list[str]) -> int:
-    """Compares them with the recipe and files the answer. -> compare.py's exit status. Raises LogError."""
-    ideas, words = (
-        read_ideas(folder),
-        ["--track", "mini", *RECIPE, *(SIZES[size][1] if size else []), *options],
-    )
+    """Compares ideas with the recipe and keeps the results. Returns compare.py's exit status."""
+    ideas = read_ideas(folder)
+    words = ["--track", "mini", *RECIPE]
+    if size:
+        words += SIZES[size][1]
+    words += options
     for name in names:
         if name not in ideas:
-            raise LogError(f"{name}: no such idea; there are {', '.join(ideas)}")
+            raise UsageError(f"{name}: no such idea; there are {', '.join(ideas)}")
         words += ["--idea", as_idea(name, ideas[name])]
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
@@ -114,193 +145,211 @@ def measure(names: list[str], folder: Path, size: str | None, options: list[str]
     return status
 
 
+# -----------------------------------------------------------------------------
+# Tables
+
 def verdict_on(idea: dict, p: float | None) -> str:
-    """All parts helped the field: without them the loss should be higher, or the time, where time is what they save."""
+    """Whether mini agrees with the speedrun. Each part helped there: without it the loss is higher.
+
+    A part that saves time is judged by its time.
+    """
     effect = idea["result"]["effect"]
     if idea.get("saves"):
         low, high = effect["time_interval"] or (-1, 1)
-        seen, lower, by = not low <= 0 <= high, high < 0, " (time)"
+        seen = low > 0 or high < 0
+        lower = high < 0
+        by = " (time)"
     else:
-        seen, lower, by = p is not None and p < P_VALUE, effect["difference"] < 0, ""
-    return (
-        "not seen" if not seen else "agrees" if lower == idea.get("adds", False) else "disagrees"
-    ) + by
+        seen = p is not None and p < P_VALUE
+        lower = effect["difference"] < 0
+        by = ""
+    if not seen:
+        return "not seen" + by
+    agrees = lower == idea.get("adds", False)
+    return ("agrees" if agrees else "disagrees") + by
 
 
 def difference(effect: dict) -> str:
-    """A difference in loss with its interval, for a table's cell."""
+    """A difference in loss with its interval."""
     low, high = effect["difference_interval"]
     return f"{effect['difference']:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
-def table(ideas: dict[str, dict]) -> tuple[list[str], list[str]]:
-    """-> the table's lines, Holm-corrected over its rows, and the verdict on each part that was measured."""
-    measured = {name: idea for name, idea in ideas.items() if idea["result"]}
-    ps = dict(zip(measured, holm([idea["result"]["effect"]["p"] for idea in measured.values()])))
-    rows, parts = [], {}
-    for name, idea in measured.items():
-        e = idea["result"]["effect"]
-        verdict = verdict_on(idea, ps[name])
-        parts.setdefault(idea["part"], []).append((e["difference"], verdict))
-        rows.append(
-            (
-                idea["part"],
-                f"[{idea['change']}](ideas/{name}/)",
-                f"{idea['records']}: {idea['field']}",
-                str(e["n"]),
-                difference(e),
-                p_text(ps[name]),
-                percent(e["steps"]),
-                percent(e["time"]),
-                verdict,
-            )
-        )
-    if not rows:
-        return [
-            f"Nothing has been measured yet. {len(ideas)} changes are ready: `python tools/idea_pages.py --measure NAME`.",
-            "",
-        ], []
-    best = [
-        min(ways)[1] for ways in parts.values()
-    ]  # of several ways to do without a part, the best tells its worth
-    header = (
-        "part",
-        "instead",
-        "the field's record and effect",
-        "n",
-        "difference in loss (99%)",
-        "p",
-        "steps",
-        "time",
-        "sign",
-    )
-    lines = [
-        *markdown_table(header, rows, right=header[3:8]),
+def measured_ideas(ideas: dict[str, dict]) -> dict[str, dict]:
+    return {name: idea for name, idea in ideas.items() if idea["result"]}
+
+
+def corrected_ps(ideas: dict[str, dict]) -> dict[str, float | None]:
+    """p-values of the ideas that were measured, with Holm's correction."""
+    measured = measured_ideas(ideas)
+    ps = holm([idea["result"]["effect"]["p"] for idea in measured.values()])
+    return dict(zip(measured, ps))
+
+
+def table(ideas: dict[str, dict]) -> list[str]:
+    """The lines of a table with one row per idea."""
+    if not measured_ideas(ideas):
+        command = "`python tools/idea_pages.py --measure NAME`"
+        return [f"Nothing has been measured yet. {len(ideas)} changes are ready: {command}.", ""]
+    rows = []
+    for name, p in corrected_ps(ideas).items():
+        idea = ideas[name]
+        effect = idea["result"]["effect"]
+        row = {
+            "part": idea["part"],
+            "change": f"[{idea['change']}](ideas/{name}/)",
+            "record and effect in the speedrun": f"{idea['records']}: {idea['field']}",
+            "n": str(effect["n"]),
+            "difference in loss (99%)": difference(effect),
+            "p": p_text(p),
+            "steps": percent(effect["steps"]),
+            "time": percent(effect["time"]),
+            "sign": verdict_on(idea, p),
+        }
+        rows.append(row)
+    header = tuple(rows[0])
+    cells = [tuple(row.values()) for row in rows]
+    return [
+        *markdown_table(header, cells, right=header[3:8]),
         "",
-        "Steps and time: what it takes more, or less, to the loss that the whole recipe reaches. The sign is that of the "
-        "difference in loss; where a part costs loss to save time, that of the time, by its 99% interval.",
+        "Steps and time: how much more or less the change needs for the loss of the whole recipe. The sign is that of the "
+        "difference in loss. If a part saves time at the cost of loss, it is that of the time, by its 99% interval.",
         "",
     ]
-    return lines, best
+
+
+def verdicts_on_parts(ideas: dict[str, dict]) -> list[str]:
+    """One verdict for each part. Of several ways to replace a part, the best one counts."""
+    parts = {}
+    for name, p in corrected_ps(ideas).items():
+        idea = ideas[name]
+        loss = idea["result"]["effect"]["difference"]
+        parts.setdefault(idea["part"], []).append((loss, verdict_on(idea, p)))
+    return [min(ways)[1] for ways in parts.values()]
 
 
 def sizes_table(ideas: dict[str, dict]) -> list[str]:
-    """Ideas that were measured at another size too: lines of a table, none if there are none."""
+    """Ideas that were also measured at another size. No lines if there are none."""
+    header = ("idea", "track's size (99%)", "size", "n", "there (99%)", "step time", "p", "sign")
     rows = []
-    for size, (words, options) in SIZES.items():
-        for name, idea in ideas.items():
-            if size in idea["sizes"] and idea["result"]:
-                here, there = idea["result"]["effect"], idea["sizes"][size]["effect"]
-                sign = "holds" if here["difference"] * there["difference"] > 0 else "turns"
-                rows.append(
-                    (
-                        f"[{idea['part']}: {idea['change']}](ideas/{name}/)",
-                        difference(here),
-                        words,
-                        str(there["n"]),
-                        difference(there),
-                        f"{there['step_time']:.3f}",
-                        p_text(there["p"]),
-                        sign,
-                    )
-                )
-    header = (
-        "idea",
-        "at the track's size (99%)",
-        "at",
-        "n",
-        "there (99%)",
-        "step time",
-        "p",
-        "sign",
+    for size, (words, _) in SIZES.items():
+        for name, idea in measured_ideas(ideas).items():
+            if size not in idea["sizes"]:
+                continue
+            here = idea["result"]["effect"]
+            there = idea["sizes"][size]["effect"]
+            same_sign = here["difference"] * there["difference"] > 0
+            row = (
+                f"[{idea['part']}: {idea['change']}](ideas/{name}/)",
+                difference(here),
+                words,
+                str(there["n"]),
+                difference(there),
+                f"{there['step_time']:.3f}",
+                p_text(there["p"]),
+                "same" if same_sign else "opposite",
+            )
+            rows.append(row)
+    if not rows:
+        return []
+    lines = ["## Other sizes", "", *markdown_table(header, rows, right=header[3:7]), ""]
+    for words, options in SIZES.values():
+        lines.append(
+            f"{words.capitalize()}: `{' '.join(options)}`, otherwise the recipe with its learning rates."
+        )
+    lines.append("p is for the other size, uncorrected. Step times are fractions of the recipe's.")
+    return [*lines, ""]
+
+
+# -----------------------------------------------------------------------------
+# The page
+
+def machines(results: list[dict]) -> str:
+    found = set()
+    for result in results:
+        found.add(
+            f"{result['machine']} (threads per run: {result['threads']}, runs at a time: {result['jobs']}, "
+            f"PyTorch {result['torch']})"
+        )
+    return "; ".join(sorted(found))
+
+
+def summary(recipe: dict[str, dict]) -> list[str]:
+    """What was measured of the recipe's parts, in a paragraph. No lines if nothing was."""
+    results = [idea["result"] for idea in measured_ideas(recipe).values()]
+    if not results:
+        return []
+    runs = sorted({result["effect"]["n"] for result in results})
+    verdicts = verdicts_on_parts(recipe)
+    counts = []
+    for words, start in (("helps too", "agrees"), ("not seen", "not seen"), ("hurts", "disagrees")):
+        count = len([verdict for verdict in verdicts if verdict.startswith(start)])
+        counts.append(f"{words}: {count}")
+    text = (
+        f"{len(results)} of {len(recipe)} changes to the recipe were measured, with "
+        f"{' or '.join(str(n) for n in runs)} runs each, on {machines(results)}. Each part helped at the official "
+        f"size. Of the parts measured here: **{', '.join(counts)}** (p < {P_VALUE:g}, Welch's t-test with Holm's "
+        "correction over all rows; of several ways to replace a part, the best one counts)."
     )
-    return (
-        [
-            "## What carries over",
-            "",
-            *markdown_table(header, rows, right=header[3:7]),
-            "",
-            *(
-                f"{words.capitalize()}: `{' '.join(options)}`, the recipe otherwise, learning rates too."
-                for words, options in SIZES.values()
-            ),
-            "p is of the other size alone, uncorrected; step time as a fraction of the recipe's there.",
-            "",
-        ]
-        if rows
-        else []
+    return [text, ""]
+
+
+def later_section(title: str, ideas: dict[str, dict]) -> list[str]:
+    """A table of ideas from after May 2025. No lines if there are none."""
+    if not ideas:
+        return []
+    entered = []
+    for idea in ideas.values():
+        if idea.get("entered"):
+            entered.append(f"{idea['part']} (`{idea['entered']}`)")
+    text = (
+        "These ideas shortened the NanoGPT speedrun after May 2025. Each one is added alone to the recipe from before "
+        f"all of them. In use on the track since then: {', '.join(entered) or 'none'}. An idea that doesn't help here "
+        "may help at the official size. p is corrected by Holm's method over this table."
     )
+    return [f"## {title}", "", text, "", *table(ideas)]
+
+
+def descriptions(title: str, ideas: dict[str, dict]) -> list[str]:
+    """What each part does, once. No lines if there are no ideas."""
+    lines = {}
+    for idea in ideas.values():
+        lines.setdefault(
+            idea["part"],
+            f"- **{idea['part']}** (section {idea['where']}): {idea['does']}",
+        )
+    if not lines:
+        return []
+    return [f"## {title}", "", *lines.values(), ""]
 
 
 def page(folder: Path) -> str:
-    ideas = read_ideas(folder)
-    recipe = {name: idea for name, idea in ideas.items() if not idea.get("later")}
-    later = {
-        name: idea for name, idea in ideas.items() if idea.get("later") and not idea.get("muon")
-    }
-    muon = {name: idea for name, idea in ideas.items() if idea.get("later") and idea.get("muon")}
-    lines = [
-        "# What the mini track can tell: every part of the recipe, taken out",
-        "",
-        "Written by `python tools/idea_pages.py` from [ideas/](ideas/): edit there, not here.",
-        "",
-    ]
-    rows, best = table(recipe)
-    if best:
-        results = [idea["result"] for idea in recipe.values() if idea["result"]]
-        machines = sorted(
-            {
-                f"{r['machine']} (threads a run: {r['threads']}, runs at a time: {r['jobs']}, PyTorch {r['torch']})"
-                for r in results
-            }
-        )
-        runs = sorted({r["effect"]["n"] for r in results})
-        counts = ", ".join(
-            f"{words} {sum(b.startswith(sign) for b in best)}"
-            for sign, words in [
-                ("agrees", "helps too:"),
-                ("not seen", "not seen:"),
-                ("disagrees", "hurts:"),
-            ]
-        )
-        lines += [
-            f"Measured are {len(results)} of {len(recipe)} changes to the recipe, {' or '.join(map(str, runs))} runs "
-            f"each on {'; '.join(machines)}. Each part helped the field at the official size. Of the parts measured "
-            f"here, **{counts}** (p < {P_VALUE:g}, Welch's t-test, corrected by Holm over all rows; of several ways "
-            "to do without a part, the best one counts).",
-            "",
-        ]
+    recipe = {}
+    later = {}
+    muon = {}
+    for name, idea in read_ideas(folder).items():
+        if not idea.get("later"):
+            recipe[name] = idea
+        elif idea.get("muon"):
+            muon[name] = idea
+        else:
+            later[name] = idea
     notes = folder / "NOTES.md"
-    lines += [notes.read_text(encoding="utf-8").strip(), ""] if notes.exists() else []
-    lines += rows
-    for title, some in (
-        ("What the field found later, put in", later),
-        ("Muon's variants, put in", muon),
-    ):
-        entered = [
-            f"{idea['part']} (`{idea['entered']}`)" for idea in some.values() if idea.get("entered")
-        ]
-        if some:
-            lines += [
-                f"## {title}",
-                "",
-                "Ideas that shortened the field's run after May 2025, each alone on the recipe as it was before any of "
-                f"them. On in the track since: {', '.join(entered) or 'none'}. One that does not help here may help at "
-                "the official size. p is corrected by Holm over this table.",
-                "",
-                *table(some)[0],
-            ]
-    lines += sizes_table(ideas)
-    for title, some in (
-        ("The parts, and where they stand", recipe),
-        ("The later ideas, and where they would stand", later | muon),
-    ):
-        said = {}
-        for idea in some.values():
-            said.setdefault(
-                idea["part"], f"- **{idea['part']}** (section {idea['where']}): {idea['does']}"
-            )
-        lines += [f"## {title}", "", *said.values(), ""] if said else []
+    lines = [
+        "# What each part of the recipe is worth on the mini track",
+        "",
+        "`python tools/idea_pages.py` writes this page from [ideas/](ideas/). Don't edit it.",
+        "",
+        *summary(recipe),
+    ]
+    if notes.exists():
+        lines += [notes.read_text(encoding="utf-8").strip(), "", "## Parts of the recipe", ""]
+    lines += table(recipe)
+    lines += later_section("Later ideas", later)
+    lines += later_section("Later ideas about Muon", muon)
+    lines += sizes_table(recipe | later | muon)
+    lines += descriptions("What the parts do", recipe)
+    lines += descriptions("What the later ideas do", later | muon)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -310,7 +359,7 @@ def main(argv: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--keep", type=Path, nargs="+", default=[], metavar="answer.json")
+    parser.add_argument("--keep", type=Path, nargs="+", default=[], metavar="FILE")
     parser.add_argument("--measure", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--size", choices=SIZES)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="default: records/mini/ideas")
@@ -319,8 +368,10 @@ def main(argv: list[str]) -> int:
         parser.error(f"{options[0]}: only --measure passes options on")
     for answer in args.keep:
         keep(answer, args.folder, args.size)
-    if args.measure and (status := measure(args.measure, args.folder, args.size, options)):
-        return status
+    if args.measure:
+        status = measure(args.measure, args.folder, args.size, options)
+        if status:
+            return status
     write_file(args.folder.parent / "IDEAS.md", page(args.folder).encode())
     return 0
 

@@ -1,12 +1,12 @@
 """
-Reads the logs of training runs: ours, and any in the format of the NanoGPT speedruns.
+Reads logs of training runs: ours, and any other in the format of the NanoGPT speedrun.
 
-A log is the source of the script that made it, a line of `=`, the machine, and the run's lines
-(`step:S/N val_loss:L train_time:Tms step_avg:Ams`, and more that is skipped here). Logs of the field also come
-with a line of `=` above the source, with a second source below the first, with times in seconds, with
-`step_avg:nan`, or without a peak-memory line.
+A log contains the source of the script that wrote it, a line of `=`, a description of the machine,
+and lines about the run (`step:S/N val_loss:L train_time:Tms step_avg:Ams`, and others that are
+skipped here). Logs from elsewhere vary: a line of `=` above the source, a second source below the
+first, times in seconds, `step_avg:nan`, no line with the peak memory.
 
-Only this module knows the format. What it cannot read is a LogError whose text is one line.
+Only this module knows the format. A file that it can't read raises LogError with a message of one line.
 """
 
 import ast
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from machine import readable, show_any_text
 
-DEFAULT_TARGET = 3.28  # of logs that do not say theirs: the field's, on FineWeb
+DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
 NUMBER = r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)"
 VALIDATION = re.compile(
@@ -42,16 +42,14 @@ GPU_ROW = re.compile(
 )
 GPU_LINE = re.compile(r"\b(NVIDIA [\w -]+?) with world[ _]size[ =](\d+)")
 COMPILER = re.compile(r"\nCompiler: [^\n]*; flags: ([^\n]*); model compiled: (?:yes|no)")
-UNCOMPILED = "model compiled: no"  # in the line of the compiler, or in one that a resume adds
-HEADER = re.compile(
-    rb"Running py(?:thon|torch) ", re.IGNORECASE
-)  # the machine's first line, below the sources
-NEXT_SOURCE = re.compile(
-    rb"\n\n-{20,}\n# [\w./-]+\n-{20,}\n\n"
-)  # the name of a file that the script appended
+UNCOMPILED = "model compiled: no"  # in the line about the compiler, or in a line that a resume adds
+# The first line below the sources
+HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
+# The name of a file that the script has appended to its own source
+NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# [\w./-]+\n-{20,}\n\n")
 
-# What sources call the tokens of a step, and the factor to them: sequences a step times tokens a sequence, or the
-# sequence of one of 8 processes. A schedule or its stages give several numbers.
+# Names that sources use for the tokens of a step, and a factor: some have the sequence of one of
+# 8 processes. Two names are multiplied. Schedules give several numbers.
 STEP_TOKENS = [
     (("batch_tokens",), 1),
     (("train_bs_schedule",), 1),
@@ -61,13 +59,19 @@ STEP_TOKENS = [
     (("train_seq_len",), 8),
     (("seq_len",), 8),
 ]
-FEWEST_TOKENS = (
-    65_536  # of a step of the field; smaller numbers count sequences, or the tokens of one
-)
+FEWEST_TOKENS = 65_536  # smaller numbers count sequences, or the tokens of one sequence
 
 
 class LogError(Exception):
-    """A file that is no log; the message is one line that says why."""
+    """Logs that can't be read or used. The message is one line that says why."""
+
+
+class FileError(Exception):
+    """A file that can't be written. The message is one line that says why."""
+
+
+class UsageError(Exception):
+    """Arguments that make no sense. The message is one line that says what to do."""
 
 
 @dataclass
@@ -83,21 +87,17 @@ class Log:
     path: Path
     sources: list[bytes]  # the script, byte for byte, and files that follow it
     run: str  # everything below the sources
-    hyperparameters: dict = field(default_factory=dict)  # ours only; with "track" and "seed"
-    hardware: str = (
-        ""  # "8x NVIDIA H100 80GB HBM3", "AMD EPYC, 2 cores"; "" where the log is silent
-    )
+    hyperparameters: dict = field(default_factory=dict)  # of our logs; includes "track" and "seed"
+    hardware: str = ""  # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC, 2 cores"; "" if unknown
     torch: str = ""
     peak_memory_mib: int | None = None
-    compiler_flags: list[str] = field(
-        default_factory=list
-    )  # of a CPU; [] where the log does not say
-    uncompiled: bool = False  # trained without torch.compile, from the start or from a resume on
-    validations: list[Validation] = field(default_factory=list)  # by rising step
+    compiler_flags: list[str] = field(default_factory=list)  # on a CPU; [] if unknown
+    uncompiled: bool = False  # trained without torch.compile, at least after a resume
+    validations: list[Validation] = field(default_factory=list)  # sorted by step
     last_step: int = 0
     num_steps: int = 0
     forced: bool = False  # resumed with --resume_force
-    repeated: bool = False  # the steps start again: several runs in one file
+    repeated: bool = False  # steps start again: several runs in one file
 
     @property
     def source(self) -> bytes | None:
@@ -106,21 +106,16 @@ class Log:
 
     @property
     def name(self) -> str:
-        """The file's name, as short as a table wants it: a uuid's first 8 digits."""
-        return re.sub(
-            r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-            r"\1",
-            readable(self.path.stem),
-        )
+        """The file's name for a table. A UUID is shortened to its first 8 digits."""
+        uuid = r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+        return re.sub(uuid, r"\1", readable(self.path.stem))
 
     @property
     def final(self) -> Validation | None:
         """The validation after the last step."""
-        return (
-            self.validations[-1]
-            if self.validations and self.validations[-1].step == self.num_steps
-            else None
-        )
+        if self.validations and self.validations[-1].step == self.num_steps:
+            return self.validations[-1]
+        return None
 
     @property
     def incomplete(self) -> str:
@@ -131,13 +126,15 @@ class Log:
             return f"stopped at step {self.last_step} of {self.num_steps}"
         if self.final is None:
             return "no final validation"
-        if not (math.isfinite(self.final.val_loss) and math.isfinite(self.final.train_time_ms)):
-            return (
-                f"final val_loss {self.final.val_loss}, training time {self.final.train_time_ms} ms"
-            )
-        if self.final.train_time_ms == 0:
+        loss = self.final.val_loss
+        milliseconds = self.final.train_time_ms
+        if not (math.isfinite(loss) and math.isfinite(milliseconds)):
+            return f"final val_loss {loss}, training time {milliseconds} ms"
+        if milliseconds == 0:
             return "no training time"
-        return "" if self.source else "no source above the run"
+        if not self.source:
+            return "no source above the run"
+        return ""
 
     @property
     def track(self) -> str:
@@ -149,121 +146,131 @@ class Log:
 
     @property
     def val_tokens(self) -> int | None:
-        """How many tokens each validation reads; None where the log does not say."""
-        written = self.constants("val_tokens")
-        return self.hyperparameters.get("val_tokens", written[0] if len(written) == 1 else None)
+        """Tokens in a validation, or None if the log doesn't say."""
+        if "val_tokens" in self.hyperparameters:
+            return self.hyperparameters["val_tokens"]
+        found = self.constants("val_tokens")
+        return found[0] if len(found) == 1 else None
 
     @property
     def step_tokens(self) -> list[int]:
-        """How many tokens a step trains on: several numbers where it varies, [] where the log does not say."""
+        """Tokens in a step: several numbers if they vary, [] if the log doesn't say."""
         if "batch_tokens" in self.hyperparameters:
             return [self.hyperparameters["batch_tokens"]]
         for names, factor in STEP_TOKENS:
-            products = {
-                factor * math.prod(values)
-                for values in itertools.product(*map(self.constants, names))
-            }
-            if found := sorted(n for n in products if n >= FEWEST_TOKENS):
+            values = [self.constants(name) for name in names]
+            products = {factor * math.prod(choice) for choice in itertools.product(*values)}
+            found = sorted(n for n in products if n >= FEWEST_TOKENS)
+            if found:
                 return found
         return []
 
     def constants(self, name: str) -> list[int]:
-        """The different numbers, products of numbers or tuples of them that the source gives to `name`."""
+        """The numbers that the source assigns to `name`, sorted. Products are computed. A tuple gives several."""
         text = (self.source or b"").decode("utf-8", "replace")
         number = r"\d[\d_]{0,18}"
         numbers = rf"{number}(?:\s*[*,]\s*{number})*"
-        found = re.findall(
-            rf"\b{name}\s*(?::\s*\w+\s*)?=\s*[(\[]?\s*({numbers})\s*(?=[],)#]|$)",
-            text,
-            re.MULTILINE,
-        )
-        products = {product for values in found for product in values.split(",")}
-        return sorted(
-            {math.prod(int(n.replace("_", "")) for n in product.split("*")) for product in products}
-        )
+        assignment = rf"\b{name}\s*(?::\s*\w+\s*)?=\s*[(\[]?\s*({numbers})\s*(?=[],)#]|$)"
+        found = set()
+        for values in re.findall(assignment, text, re.MULTILINE):
+            for product in values.split(","):
+                factors = [int(n.replace("_", "")) for n in product.split("*")]
+                found.add(math.prod(factors))
+        return sorted(found)
 
     def digest(self) -> str:
-        """Of the run's lines: equal for copies of one log."""
+        """A hash of the run's lines. Copies of a log have the same."""
         return hashlib.sha256(self.run.encode()).hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Parsing
+
 def separator(data: bytes, start: int) -> tuple[int, int] | None:
-    """(begin, end) of the first line of `=` from `start` on: 100 of them, or else at least 20."""
-    for length in (
-        100,
-        20,
-    ):  # a heading underlined in a docstring is no separator while a full line follows
+    """Finds the first line of `=` after `start`: one of 100 characters, or else one of at least 20.
+
+    A docstring's underlined heading doesn't count as long as there is a line of 100. Returns (begin, end).
+    """
+    for length in (100, 20):
         line = re.compile(b"={%d,}[ \r]*(?:\n|\\Z)" % length)
-        at = start
-        while (at := data.find(b"=" * length, at)) >= 0:
-            if (at == 0 or data[at - 1 : at] == b"\n") and (found := line.match(data, at)):
+        at = data.find(b"=" * length, start)
+        while at >= 0:
+            found = line.match(data, at)
+            starts_line = at == 0 or data[at - 1 : at] == b"\n"
+            if found and starts_line:
                 return found.span()
             at = data.find(b"\n", at)
             if at < 0:
                 break
+            at = data.find(b"=" * length, at)
     return None
 
 
 def split_sources(data: bytes) -> tuple[list[bytes], bytes]:
-    """A log -> (the sources byte for byte, the rest). No source where no line of `=` ends one."""
-    start, newline = 0, 1  # logs print the source: one newline is print's
+    """Splits a log into its sources, byte for byte, and the rest. Without a line of `=` there is no source."""
+    start = 0
+    newline = 1  # logs print the source, and print adds a newline
     end = separator(data, 0)
-    if (
-        end is not None and end[0] == 0
-    ):  # the oldest open with a separator, and write the source as it is
-        start, newline = end[1], 0
+    if end is not None and end[0] == 0:
+        # The oldest logs start with a separator and write the source without a newline
+        start = end[1]
+        newline = 0
         end = separator(data, start)
     if end is None:
         return [], data
-    ends, head = [end], data[: data.find(b"\nstep:", end[1]) + 1]
-    while ends and not HEADER.match(
-        head, ends[-1][1]
-    ):  # a further source, if the machine's first line is found below
-        ends = [*ends, following] if (following := separator(head, ends[-1][1])) else []
+    # There are more sources if another separator comes before the header
+    before_steps = data[: data.find(b"\nstep:", end[1]) + 1]
+    ends = [end]
+    while not HEADER.match(before_steps, ends[-1][1]):
+        following = separator(before_steps, ends[-1][1])
+        if following is None:
+            ends = [end]
+            break
+        ends.append(following)
     sources = []
-    for end in ends or [end]:
-        sources += NEXT_SOURCE.split(data[start : end[0] - newline])
-        start = end[1]
+    for begin, after in ends:
+        sources += NEXT_SOURCE.split(data[start : begin - newline])
+        start = after
     return sources, data[start:]
 
 
-def find_hardware(run: str) -> str:
-    """The GPUs that took part, or the CPU; "" if the header names neither."""
-    if gpus := GPU_ROW.findall(run):
-        used = PROCESSES.search(
-            run
-        )  # our runs say it: a process a GPU, while nvidia-smi lists the idle ones too
-        count = int(used[1]) if used else len(gpus)
+def find_hardware(header: str) -> str:
+    """The GPUs that were used, or the CPU; "" if the header names neither."""
+    gpus = GPU_ROW.findall(header)
+    if gpus:
+        count = len(gpus)
+        used = PROCESSES.search(header)  # our logs: one process per GPU; nvidia-smi lists idle ones too
+        if used:
+            count = int(used[1])
         return f"{count}x {' + '.join(sorted(set(gpus)))}"
-    if line := GPU_LINE.search(run):
+    line = GPU_LINE.search(header)
+    if line:
         return f"{line[2]}x {line[1].strip()}"
-    if cpu := CPU.search(run):
-        return f"{cpu[1]}, {cpu[2]} core{'s' if cpu[2] != '1' else ''}"
+    cpu = CPU.search(header)
+    if cpu:
+        cores = "core" if cpu[2] == "1" else "cores"
+        return f"{cpu[1]}, {cpu[2]} {cores}"
     return ""
 
 
-def find_hyperparameters(run: str) -> dict:
-    """Of our logs; {} for others. A damaged line counts as none."""
-    line = re.search(r"^hyperparameters: (\{.*\})\r?$", run, re.MULTILINE)
+def find_hyperparameters(header: str) -> dict:
+    """Those of our logs; {} for other logs and for a damaged line."""
+    line = re.search(r"^hyperparameters: (\{.*\})\r?$", header, re.MULTILINE)
+    if line is None:
+        return {}
     try:
-        found = json.loads(line[1]) if line else {}
+        found = json.loads(line[1])
     except (ValueError, RecursionError):
         return {}
-    kinds = dict(track=str, val_tokens=int, batch_tokens=int, target_val_loss=(int, float))
-    return (
-        found
-        if all(
-            isinstance(found.get(k, kind() if isinstance(kind, type) else 0.0), kind)
-            for k, kind in kinds.items()
-        )
-        else {}
-    )
+    kinds = {"track": str, "val_tokens": int, "batch_tokens": int, "target_val_loss": (int, float)}
+    for name, kind in kinds.items():
+        if name in found and not isinstance(found[name], kind):
+            return {}
+    return found
 
 
-def parse_log(path: str | Path) -> Log:
-    """Raises LogError for what is no log. A log of a run that did not finish is a log: see Log.incomplete."""
+def read_log_file(path: str | Path) -> bytes:
+    """Raises LogError for a file that can't be read or can't be a log."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise LogError(f"{path}: not a file")
@@ -273,75 +280,105 @@ def parse_log(path: str | Path) -> Log:
     if not data.strip():
         raise LogError(f"{path}: empty file")
     if b"\0" in data:
-        raise LogError(f"{path}: binary file, or a log damaged by a crash (it holds zero bytes)")
-    sources, rest = split_sources(data)
-    run = rest.decode("utf-8", "replace")
-    at = run.rfind("\nstep:")
-    while (last := STEP.match(run, at + 1)) is None and at >= 0:  # the last line may be cut
-        at = run.rfind("\nstep:", 0, at)
-    if last is None:
-        raise LogError(
-            f"{path}: no line that begins with step:S/N; not a log, or one of a run that never started"
-        )
+        raise LogError(f"{path}: binary file, or a log damaged by a crash (it contains zero bytes)")
+    return data
 
-    header = run[: run.find("\nstep:") + 1]
-    log = Log(
-        Path(path),
-        sources,
-        run,
-        find_hyperparameters(header),
-        last_step=int(last[1]),
-        num_steps=int(last[2]),
-    )
+
+def find_last_step(run: str) -> re.Match | None:
+    """The last line with a step. A line that was cut off doesn't count."""
+    at = run.rfind("\nstep:")
+    while at >= 0:
+        match = STEP.match(run, at + 1)
+        if match:
+            return match
+        at = run.rfind("\nstep:", 0, at)
+    return STEP.match(run)
+
+
+def read_validation(log: Log, line: str, resumed_at: int | None) -> None:
+    """Adds the validation of a line to the log. One at the step of a resume replaces the one before the resume."""
+    match = VALIDATION.match(line)
+    if match is None:
+        return
+    step, val_loss, train_time, unit, step_avg = match.groups()
+    milliseconds = float(train_time)
+    if unit == "s":
+        milliseconds *= 1000
+    validation = Validation(int(step), float(val_loss), milliseconds, float(step_avg))
+    if log.validations and log.validations[-1].step == resumed_at == validation.step:
+        log.validations.pop()
+    if log.validations and validation.step <= log.validations[-1].step:
+        log.repeated = True
+    log.validations.append(validation)
+
+
+def read_run(log: Log) -> None:
+    """Reads the validations and resumes of a run into the log."""
     resumed_at = None
-    for line in run.split("\n"):  # of a million lines, regular expressions see only these
-        log.forced |= "resume_force" in line and not line.startswith("hyperparameters:")
+    for line in log.run.split("\n"):
+        if "resume_force" in line and not line.startswith("hyperparameters:"):
+            log.forced = True
         if line.startswith("resume"):
             match = re.search(r"step (\d{1,12})", line)
-            resumed_at = (
-                int(match[1]) if match else 0
-            )  # what the interrupted run did beyond it was done again
+            resumed_at = int(match[1]) if match else 0
+            # Later steps of the interrupted run are repeated
             log.validations = [v for v in log.validations if v.step <= resumed_at]
-        elif " val_loss:" in line and (match := VALIDATION.match(line)):
-            step, val_loss, train_time, unit, step_avg = match.groups()
-            if log.validations and log.validations[-1].step == resumed_at == int(step):
-                log.validations.pop()
-            log.repeated |= bool(log.validations) and int(step) <= log.validations[-1].step
-            train_time_ms = float(train_time) * (1000 if unit == "s" else 1)
-            log.validations.append(
-                Validation(int(step), float(val_loss), train_time_ms, float(step_avg))
-            )
+        elif " val_loss:" in line:
+            read_validation(log, line, resumed_at)
+
+
+def parse_log(path: str | Path) -> Log:
+    """Reads a log, also one of a run that did not finish (see Log.incomplete). Raises LogError."""
+    sources, rest = split_sources(read_log_file(path))
+    run = rest.decode("utf-8", "replace")
+    last = find_last_step(run)
+    if last is None:
+        raise LogError(
+            f"{path}: no line starts with step:S/N; this is no log, or its run never started"
+        )
+    header = run[: run.find("\nstep:") + 1]
+    log = Log(Path(path), sources, run)
+    log.hyperparameters = find_hyperparameters(header)
+    log.last_step = int(last[1])
+    log.num_steps = int(last[2])
     log.hardware = find_hardware(header)
-    log.torch = match[1] if (match := TORCH.search(header)) else ""
+    torch = TORCH.search(header)
+    if torch:
+        log.torch = torch[1]
     log.compiler_flags = list(dict.fromkeys(COMPILER.findall(run)))
     log.uncompiled = UNCOMPILED in run
-    log.peak_memory_mib = (
-        int(match[1]) if (match := PEAK_MEMORY.search(run, run.rfind("\npeak memory "))) else None
-    )
+    peak = PEAK_MEMORY.search(run, run.rfind("\npeak memory "))
+    if peak:
+        log.peak_memory_mib = int(peak[1])
+    read_run(log)
     return log
 
 
+def files_of(path: Path) -> list[Path]:
+    """The .txt and .log files of a folder, or the file itself. Raises OSError."""
+    if not path.is_dir():
+        return [path]
+    return sorted(p for p in path.iterdir() if p.suffix in (".txt", ".log"))
+
+
 def find_logs(paths: list[str | Path]) -> tuple[list[Path], list[str]]:
-    """Files as they are, folders as the .txt and .log files in them. -> (the files, a line for each folder without)"""
-    files, errors = [], []
+    """The log files of files and folders, and one line for each folder without logs."""
+    files = []
+    errors = []
     for path in map(Path, paths):
         try:
-            found = (
-                sorted(p for p in path.iterdir() if p.suffix in (".txt", ".log"))
-                if path.is_dir()
-                else [path]
-            )
+            found = files_of(path)
         except OSError as e:
             errors.append(f"{path}: {(e.strerror or 'cannot be read').lower()}")
             continue
-        files += found
         if not found:
             errors.append(f"{path}: no .txt or .log file in this folder")
+        files += found
     return files, errors
 
 
 def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
-    """-> (the logs, one line for each file that is none)"""
+    """Returns the logs, and one line for each file that is no log."""
     files, errors = find_logs(paths)
     logs = []
     for file in files:
@@ -352,22 +389,24 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
     return logs, errors
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # What the source does to the compiler
-ALLOWED_FLAGS = {
-    ("dynamic", "False"),
-    ("fullgraph", "True"),
-}  # the latter makes a graph break an error, that is all
-# Environment variables set torch._inductor.config too. One call is allowed, as some versions of GCC are wrong without
-# it, and one name, which says where compiled code is kept
+
+# fullgraph=True only turns a graph break into an error
+ALLOWED_FLAGS = {("dynamic", "False"), ("fullgraph", "True")}
+# Environment variables of the compiler set torch._inductor.config. Two exceptions: this call, because
+# some versions of GCC compile wrong code without it, and the variable for the cache's folder.
 ALLOWED_CALL = 'os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")'
 ALLOWED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 VARIABLE = re.compile(r"(?:TORCHINDUCTOR|TORCH_COMPILE)_\w*")
 
 
 def compiler_settings(source: bytes) -> list[str]:
-    """What a source may not do: a line for each touch of torch._inductor.config, for each flag of torch.compile that
-    is not in ALLOWED_FLAGS, and for each environment variable of the compiler. Reads the syntax tree, runs nothing."""
+    """Lists what the source does to the compiler and may not do, one line each.
+
+    That is: use torch._inductor.config, give torch.compile another flag than ALLOWED_FLAGS, or set an
+    environment variable of the compiler. Reads the syntax tree and runs nothing.
+    """
     text = source.decode("utf-8", "replace")
     try:
         with warnings.catch_warnings():
@@ -378,88 +417,106 @@ def compiler_settings(source: bytes) -> list[str]:
     else:
         found = settings_by_tree(tree) + variables_by_tree(tree)
     lines = {}  # one message for all lines that do the same
-    for what, line in sorted(set(found), key=lambda f: f[1]):
-        lines.setdefault(what, []).append(str(line))
-    return [
-        f"{what} in source line{'s' if len(n) > 1 else ''} {', '.join(n[:5])}"
-        f"{f' and {len(n) - 5} more' if len(n) > 5 else ''}"
-        for what, n in lines.items()
-    ]
+    for what, line in sorted(set(found), key=lambda pair: pair[1]):
+        lines.setdefault(what, []).append(line)
+    return [f"{what} in source {line_numbers(numbers)}" for what, numbers in lines.items()]
+
+
+def line_numbers(numbers: list[int]) -> str:
+    """Like "line 5" or "lines 1, 2, 3, 4, 5 and 7 more"."""
+    text = ", ".join(str(n) for n in numbers[:5])
+    if len(numbers) > 5:
+        text += f" and {len(numbers) - 5} more"
+    return f"lines {text}" if len(numbers) > 1 else f"line {text}"
+
+
+def dotted(node: ast.AST, names: dict[str, str]) -> str:
+    """"torch.compile" for the expression torch.compile; "" if it isn't a chain of names.
+
+    `names` resolves aliases.
+    """
+    if isinstance(node, ast.Name):
+        return names.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value, names)}.{node.attr}"
+    return ""
+
+
+def imported_names(node: ast.AST, names: dict[str, str]) -> list[str]:
+    """What an import statement imports. Adds its aliases to `names`."""
+    imported = []
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            imported.append(alias.name)
+            if alias.asname:
+                names[alias.asname] = alias.name
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            name = f"{node.module}.{alias.name}"
+            imported.append(name)
+            names[alias.asname or alias.name] = name
+    return imported
+
+
+def forbidden_flags(call: ast.Call, names: dict[str, str]) -> list[tuple[str, int]]:
+    """The flags of a call of torch.compile that are not allowed, with their lines.
+
+    Such a call is torch.compile(f, ...), partial(torch.compile, ...) or model.compile(...), not re.compile.
+    """
+    method_flags = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
+    ours = dotted(call.func, names) == "torch.compile"
+    for argument in call.args:
+        if dotted(argument, names) == "torch.compile":
+            ours = True
+    method = isinstance(call.func, ast.Attribute) and call.func.attr == "compile"
+    found = []
+    for keyword in call.keywords:
+        if not ours and not (method and keyword.arg in method_flags):
+            continue
+        value = ast.unparse(keyword.value)
+        if (keyword.arg, value) not in ALLOWED_FLAGS:
+            flag = f"torch.compile({keyword.arg or '**'}={value})"
+            found.append((flag, keyword.value.lineno))
+    return found
 
 
 def settings_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
-    """-> (what, line)"""
-    flags = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
-    names = {
-        "torch": "torch",
-        "re": "re",
-    }  # what each name of the source stands for, aliases resolved
+    """Settings of torch._inductor.config and flags of torch.compile, as pairs (what, line)."""
+    names = {"torch": "torch", "re": "re"}  # name in the source -> what it stands for
     found = []
-
-    def dotted(node):
-        """torch.compile -> "torch.compile"; "" for what is no chain of names."""
-        if isinstance(node, ast.Name):
-            return names.get(node.id, node.id)
-        if isinstance(node, ast.Attribute):
-            return f"{dotted(node.value)}.{node.attr}"
-        return ""
-
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {a.asname: a.name for a in node.names if a.asname}
-            imported = [a.name for a in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-            imported = [f"{node.module}.{a.name}" for a in node.names]
-        else:
-            continue
-        found += [
-            ("torch._inductor.config", node.lineno)
-            for name in imported
-            if name.startswith("torch._inductor.config") or name == "torch._inductor.*"
-        ]
+        for name in imported_names(node, names):
+            if name.startswith("torch._inductor.config") or name == "torch._inductor.*":
+                found.append(("torch._inductor.config", node.lineno))
     for node in ast.walk(tree):  # compile_it = torch.compile
-        if isinstance(node, ast.Assign) and dotted(node.value) in (
-            "torch.compile",
-            "torch._inductor",
-        ):
-            names |= {t.id: dotted(node.value) for t in node.targets if isinstance(t, ast.Name)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and dotted(node) == "torch._inductor.config":
-            found.append(("torch._inductor.config", node.lineno))
-        if not isinstance(node, ast.Call):
+        if not isinstance(node, ast.Assign):
             continue
-        callee = dotted(node.func)
-        # torch.compile(f, ...), partial(torch.compile, ...), model.compile(...); not re.compile
-        ours = callee == "torch.compile" or any(dotted(a) == "torch.compile" for a in node.args)
-        method = isinstance(node.func, ast.Attribute) and node.func.attr == "compile"
-        for keyword in node.keywords:
-            if not (ours or method and keyword.arg in flags):
-                continue
-            value = ast.unparse(keyword.value)
-            if (keyword.arg, value) not in ALLOWED_FLAGS:
-                found.append(
-                    (f"torch.compile({keyword.arg or '**'}={value})", keyword.value.lineno)
-                )
+        value = dotted(node.value, names)
+        if value not in ("torch.compile", "torch._inductor"):
+            continue
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                names[target.id] = value
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and dotted(node, names) == "torch._inductor.config":
+            found.append(("torch._inductor.config", node.lineno))
+        elif isinstance(node, ast.Call):
+            found += forbidden_flags(node, names)
     return found
 
 
 def nodes_that_set_nothing(tree: ast.AST) -> set[ast.AST]:
-    """What the allowed call holds, docstrings, and the names of variables that are only read."""
+    """The allowed call, docstrings, and the names of variables that are only read."""
     allowed = ast.dump(ast.parse(ALLOWED_CALL, mode="eval").body)
     nodes = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.dump(node) == allowed:
-            nodes |= set(ast.walk(node))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "os.environ.get",
-            "os.getenv",
-        ):
-            nodes |= set(node.args[:1])
-        elif isinstance(node, ast.Subscript) and isinstance(
-            node.ctx, ast.Load
-        ):  # os.environ["NAME"]
-            nodes.add(node.slice)
+        if isinstance(node, ast.Call):
+            if ast.dump(node) == allowed:
+                nodes |= set(ast.walk(node))
+            elif ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+                nodes |= set(node.args[:1])
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            nodes.add(node.slice)  # os.environ["NAME"]
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
             nodes.add(node.left)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -468,7 +525,7 @@ def nodes_that_set_nothing(tree: ast.AST) -> set[ast.AST]:
 
 
 def variables_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
-    """-> (the name of a variable of the compiler that the source may set outside of ALLOWED_CALL, line)"""
+    """Variables of the compiler that the source may set, as pairs (name, line)."""
     harmless = nodes_that_set_nothing(tree)
     found = []
     for node in ast.walk(tree):
@@ -488,7 +545,7 @@ def variables_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
 
 
 def variables_by_text(text: str) -> list[tuple[str, int]]:
-    """The same for a source that this Python cannot parse."""
+    """Like variables_by_tree, for a source that this Python can't parse."""
     text = re.sub(r"#.*", "", text)
     for call in (ALLOWED_CALL, ALLOWED_CALL.replace('"', "'")):
         text = text.replace(call, "")
@@ -500,9 +557,8 @@ def variables_by_text(text: str) -> list[tuple[str, int]]:
     )
     text = re.sub("|".join(reads), "", text)
     found = []
-    for match in re.finditer(
-        rf"""["']({VARIABLE.pattern})|[(,]\s*({VARIABLE.pattern})\s*=""", text
-    ):
+    sets = rf"""["']({VARIABLE.pattern})|[(,]\s*({VARIABLE.pattern})\s*="""
+    for match in re.finditer(sets, text):
         name = match[1] or match[2]
         if name != ALLOWED_VARIABLE:
             found.append((name, text.count("\n", 0, match.start()) + 1))
@@ -510,32 +566,34 @@ def variables_by_text(text: str) -> list[tuple[str, int]]:
 
 
 def settings_by_text(text: str) -> list[tuple[str, int]]:
-    """The same for a source that this Python cannot parse (another version's syntax)."""
+    """Like settings_by_tree, for a source that this Python can't parse."""
     text = re.sub(r"#.*", "", text)
-    line = lambda at: text.count("\n", 0, at) + 1
-    found = [
-        ("torch._inductor.config", line(m.start()))
-        for m in re.finditer(r"torch\._inductor(?:\.|\s+import\s+)config", text)
-    ]
+    found = []
+    for match in re.finditer(r"torch\._inductor(?:\.|\s+import\s+)config", text):
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(("torch._inductor.config", line))
     for call in re.finditer(r"torch\.compile\(([^()]*)", text):
-        flags = [(m[1], m[2].strip()) for m in re.finditer(r"(\w+)\s*=\s*([^,]*)", call[1])]
-        found += [
-            (f"torch.compile({flag}={value})", line(call.start()))
-            for flag, value in flags
-            if (flag, value) not in ALLOWED_FLAGS
-        ]
+        line = text.count("\n", 0, call.start()) + 1
+        for match in re.finditer(r"(\w+)\s*=\s*([^,]*)", call[1]):
+            flag = match[1]
+            value = match[2].strip()
+            if (flag, value) not in ALLOWED_FLAGS:
+                found.append((f"torch.compile({flag}={value})", line))
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # For the commands
+
 def write_file(path: str | Path, data: bytes) -> None:
-    """Whole or not at all. Raises LogError."""
+    """Writes to a temporary file, fsyncs it, and renames it. Raises FileError."""
     path = Path(path)
     temporary = None
     try:
         with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", delete=False
+            dir=path.parent,
+            prefix=f".{path.name}.",
+            delete=False,
         ) as f:
             temporary = f.name
             f.write(data)
@@ -546,16 +604,16 @@ def write_file(path: str | Path, data: bytes) -> None:
     except OSError as e:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
-        raise LogError(f"cannot write {path}: {(e.strerror or str(e)).lower()}") from None
+        raise FileError(f"cannot write {path}: {(e.strerror or str(e)).lower()}") from None
 
 
 def run_command(main) -> None:
-    """Ends the process with main's exit status; bad input is one line and status 2."""
+    """Runs main(argv) and exits with its status. Bad input prints one line and exits with status 2."""
     show_any_text()
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
-    except LogError as e:
+    except (LogError, FileError, UsageError) as e:
         print(f"error: {e}", file=sys.stderr)
         status = 2
     except BrokenPipeError:  # | head

@@ -1,16 +1,17 @@
 """
-Plots validation losses of runs against each other.
+Plots the validation losses of runs.
 
     python tools/plot.py [LABEL=]LOG_OR_FOLDER... -o curves.png [--x step|time|tokens] [--smooth] [--target 3.28]
 
-A folder's logs share one label, its name; so do several arguments with the same LABEL=. A label with several runs is
-drawn as their mean with a band of one standard deviation. --smooth joins the measured points by a monotone cubic
-instead of straight lines; the points stay where they were measured.
+The logs of a folder share a label, the name of the folder. So do arguments with the same LABEL=. If a label
+has several runs, their mean is drawn, with a band of one standard deviation. --smooth joins the points with a
+monotone cubic curve instead of straight lines.
 """
 
 import argparse
 import itertools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -20,19 +21,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 
-from log_parsing import Log, LogError, find_logs, parse_log, run_command
+from log_parsing import FileError, Log, LogError, find_logs, parse_log, run_command
 from machine import readable
 
 X_LABELS = dict(step="training step", time="training time (s)", tokens="training tokens (millions)")
-COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#56b4e9",
-    "#e69f00",
-    "#000000",
-)  # told apart by the color-blind
+# Colors that color-blind people can tell apart
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 plt.rcParams.update(
     {
         "font.size": 11,
@@ -50,62 +44,147 @@ plt.rcParams.update(
 
 
 def save_figure(figure, path: Path) -> None:
-    """PNG, the same bytes for the same numbers, whole or not at all. Raises LogError."""
+    """Writes a PNG under a temporary name and renames it. Equal numbers give equal bytes. Raises FileError."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         figure.savefig(temporary, format="png", metadata={"Software": None})
         temporary.replace(path)
     except OSError as e:
         temporary.unlink(missing_ok=True)
-        raise LogError(f"cannot write {path}: {(e.strerror or str(e)).lower()}") from None
+        raise FileError(f"cannot write {path}: {(e.strerror or str(e)).lower()}") from None
     finally:
         plt.close(figure)
 
 
+# -----------------------------------------------------------------------------
+# Curves
+
+@dataclass
+class Curve:
+    """The mean loss of several runs, over the steps at which all of them validated. Arrays of shape (points,)."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    spread: np.ndarray  # standard deviation over the runs; 0 for a single run
+    runs: int
+
+
+def tokens_per_step(log: Log) -> int:
+    """Raises LogError if the log doesn't say."""
+    tokens = log.step_tokens
+    if len(tokens) == 1:
+        return tokens[0]
+    what = "uses a varying number of" if tokens else "doesn't say how many"
+    raise LogError(f"{log.path}: {what} tokens a step; use --x step or --x time")
+
+
 def positions(log: Log, x: str) -> dict[int, float]:
-    """step -> where its validation stands on the x axis. Raises LogError if the log does not say."""
-    tokens = log.step_tokens if x == "tokens" else [0]
-    if len(tokens) != 1:
-        what = "takes a varying number of" if tokens else "does not say how many"
-        raise LogError(f"{log.path}: {what} tokens a step; use --x step or --x time")
-    return {
-        v.step: dict(step=v.step, time=v.train_time_ms / 1000, tokens=v.step * tokens[0] / 1e6)[x]
-        for v in log.validations
-    }
+    """Maps the steps of validations to their places on the x axis. Raises LogError."""
+    if x == "step":
+        return {v.step: v.step for v in log.validations}
+    if x == "time":
+        return {v.step: v.train_time_ms / 1000 for v in log.validations}
+    tokens = tokens_per_step(log)
+    return {v.step: v.step * tokens / 1e6 for v in log.validations}
 
 
-def curve(logs: list[Log], x: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """-> x, mean and standard deviation of the loss, over the steps at which all the runs validated, each (points,)"""
-    steps = sorted(
-        set.intersection(
-            *({v.step for v in log.validations if math.isfinite(v.val_loss)} for log in logs)
-        )
-    )
-    losses = [{v.step: v.val_loss for v in log.validations} for log in logs]
-    at = [positions(log, x) for log in logs]
-    table = np.array([[loss[s] for s in steps] for loss in losses]).reshape(
-        len(logs), -1
-    )  # (runs, points)
-    places = np.array([[p[s] for s in steps] for p in at]).reshape(len(logs), -1)
-    spread = table.std(axis=0, ddof=1) if len(logs) > 1 else np.zeros(len(steps))
-    return places.mean(axis=0), table.mean(axis=0), spread
+def curve(logs: list[Log], x: str) -> Curve:
+    losses = []
+    for log in logs:
+        finite = [v for v in log.validations if math.isfinite(v.val_loss)]
+        losses.append({v.step: v.val_loss for v in finite})
+    steps = sorted(set.intersection(*(set(loss) for loss in losses)))
+    table = np.empty((len(logs), len(steps)))
+    places = np.empty((len(logs), len(steps)))
+    for i, log in enumerate(logs):
+        at = positions(log, x)
+        table[i] = [losses[i][step] for step in steps]
+        places[i] = [at[step] for step in steps]
+    spread = np.zeros(len(steps))
+    if len(logs) > 1:
+        spread = table.std(axis=0, ddof=1)
+    return Curve(places.mean(axis=0), table.mean(axis=0), spread, len(logs))
 
 
-def scale_time(panels: tuple, curves: list[np.ndarray]) -> None:
-    """A logarithmic axis where the longest run took more than ten times the shortest, which would be a wall at the left
-    edge otherwise. Linear up to the first validation after the start, so that the one before it stands at 0."""
-    timed = [at[at > 0] for at in curves if at[-1] > 0]
-    longest = max((at[-1] for at in timed), default=0)
-    if not timed or longest <= 10 * min(at[-1] for at in timed):
+# -----------------------------------------------------------------------------
+# Axes
+
+def scale_time(panels: tuple, curves: list[Curve]) -> None:
+    """Makes the time axis logarithmic if the longest run took more than ten times as long as the shortest.
+
+    It stays linear up to the first validation after the start, so time 0 has a place.
+    """
+    timed = [c.x[c.x > 0] for c in curves if c.x[-1] > 0]
+    ends = [x[-1] for x in timed]
+    if not ends or max(ends) <= 10 * min(ends):
         return
-    first = min(at[0] for at in timed)
-    powers = [10.0**n for n in range(math.ceil(math.log10(first)), math.ceil(math.log10(longest)))]
+    longest = max(ends)
+    first = min(x[0] for x in timed)
+    exponents = range(math.ceil(math.log10(first)), math.ceil(math.log10(longest)))
+    ticks = [0] + [10.0**n for n in exponents]
     for axes in panels:
         low = max(axes.get_xlim()[0], 0)
         axes.set_xscale("symlog", linthresh=first, linscale=0.5)
-        axes.set_xticks([0, *powers], [f"{x:g}" for x in (0, *powers)])
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.minorticks_off()
         axes.set_xlim(low, 1.3 * longest)
+
+
+def highest_loss(curves: list[Curve], part: float) -> float:
+    """The highest mean loss once this part of the x axis has passed."""
+    losses = []
+    for c in curves:
+        start = c.x[0] + part * (c.x[-1] - c.x[0])
+        losses.append(float(np.interp(start, c.x, c.mean)))
+    return max(losses)
+
+
+def set_limits(whole, end, curves: list[Curve], targets: list[float]) -> None:
+    """Left out: the steep fall at the start, which would flatten the rest. The right panel shows the last 15%."""
+    lowest = min([*targets, *(float(np.min(c.mean - c.spread)) for c in curves)])
+    second_losses = [float(c.mean[min(1, len(c.mean) - 1)]) for c in curves]
+    tops = {whole: min(highest_loss(curves, 0.1), max(second_losses))}
+    tops[end] = highest_loss(curves, 0.85)
+    for axes, top in tops.items():
+        if top > lowest:
+            margin = 0.06 * (top - lowest)
+            axes.set_ylim(lowest - margin, top + margin)
+    start = min(c.x[0] + 0.85 * (c.x[-1] - c.x[0]) for c in curves)
+    last = max(c.x[-1] for c in curves)
+    if last > start:
+        end.set_xlim(start, last + 0.04 * (last - start))
+
+
+# -----------------------------------------------------------------------------
+# The plot
+
+def draw_curve(axes, c: Curve, color: str, style: str, smooth: bool) -> None:
+    """Points, a line and a band of one standard deviation."""
+    dense = c.x
+    lines = [c.mean, c.mean - c.spread, c.mean + c.spread]
+    if smooth and len(c.x) > 2 and (np.diff(c.x) > 0).all():
+        dense = np.linspace(c.x[:-1], c.x[1:], 50, axis=1).ravel()
+        lines = [PchipInterpolator(c.x, y)(dense) for y in lines]
+    mean, low, high = lines
+    axes.plot(c.x, c.mean, "o", color=color, markersize=3.5)
+    axes.plot(dense, mean, style, color=color, linewidth=1.6)
+    axes.fill_between(dense, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+def legend_text(label: str, c: Curve) -> str:
+    text = f"{label}: {c.mean[-1]:.4f}"
+    if c.runs > 1:
+        text += f" ± {c.spread[-1]:.4f}, {c.runs} runs"
+    return text
+
+
+def draw_targets(whole, end, targets: list[float]) -> None:
+    look = {"color": "0.35", "linestyle": "--"}
+    for axes in (whole, end):
+        for target in targets:
+            axes.axhline(target, linewidth=1.2, zorder=1, **look)
+    names = ", ".join(f"{target:g}" for target in targets)
+    whole.plot([], [], label=f"target: {names}", **look)
 
 
 def plot_curves(
@@ -115,99 +194,66 @@ def plot_curves(
     smooth: bool = False,
     targets: list[float] = (),
 ) -> None:
-    """groups: label -> its runs. The whole run on the left, its end on the right. Raises LogError."""
-    figure, (whole, end) = plt.subplots(
-        1, 2, width_ratios=(3, 2), figsize=(8, 3.7 + 0.12 * (len(groups) + 1))
-    )
+    """Draws the runs of each label: the whole runs on the left, their end on the right. Raises LogError, FileError."""
     curves = {label: curve(logs, x) for label, logs in groups.items()}
-    looks = ((color, style) for style in itertools.cycle(("-", "-.", ":")) for color in COLORS)
-    for (color, style), (label, (at, mean, spread)) in zip(looks, curves.items()):
-        if len(at) == 0:
-            raise LogError(
-                f"{label}: no step at which all of its {len(groups[label])} run(s) validated"
-            )
-        runs = len(groups[label])
-        text = f"{label}: {mean[-1]:.4f}" + (
-            f" ± {spread[-1]:.4f}, {runs} runs" if runs > 1 else ""
-        )
-        dense, line, low, high = at, mean, mean - spread, mean + spread
-        if smooth and len(at) > 2 and (np.diff(at) > 0).all():
-            dense = np.linspace(
-                at[:-1], at[1:], 50, axis=1
-            ).ravel()  # as fine at the left of a logarithmic axis
-            line, low, high = (PchipInterpolator(at, y)(dense) for y in (line, low, high))
-        for axes in (whole, end):
-            axes.plot(at, mean, "o", color=color, markersize=3.5)
-            axes.plot(dense, line, style, color=color, linewidth=1.6)
-            axes.fill_between(dense, low, high, color=color, alpha=0.2, linewidth=0)
+    for label, c in curves.items():
+        if len(c.x) == 0:
+            raise LogError(f"{label}: no step at which all of its {c.runs} run(s) validated")
+    height = 3.7 + 0.12 * (len(groups) + 1)
+    figure, (whole, end) = plt.subplots(1, 2, width_ratios=(3, 2), figsize=(8, height))
+    looks = itertools.product(("-", "-.", ":"), COLORS)
+    for (style, color), (label, c) in zip(itertools.cycle(looks), curves.items()):
+        draw_curve(whole, c, color, style, smooth)
+        draw_curve(end, c, color, style, smooth)
+        text = legend_text(label, c)
         whole.plot([], [], "o" + style, color=color, markersize=3.5, label=text)
-    for axes in (whole, end):
-        for target in targets:
-            axes.axhline(target, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
-    whole.plot(
-        [],
-        [],
-        color="0.35",
-        linestyle="--",
-        label=f"target: {', '.join(f'{t:g}' for t in targets)}",
-    )
-
-    # the fall from ln(vocabulary) in the first tenth of a run would press all the rest into a flat line
-    lowest = min([*targets, *(float(np.min(mean - spread)) for _, mean, spread in curves.values())])
-    for axes, part in ((whole, 0.1), (end, 0.85)):
-        starts = [at[0] + part * (at[-1] - at[0]) for at, _, _ in curves.values()]
-        top = max(
-            float(np.interp(start, at, mean))
-            for start, (at, mean, _) in zip(starts, curves.values())
-        )
-        if part == 0.1:
-            top = min(
-                top, max(float(mean[min(1, len(mean) - 1)]) for _, mean, _ in curves.values())
-            )
-        else:
-            last = max(at[-1] for at, _, _ in curves.values())
-            if last > min(starts):
-                axes.set_xlim(min(starts), last + 0.04 * (last - min(starts)))
-        if top > lowest:
-            axes.set_ylim(lowest - 0.06 * (top - lowest), top + 0.06 * (top - lowest))
+    draw_targets(whole, end, targets)
+    set_limits(whole, end, list(curves.values()), targets)
     if x == "time":
-        scale_time((whole, end), [at for at, _, _ in curves.values()])
-    whole.set(ylabel="validation loss (nats per token)")
+        scale_time((whole, end), list(curves.values()))
+    whole.set_ylabel("validation loss (nats per token)")
     end.set_title("the end of the runs")
     figure.supxlabel(X_LABELS[x], fontsize=11)
     figure.legend(*whole.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     save_figure(figure, path)
 
 
+# -----------------------------------------------------------------------------
+# Command line
+
 def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
-    """[LABEL=]LOG_OR_FOLDER... -> label -> logs. Raises LogError for the first file that cannot be plotted."""
+    """Reads [LABEL=]LOG_OR_FOLDER arguments. Raises LogError for the first file that can't be plotted."""
     groups = {}
     for argument in arguments:
         label, equals, path = argument.partition("=")
         if not equals or Path(argument).exists():
-            label, path = "", argument
+            label = ""
+            path = argument
         files, errors = find_logs([path])
         if errors:
             raise LogError(errors[0])
-        for log in map(parse_log, files):
+        if not label and Path(path).is_dir():
+            label = Path(path).resolve().name
+        for file in files:
+            log = parse_log(file)
             if not log.validations:
                 raise LogError(f"{log.path}: no validation in this log")
-            name = label or (Path(path).resolve().name if Path(path).is_dir() else log.name)
-            groups.setdefault(readable(name), []).append(log)
+            groups.setdefault(readable(label or log.name), []).append(log)
     return groups
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="plot.py", description=__doc__.strip().split("\n")[0])
-    parser.add_argument("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.png")
-    parser.add_argument("--x", choices=X_LABELS, default="step")
-    parser.add_argument(
-        "--smooth", action="store_true", help="a smooth line through the measured points"
+    parser = argparse.ArgumentParser(
+        prog="plot.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--target", type=float, help="where the target line stands (default: the logs' target)"
-    )
+    add = parser.add_argument
+    add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
+    add("-o", "--output", type=Path, required=True, metavar="FILE.png")
+    add("--x", choices=X_LABELS, default="step", help="the x axis (default: step)")
+    add("--smooth", action="store_true", help="join the points with a smooth line")
+    add("--target", type=float, help="loss of the target line (default: that of the logs)")
     args = parser.parse_args(argv)
     if args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")

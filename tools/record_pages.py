@@ -1,8 +1,8 @@
 """
-Writes what stands in records/ beside the logs: each record's README, the leaderboards, the plots.
+Writes the pages of records/: the README of each record, the leaderboards, and the plots.
 
-A record is a folder records/<track>/<date>_<Name>/ with its logs and a record.json; every number is taken from the
-logs. The text depends on nothing else, so a test can tell when it is stale.
+A record is a folder records/<track>/<date>_<Name>/ with its logs and a record.json. All numbers come from
+the logs. The text depends on nothing else, so a test can tell whether it is up to date.
 """
 
 import csv
@@ -31,10 +31,10 @@ class Record:
     folder: Path
     logs: list[Log]
     name: str
-    what: str  # what changed, Markdown
+    what: str  # what changed, in Markdown
     target: float
     same_ml: bool  # only the speed changed: the p-value is waived
-    against: str  # the folder of the record it beat; "" for the first on its hardware
+    against: str  # the folder of the record that it beat; "" for the first on its hardware
 
     @property
     def date(self) -> str:
@@ -53,94 +53,104 @@ class Record:
         return summarize(self.logs, self.target)
 
 
+def read_facts(path: Path) -> dict:
+    """A record.json. Raises LogError."""
+    kinds = {"name": str, "what": str, "target": float, "same_ml": bool, "against": str}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return {key: kind(facts[key]) for key, kind in kinds.items()}
+    except OSError as e:
+        raise LogError(f"{path}: {(e.strerror or 'cannot be read').lower()}") from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise LogError(f"{path}: not a description of a record ({e})") from None
+
+
 def read_record(folder: Path) -> Record:
     """Raises LogError."""
-    try:
-        facts = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        facts = {
-            key: kind(facts[key])
-            for key, kind in dict(
-                name=str, what=str, target=float, same_ml=bool, against=str
-            ).items()
-        }
-    except OSError as e:
-        raise LogError(
-            f"{folder / 'record.json'}: {(e.strerror or 'cannot be read').lower()}"
-        ) from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise LogError(f"{folder / 'record.json'}: not a record's facts ({e})") from None
+    facts = read_facts(folder / "record.json")
     logs, errors = read_logs([folder])
-    errors += [f"{log.path}: {log.incomplete}" for log in logs if log.incomplete]
+    for log in logs:
+        if log.incomplete:
+            errors.append(f"{log.path}: {log.incomplete}")
     if errors:
         raise LogError(errors[0])
     return Record(folder, logs, **facts)
 
 
+def by_date_then_time(record: Record) -> tuple[str, float]:
+    """Records of one day are sorted from slow to fast, as they beat each other."""
+    return record.date, -record.summary.time_mean
+
+
 def read_records(root: Path) -> dict[str, list[Record]]:
-    """track -> its records by date. Raises LogError."""
-    folders = sorted(f for f in root.glob("*/*") if f.is_dir() and FOLDER.fullmatch(f.name))
+    """Returns the records of each track by date. Raises LogError."""
     tracks = {}
-    for folder in folders:
-        tracks.setdefault(folder.parent.name, []).append(read_record(folder))
-    for records in (
-        tracks.values()
-    ):  # those of one day in the order in which they beat each other: slowest first
-        records.sort(key=lambda r: (r.date, -r.summary.time_mean))
+    for folder in sorted(root.glob("*/*")):
+        if folder.is_dir() and FOLDER.fullmatch(folder.name):
+            tracks.setdefault(folder.parent.name, []).append(read_record(folder))
+    for records in tracks.values():
+        records.sort(key=by_date_then_time)
     return tracks
 
 
 def record_to_beat(records: list[Record], hardware: str) -> Record | None:
-    """The fastest on that hardware."""
-    return min(
-        (r for r in records if r.hardware == hardware),
-        key=lambda r: r.summary.time_mean,
-        default=None,
-    )
+    """The fastest one on that hardware."""
+    same = [r for r in records if r.hardware == hardware]
+    return min(same, key=lambda r: r.summary.time_mean, default=None)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Text
+
+def markdown_row(cells) -> str:
+    escaped = [cell.replace("|", "\\|") for cell in cells]
+    return "| " + " | ".join(escaped) + " |"
+
+
 def markdown_table(
-    header: tuple[str, ...], rows: list[tuple[str, ...]], right: Collection[str] = ()
+    header: tuple[str, ...],
+    rows: list[tuple[str, ...]],
+    right: Collection[str] = (),
 ) -> list[str]:
     """`right` names the columns that are aligned to the right."""
-    escape = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    return [
-        escape(header),
-        escape(tuple("---:" if h in right else "---" for h in header)),
-        *map(escape, rows),
-    ]
+    alignment = ["---:" if name in right else "---" for name in header]
+    return [markdown_row(header), markdown_row(alignment)] + [markdown_row(row) for row in rows]
+
+
+def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
+    """How to verify a record, get its source, and run it."""
+    folder = f"records/{record.track}/{record.folder.name}"
+    verify = f"python tools/verify.py {folder}"
+    if prior:
+        verify += f" --against records/{record.track}/{prior.folder.name}"
+    if prior and record.same_ml:
+        verify += " --same-ml"
+    log = record.logs[0]
+    replay = f"python tools/replay.py {folder}/{readable(log.path.name)} -o train_gpt.py"
+    run = "python train_gpt.py"
+    gpus = re.match(r"(\d+)x ", log.hardware)
+    if gpus and gpus[1] != "1":
+        run = f"torchrun --standalone --nproc_per_node={gpus[1]} train_gpt.py"
+    for name in ("track", "seed"):
+        if name in log.hyperparameters:
+            run += f" --{name} {log.hyperparameters[name]}"
+    return [verify, replay, run]
 
 
 def record_readme(record: Record, prior: Record | None) -> str:
-    """The README of one record's folder."""
+    """The README of a record's folder."""
     verdict = judge(record.logs, record.target, prior.logs if prior else [], record.same_ml)
     rows, machines = table_rows(record.logs)
-    rows = [
-        (f"[{log.name}]({readable(log.path.name)})", *row[1:])
-        for log, row in zip(record.logs, rows)
-    ]
-    command = f"python tools/verify.py records/{record.track}/{record.folder.name}"
-    if prior:
-        command += (
-            f" --against records/{record.track}/{prior.folder.name}" + " --same-ml" * record.same_ml
-        )
-    log = record.logs[0]
-    gpus = re.match(r"(\d+)x ", log.hardware)
-    run = (
-        f"torchrun --standalone --nproc_per_node={gpus[1]}" if gpus and gpus[1] != "1" else "python"
-    )
-    run += " train_gpt.py"
-    run += "".join(
-        f" --{key} {log.hyperparameters[key]}"
-        for key in ("track", "seed")
-        if key in log.hyperparameters
-    )
+    linked_rows = []
+    for log, row in zip(record.logs, rows):
+        link = f"[{log.name}]({readable(log.path.name)})"
+        linked_rows.append((link, *row[1:]))
     return "\n".join(
         [
             f"# {record.name}",
             "",
-            f"A record of the `{record.track}` track, {record.date}: target {record.target:g}, on {record.hardware}.",
+            f"A record of the `{record.track}` track, set on {record.date} on {record.hardware}. "
+            f"The target loss is {record.target:g}.",
             "",
             "## What changed",
             "",
@@ -152,65 +162,56 @@ def record_readme(record: Record, prior: Record | None) -> str:
             "",
             "![validation loss](curves.png)",
             "",
-            *markdown_table(COLUMNS, rows, right="val_loss time steps step_avg".split()),
+            *markdown_table(COLUMNS, linked_rows, right=("val_loss", "time", "steps", "step_avg")),
             "",
             *machines,
             "",
-            "## Check it, run it",
+            "## Check and repeat it",
             "",
             "```",
-            command,
-            f"python tools/replay.py records/{record.track}/{record.folder.name}/{readable(log.path.name)} -o train_gpt.py",
-            run,
+            *commands_to_repeat(record, prior),
             "```",
             "",
-            "Every hyperparameter of a run stands in its log.",
+            "Each log contains all hyperparameters of its run.",
             "",
         ]
     )
 
 
 def leaderboard(track: str, records: list[Record]) -> list[str]:
-    """The lines of one track's section."""
-    best = {record_to_beat(records, r.hardware).folder for r in records}
+    """The lines of a track's section."""
+    fastest = {record_to_beat(records, r.hardware).folder for r in records}
     rows = []
-    for number, r in enumerate(records, 1):
-        s, log = r.summary, r.logs[0]
-        time = f"{s.time_mean:.2f}"
-        rows.append(
-            (
-                str(number),
-                f"**{time}**" if r.folder in best else time,
-                f"[{r.name}]({track}/{r.folder.name}/)",
-                r.date,
-                f"{s.loss_mean:.4f}",
-                "waived" if r.same_ml else p_text(s.p_value),
-                str(s.n),
-                str(log.num_steps),
-                r.hardware,
-                log.torch,
-            )
-        )
+    for number, record in enumerate(records, 1):
+        summary = record.summary
+        log = record.logs[0]
+        time = f"{summary.time_mean:.2f}"
+        if record.folder in fastest:
+            time = f"**{time}**"
+        p = "waived" if record.same_ml else p_text(summary.p_value)
+        row = {
+            "#": str(number),
+            "seconds": time,
+            "record": f"[{record.name}]({track}/{record.folder.name}/)",
+            "date": record.date,
+            "val_loss": f"{summary.loss_mean:.4f}",
+            "p": p,
+            "runs": str(summary.n),
+            "steps": str(log.num_steps),
+            "hardware": record.hardware,
+            "PyTorch": log.torch,
+        }
+        rows.append(row)
+    header = tuple(rows[0])
+    cells = [tuple(row.values()) for row in rows]
     targets = " and ".join(dict.fromkeys(f"{r.target:g}" for r in records))
-    header = (
-        "#",
-        "seconds",
-        "record",
-        "date",
-        "val_loss",
-        "p",
-        "runs",
-        "steps",
-        "hardware",
-        "PyTorch",
-    )
     return [
         f"## {track}",
         "",
-        f"Target: a mean validation loss below {targets}, at p < {P_VALUE:g}. Seconds are mean "
-        "training time; in bold, the fastest on its hardware.",
+        f"Target: a mean validation loss below {targets} with p < {P_VALUE:g}. Seconds are the mean "
+        "training time. The fastest record on each hardware is in bold.",
         "",
-        *markdown_table(header, rows, right="# seconds val_loss p runs steps".split()),
+        *markdown_table(header, cells, right=("#", "seconds", "val_loss", "p", "runs", "steps")),
         "",
         f"![record times]({track}/leaderboard.png)",
         "",
@@ -219,130 +220,132 @@ def leaderboard(track: str, records: list[Record]) -> list[str]:
 
 def read_history(root: Path) -> list[dict[str, str]]:
     """The rows of record_history.csv. Raises LogError."""
+    path = root / "record_history.csv"
     try:
-        with open(root / "record_history.csv", newline="", encoding="utf-8") as f:
+        with open(path, newline="", encoding="utf-8") as f:
             return list(csv.DictReader(f))
     except OSError as e:
-        raise LogError(
-            f"{root / 'record_history.csv'}: {(e.strerror or 'cannot be read').lower()}"
-        ) from None
+        raise LogError(f"{path}: {(e.strerror or 'cannot be read').lower()}") from None
+
+
+def history_section(root: Path) -> list[str]:
+    columns = ("record", "minutes", "technique", "date")
+    rows = [tuple(row[name] for name in columns) for row in read_history(root)]
+    return [
+        "## Records of the NanoGPT speedrun (8x NVIDIA H100)",
+        "",
+        "These are the records of the public competition: FineWeb to a loss of 3.28, as their authors reported",
+        "them to [modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), where each is credited",
+        "([record_history.csv](record_history.csv)). They are **not** ours, and nothing in this repository has",
+        "reproduced them. Record 21 is listed three times: as set, with the new timing rules, and with a later",
+        "PyTorch. That is why the curve rises there.",
+        "",
+        "![record time by date](history.png)",
+        "",
+        *markdown_table(columns, rows, right=("record", "minutes")),
+        "",
+    ]
 
 
 def readme(root: Path) -> str:
     """records/README.md. Raises LogError."""
-    tracks = read_records(root)
-    history = read_history(root)
-    rows = [(r["record"], r["minutes"], r["technique"], r["date"]) for r in history]
     lines = [
         "# Records",
         "",
-        "Written by `python tools/submit.py --regenerate` from the logs in this folder: edit those, not this.",
+        "`python tools/submit.py --regenerate` writes this page from the logs in this folder. Don't edit it.",
         "",
-        "| command | |",
-        "|---|---|",
-        "| `python tools/verify.py LOG...` | judges a submission: statistics and rules |",
-        "| `python tools/replay.py LOG` | the source of a run, out of its log |",
-        "| `python tools/plot.py LOG... -o curves.png` | loss curves against each other |",
-        "| `python tools/submit.py --track T --name NAME LOG...` | files a record, rewrites this page |",
+        "| command | what it does |",
+        "| --- | --- |",
+        "| `python tools/verify.py LOG...` | checks the statistics and the rules of a record |",
+        "| `python tools/replay.py LOG` | extracts the source of a run from its log |",
+        "| `python tools/plot.py LOG... -o curves.png` | draws loss curves |",
+        "| `python tools/submit.py --track T --name NAME LOG...` | files a record and updates this page |",
+        "",
+        "[tools/README.md](../tools/README.md) has the rules. [HARDWARE.md](HARDWARE.md) says what runs where.",
         "",
     ]
+    tracks = read_records(root)
     for track, records in tracks.items():
         lines += leaderboard(track, records)
     if not tracks:
-        lines += ["No record yet.", ""]
-    lines += [
-        "## The field's history (8x NVIDIA H100)",
-        "",
-        "These are the records of the public NanoGPT speedrun competition, on FineWeb to a loss of 3.28, as its",
-        "participants reported them ([record_history.csv](record_history.csv)). They are **not** ours, and nothing in",
-        "this repository has reproduced them. Record 21 stands three times: as set, with the new timing, and with a",
-        "later PyTorch, which is why the curve rises there.",
-        "",
-        "![the field's record time by date](history.png)",
-        "",
-        *markdown_table(
-            ("record", "minutes", "technique", "date"), rows, right="record minutes".split()
-        ),
-        "",
-    ]
+        lines += ["There is no record yet.", ""]
+    lines += history_section(root)
     return "\n".join(lines)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Plots
+
 def day(date: str) -> datetime.date:
     return datetime.date.fromisoformat(date)
 
 
+def annotate(axes, text: str, point: tuple, offset: tuple[int, int]) -> None:
+    axes.annotate(text, point, offset, textcoords="offset points", fontsize=9)
+
+
 def plot_leaderboard(records: list[Record], path: Path) -> None:
-    """Record time by date, or by the table's number within a month; a line for each hardware."""
+    """Record times by date, or by the number in the table if all are from one month. One line for each hardware."""
     figure, axes = plt.subplots()
-    dates, times = [day(r.date) for r in records], [r.summary.time_mean for r in records]
-    crowded = max(dates) - min(dates) < datetime.timedelta(days=31)
-    places = list(range(1, len(records) + 1)) if crowded else dates
+    dates = [day(r.date) for r in records]
+    times = [r.summary.time_mean for r in records]
+    numbers = list(range(1, len(records) + 1))
+    one_month = max(dates) - min(dates) < datetime.timedelta(days=31)
+    places = numbers if one_month else dates
     for i, hardware in enumerate(dict.fromkeys(r.hardware for r in records)):
         own = [n for n, r in enumerate(records) if r.hardware == hardware]
-        axes.step(
-            [places[n] for n in own],
-            [times[n] for n in own],
-            "o-",
-            where="post",
-            color=COLORS[i % len(COLORS)],
-            label=hardware,
-        )
-        for n in own:  # above the line to the next record
+        xs = [places[n] for n in own]
+        ys = [times[n] for n in own]
+        color = COLORS[i % len(COLORS)]
+        axes.step(xs, ys, "o-", where="post", color=color, label=hardware)
+        for n in own:
             name = textwrap.shorten(records[n].name, 32, placeholder=" …")
-            axes.annotate(
-                f"#{n + 1} {name}, {times[n]:.1f} s",
-                (places[n], times[n]),
-                (7, 5),
-                textcoords="offset points",
-                fontsize=9,
-            )
-    if crowded:
-        axes.set_xticks(places, [f"#{n}" for n in places])
+            annotate(axes, f"#{n + 1} {name}, {times[n]:.1f} s", (places[n], times[n]), (7, 5))
+    if one_month:
+        axes.set_xticks(numbers, [f"#{n}" for n in numbers])
         room = max(len(records) - 1, 1)
-        axes.set_xlim(
-            1 - 0.05 * room, len(records) + 0.45 * room
-        )  # the last one's name stands on the right
-        axes.set_xlabel(f"record, {min(dates)}" + f" to {max(dates)}" * (max(dates) > min(dates)))
+        axes.set_xlim(1 - 0.05 * room, len(records) + 0.45 * room)  # room for the last name
+        label = f"record, {min(dates)}"
+        if max(dates) > min(dates):
+            label += f" to {max(dates)}"
+        axes.set_xlabel(label)
     else:
         finish_time_axes(axes, dates)
-    axes.set_ylim(0, 1.15 * max(r.summary.time_mean for r in records))
-    axes.set(ylabel="training time to the target (s)")
+    axes.set_ylim(0, 1.15 * max(times))
+    axes.set_ylabel("training time to the target (s)")
     axes.legend(loc="upper right")
     save_figure(figure, path)
 
 
+NAMED_IN_PLOT = {
+    "1": "llm.c baseline",
+    "3": "Muon",
+    "12": "FlexAttention",
+    "19": "FP8 head",
+    "41": "NorMuon",
+    "62": "bigram hash embedding",
+    "89": "FP8 MLP",
+}
+
+
 def plot_history(history: list[dict[str, str]], path: Path) -> None:
     figure, axes = plt.subplots()
-    dates, minutes = [day(r["date"]) for r in history], [float(r["minutes"]) for r in history]
+    dates = [day(row["date"]) for row in history]
+    minutes = [float(row["minutes"]) for row in history]
     axes.step(dates, minutes, where="post", color=COLORS[0], linewidth=1.6)
     axes.plot(dates, minutes, "o", color=COLORS[0], markersize=3.5)
-    named = {
-        "1": "llm.c baseline",
-        "3": "Muon",
-        "12": "FlexAttention",
-        "19": "FP8 head",
-        "41": "NorMuon",
-        "62": "bigram hash embedding",
-        "89": "FP8 MLP",
-    }
-    for record, x, y in zip((r["record"] for r in history), dates, minutes):
-        if record in named:
-            axes.annotate(
-                f"{named[record]}, {y:.3g} min",
-                (x, y),
-                (8, 8),
-                textcoords="offset points",
-                fontsize=9,
-            )
+    for row, x, y in zip(history, dates, minutes):
+        name = NAMED_IN_PLOT.get(row["record"])
+        if name:
+            annotate(axes, f"{name}, {y:.3g} min", (x, y), (8, 8))
     axes.set_yscale("log")
     axes.set_ylim(1, 60)
-    axes.set_yticks([1, 2, 5, 10, 20, 45], ["1", "2", "5", "10", "20", "45"])
+    ticks = [1, 2, 5, 10, 20, 45]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     finish_time_axes(axes, dates)
-    axes.set(ylabel="minutes on 8x H100", title="The field's records (FineWeb to 3.28), not ours")
+    axes.set_ylabel("minutes on 8x H100")
+    axes.set_title("Records of the NanoGPT speedrun (FineWeb to 3.28), not ours")
     save_figure(figure, path)
 
 
@@ -354,18 +357,20 @@ def finish_time_axes(axes, dates: list[datetime.date]) -> None:
     axes.xaxis.set_major_formatter(mdates.ConciseDateFormatter(locator))
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
+# Files
+
 def write_record(record: Record, prior: Record | None) -> None:
-    """The README and the picture of one record's folder."""
+    """Writes the README and the plot of a record's folder."""
     write_file(record.folder / "README.md", record_readme(record, prior).encode())
-    plot_curves(
-        {record.name: record.logs}, record.folder / "curves.png", x="time", targets=[record.target]
-    )
+    curves = {record.name: record.logs}
+    plot_curves(curves, record.folder / "curves.png", x="time", targets=[record.target])
 
 
 def regenerate(root: Path = RECORDS) -> None:
-    """Writes everything that is generated in records/. Raises LogError."""
-    text, tracks = readme(root), read_records(root)
+    """Writes all generated files in records/. Raises LogError."""
+    text = readme(root)
+    tracks = read_records(root)
     for track, records in tracks.items():
         by_folder = {r.folder.name: r for r in records}
         for record in records:

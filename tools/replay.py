@@ -1,8 +1,8 @@
 """
-Gets the source of a run out of its log.
+Extracts the source of a run from its log.
 
-    python tools/replay.py LOG [-o FILE]          the script that made it, byte for byte
-    python tools/replay.py LOG --diff OTHER_LOG   what changed from LOG's sources to OTHER_LOG's
+    python tools/replay.py LOG [-o FILE]          the script of the run, byte for byte
+    python tools/replay.py LOG --diff OTHER_LOG   how the sources of two logs differ
 """
 
 import argparse
@@ -14,7 +14,7 @@ from log_parsing import LogError, parse_log, run_command, write_file
 
 
 def sources_of(path: str | Path) -> list[bytes]:
-    """The script, then the files that follow it. Raises LogError where the log has none."""
+    """The script, then the files that follow it. Raises LogError if the log has none."""
     log = parse_log(path)
     if not log.source:
         raise LogError(f"{path}: no source: nothing stands above a line of =")
@@ -23,37 +23,59 @@ def sources_of(path: str | Path) -> list[bytes]:
 
 def diff(old: bytes, new: bytes, old_name: str, new_name: str) -> str:
     """A unified diff; "" for equal sources."""
-    old_lines, new_lines = (s.decode("utf-8", "replace").splitlines() for s in (old, new))
+    old_lines = old.decode("utf-8", "replace").splitlines()
+    new_lines = new.decode("utf-8", "replace").splitlines()
     lines = difflib.unified_diff(old_lines, new_lines, old_name, new_name, lineterm="")
     return "".join(f"{line}\n" for line in lines)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="replay.py", description=__doc__.strip().split("\n")[0])
-    parser.add_argument("log", type=Path, metavar="LOG")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
-    )
-    parser.add_argument(
-        "--diff", type=Path, metavar="OTHER_LOG", help="show what changed from LOG to this one"
-    )
-    args = parser.parse_args(argv)
-    data, *more = sources_of(args.log)
-    if args.diff:
-        data, other = b"\n".join([data, *more]), b"\n".join(sources_of(args.diff))
-        if data == other:
-            print("the sources are the same", file=sys.stderr)
-        text = diff(data, other, args.log.name, args.diff.name)
-        if data != other and not text:
-            print("the sources differ in line endings only", file=sys.stderr)
-        data = text.encode()
-    elif more:
-        lines = [len(source.splitlines()) for source in more]
+def compare_logs(path: Path, other_path: Path) -> bytes:
+    """A diff of all sources of two logs. Says on stderr why it is empty."""
+    old = b"\n".join(sources_of(path))
+    new = b"\n".join(sources_of(other_path))
+    text = diff(old, new, path.name, other_path.name)
+    if old == new:
+        print("the sources are the same", file=sys.stderr)
+    elif not text:
+        print("the sources differ in line endings only", file=sys.stderr)
+    return text.encode()
+
+
+def script_of(path: Path) -> bytes:
+    """The script. Says on stderr if the log has more files."""
+    script, *more = sources_of(path)
+    if more:
+        sources = "source" if len(more) == 1 else "sources"
+        lines = " and ".join(str(len(source.splitlines())) for source in more)
         print(
-            f"{args.log}: this is the script; {len(more)} further source{'s' * (len(more) > 1)} "
-            f"({' and '.join(map(str, lines))} lines) stand below it in the log",
+            f"{path}: this is the script; the log contains {len(more)} more {sources} ({lines} lines)",
             file=sys.stderr,
         )
+    return script
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="replay.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("log", type=Path, metavar="LOG")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write to this file instead of the terminal",
+    )
+    parser.add_argument(
+        "--diff",
+        type=Path,
+        metavar="OTHER_LOG",
+        help="show the changes from LOG to this one",
+    )
+    args = parser.parse_args(argv)
+    data = compare_logs(args.log, args.diff) if args.diff else script_of(args.log)
     if args.output:
         write_file(args.output, data)
     else:

@@ -1,13 +1,14 @@
 """
-Files a record: verifies its logs, keeps them with a README, brings the leaderboard up to date.
+Files a record: verifies its logs, copies them with a README, and updates the leaderboard.
 
     python tools/submit.py --track T --name NAME LOG_OR_FOLDER... [--what TEXT] [--date YYYY-MM-DD] [--same-ml]
-    python tools/submit.py --regenerate      rewrite the READMEs and plots from the logs that are here
+    python tools/submit.py --regenerate      rewrite READMEs and plots from the logs in records/
 
-What verify.py refuses is refused here, and so is a log that names people, machines or absolute paths, or that has a
-hyperparameters line and fewer than 8 validations after step 0 (records filed before that rule stay). A record must be
-faster than the fastest one of its track on the same hardware; on hardware new to the track it is the first.
-Exit status: 0 filed, 1 refused (the reasons are listed), 2 input that cannot be used.
+Refuses what verify.py refuses, logs that name people, machines or absolute paths, and runs of ours with fewer
+than 8 validations after step 0. Records that were filed before that rule stay. A record must be faster than
+the fastest one of its track on the same hardware. On hardware new to the track it is the first.
+
+Exit status: 0 filed, 1 refused (the reasons are listed), 2 bad input.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 from record_pages import RECORDS, Record, read_records, record_to_beat, regenerate, write_record
-from log_parsing import Log, LogError, read_logs, run_command, write_file
+from log_parsing import FileError, Log, LogError, UsageError, read_logs, run_command, write_file
 from machine import readable
 from replay import diff
 from verify import judge, per_run, print_table, summary_lines
@@ -32,185 +33,193 @@ ABSOLUTE_PATH = re.compile(
     r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
     re.MULTILINE,
 )
-COMMON_NAMES = {"root", "user", "localhost"}  # say nothing about anyone
-FEWEST_VALIDATIONS = 8  # of a run, for its curve to be one; they are not timed
+COMMON_NAMES = {"root", "user", "localhost"}  # identify nobody
+FEWEST_VALIDATIONS = 8  # per run, so that there is a curve; validations are not timed
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
+# What a record may not contain
+
 def private_words() -> set[str]:
-    """This machine's and this user's names, but for those too short or too common to tell anything."""
+    """The names of this machine and its user, unless they are very short or common."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, in a container
+    except (KeyError, OSError):  # a user without a name, in a container
         user = ""
     host = socket.gethostname()
-    return {w for w in (user, host, host.split(".")[0]) if len(w) > 2} - COMMON_NAMES
+    words = {user, host, host.split(".")[0]}
+    return {word for word in words if len(word) > 2} - COMMON_NAMES
 
 
 def leaks(log: Log) -> list[str]:
-    """What below the source of a log must not be published, a line each."""
-    found = list(dict.fromkeys(m[1] for m in ABSOLUTE_PATH.finditer(log.run)))
-    reasons = [f"{log.name}: names an absolute path: {found[0]}"] if found else []
-    reasons += [
-        f"{log.name}: names this machine or its user: {word}"
-        for word in sorted(private_words())
-        if re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", log.run)
-    ]
+    """What must not be published of a log, one line each. The source isn't searched."""
+    reasons = []
+    path = ABSOLUTE_PATH.search(log.run)
+    if path:
+        reasons.append(f"{log.name}: names an absolute path: {path[1]}")
+    for word in sorted(private_words()):
+        if re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", log.run):
+            reasons.append(f"{log.name}: names this machine or its user: {word}")
     return reasons
 
 
 def too_few_validations(log: Log) -> str:
-    """Why a log's curve would have too few points; "" if it has enough, and for the logs of other programs."""
-    n, fewest = sum(v.step > 0 for v in log.validations), min(FEWEST_VALIDATIONS, log.num_steps)
-    if n >= fewest or not log.hyperparameters:
+    """What to do if a curve has too few points; "" if it has enough, and for logs of other programs."""
+    count = len([v for v in log.validations if v.step > 0])
+    fewest = min(FEWEST_VALIDATIONS, log.num_steps)
+    if count >= fewest or not log.hyperparameters:
         return ""
+    validations = "validation" if count == 1 else "validations"
     return (
-        f"{n} validation{'s' * (n != 1)} after step 0, a record's curve needs {fewest}: run it with "
+        f"{count} {validations} after step 0, but a record's curve needs {fewest}: run it with "
         f"--val_loss_every {log.num_steps // fewest}, which costs no training time"
     )
 
 
+def reasons_to_refuse(logs: list[Log], track: str, target: float, others: list[Record]) -> list[str]:
+    """What is wrong besides the rules that verify.py checks."""
+    reasons = per_run(logs, too_few_validations)
+    for log in logs:
+        reasons += leaks(log)
+    for log in logs:
+        if log.track not in ("", track):
+            reasons.append(f"{log.name}: a log of the track {log.track}")
+    stated = {log.target for log in logs if "target_val_loss" in log.hyperparameters}
+    for other in sorted(stated - {target}):
+        reasons.append(f"a run had the target {other:g}, not {target:g}")
+    if others and others[0].target != target:
+        reasons.append(f"the track's target is {others[0].target:g}, not {target:g}")
+    if len({log.path.name for log in logs}) < len(logs):
+        reasons.append("two logs have the same file name")
+    return reasons
+
+
+# -----------------------------------------------------------------------------
+# Filing
+
 def describe_change(logs: list[Log], prior: Record | None, track: str) -> str:
-    """What the logs say about it: how much of the source changed, and which hyperparameters."""
+    """How much of the source changed since the prior record, and which hyperparameters. Markdown."""
     if prior is None:
         return f"The first record of the `{track}` track on this hardware."
-    old, new = prior.logs[0], logs[0]
-    lines = diff(*(b"\n".join(log.sources) for log in (old, new)), "", "").splitlines()[2:]
-    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
-    text = f"Against [{prior.name}](../{prior.folder.name}/): {added} lines of source added, {removed} removed."
-    keys = [
-        k
-        for k in {**old.hyperparameters, **new.hyperparameters}
-        if k != "seed" and old.hyperparameters.get(k) != new.hyperparameters.get(k)
-    ]
-    return "\n".join(
-        [
-            text,
-            *([""] if keys else []),
-            *(
-                f"- `{k}`: {old.hyperparameters.get(k)} to {new.hyperparameters.get(k)}"
-                for k in keys
-            ),
-        ]
-    )
+    old = prior.logs[0]
+    new = logs[0]
+    old_source = b"\n".join(old.sources)
+    new_source = b"\n".join(new.sources)
+    changes = diff(old_source, new_source, "", "").splitlines()[2:]
+    added = len([line for line in changes if line.startswith("+")])
+    removed = len([line for line in changes if line.startswith("-")])
+    link = f"[{prior.name}](../{prior.folder.name}/)"
+    lines = [f"Compared with {link}: {added} lines of source added, {removed} removed."]
+    for name in {**old.hyperparameters, **new.hyperparameters}:
+        before = old.hyperparameters.get(name)
+        now = new.hyperparameters.get(name)
+        if name != "seed" and before != now:
+            if len(lines) == 1:
+                lines.append("")
+            lines.append(f"- `{name}`: {before} to {now}")
+    return "\n".join(lines)
 
 
-def file_record(
-    logs: list[Log],
-    folder: Path,
-    name: str,
-    what: str,
-    target: float,
-    same_ml: bool,
-    prior: Record | None,
-) -> None:
-    """Makes the record's folder, whole or not at all. Raises LogError."""
+def file_record(logs: list[Log], folder: Path, prior: Record | None, facts: dict) -> None:
+    """Makes the record's folder under a temporary name, then renames it. Raises FileError."""
     if folder.exists():
-        raise LogError(f"{folder} exists already; choose another --name or --date")
-    facts = dict(
-        name=name,
-        what=what,
-        target=target,
-        same_ml=same_ml,
-        against=prior.folder.name if prior else "",
-    )
+        raise FileError(f"{folder} exists already; choose another --name or --date")
     temporary = None
     try:
         folder.parent.mkdir(exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent.parent, prefix=".submit-"))
-        made = temporary / folder.parent.name / folder.name  # the README speaks of these names
+        made = temporary / folder.parent.name / folder.name  # the README uses these names
         made.mkdir(parents=True)
         for log in logs:
             write_file(made / log.path.name, log.path.read_bytes())
-        write_file(
-            made / "record.json", (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode()
-        )
+        text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+        write_file(made / "record.json", text.encode())
         kept, _ = read_logs([made])
         write_record(Record(made, kept, **facts), prior)
         os.rename(made, folder)
     except OSError as e:
-        raise LogError(f"cannot make {folder}: {(e.strerror or str(e)).lower()}") from None
+        raise FileError(f"cannot make {folder}: {(e.strerror or str(e)).lower()}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def folder_name(name: str) -> str:
+    """"What is new" -> "WhatIsNew"."""
+    words = re.findall(r"[A-Za-z0-9]+", name)
+    return "".join(word[:1].upper() + word[1:] for word in words)
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
 def parse_date(text: str) -> str:
     try:
         return datetime.date.fromisoformat(text).isoformat()
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no date like 2026-01-31") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a date like 2026-01-31") from None
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="submit.py", description=__doc__.strip().split("\n")[0])
-    parser.add_argument("logs", nargs="*", type=Path, metavar="LOG_OR_FOLDER")
-    parser.add_argument("--track")
-    parser.add_argument("--name", type=readable, help="a few words")
-    parser.add_argument(
-        "--what", type=readable, help="what changed, Markdown (default: what the logs say about it)"
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="submit.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--date",
-        type=parse_date,
-        default=datetime.date.today().isoformat(),
-        help="(default: today)",
-    )
-    parser.add_argument(
-        "--target", type=float, help="for logs that do not state the loss they race to"
-    )
-    parser.add_argument(
-        "--same-ml", action="store_true", help="only the speed changed: waive the p-value"
-    )
-    parser.add_argument("--regenerate", action="store_true", help="only rewrite what is generated")
-    parser.add_argument(
-        "--records_dir", type=Path, default=RECORDS, metavar="DIR", help="(default: records/)"
-    )
+    add = parser.add_argument
+    add("logs", nargs="*", type=Path, metavar="LOG_OR_FOLDER")
+    add("--track")
+    add("--name", type=readable, default="", help="a few words")
+    add("--what", type=readable, help="what changed, in Markdown (default: found in the logs)")
+    today = datetime.date.today().isoformat()
+    add("--date", type=parse_date, default=today, help="default: today")
+    add("--target", type=float, help="for logs that don't name their target loss")
+    add("--same-ml", action="store_true", help="only the speed changed: waive the p-value")
+    add("--regenerate", action="store_true", help="only rewrite READMEs and plots")
+    add("--records_dir", type=Path, default=RECORDS, metavar="DIR", help="default: records/")
+    return parser
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = make_parser()
     args = parser.parse_args(argv)
     if args.regenerate:
-        regenerate(args.records_dir)
-        return 0
-    short = "".join(
-        word[:1].upper() + word[1:] for word in re.findall(r"[A-Za-z0-9]+", args.name or "")
-    )
-    if not (args.track and short and args.logs):
+        return args
+    if not (args.track and folder_name(args.name) and args.logs):
         parser.error("a record needs --track, --name (with a letter or digit) and its logs")
     if not re.fullmatch(r"[a-z0-9_]+", args.track):
         parser.error(f"--track {args.track}: lower-case letters, digits and _ only")
     if args.target is not None and not math.isfinite(args.target):
         parser.error(f"--target {args.target}: must be a finite number")
+    return args
 
-    logs, errors = read_logs(args.logs)
+
+def read_all(paths: list[Path]) -> list[Log]:
+    """Raises LogError if a file is no log."""
+    logs, errors = read_logs(paths)
+    if len(errors) > 1:
+        raise LogError(f"{errors[0]} (and {len(errors) - 1} more)")
     if errors:
-        raise LogError(errors[0] + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""))
-    others = read_records(args.records_dir).get(args.track, [])
-    prior = record_to_beat(others, logs[0].hardware)
-    if args.same_ml and prior is None:
-        raise LogError(
-            f"--same-ml: no record of {args.track} on {logs[0].hardware} whose losses could stand for these"
-        )
+        raise LogError(errors[0])
+    return logs
 
-    stated = {log.target for log in logs if "target_val_loss" in log.hyperparameters}
+
+def main(argv: list[str]) -> int:
+    args = parse_arguments(argv)
+    if args.regenerate:
+        regenerate(args.records_dir)
+        return 0
+
+    logs = read_all(args.logs)
+    hardware = logs[0].hardware
+    others = read_records(args.records_dir).get(args.track, [])
+    prior = record_to_beat(others, hardware)
+    if args.same_ml and prior is None:
+        raise UsageError(
+            f"--same-ml: {args.track} has no record on {hardware} whose losses could count for these runs"
+        )
     verdict = judge(logs, args.target, prior.logs if prior else [], args.same_ml)
-    target = verdict.target
-    reasons = (
-        verdict.reasons
-        + per_run(logs, too_few_validations)
-        + [reason for log in logs for reason in leaks(log)]
-    )
-    reasons += [
-        f"{log.name}: a log of the track {log.track}"
-        for log in logs
-        if log.track not in ("", args.track)
-    ]
-    reasons += [f"a run raced to {t:g}, not to {target:g}" for t in sorted(stated - {target})]
-    reasons += [
-        f"the track's target is {r.target:g}, not {target:g}"
-        for r in others[:1]
-        if r.target != target
-    ]
-    if len({log.path.name for log in logs}) < len(logs):
-        reasons.append("two logs have the same file name")
+    reasons = verdict.reasons + reasons_to_refuse(logs, args.track, verdict.target, others)
     print_table(logs)
     print()
     for what, value in summary_lines(verdict):
@@ -219,15 +228,19 @@ def main(argv: list[str]) -> int:
         print("\nREFUSED", *(f"- {reason}" for reason in reasons), sep="\n")
         return 1
 
-    folder = args.records_dir / args.track / f"{args.date}_{short}"
-    what = args.what or describe_change(logs, prior, args.track)
-    file_record(logs, folder, args.name, what, target, args.same_ml, prior)
+    folder = args.records_dir / args.track / f"{args.date}_{folder_name(args.name)}"
+    facts = {
+        "name": args.name,
+        "what": args.what or describe_change(logs, prior, args.track),
+        "target": verdict.target,
+        "same_ml": args.same_ml,
+        "against": prior.folder.name if prior else "",
+    }
+    file_record(logs, folder, prior, facts)
     regenerate(args.records_dir)
     print(f"\nfiled under {folder}")
     if prior is None and others:
-        print(
-            f"the first record of {args.track} on {logs[0].hardware}: nothing to compare its time with"
-        )
+        print(f"the first record of {args.track} on {hardware}: there is no time to compare with")
     return 0
 
 

@@ -1,12 +1,14 @@
 """
-Judges a submission: the logs of several runs of one script.
+Checks whether the logs of several runs make a valid record.
 
     python tools/verify.py LOG_OR_FOLDER... [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
 
-A record's runs have a mean loss below the target (one-sided one-sample t-test, p < 0.01), keep the rules that a log
-can show, and with --against are faster than the record before (Welch's t-test on the times, p < 0.01).
---same-ml is for a change that makes the same training faster: one log is enough, as the prior record's losses stand
-for its own. Exit status: 0 valid, 1 not valid (the reasons are listed), 2 input that cannot be read.
+The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01), and the
+runs must keep the rules that a log can show. With --against they must also be faster than another
+record (Welch's t-test on the times, p < 0.01). --same-ml is for changes that only make the same training
+faster: one log is enough, and the losses of the other record count.
+
+Exit status: 0 valid, 1 not valid (the reasons are listed), 2 a file can't be read.
 """
 
 import argparse
@@ -24,9 +26,9 @@ from log_parsing import Log, compiler_settings, read_logs, run_command
 
 P_VALUE = 0.01
 CONFIDENCE = 0.95
-FINEWEB_VAL_TOKENS = 10_485_760  # of the competition; other tracks fix theirs in the source
-# What a track asks of the model: the smallest and the largest value of a hyperparameter. `mini` is the official
-# model in miniature, with all of its mechanisms.
+FINEWEB_VAL_TOKENS = 10_485_760  # of the competition; other tracks have theirs in the source
+# The smallest and the largest value that a track allows. `mini` is the official model in miniature,
+# with all of its mechanisms.
 BOUNDS = {
     "mini": {
         "num_layers": (4, math.inf),
@@ -35,35 +37,32 @@ BOUNDS = {
         "muon_momentum_warmup": (1, math.inf),
     }
 }
-# of a record on a CPU: what train_gpt.py sets, and what PyTorch sets by itself
+# On a CPU: the flags that train_gpt.py sets, and those of PyTorch
 COMPILER_FLAGS = {"-march=native -mtune=icelake-server", "-march=native"}
-PER_RUN = {
-    "seed",
-    "save_checkpoint",
-    "checkpoint_every",
-}  # hyperparameters that may differ between counted runs
+# Hyperparameters that may differ between runs
+PER_RUN = {"seed", "save_checkpoint", "checkpoint_every"}
 
 
 @dataclass
 class Summary:
-    """Of the complete runs. Losses in nats per token, times in seconds; None where too few runs define it."""
+    """Statistics of the complete runs. Losses in nats per token, times in seconds; None if there are too few."""
 
     n: int
     loss_mean: float | None = None
     loss_std: float | None = None  # of the sample (n - 1)
-    p_value: float | None = None  # that the mean is not below the target
+    p_value: float | None = None  # of the mean being below the target
     time_mean: float | None = None
     time_interval: tuple[float, float] | None = None  # 95% confidence
 
 
 @dataclass
 class Comparison:
-    """Training time against a prior record's, in seconds."""
+    """Training time compared with another record, in seconds."""
 
     prior: Summary
-    saved: float  # prior's mean - ours
+    saved: float  # mean of the other record - mean of ours
     saved_fraction: float
-    p_value: float | None  # that we are not faster; None where no test is possible
+    p_value: float | None  # of ours being faster; None if no test is possible
     test: str
 
 
@@ -72,81 +71,108 @@ class Verdict:
     target: float
     same_ml: bool
     summary: Summary
-    target_assumed: bool = False  # the field's, as neither the logs nor the command name one
+    target_assumed: bool = False  # neither the logs nor the command name a target
     comparison: Comparison | None = None
-    reasons: list[str] = field(default_factory=list)  # why it is no record; empty for a valid one
+    reasons: list[str] = field(default_factory=list)  # why it isn't valid
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Statistics
+
 def p_below(losses: list[float], target: float) -> float | None:
-    """One-sided one-sample t-test of mean(losses) < target. None for fewer than two runs or no spread at all."""
+    """One-sided one-sample t-test of mean(losses) < target. None if the losses have no spread."""
     if len(losses) < 2 or max(losses) == min(losses):
         return None
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
 
+def final_losses(logs: list[Log]) -> list[float]:
+    """Of the complete runs, in nats per token."""
+    return [log.final.val_loss for log in logs if not log.incomplete]
+
+
+def final_times(logs: list[Log]) -> list[float]:
+    """Training times of the complete runs, in seconds."""
+    return [log.final.train_time_ms / 1000 for log in logs if not log.incomplete]
+
+
 def summarize(logs: list[Log], target: float) -> Summary:
-    finals = [log.final for log in logs if not log.incomplete]
-    losses, times = [v.val_loss for v in finals], [v.train_time_ms / 1000 for v in finals]
-    n = len(finals)
+    losses = final_losses(logs)
+    times = final_times(logs)
+    n = len(losses)
     if n == 0:
         return Summary(0)
     summary = Summary(n, loss_mean=statistics.fmean(losses), time_mean=statistics.fmean(times))
     if n > 1:
         summary.loss_std = statistics.stdev(losses)
         summary.p_value = p_below(losses, target)
-        half = (
-            statistics.stdev(times) / math.sqrt(n) * float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
-        )
+        standard_error = statistics.stdev(times) / math.sqrt(n)
+        half = standard_error * float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
         summary.time_interval = (summary.time_mean - half, summary.time_mean + half)
     return summary
 
 
+def p_faster(ours: list[float], theirs: list[float]) -> tuple[float | None, str]:
+    """Tests whether our times are lower. Returns the p-value, or None, and the name of the test."""
+    if len(ours) + len(theirs) < 3:
+        return None, "no test: one run on each side"
+    if min(len(ours), len(theirs)) > 1:
+        equal_var = False
+        name = "Welch's t-test"
+    else:  # a single run has no spread of its own: assume that of the other side
+        equal_var = True
+        name = "Student's t-test, because one side has a single run"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # equal times
+        p = float(stats.ttest_ind(ours, theirs, equal_var=equal_var, alternative="less").pvalue)
+    if math.isnan(p):
+        return None, name
+    return p, name
+
+
 def compare(logs: list[Log], prior: list[Log], target: float) -> Comparison:
     """Both need a complete run."""
-    ours, theirs = (
-        [log.final.train_time_ms / 1000 for log in group if not log.incomplete]
-        for group in (logs, prior)
-    )
+    ours = final_times(logs)
     before = summarize(prior, target)
     saved = before.time_mean - statistics.fmean(ours)
-    # Welch's test needs the spread of both; a single run borrows the other side's (Student's test)
-    welch = min(len(ours), len(theirs)) > 1
-    p, test = None, "no test: one run on each side"
-    if len(ours) + len(theirs) > 2:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # equal times, for which p is nan or exact
-            p = float(stats.ttest_ind(ours, theirs, equal_var=not welch, alternative="less").pvalue)
-        p = None if math.isnan(p) else p
-        test = (
-            "Welch's t-test"
-            if welch
-            else "Student's t-test: a side with one run has no spread of its own"
-        )
+    p, test = p_faster(ours, final_times(prior))
     return Comparison(before, saved, saved / before.time_mean, p, test)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Rules
+
 def listed(values) -> str:
-    return " and ".join(str(v) if v not in ("", None) else "unknown" for v in values)
+    """"A and B"; values that are not known are called unknown."""
+    return " and ".join("unknown" if v in ("", None) else str(v) for v in values)
 
 
 def per_run(logs: list[Log], fault) -> list[str]:
-    """fault: log -> what is wrong with it, or "". A line for each different fault, with the runs that have it."""
+    """One line for each different fault, with the runs that have it. fault(log) is "" if there is none."""
     runs = {}
     for log in logs:
-        if what := fault(log):
+        what = fault(log)
+        if what:
             runs.setdefault(what, []).append(log.name)
-    return [
-        f"{'all runs' if len(names) == len(logs) > 1 else ', '.join(names)}: {what}"
-        for what, names in runs.items()
-    ]
+    lines = []
+    for what, names in runs.items():
+        who = ", ".join(names)
+        if len(names) == len(logs) > 1:
+            who = "all runs"
+        lines.append(f"{who}: {what}")
+    return lines
+
+
+def is_incomplete(log: Log) -> str:
+    return log.incomplete
+
+
+def is_forced(log: Log) -> str:
+    return "resumed by force (--resume_force)" if log.forced else ""
 
 
 def not_compiled(log: Log) -> str:
-    """Why a log's model was not compiled as a record's is; "" if it was, and for logs that do not say."""
+    """Why the model wasn't compiled as for a record. "" if it was, or if the log doesn't say."""
     if log.uncompiled:
         return 'trained without torch.compile ("model compiled: no" in the log, which says why)'
     other = [flags for flags in log.compiler_flags if flags not in COMPILER_FLAGS]
@@ -158,262 +184,311 @@ def not_compiled(log: Log) -> str:
     return ""
 
 
-def broken_rules(logs: list[Log]) -> list[str]:
-    """What the logs themselves show against the rules, a line each."""
-    reasons = per_run(logs, lambda log: log.incomplete)
-    reasons += per_run(logs, lambda log: "resumed by force (--resume_force)" if log.forced else "")
-    reasons += per_run(logs, not_compiled)
+def wrong_val_tokens(log: Log) -> str:
+    fixed = log.constants("val_tokens")
+    if log.track in ("", "fineweb"):
+        fixed = [FINEWEB_VAL_TOKENS]
+    if log.val_tokens is None:
+        return "the log doesn't say how many tokens the validation has"
+    if log.val_tokens in fixed:
+        return ""
+    wanted = " or ".join(f"{n:,}" for n in fixed) or "?"
+    return f"validated on {log.val_tokens:,} tokens instead of {wanted}"
 
-    sources = {}
+
+def out_of_bounds(log: Log) -> str:
+    found = []
+    for name, (low, high) in BOUNDS.get(log.track, {}).items():
+        value = log.hyperparameters.get(name)
+        if not isinstance(value, (int, float)) or not low <= value <= high:
+            found.append(f"{name} {value}, the track {log.track} has {low} or more")
+    max_ngram = log.hyperparameters.get("max_ngram", 1)  # an option until November 2026
+    if log.track == "mini" and max_ngram != 1:
+        found.append(f"max_ngram {max_ngram}, the track mini has no n-gram tables")
+    return "; ".join(found)
+
+
+def check_sources(logs: list[Log]) -> list[str]:
+    """All runs have one source, and it leaves the compiler's settings alone."""
+    reasons = []
+    first_log = {}
     for log in logs:
-        sources.setdefault(tuple(log.sources), log)
-    if len(sources) > 1:
-        first, other, *_ = sources.values()
+        first_log.setdefault(tuple(log.sources), log)
+    if len(first_log) > 1:
+        first, other, *_ = first_log.values()
         reasons.append(
-            f"{len(sources)} different sources, see `replay.py {first.path} --diff {other.path}`"
+            f"{len(first_log)} different sources, see `replay.py {first.path} --diff {other.path}`"
         )
-    for number, source in dict.fromkeys(
-        pair for several in sources for pair in enumerate(several, 1)
-    ):
+    numbered = {}  # each different source once, in order
+    for sources in first_log:
+        for number, source in enumerate(sources, 1):
+            numbered[number, source] = None
+    for number, source in numbered:
         where = f" of the log's source {number}" if number > 1 else ""
-        reasons += [f"not allowed: {what}{where}" for what in compiler_settings(source)]
+        for what in compiler_settings(source):
+            reasons.append(f"not allowed: {what}{where}")
+    return reasons
 
-    settings = [{k: v for k, v in log.hyperparameters.items() if k not in PER_RUN} for log in logs]
-    differ = sorted(
-        k for k in set().union(*settings) if any(s.get(k) != settings[0].get(k) for s in settings)
-    )
-    if differ:
-        reasons.append(f"the runs differ in their hyperparameters: {', '.join(differ)}")
 
-    hardware = list(dict.fromkeys(log.hardware for log in logs))
-    if len(hardware) > 1 or "" in hardware:
-        reasons.append(f"not all on the same, known hardware: {listed(hardware)}")
+def differing_hyperparameters(logs: list[Log]) -> list[str]:
+    names = set()
+    for log in logs:
+        names |= set(log.hyperparameters)
+    differ = []
+    for name in sorted(names - PER_RUN):
+        values = [log.hyperparameters.get(name) for log in logs]
+        if any(value != values[0] for value in values):
+            differ.append(name)
+    return differ
 
-    def wrong_val_tokens(log):
-        fixed = (
-            [FINEWEB_VAL_TOKENS] if log.track in ("", "fineweb") else log.constants("val_tokens")
-        )
-        if log.val_tokens is None:
-            return "does not say on how many tokens it validated"
-        if log.val_tokens in fixed:
-            return ""
-        return f"validated on {log.val_tokens:,} tokens, not on the fixed {' or '.join(f'{n:,}' for n in fixed) or '?'}"
 
-    reasons += per_run(logs, wrong_val_tokens)
-
-    def out_of_bounds(log):
-        found = []
-        for name, (low, high) in BOUNDS.get(log.track, {}).items():
-            value = log.hyperparameters.get(name)
-            if not isinstance(value, (int, float)) or not low <= value <= high:
-                found.append(f"{name} {value}, the track {log.track} has {low} or more")
-        if (
-            log.track == "mini" and log.hyperparameters.get("max_ngram", 1) != 1
-        ):  # an option until November 2026
-            found.append(
-                f"max_ngram {log.hyperparameters['max_ngram']}, the track mini has no n-gram tables"
-            )
-        return "; ".join(found)
-
-    reasons += per_run(logs, out_of_bounds)
-    numbers = {log.val_tokens for log in logs}
-    if len(numbers) > 1:
-        reasons.append(
-            f"validated on different numbers of tokens: {listed(sorted(numbers, key=str))}"
-        )
-
+def check_repeats(logs: list[Log]) -> list[str]:
+    """A log or a seed that is there twice counts once."""
+    reasons = []
     seen = {}
     for log in logs:
-        seed = str(log.hyperparameters.get("seed", ""))
-        for what, key in [("the same log as", log.digest()), ("the same seed as", seed)]:
-            if key and (earlier := seen.setdefault((what, key), log)) is not log:
+        keys = {
+            "the same log as": log.digest(),
+            "the same seed as": str(log.hyperparameters.get("seed", "")),
+        }
+        for what, key in keys.items():
+            if not key:
+                continue
+            earlier = seen.setdefault((what, key), log)
+            if earlier is not log:
                 reasons.append(f"{log.name}: {what} {earlier.name}; each run counts once")
                 break
     return reasons
 
 
+def broken_rules(logs: list[Log]) -> list[str]:
+    """The rules that the logs break, one line each."""
+    reasons = per_run(logs, is_incomplete)
+    reasons += per_run(logs, is_forced)
+    reasons += per_run(logs, not_compiled)
+    reasons += check_sources(logs)
+    differ = differing_hyperparameters(logs)
+    if differ:
+        reasons.append(f"the runs differ in their hyperparameters: {', '.join(differ)}")
+    hardware = list(dict.fromkeys(log.hardware for log in logs))
+    if len(hardware) > 1 or "" in hardware:
+        reasons.append(f"not all on the same, known hardware: {listed(hardware)}")
+    reasons += per_run(logs, wrong_val_tokens)
+    reasons += per_run(logs, out_of_bounds)
+    numbers = sorted({log.val_tokens for log in logs}, key=str)
+    if len(numbers) > 1:
+        reasons.append(f"validated on different numbers of tokens: {listed(numbers)}")
+    return reasons + check_repeats(logs)
+
+
+def judge_losses(summary: Summary, target: float) -> list[str]:
+    """Why the losses don't show that the target is met."""
+    if summary.n == 0:
+        return []
+    if summary.n == 1:
+        return [
+            "one complete run has no p-value; make more, or use --same-ml if only its speed changed"
+        ]
+    if summary.loss_std == 0:
+        return ["all runs end at the same loss: no spread, no p-value; make more runs"]
+    if not summary.p_value < P_VALUE:
+        return [
+            f"the mean loss is not below {target:g} at p < {P_VALUE:g}: p = {summary.p_value:.2g}"
+        ]
+    return []
+
+
+def judge_prior(logs: list[Log], prior: list[Log]) -> list[str]:
+    """Why the prior record can't be compared with."""
+    reasons = []
+    tracks = sorted({log.track for log in logs} | {log.track for log in prior})
+    if len(tracks) > 1:
+        reasons.append(f"the prior record is of another track: {listed(tracks)}")
+    ours = {log.hardware for log in logs}
+    hardware = sorted(ours | {log.hardware for log in prior})
+    if len(hardware) > 1 and len(ours) == 1:
+        reasons.append(f"the prior record ran on other hardware: {listed(hardware)}; rerun it here")
+    for fault in per_run(prior, is_incomplete):
+        reasons.append(f"prior record, {fault}")
+    return reasons
+
+
+def judge_times(comparison: Comparison) -> list[str]:
+    p = comparison.p_value
+    if not comparison.saved > 0:
+        return [f"not faster than the prior record: {-comparison.saved:.3f} s slower"]
+    if p is not None and not p < P_VALUE:
+        return [f"not faster than the prior record at p < {P_VALUE:g}: p = {p:.2g}"]
+    return []
+
+
 def judge(
-    logs: list[Log], target: float | None = None, prior: list[Log] = (), same_ml: bool = False
+    logs: list[Log],
+    target: float | None = None,
+    prior: list[Log] = (),
+    same_ml: bool = False,
 ) -> Verdict:
-    """`logs` holds at least one; `prior`, if any, is the record to beat. target None: the one in the logs."""
+    """Judges one log or more. `prior` is the record to beat. Without a target, the one in the logs counts."""
     reasons = broken_rules(logs)
     targets = list(dict.fromkeys(log.target for log in logs))
-    if target is None and len(targets) > 1:
-        reasons.append(f"the runs race to different targets: {listed(targets)}")
-    assumed = target is None and not all("target_val_loss" in log.hyperparameters for log in logs)
-    target = targets[0] if target is None else target
-    verdict = Verdict(target, same_ml, summarize(logs, target), assumed, reasons=reasons)
-    ours = verdict.summary
-    if ours.n and not same_ml:
-        if ours.n < 2:
-            reasons.append(
-                "one complete run has no p-value; make more, or use --same-ml if only its speed changed"
-            )
-        elif ours.loss_std == 0:
-            reasons.append("all runs end at the same loss: no spread, no p-value; make more runs")
-        elif not ours.p_value < P_VALUE:
-            reasons.append(
-                f"the mean loss is not below {target:g} at p < {P_VALUE:g}: p = {ours.p_value:.2g}"
-            )
+    assumed = False
+    if target is None:
+        target = targets[0]
+        assumed = not all("target_val_loss" in log.hyperparameters for log in logs)
+        if len(targets) > 1:
+            reasons.append(f"the runs have different targets: {listed(targets)}")
+    summary = summarize(logs, target)
+    verdict = Verdict(target, same_ml, summary, assumed, reasons=reasons)
+    if not same_ml:
+        reasons += judge_losses(summary, target)
     if prior:
-        tracks, hardware = (
-            {getattr(log, name) for log in (*logs, *prior)} for name in ("track", "hardware")
-        )
-        if len(tracks) > 1:
-            reasons.append(f"the prior record is of another track: {listed(sorted(tracks))}")
-        if len(hardware) > 1 and len({log.hardware for log in logs}) == 1:
-            reasons.append(
-                f"the prior record ran on other hardware: {listed(sorted(hardware))}; rerun it here"
-            )
-        reasons += [
-            f"prior record, {fault}" for fault in per_run(prior, lambda log: log.incomplete)
-        ]
-        if ours.n and any(not log.incomplete for log in prior):
-            verdict.comparison = c = compare(logs, prior, target)
-            if not c.saved > 0:
-                reasons.append(f"not faster than the prior record: {-c.saved:.3f} s slower")
-            elif c.p_value is not None and not c.p_value < P_VALUE:
-                reasons.append(
-                    f"not faster than the prior record at p < {P_VALUE:g}: p = {c.p_value:.2g}"
-                )
+        reasons += judge_prior(logs, prior)
+        if final_times(logs) and final_times(prior):
+            verdict.comparison = compare(logs, prior, target)
+            reasons += judge_times(verdict.comparison)
     return verdict
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Tables
+
 COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "on", "complete")
+LEFT_ALIGNED = ("log", "on", "complete")
+
+
+def table_row(log: Log, letter: str) -> tuple[str, ...]:
+    """The texts of a log's row, in the order of COLUMNS."""
+    loss = time = step_avg = "-"
+    if log.validations:
+        last = log.validations[-1]
+        loss = f"{last.val_loss:.4f}"
+        time = f"{last.train_time_ms / 1000:.3f} s"
+        if math.isfinite(last.step_avg_ms):
+            step_avg = f"{last.step_avg_ms:.2f} ms"
+    steps = f"{log.last_step}/{log.num_steps}"
+    return (log.name, loss, time, steps, step_avg, letter, log.incomplete or "yes")
 
 
 def table_rows(logs: list[Log]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """-> (a row of texts for each log in the order of COLUMNS, the machines that the letters in "on" stand for)"""
-    machines = {}
+    """The rows, and the machines that the letters in "on" stand for."""
+    letters = {}
     rows = []
     for log in logs:
-        last = log.validations[-1] if log.validations else None
-        letter = machines.setdefault((log.hardware, log.torch), chr(ord("A") + len(machines) % 26))
-        rows.append(
-            (
-                log.name,
-                f"{last.val_loss:.4f}" if last else "-",
-                f"{last.train_time_ms / 1000:.3f} s" if last else "-",
-                f"{log.last_step}/{log.num_steps}",
-                f"{last.step_avg_ms:.2f} ms" if last and math.isfinite(last.step_avg_ms) else "-",
-                letter,
-                log.incomplete or "yes",
-            )
+        next_letter = chr(ord("A") + len(letters) % 26)
+        letter = letters.setdefault((log.hardware, log.torch), next_letter)
+        rows.append(table_row(log, letter))
+    machines = []
+    for (hardware, torch), letter in letters.items():
+        machines.append(
+            f"{letter}: {hardware or 'unknown hardware'}, PyTorch {torch or 'unknown'}"
         )
-    return rows, [
-        f"{letter}: {hardware or 'unknown hardware'}, PyTorch {torch or 'unknown'}"
-        for (hardware, torch), letter in machines.items()
-    ]
+    return rows, machines
 
 
 def print_table(logs: list[Log]) -> None:
     rows, machines = table_rows(logs)
-    rows = [(row[0] if len(row[0]) <= 20 else row[0][:19] + "~", *row[1:]) for row in rows]
-    widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
-    for row in (COLUMNS, *rows):
-        cells = [
-            text.ljust(w) if i in (0, 5, 6) else text.rjust(w)
-            for i, (text, w) in enumerate(zip(row, widths))
-        ]
+    table = [COLUMNS]
+    for name, *others in rows:
+        if len(name) > 20:
+            name = name[:19] + "~"
+        table.append((name, *others))
+    columns = list(zip(*table))
+    widths = [max(len(text) for text in column) for column in columns]
+    for row in table:
+        cells = []
+        for name, text, width in zip(COLUMNS, row, widths):
+            cells.append(text.ljust(width) if name in LEFT_ALIGNED else text.rjust(width))
         print("  ".join(cells).rstrip())
     print(*machines, sep="\n")
 
 
 def p_text(p: float | None) -> str:
-    return "-" if p is None else f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
+    if p is None:
+        return "-"
+    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
 
 
 def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
-    """-> (what, value) pairs of text"""
-    s, c = verdict.summary, verdict.comparison
+    """Pairs of a name and a value, both texts."""
+    s = verdict.summary
     if s.n == 0:
         return [("runs", "0 complete")]
-    spread = f", standard deviation {s.loss_std:.4f}" if s.n > 1 else ""
-    lines = [
-        ("runs", f"{s.n} complete"),
-        ("val_loss", f"mean {s.loss_mean:.4f}{spread}"),
-        (
-            "p-value",
-            f"{p_text(s.p_value)} (one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g})",
-        ),
-        (
-            "time",
-            f"mean {s.time_mean:.3f} s"
-            + (
-                ""
-                if s.time_interval is None
-                else f", {CONFIDENCE:.0%} confidence {s.time_interval[0]:.3f} to {s.time_interval[1]:.3f} s"
-            ),
-        ),
-    ]
+    loss = f"mean {s.loss_mean:.4f}"
+    if s.n > 1:
+        loss += f", standard deviation {s.loss_std:.4f}"
+    p = p_text(s.p_value)
     if verdict.same_ml:
-        lines[2] = (
-            "p-value",
-            f"waived (--same-ml): the prior record's losses stand; measured {p_text(s.p_value)}",
-        )
+        p_value = f"waived (--same-ml): the prior record's losses count; measured {p}"
+    else:
+        p_value = f"{p} (one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g})"
+    time = f"mean {s.time_mean:.3f} s"
+    if s.time_interval is not None:
+        low, high = s.time_interval
+        time += f", {CONFIDENCE:.0%} confidence {low:.3f} to {high:.3f} s"
+
+    lines = [("runs", f"{s.n} complete"), ("val_loss", loss)]
     if verdict.target_assumed:
-        lines.insert(
-            2,
-            (
-                "target",
-                f"{verdict.target:g} assumed, as the logs state none: give theirs with --target",
-            ),
-        )
+        target = f"{verdict.target:g} assumed; the logs name none, so give it with --target"
+        lines.append(("target", target))
+    lines += [("p-value", p_value), ("time", time)]
+    c = verdict.comparison
     if c:
-        lines += [
-            (
-                "prior",
-                f"mean {c.prior.time_mean:.3f} s, {c.prior.n} run{'s' if c.prior.n > 1 else ''}",
-            ),
-            (
-                "saved",
-                f"{c.saved:.3f} s ({c.saved_fraction:.2%}), p {p_text(c.p_value)} ({c.test})",
-            ),
-        ]
+        runs = "run" if c.prior.n == 1 else "runs"
+        lines.append(("prior", f"mean {c.prior.time_mean:.3f} s, {c.prior.n} {runs}"))
+        saved = f"{c.saved:.3f} s ({c.saved_fraction:.2%}), p {p_text(c.p_value)} ({c.test})"
+        lines.append(("saved", saved))
     return lines
 
 
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
+# Command line
+
+def without_nan(value):
+    """JSON has no nan: such numbers become null."""
+    if isinstance(value, dict):
+        return {k: without_nan(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def as_json(logs: list[Log], verdict: Verdict | None, errors: list[str]) -> str:
-    def finite(x):  # JSON has no nan
-        if isinstance(x, dict):
-            return {k: finite(v) for k, v in x.items()}
-        if isinstance(x, (list, tuple)):
-            return [finite(v) for v in x]
-        return None if isinstance(x, float) and not math.isfinite(x) else x
-
-    shown = [
-        dict(
-            path=str(log.path),
-            final=asdict(log.final) if log.final else None,
-            last_step=log.last_step,
-            num_steps=log.num_steps,
-            hardware=log.hardware,
-            torch=log.torch,
-            track=log.track,
-            val_tokens=log.val_tokens,
-            peak_memory_mib=log.peak_memory_mib,
-            incomplete=log.incomplete,
-        )
-        for log in logs
-    ]
-    valid = bool(verdict) and not verdict.reasons and not errors
-    return json.dumps(
-        finite(
-            dict(valid=valid, errors=errors, logs=shown, **(asdict(verdict) if verdict else {}))
-        ),
-        indent=2,
-        allow_nan=False,
+    names = (
+        "last_step",
+        "num_steps",
+        "hardware",
+        "torch",
+        "track",
+        "val_tokens",
+        "peak_memory_mib",
+        "incomplete",
     )
+    shown = []
+    for log in logs:
+        row = {"path": str(log.path), "final": asdict(log.final) if log.final else None}
+        for name in names:
+            row[name] = getattr(log, name)
+        shown.append(row)
+    valid = bool(verdict) and not verdict.reasons and not errors
+    answer = {"valid": valid, "errors": errors, "logs": shown}
+    if verdict:
+        answer |= asdict(verdict)
+    return json.dumps(without_nan(answer), indent=2, allow_nan=False)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="verify.py", description=__doc__.strip().split("\n")[0])
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="verify.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG_OR_FOLDER")
     parser.add_argument(
-        "--target", type=float, help="loss to stay below (default: the logs', else 3.28)"
+        "--target",
+        type=float,
+        help="loss to stay below (default: that of the logs, else 3.28)",
     )
     parser.add_argument(
         "--against",
@@ -428,32 +503,45 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="only the speed changed: waive the p-value; needs --against",
     )
-    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(argv)
     if args.same_ml and not args.against:
-        parser.error("--same-ml needs --against: the record whose losses stand for these runs")
+        parser.error("--same-ml needs --against, the record whose losses count for these runs")
     if args.target is not None and not math.isfinite(args.target):
         parser.error(f"--target {args.target}: must be a finite number")
+    return args
 
+
+def print_verdict(verdict: Verdict, valid: bool) -> None:
+    print()
+    for what, value in summary_lines(verdict):
+        print(f"{what:<9} {value}")
+    print("\nvalid" if valid else "\nNOT VALID")
+    for reason in verdict.reasons:
+        print(f"- {reason}")
+
+
+def main(argv: list[str]) -> int:
+    args = parse_arguments(argv)
     logs, errors = read_logs(args.logs)
     prior, prior_errors = read_logs(args.against)
     errors += prior_errors
-    verdict = judge(logs, args.target, prior, args.same_ml) if logs and not prior_errors else None
+    verdict = None
+    if logs and not prior_errors:
+        verdict = judge(logs, args.target, prior, args.same_ml)
     if args.json:
         print(as_json(logs, verdict, errors))
-    elif logs:
-        print_table(logs)
-    if verdict and not args.json:
-        print()
-        for what, value in summary_lines(verdict):
-            print(f"{what:<9} {value}")
-        print("\nNOT VALID" if verdict.reasons or errors else "\nvalid")
-        for reason in verdict.reasons:
-            print(f"- {reason}")
+    else:
+        if logs:
+            print_table(logs)
+        if verdict:
+            print_verdict(verdict, valid=not verdict.reasons and not errors)
     sys.stdout.flush()
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
-    return 2 if errors else 1 if verdict.reasons else 0
+    if errors:
+        return 2
+    return 1 if verdict.reasons else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import idea_pages
 import compare_sources
-from log_parsing import LogError
+from log_parsing import LogError, UsageError
 from train_gpt import TRACKS
 from util import SCRIPT, random_tokens, run_forked, write_shard
 
@@ -108,12 +108,11 @@ def test_page_says_what_was_measured(folder, tmp_path):
         "not seen",
     ]
     # of the two ways to do without the part "gelu", the better one, d, is not seen
-    assert (
-        "Measured are 4 of 4 changes" in text and "**helps too: 1, not seen: 1, hurts: 1**" in text
-    )
+    assert "\n4 of 4 changes to the recipe were measured" in text
+    assert "**helps too: 1, not seen: 1, hurts: 1**" in text
     assert "/a/b.txt" not in (folder / "a" / "result.json").read_text()
     (folder / "NOTES.md").write_text("By hand.\n")
-    assert "\n\nBy hand.\n\n| part |" in idea_pages.page(folder)
+    assert "\n\nBy hand.\n\n## Parts of the recipe\n\n| part |" in idea_pages.page(folder)
 
 
 @pytest.mark.parametrize(
@@ -151,30 +150,29 @@ def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path
         effect("d", 0.03, 1e-5),
     )
     idea_pages.keep(found, folder)
-    recipe, later = idea_pages.page(folder).split("## What the field found later, put in")
-    assert (
-        "Measured are 1 of 2 changes" in recipe
-        and "| 0.0040 |" in recipe
-        and "(ideas/c/)" not in recipe
-    )
-    assert "| 0.0040 |" in later and "| 2.0e-05 |" in later and "(ideas/a/)" not in later
+    recipe, later = idea_pages.page(folder).split("## Later ideas\n")
+    assert "1 of 2 changes" in recipe
+    assert "| 0.0040 |" in recipe
+    assert "(ideas/c/)" not in recipe
+    assert "| 0.0040 |" in later
+    assert "| 2.0e-05 |" in later
+    assert "(ideas/a/)" not in later
     assert [
         line.split(" | ")[8].strip(" |") for line in later.splitlines() if "(ideas/" in line
     ] == ["agrees", "disagrees"]
-    assert "- **c** (section 4, `GPT`): gates." in later.split("## The later ideas")[1]
+    assert "- **c** (section 4, `GPT`): gates." in later.split("## What the later ideas do")[1]
     (folder / "d" / "idea.json").write_text(
         json.dumps(META | dict(part="d", adds=True, later=True, muon=True, entered="muon_d"))
     )
-    later, muon = (
-        idea_pages.page(folder)
-        .split("## What the field found later, put in")[1]
-        .split("## Muon's variants, put in")
-    )
-    assert "| 0.0040 |" in later and "(ideas/d/)" not in later  # now the only one of its table
-    assert (
-        "On in the track since: none." in later and "On in the track since: d (`muon_d`)." in muon
-    )
-    assert "| 1.0e-05 |" in muon and "(ideas/c/)" not in muon and "- **d** (section" in muon
+    text = idea_pages.page(folder)
+    later, muon = text.split("## Later ideas\n")[1].split("## Later ideas about Muon\n")
+    assert "| 0.0040 |" in later  # now the only one of its table
+    assert "(ideas/d/)" not in later
+    assert "In use on the track since then: none." in later
+    assert "In use on the track since then: d (`muon_d`)." in muon
+    assert "| 1.0e-05 |" in muon
+    assert "(ideas/c/)" not in muon
+    assert "- **d** (section" in muon
 
 
 def test_another_size_has_a_table_of_its_own(folder, tmp_path):
@@ -186,22 +184,22 @@ def test_another_size_has_a_table_of_its_own(folder, tmp_path):
     idea_pages.keep(
         answer(tmp_path / "answer.json", *wide, effect("c", 0.1, 0.3)), folder, "wide"
     )  # c: not at the track's
-    rest, table = idea_pages.page(folder).split("## What carries over")
+    rest, table = idea_pages.page(folder).split("## Other sizes")
     assert before.startswith(rest) and rest != before  # the other tables stay as they are
     rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines() if "(ideas/" in line]
     assert [row[3:] for row in sorted(rows)] == [
-        ["5", "+0.0300 (+0.0150 to +0.0450)", "1.500", "0.0123", "holds"],
-        ["5", "-0.0200 (-0.0300 to -0.0100)", "0.900", "0.3000", "turns"],
+        ["5", "+0.0300 (+0.0150 to +0.0450)", "1.500", "0.0123", "same"],
+        ["5", "-0.0200 (-0.0300 to -0.0100)", "0.900", "0.3000", "opposite"],
     ]
 
 
 def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
-    with pytest.raises(LogError, match="e: no .*idea.json"):
+    with pytest.raises(LogError, match="e: .*idea.json is missing"):
         idea_pages.keep(answer(tmp_path / "answer.json", effect("e", 0.02, 1e-4)), folder)
     (folder / "a" / "idea.json").write_text(
         json.dumps({k: v for k, v in META.items() if k != "options"})
     )
-    with pytest.raises(LogError, match="wants options, or idea.patch"):
+    with pytest.raises(LogError, match="needs options, or an idea.patch"):
         idea_pages.page(folder)
     (folder / "a" / "idea.json").write_text(json.dumps(META | dict(does="")))
     with pytest.raises(LogError, match="does is missing"):
@@ -251,10 +249,9 @@ def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
         json.dumps(META | dict(current=False))
     )  # its patch need not apply any more
     assert idea_pages.as_idea("a", idea_pages.read_ideas(folder)["a"]) == "a=--seed 1"
-    assert (folder / "a" / "wide.json").exists() and "What carries over" in (
-        tmp_path / "IDEAS.md"
-    ).read_text()
-    with pytest.raises(LogError, match="e: no such idea"):
+    assert (folder / "a" / "wide.json").exists()
+    assert "## Other sizes" in (tmp_path / "IDEAS.md").read_text()
+    with pytest.raises(UsageError, match="e: no such idea"):
         idea_pages.main(["--measure", "e", "--folder", str(folder)])
     with pytest.raises(SystemExit):
         idea_pages.main(["--runs", "8", "--folder", str(folder)])
