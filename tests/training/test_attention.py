@@ -1,4 +1,4 @@
-"""Rotary embedding, block masks and attention against dense float64 definitions."""
+"""Rotary embedding, block masks and attention, against dense definitions in float64."""
 
 import math
 
@@ -23,32 +23,54 @@ def random_input(num_seqs, length, eot_every, seed):
     """Tokens (B, S) with an end-of-text every `eot_every` tokens on average."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, EOT, (num_seqs, length), generator=g, dtype=torch.int32)
-    tokens[torch.rand(num_seqs, length, generator=g) < 1 / eot_every] = EOT
+    is_end = torch.rand(num_seqs, length, generator=g) < 1 / eot_every
+    tokens[is_end] = EOT
     return tokens
 
 
 def dense_mask(tokens, window_blocks):
-    """(T, T) by the definition, pair by pair over the concatenated sequences: True where the query sees the key."""
+    """The definition, pair by pair: (T, T), True where the query sees the key. T runs over all sequences."""
     num_seqs, length = tokens.shape
     pos = torch.arange(num_seqs * length)
     seq = pos // length
-    eots = (tokens == EOT).flatten().cumsum(0)  # up to and including the position
-    q, k = pos[:, None], pos[None, :]
-    return (
-        (k <= q) & (eots[q] == eots[k]) & (seq[q] == seq[k]) & (q // 128 - k // 128 < window_blocks)
-    )
+    block = pos // 128
+    doc = (tokens == EOT).flatten().cumsum(0)  # ends of text up to and including the position
+    q = pos[:, None]
+    k = pos[None, :]
+    causal = k <= q
+    same_document = doc[q] == doc[k]
+    same_sequence = seq[q] == seq[k]
+    in_window = block[q] - block[k] < window_blocks
+    return causal & same_document & same_sequence & in_window
 
 
 def dense_attention(q, k, v, mask, scale):
-    """softmax(q k^T scale + mask) v for (1, T, H, D) tensors, in their own type."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    """softmax(q k^T scale + mask) v for (1, T, H, D) tensors, in their own dtype."""
+    q = q.transpose(1, 2)  # (1, H, T, D)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    scores = q @ k.transpose(-1, -2) * scale
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2)
 
 
-def qkv(length, heads, dim, seed, dtype=torch.float32):
+def qkv(length, heads, dim, seed):
+    """Three tensors (1, T, H, D)."""
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(1, length, heads, dim, generator=g).to(dtype) for _ in range(3)]
+    return [torch.randn(1, length, heads, dim, generator=g) for _ in range(3)]
+
+
+def make_mask(tokens, window, span=None):
+    docs = document_ids(tokens, EOT)
+    return portable_mask(docs, blocks(window), span or window)
+
+
+def double_attention(q, k, v, mask, scale):
+    return dense_attention(q.double(), k.double(), v.double(), mask, scale)
+
+
+def assert_close(got, want, rtol, atol):
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
 # (sequences, tokens each, mean document length, window in blocks): one block, windows beyond the sequence,
@@ -83,60 +105,93 @@ def test_document_ids(case):
     starts = tokens == EOT
     starts[:, 0] = True
     step = torch.diff(docs.long())
-    assert ((step > 0) == starts.flatten()[1:]).all() and (step >= 0).all()
+    assert (step >= 0).all()
+    assert torch.equal(step > 0, starts.flatten()[1:])
+
+
+def tiles(num_blocks, indices):
+    """The (query positions, key positions) of all listed blocks, (128,) each. No block may be listed twice."""
+    counts = num_blocks.flatten().tolist()
+    rows = indices.flatten(0, -3)[0]
+    found = []
+    for q_block, count in enumerate(counts):
+        k_blocks = rows[q_block, :count].tolist()
+        assert len(set(k_blocks)) == len(k_blocks)
+        q = torch.arange(128) + 128 * q_block
+        for k_block in k_blocks:
+            k = torch.arange(128) + 128 * k_block
+            found.append((q, k))
+    return found
+
+
+def mask_of_tile(mask_mod, q, k):
+    """What the mask function says, (128, 128)."""
+    zero = torch.tensor(0)
+
+    def row(i):
+        return torch.vmap(lambda j: mask_mod(zero, zero, i, j))(k)
+
+    return torch.vmap(row)(q)
+
+
+def read_block_mask(bm, total):
+    """The (T, T) mask that a BlockMask describes."""
+    got = torch.zeros(total, total, dtype=torch.bool)
+    for q, k in tiles(bm.kv_num_blocks, bm.kv_indices):  # the mask function decides
+        got[q[:, None], k] = mask_of_tile(bm.mask_mod, q, k)
+    for q, k in tiles(bm.full_kv_num_blocks, bm.full_kv_indices):  # all pairs are visible
+        assert not got[q[:, None], k].any(), "a block is both partial and full"
+        got[q[:, None], k] = True
+    return got
+
+
+def flex_case(case):
+    """The (T, T) mask by the definition, and our BlockMask."""
+    num_seqs, length, every, window = case
+    tokens = random_input(num_seqs, length, every, seed=2)
+    dense = dense_mask(tokens, window)
+    docs = document_ids(tokens, EOT)
+    return dense, flex_block_mask(docs, blocks(window))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_flex_block_mask(case):
-    num_seqs, length, every, window = case
-    tokens = random_input(num_seqs, length, every, seed=2)
-    total = num_seqs * length
-    want = dense_mask(tokens, window)
-    bm = flex_block_mask(document_ids(tokens, EOT), blocks(window))
-    assert tuple(bm.BLOCK_SIZE) == (128, 128)
-    got = torch.zeros(total, total, dtype=torch.bool)
-    pos = torch.arange(total)
+    want, bm = flex_case(case)
+    total = len(want)
     n = total // 128
+    assert tuple(bm.BLOCK_SIZE) == (128, 128)
+    assert bm.kv_num_blocks.numel() == bm.full_kv_num_blocks.numel() == n
+    assert torch.equal(read_block_mask(bm, total), want)
+    # Blocks that are entirely visible are full, so the fast path is taken
+    tiled = want.view(n, 128, n, 128).transpose(1, 2)
+    entirely = tiled.flatten(2).all(-1)
+    assert bm.full_kv_num_blocks.sum() == entirely.sum()
+    for indices in (bm.kv_indices, bm.q_indices, bm.full_kv_indices, bm.full_q_indices):
+        assert indices.min() >= 0
+        assert indices.max() < n
 
-    def tiles(num, indices):
-        assert num.numel() == n
-        for qb in range(n):
-            chosen = indices.flatten(0, -3)[0, qb, : int(num.flatten()[qb])].tolist()
-            assert len(set(chosen)) == len(chosen)
-            yield from ((pos[qb * 128 :][:128], pos[kb * 128 :][:128]) for kb in chosen)
 
-    zero = torch.tensor(0)
-    for q, k in tiles(bm.kv_num_blocks, bm.kv_indices):  # partial blocks: the mask function decides
-        assert not got[q[0], k].any()
-        tile = torch.vmap(lambda i: torch.vmap(lambda j: bm.mask_mod(zero, zero, i, j))(k))(q)
-        got[q[:, None], k] = tile
-    for q, k in tiles(
-        bm.full_kv_num_blocks, bm.full_kv_indices
-    ):  # full blocks: no function is asked
-        assert not got[q[:, None], k].any(), "a block is both partial and full"
-        got[q[:, None], k] = True
-    assert torch.equal(got, want)
-    # A block that is seen entirely is a full one: the cheap path is really taken.
-    tiled = want.view(n, 128, n, 128).transpose(1, 2).flatten(2).all(-1)
-    assert int(bm.full_kv_num_blocks.sum()) == int(tiled.sum())
-    # The lists of queries, for the backward pass, are those that the library makes of the lists of keys.
+@pytest.mark.parametrize("case", CASES)
+def test_flex_block_mask_for_backward(case):
+    """The lists of queries are those that PyTorch makes of the lists of keys."""
+    _, bm = flex_case(case)
     theirs = BlockMask.from_kv_blocks(
-        bm.kv_num_blocks, bm.kv_indices, bm.full_kv_num_blocks, bm.full_kv_indices
+        bm.kv_num_blocks,
+        bm.kv_indices,
+        bm.full_kv_num_blocks,
+        bm.full_kv_indices,
     )
     for kind in ("q", "full_q"):
-        counts, order = getattr(bm, f"{kind}_num_blocks"), getattr(bm, f"{kind}_indices")
-        assert (
-            torch.equal(counts, getattr(theirs, f"{kind}_num_blocks"))
-            and order.dtype == torch.int32
-        )
+        counts = getattr(bm, f"{kind}_num_blocks")
+        their_counts = getattr(theirs, f"{kind}_num_blocks")
+        assert torch.equal(counts, their_counts)
+        order = getattr(bm, f"{kind}_indices")
+        their_order = getattr(theirs, f"{kind}_indices")
+        assert order.dtype == torch.int32
         for k, count in enumerate(counts.flatten().tolist()):
-            assert torch.equal(
-                order[0, 0, k, :count], getattr(theirs, f"{kind}_indices")[0, 0, k, :count]
-            )
-    assert all(
-        0 <= int(x.min()) and int(x.max()) < n
-        for x in (bm.kv_indices, bm.q_indices, bm.full_kv_indices, bm.full_q_indices)
-    ), "an index beyond the blocks"
+            row = order[0, 0, k]
+            their_row = their_order[0, 0, k]
+            assert torch.equal(row[:count], their_row[:count])
 
 
 @pytest.mark.parametrize("extra_span", [0, 2])
@@ -144,15 +199,22 @@ def test_flex_block_mask(case):
 def test_portable_mask(case, extra_span):
     num_seqs, length, every, window = case
     tokens = random_input(num_seqs, length, every, seed=3)
-    total, span = num_seqs * length, window + extra_span
-    mask = portable_mask(document_ids(tokens, EOT), blocks(window), span)
-    assert mask.shape == (total // 128, 1, 128, span * 128) and mask.dtype == torch.bool
+    total = num_seqs * length
+    span = window + extra_span
+    mask = make_mask(tokens, window, span)
+    assert mask.shape == (total // 128, 1, 128, span * 128)
+    assert mask.dtype == torch.bool
     got = torch.zeros(total, total, dtype=torch.bool)
     for b in range(total // 128):
-        key = (b - span + 1) * 128 + torch.arange(span * 128)
+        first_key = (b - span + 1) * 128
+        key = first_key + torch.arange(span * 128)
         inside = (key >= 0) & (key < total)
-        assert not mask[b, 0][:, ~inside].any()
-        got[b * 128 : (b + 1) * 128, key[inside]] = mask[b, 0][:, inside]
+        visible = mask[b, 0]
+        outside = visible[:, ~inside]
+        assert not outside.any()
+        first = b * 128
+        rows = slice(first, first + 128)
+        got[rows, key[inside]] = visible[:, inside]
     assert torch.equal(got, dense_mask(tokens, window))
 
 
@@ -162,40 +224,43 @@ def test_portable_attention_forward_and_backward(case):
     tokens = random_input(num_seqs, length, every, seed=4)
     total = num_seqs * length
     inputs = [x.requires_grad_() for x in qkv(total, 2, 16, seed=5)]
-    mask = portable_mask(document_ids(tokens, EOT), blocks(window), window + total % 3)
+    span = window + total % 3
+    mask = make_mask(tokens, window, span)
     out = attention(*inputs, mask, 0.12)
-    assert out.shape == inputs[0].shape and out.dtype == inputs[0].dtype
+    assert out.shape == inputs[0].shape
+    assert out.dtype == inputs[0].dtype
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    want = dense_attention(*exact, dense_mask(tokens, window), 0.12)
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    dense = dense_mask(tokens, window)
+    want = dense_attention(*exact, dense, 0.12)
+    assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
     grad = torch.randn(out.shape)
-    out.backward(grad), want.backward(grad.double())
+    out.backward(grad)
+    want.backward(grad.double())
     for x, e in zip(inputs, exact):
-        torch.testing.assert_close(x.grad.double(), e.grad, rtol=1e-4, atol=2e-5)
+        assert_close(x.grad.double(), e.grad, rtol=1e-4, atol=2e-5)
 
 
 def test_a_large_scale_is_applied_before_the_softmax():
     tokens = random_input(1, 256, 50, seed=6)
     q, k, v = qkv(256, 1, 8, seed=7)
-    mask = portable_mask(document_ids(tokens, EOT), blocks(2), 2)
-    want = dense_attention(q.double(), k.double(), v.double(), dense_mask(tokens, 2), 3.0)
-    torch.testing.assert_close(attention(q, k, v, mask, 3.0).double(), want, rtol=1e-4, atol=1e-4)
+    mask = make_mask(tokens, 2)
+    got = attention(q, k, v, mask, 3.0)
+    dense = dense_mask(tokens, 2)
+    want = double_attention(q, k, v, dense, 3.0)
+    assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
 def test_sequences_in_one_pass_do_not_see_each_other():
     tokens = random_input(4, 256, 80, seed=8)
     q, k, v = qkv(1024, 2, 16, seed=9)
-    together = attention(q, k, v, portable_mask(document_ids(tokens, EOT), blocks(2), 3), 0.12)
+    mask = make_mask(tokens, 2, 3)
+    together = attention(q, k, v, mask, 0.12)
     for i in range(4):
-        part = slice(256 * i, 256 * (i + 1))
-        alone = attention(
-            q[:, part],
-            k[:, part],
-            v[:, part],
-            portable_mask(document_ids(tokens[i : i + 1], EOT), blocks(2), 3),
-            0.12,
-        )
-        torch.testing.assert_close(together[:, part], alone, rtol=1e-5, atol=1e-6)
+        first = 256 * i
+        part = slice(first, first + 256)
+        mask = make_mask(tokens[i : i + 1], 2, 3)
+        alone = attention(q[:, part], k[:, part], v[:, part], mask, 0.12)
+        assert_close(together[:, part], alone, rtol=1e-5, atol=1e-6)
 
 
 class Largest(TorchDispatchMode):
@@ -205,7 +270,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else [out]:
+        outputs = out if isinstance(out, (tuple, list)) else [out]
+        for t in outputs:
             if torch.is_tensor(t):
                 self.numel = max(self.numel, t.numel())
         return out
@@ -216,38 +282,40 @@ def test_portable_attention_is_linear_in_length():
     for total in (2048, 4096):
         tokens = random_input(1, total, 500, seed=10)
         inputs = [x.requires_grad_() for x in qkv(total, 1, 16, seed=11)]
-        # the counter knows the flops of matmuls, not of the CPU's fused attention
-        with (
-            Largest() as largest,
-            FlopCounterMode(display=False) as counter,
-            sdpa_kernel(SDPBackend.MATH),
-        ):
-            mask = portable_mask(document_ids(tokens, EOT), blocks(2), 2)
-            attention(*inputs, mask, 0.12).sum().backward()
-        assert largest.numel <= 2 * total * 2 * 128 < total * total
+        counter = FlopCounterMode(display=False)
+        # The counter doesn't know the fused attention of CPUs
+        with Largest() as largest, counter, sdpa_kernel(SDPBackend.MATH):
+            mask = make_mask(tokens, 2)
+            out = attention(*inputs, mask, 0.12)
+            out.sum().backward()
+        assert largest.numel <= 2 * total * 2 * 128
+        assert largest.numel < total * total
         flops.append(counter.get_total_flops())
-    assert flops[0] > 0 and flops[1] == 2 * flops[0]
+    assert flops[0] > 0
+    assert flops[1] == 2 * flops[0]
 
 
 @torch._dynamo.config.patch(disable=False)  # FlexAttention needs the tracer even in eager code
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_portable_equals_flex_attention_forward():
-    """FlexAttention's own forward, its block mask built by PyTorch from the definition."""
-    for seed, (num_seqs, length, every, window) in enumerate(CASES[2:5] + CASES[7:9]):
-        tokens = random_input(num_seqs, length, every, seed)
-        total = num_seqs * length
-        dense = dense_mask(tokens, window)
-        bm = create_block_mask(
-            lambda b, h, q, k: dense[q, k], None, None, total, total, device="cpu"
-        )
-        q, k, v = qkv(total, 2, 32, seed)
-        want = flex_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), block_mask=bm, scale=0.12
-        ).transpose(1, 2)
-        got = attention(
-            q, k, v, portable_mask(document_ids(tokens, EOT), blocks(window), window), 0.12
-        )
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("case", CASES[2:5] + CASES[7:9])
+def test_portable_equals_flex_attention_forward(case):
+    """FlexAttention's own forward. PyTorch builds its block mask from the definition."""
+    num_seqs, length, every, window = case
+    tokens = random_input(num_seqs, length, every, seed=14)
+    total = num_seqs * length
+    dense = dense_mask(tokens, window)
+
+    def mask_mod(b, h, q, k):
+        return dense[q, k]
+
+    bm = create_block_mask(mask_mod, None, None, total, total, device="cpu")
+    q, k, v = qkv(total, 2, 32, seed=15)
+    transposed = [x.transpose(1, 2) for x in (q, k, v)]
+    want = flex_attention(*transposed, block_mask=bm, scale=0.12)
+    want = want.transpose(1, 2)
+    mask = make_mask(tokens, window)
+    got = attention(q, k, v, mask, 0.12)
+    assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @torch._dynamo.config.patch(disable=False)
@@ -264,24 +332,27 @@ def test_compiled_flex_attention_with_our_block_mask():
         return attention(q, k, v, flex_block_mask(docs, window), 0.12)
 
     tokens = random_input(2, 512, 150, seed=12)
+    docs = document_ids(tokens, EOT)
     q, k, v = qkv(1024, 2, 32, seed=13)
     with torch.no_grad():
         for window in (1, 2, 5):
-            want = dense_attention(
-                q.double(), k.double(), v.double(), dense_mask(tokens, window), 0.12
-            )
-            got = masked(q, k, v, document_ids(tokens, EOT), blocks(window))
-            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+            dense = dense_mask(tokens, window)
+            want = double_attention(q, k, v, dense, 0.12)
+            got = masked(q, k, v, docs, blocks(window))
+            assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1
 
 
 def rotate(x, head_dim):
-    """RoPE by complex numbers in float64: pair (x_i, x_{i + D/2}) turns by minus position * frequency."""
-    freq = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-    freq = torch.cat([freq, torch.zeros(head_dim // 4, dtype=torch.float64)])
-    theta = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * freq
+    """Rotary embedding in float64, by complex numbers: the pair (x_i, x_{i + D/2}) turns by -position * frequency."""
+    exponents = torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+    rotated = (1 / 1024) ** exponents
+    freq = torch.cat([rotated, torch.zeros_like(rotated)])
+    pos = torch.arange(x.shape[1], dtype=torch.float64)
+    theta = pos[:, None] * freq
     x1, x2 = x.double().chunk(2, dim=-1)
-    y = torch.complex(x1, x2) * torch.exp(-1j * theta)[None, :, None]
+    turn = torch.exp(-1j * theta)
+    y = torch.complex(x1, x2) * turn[None, :, None]
     return torch.cat([y.real, y.imag], dim=-1)
 
 
@@ -290,21 +361,29 @@ def test_rotary(head_dim, length):
     rotary = Rotary(head_dim, 2048)
     x = torch.randn(2, length, 3, head_dim)
     y = rotary(x)
-    assert y.dtype == x.dtype and y.shape == x.shape
-    torch.testing.assert_close(
-        y.double(), rotate(x, head_dim), rtol=0, atol=2e-3 * length / 2048 + 1e-6
-    )
-    assert torch.equal(y[:, 0], x[:, 0])  # position 0 is not turned
-    still = list(range(head_dim // 4, head_dim // 2)) + list(range(3 * head_dim // 4, head_dim))
-    assert torch.equal(y[..., still], x[..., still])  # half of the pairs never are
-    assert rotary.state_dict() == {} and list(rotary.parameters()) == []
+    assert y.dtype == x.dtype
+    assert y.shape == x.shape
+    want = rotate(x, head_dim)
+    atol = 2e-3 * length / 2048 + 1e-6
+    assert_close(y.double(), want, rtol=0, atol=atol)
+    assert torch.equal(y[:, 0], x[:, 0])  # position 0 is not rotated
+    quarter = head_dim // 4
+    first_half = range(quarter, 2 * quarter)
+    second_half = range(3 * quarter, head_dim)
+    still = [*first_half, *second_half]  # half of the pairs are never rotated
+    assert torch.equal(y[..., still], x[..., still])
+    assert rotary.state_dict() == {}
+    assert list(rotary.parameters()) == []
     assert rotary(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_rotary_scores_depend_on_distance_only():
     rotary = Rotary(64, 512)
-    q, k = torch.randn(64).expand(1, 512, 1, 64), torch.randn(64).expand(1, 512, 1, 64)
-    scores = rotary(q)[0, :, 0].double() @ rotary(k)[0, :, 0].double().T
+    q = torch.randn(64).expand(1, 512, 1, 64)
+    k = torch.randn(64).expand(1, 512, 1, 64)
+    q = rotary(q)[0, :, 0]
+    k = rotary(k)[0, :, 0]
+    scores = q.double() @ k.double().T
     for distance in (0, 1, 100):
         diagonal = scores.diagonal(distance)
         assert (diagonal - diagonal[0]).abs().max() < 1e-3

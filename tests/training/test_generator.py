@@ -12,7 +12,7 @@ VOCAB = 257
 
 
 def shards(folder, sizes):
-    """Shards whose every token tells its place: random, kept to compare with."""
+    """Writes shards of random tokens. Returns their pattern and their tokens."""
     tokens = [random_tokens(n, seed=i) for i, n in enumerate(sizes)]
     for i, t in enumerate(tokens):
         write_shard(folder / f"text_train_{i:06d}.bin", t)
@@ -26,18 +26,22 @@ def generator(pattern, batch_size, rank=0, world_size=1, vocab_size=VOCAB):
 
 
 def expected(tokens, batch_size):
-    """(input, target) of every global batch: a shard is left when less than a batch and its last target remain."""
+    """The (inputs, targets) of all global batches. Trailing tokens of a shard that don't fill a batch are dropped."""
     for shard in tokens:
         pos = 0
-        while pos + batch_size + 1 <= len(shard):
-            yield shard[pos : pos + batch_size], shard[pos + 1 : pos + batch_size + 1]
-            pos += batch_size
+        end = batch_size
+        while end + 1 <= len(shard):
+            inputs = shard[pos:end]
+            targets = shard[pos + 1 : end + 1]
+            yield inputs, targets
+            pos = end
+            end += batch_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_slices_are_disjoint_and_cross_shards(tmp_path, world_size):
     batch = 32
-    # 3 batches and a rest; a batch exactly (33 tokens); one token short of a batch; 4 batches to the last token.
+    # 3 batches and a rest; exactly one batch (33 tokens); one token too few for a batch; exactly 4 batches
     pattern, tokens = shards(tmp_path, [110, 33, 32, 129])
     ranks = [generator(pattern, batch, r, world_size) for r in range(world_size)]
     want = list(expected(tokens, batch))
@@ -45,17 +49,22 @@ def test_slices_are_disjoint_and_cross_shards(tmp_path, world_size):
     for inputs, targets in want:
         parts = [next(g) for g in ranks]
         for x, y in parts:
-            assert x.dtype == torch.int32 and y.dtype == torch.int64
+            assert x.dtype == torch.int32
+            assert y.dtype == torch.int64
             assert x.shape == y.shape == (batch // world_size,)
-        assert torch.cat([x for x, _ in parts]).tolist() == inputs
-        assert torch.cat([y for _, y in parts]).tolist() == targets
+        all_x = torch.cat([x for x, _ in parts])
+        all_y = torch.cat([y for _, y in parts])
+        assert all_x.tolist() == inputs
+        assert all_y.tolist() == targets
 
 
 def test_files_are_read_in_sorted_order(tmp_path):
     for name, first in (("b", 2), ("c", 3), ("a", 1)):
         write_shard(tmp_path / f"{name}.bin", [first] * 17)
     g = generator(str(tmp_path / "*.bin"), 16)
-    assert [next(g)[0][0].item() for _ in range(3)] == [1, 2, 3]
+    for first in (1, 2, 3):
+        x, _ = next(g)
+        assert x[0] == first
 
 
 def test_yielded_tensors_are_not_overwritten(tmp_path):
@@ -63,7 +72,8 @@ def test_yielded_tensors_are_not_overwritten(tmp_path):
     g = generator(pattern, 16)
     kept = [next(g) for _ in range(5)]
     for (x, y), (inputs, targets) in zip(kept, expected(tokens, 16)):
-        assert x.tolist() == inputs and y.tolist() == targets
+        assert x.tolist() == inputs
+        assert y.tolist() == targets
 
 
 def test_largest_token_id_is_kept(tmp_path):
@@ -73,7 +83,9 @@ def test_largest_token_id_is_kept(tmp_path):
 
 
 def raw(path, header, body=b""):
-    path.write_bytes(struct.pack("<256i", *header, *[0] * (256 - len(header))) + body)
+    zeros = [0] * (256 - len(header))
+    packed = struct.pack("<256i", *header, *zeros)
+    path.write_bytes(packed + body)
 
 
 GOOD = struct.pack("<100H", *range(100))
@@ -98,7 +110,8 @@ def test_bad_shard_is_one_clear_line(tmp_path, kind):
     with pytest.raises((InputError, OSError)) as error:
         next(generator(str(tmp_path / "text_train_*.bin"), 16))
     message = str(error.value)
-    assert path.name in message and "\n" not in message
+    assert path.name in message
+    assert "\n" not in message
 
 
 def test_bad_second_shard_is_found_when_it_is_reached_at_the_latest(tmp_path):
@@ -114,12 +127,13 @@ def test_bad_second_shard_is_found_when_it_is_reached_at_the_latest(tmp_path):
     "track,command", [("mini", "data/shakespeare.py"), ("fineweb", "data/cached_fineweb10B.py")]
 )
 def test_no_shards_names_the_command_that_makes_them(tmp_path, track, command):
-    hp, pattern = TRACKS[track], str(tmp_path / "nothing_*.bin")
+    pattern = str(tmp_path / "nothing_*.bin")
     with pytest.raises(InputError) as error:
-        check_shards(pattern, 16, 1, hp.vocab_size)
-    assert (
-        pattern in str(error.value) and command in str(error.value) and "\n" not in str(error.value)
-    )
+        check_shards(pattern, 16, 1, TRACKS[track].vocab_size)
+    message = str(error.value)
+    assert pattern in message
+    assert command in message
+    assert "\n" not in message
     with pytest.raises(InputError, match="no shards match"):
         next(generator(pattern, 16))
 

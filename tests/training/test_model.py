@@ -31,88 +31,133 @@ def blocks(n):
 
 
 def batch(hp, num_seqs, length, eot_every=60):
-    tokens = torch.randint(0, hp.vocab_size, (num_seqs, length + 1))
-    tokens[torch.rand(num_seqs, length + 1) < 1 / eot_every] = hp.eot_token
+    shape = (num_seqs, length + 1)
+    tokens = torch.randint(0, hp.vocab_size, shape)
+    tokens[torch.rand(shape) < 1 / eot_every] = hp.eot_token
     return tokens[:, :-1].int(), tokens[:, 1:].long()
 
 
 def randomize(model):
-    """No weight is at a value that hides a wire: not zero, not one, not equal to its neighbour."""
+    """Gives every weight a random value, so that no weight hides a mistake by being zero or one."""
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(
-                torch.randn_like(p) * 0.3 + 0.5
-                if p.ndim < 2 or p.numel() < 64
-                else torch.randn_like(p) * 0.5 / math.sqrt(p.shape[-1])
-            )
+            noise = torch.randn_like(p)
+            if p.ndim < 2 or p.numel() < 64:
+                p.copy_(noise * 0.3 + 0.5)
+            else:
+                p.copy_(noise * 0.5 / math.sqrt(p.shape[-1]))
         for table in [model.embed, *model.value_embeds]:
             table.weight.mul_(10)
     return model
 
 
-def reference_loss(params, hp, inputs, targets, window_blocks, long_layers, free_layers, reduction):
-    """The forward pass from the specification, one sequence at a time, in the parameters' own type (float64)."""
-    rms = lambda x: x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
-    n_layers, losses = hp.num_layers, []
+def rms_norm(x):
+    mean_square = x.square().mean(-1, keepdim=True)
+    return x / (mean_square + torch.finfo(torch.float32).eps).sqrt()
+
+
+def visible_pairs(seq, hp, window_blocks):
+    """(S, S): True where a query sees a key."""
+    pos = torch.arange(len(seq))
+    block = pos // 128
+    docs = (seq == hp.eot_token).cumsum(0)
+    causal = pos[:, None] >= pos
+    same_document = docs[:, None] == docs
+    in_window = block[:, None] - block < window_blocks
+    return causal & same_document & in_window
+
+
+def reference_attention(params, hp, i, x, ve, mask):
+    """x: (S, dim). ve: the value embeddings of this layer, or None."""
+    weights = params[f"blocks.{i}.attn.qkv_w"]  # (3, H * D, dim)
+    lambdas = params[f"blocks.{i}.attn.lambdas"]
+    heads = (1, len(x), hp.num_heads, hp.head_dim)
+    q = (x @ weights[0].T).view(heads)
+    k = (x @ weights[1].T).view(heads)
+    v = lambdas[0] * (x @ weights[2].T).view(heads)
+    if ve is not None:
+        v = v + lambdas[1] * ve.view(heads)
+    q = rotate(rms_norm(q), hp.head_dim)
+    k = rotate(rms_norm(k), hp.head_dim)
+    y = dense_attention(q, k, v, mask, 0.12)
+    return y.reshape(len(x), -1) @ params[f"blocks.{i}.attn.c_proj.weight"].T
+
+
+def reference_mlp(params, i, x):
+    h = x @ params[f"blocks.{i}.mlp.c_fc.weight"].T
+    h = h.relu().square()
+    return h @ params[f"blocks.{i}.mlp.c_proj.weight"].T
+
+
+def reference_logits(params, hp, seq, window_blocks, long_layers, free_layers):
+    """The forward pass of one sequence (S,), from the specification, in the dtype of the parameters."""
+    long_mask = visible_pairs(seq, hp, window_blocks)
+    short_mask = visible_pairs(seq, hp, max(1, window_blocks // 2))
+    n = hp.num_layers
+    num_skips = n // 2
+    first_decoder = n - num_skips  # of an odd number of layers, the middle one has no skip connection
+    ve = [params[f"value_embeds.{i}.weight"][seq] for i in range(hp.num_value_embeds)]
+    ve = ve + [None] * (n - 2 * len(ve)) + ve
+    x0 = rms_norm(params["embed.weight"][seq])  # (S, dim)
+    x = x0
+    skips = []
+    for i in range(n):
+        if i >= first_decoder:
+            x = x + params["skip_weights"][i - first_decoder] * skips.pop()
+        lambdas = params[f"blocks.{i}.lambdas"]
+        x = lambdas[0] * x + lambdas[1] * x0
+        if i not in free_layers:
+            mask = long_mask if i in long_layers else short_mask
+            x = x + reference_attention(params, hp, i, rms_norm(x), ve[i], mask)
+        x = x + reference_mlp(params, i, rms_norm(x))
+        if i < num_skips:
+            skips.append(x)
+    logits = rms_norm(x) @ params["lm_head.weight"].T
+    return 30 * torch.sigmoid(logits / (7.5 * math.sqrt(hp.model_dim)))
+
+
+def reference_losses(params, hp, inputs, targets, window_blocks, long_layers, free_layers):
+    """One loss per token, sequence by sequence."""
+    losses = []
     for seq, target in zip(inputs.long(), targets):
-        length = len(seq)
-        pos = torch.arange(length)
-        docs = (seq == hp.eot_token).cumsum(0)
-        causal = (pos[:, None] >= pos) & (docs[:, None] == docs)
-        distance = pos[:, None] // 128 - pos // 128
-        windows = {
-            True: causal & (distance < window_blocks),
-            False: causal & (distance < max(1, window_blocks // 2)),
-        }
-        x = params["embed.weight"][seq]  # (S, dim)
-        x = x0 = rms(x)
-        ve = [params[f"value_embeds.{i}.weight"][seq] for i in range(hp.num_value_embeds)]
-        ve = ve + [None] * (n_layers - 2 * len(ve)) + ve
-        stack = []
-        for i in range(n_layers):
-            second_half = (
-                n_layers - n_layers // 2
-            )  # of an odd number of layers, the middle one stands alone
-            if i >= second_half:
-                x = x + params["skip_weights"][i - second_half] * stack.pop()
-            x = params[f"blocks.{i}.lambdas"][0] * x + params[f"blocks.{i}.lambdas"][1] * x0
-            if i not in free_layers:
-                w, lam = params[f"blocks.{i}.attn.qkv_w"], params[f"blocks.{i}.attn.lambdas"]
-                q, k, v = (rms(x) @ w[j].T for j in range(3))
-                q, k, v = (t.view(1, length, hp.num_heads, hp.head_dim) for t in (q, k, v))
-                q, k = rotate(rms(q), hp.head_dim), rotate(rms(k), hp.head_dim)
-                v = lam[0] * v if ve[i] is None else lam[0] * v + lam[1] * ve[i].view_as(v)
-                y = dense_attention(q, k, v, windows[i in long_layers], 0.12).reshape(length, -1)
-                x = x + y @ params[f"blocks.{i}.attn.c_proj.weight"].T
-            h = (rms(x) @ params[f"blocks.{i}.mlp.c_fc.weight"].T).relu().square()
-            x = x + h @ params[f"blocks.{i}.mlp.c_proj.weight"].T
-            if i < n_layers // 2:
-                stack.append(x)
-        logits = rms(x) @ params["lm_head.weight"].T
-        logits = 30 * torch.sigmoid(logits / (7.5 * math.sqrt(hp.model_dim)))
+        logits = reference_logits(params, hp, seq, window_blocks, long_layers, free_layers)
         losses.append(F.cross_entropy(logits, target, reduction="none"))
-    losses = torch.cat(losses)
-    return losses.sum() if reduction == "sum" else losses.mean()
+    return torch.cat(losses)
+
+
+def double_parameters(model):
+    return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+
+
+def assert_same_gradients(model, exact):
+    """`exact` are the parameters of the reference, with their gradients."""
+    for name, p in model.named_parameters():
+        want = exact[name].grad
+        if want is None or not want.any():  # the value embeddings of a layer without them
+            assert p.grad is None or not p.grad.any(), name
+            continue
+        error = (p.grad.double() - want).norm() / want.norm()
+        assert error < 1e-3, f"{name}: {error}"
 
 
 def test_a_single_layer():
     """One layer has no skip connections and no value embeddings."""
     hp = replace(
-        TINY, num_layers=1, attn_free_layers=(), num_value_embeds=0, long_window_layers=(0,)
+        TINY,
+        num_layers=1,
+        attn_free_layers=(),
+        num_value_embeds=0,
+        long_window_layers=(0,),
     )
     model = randomize(GPT(hp, dtype=torch.float32)).train()
     inputs, targets = batch(hp, 2, 256)
-    exact = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
-    want = reference_loss(exact, hp, inputs, targets, 2, (0,), (), reduction="sum")
+    exact = double_parameters(model)
+    want = reference_losses(exact, hp, inputs, targets, 2, (0,), ()).sum()
     loss = model(inputs, targets, blocks(2))
     assert loss.item() == pytest.approx(want.item(), rel=2e-6)
     want.backward()
     loss.backward()
-    for name, p in model.named_parameters():
-        if exact[name].grad is None or not exact[name].grad.any():
-            assert not p.grad.any(), name  # the value embeddings' share, in a layer without them
-            continue
-        assert (p.grad.double() - exact[name].grad).norm() / exact[name].grad.norm() < 1e-3, name
+    assert_same_gradients(model, exact)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
@@ -120,28 +165,20 @@ def test_a_single_layer():
 def test_loss_and_gradients_equal_the_plain_model(window, num_seqs):
     model = randomize(GPT(TINY, dtype=torch.float32)).train()
     inputs, targets = batch(TINY, num_seqs, 512)
-    exact = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
-    args = (exact, TINY, inputs, targets, window, (0, 4, 7, 11), (7,))
-    want = reference_loss(*args, reduction="sum")
-    want.backward()
+    exact = double_parameters(model)
+    losses = reference_losses(exact, TINY, inputs, targets, window, (0, 4, 7, 11), (7,))
+    losses.sum().backward()
     loss = model(inputs, targets, blocks(window))
-    assert loss.item() == pytest.approx(want.item(), rel=2e-6)
+    assert loss.item() == pytest.approx(losses.sum().item(), rel=2e-6)
     loss.backward()
-    for name, p in model.named_parameters():
-        if exact[name].grad is None or not exact[name].grad.any():
-            assert p.grad is None or not p.grad.any(), name
-            continue
-        error = (p.grad.double() - exact[name].grad).norm() / exact[name].grad.norm()
-        assert error < 1e-3, f"{name}: {error}"
+    assert_same_gradients(model, exact)
     model.eval()
-    want = reference_loss(*args, reduction="mean").item()
-    for model.val_slice in (
-        GPT.val_slice,
-        512,
-        200,
-    ):  # evaluation takes the head by slices, the last one shorter
+    want = losses.mean().item()
+    # Evaluation computes the logits in slices. The last one can be shorter.
+    for model.val_slice in (GPT.val_slice, 512, 200):
         with torch.no_grad():
-            assert model(inputs, targets, blocks(window)).item() == pytest.approx(want, rel=2e-6)
+            loss = model(inputs, targets, blocks(window))
+        assert loss.item() == pytest.approx(want, rel=2e-6)
 
 
 def test_mini_equals_the_plain_model():
@@ -149,15 +186,13 @@ def test_mini_equals_the_plain_model():
     hp = TRACKS["mini"]
     model = randomize(GPT(hp, dtype=torch.float32)).eval()
     inputs, targets = batch(hp, 2, 256)
-    params = {n: p.detach().double() for n, p in model.named_parameters()}
+    exact = double_parameters(model)
+    layers = (hp.long_window_layers, hp.attn_free_layers)
     for window in (1, 2):
-        want = reference_loss(
-            params, hp, inputs, targets, window, hp.long_window_layers, hp.attn_free_layers, "mean"
-        )
         with torch.no_grad():
-            assert model(inputs, targets, blocks(window)).item() == pytest.approx(
-                want.item(), rel=2e-6
-            )
+            want = reference_losses(exact, hp, inputs, targets, window, *layers).mean()
+            loss = model(inputs, targets, blocks(window))
+        assert loss.item() == pytest.approx(want.item(), rel=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -168,11 +203,11 @@ def test_initial_loss_is_exactly_the_log_of_the_padded_vocabulary(dtype):
     model.eval()
     with torch.no_grad():
         mean = model(inputs, targets, blocks(1)).item()
-    assert mean == pytest.approx(math.log(50304), abs=1e-5) and f"{mean:.4f}" == "10.8258"
+    assert mean == pytest.approx(math.log(50304), abs=1e-5)
+    assert f"{mean:.4f}" == "10.8258"
     model.train()
-    assert model(inputs, targets, blocks(1)).item() == pytest.approx(
-        256 * math.log(50304), rel=1e-6
-    )
+    total = model(inputs, targets, blocks(1)).item()
+    assert total == pytest.approx(256 * math.log(50304), rel=1e-6)
 
 
 def test_initial_loss_of_the_byte_track():
@@ -180,7 +215,8 @@ def test_initial_loss_of_the_byte_track():
     model = GPT(hp, dtype=torch.float32).eval()
     inputs, targets = batch(hp, 2, 256)
     with torch.no_grad():
-        assert model(inputs, targets, blocks(1)).item() == pytest.approx(math.log(384), abs=1e-5)
+        loss = model(inputs, targets, blocks(1)).item()
+    assert loss == pytest.approx(math.log(384), abs=1e-5)
 
 
 def fineweb_shapes():
@@ -205,12 +241,16 @@ def test_fineweb_parameters():
         model = GPT(FINEWEB)
     got = {n: tuple(p.shape) for n, p in model.named_parameters()}
     assert got == fineweb_shapes()
-    embeds, head = 4 * 50257 * 768, 50304 * 768
-    matrices, scalars = 12 * 8 * 768**2 + 11 * 4 * 768**2, 6 + 12 * 2 + 11 * 2
-    assert sum(p.numel() for p in model.parameters()) == embeds + head + matrices + scalars
+    embeds = 4 * 50257 * 768
+    head = 50304 * 768
+    matrices = 12 * 8 * 768**2 + 11 * 4 * 768**2
+    scalars = 6 + 12 * 2 + 11 * 2
+    total = sum(p.numel() for p in model.parameters())
+    assert total == embeds + head + matrices + scalars
     assert set(model.state_dict()) == set(got)  # tables of the rotary embedding are not saved
     for name, p in model.named_parameters():
-        assert p.dtype == (torch.bfloat16 if "embed" in name else torch.float32), name
+        dtype = torch.bfloat16 if "embed" in name else torch.float32
+        assert p.dtype == dtype, name
 
 
 def test_initial_values():
@@ -226,14 +266,15 @@ def test_initial_values():
             assert p.tolist() == [1.0] * 6
         elif "embed" not in name:
             bound = math.sqrt(3) * 0.5 / math.sqrt(64)
-            assert p.abs().max() <= bound and p.abs().max() > 0.95 * bound, name
+            largest = p.abs().max()
+            assert 0.95 * bound < largest <= bound, name
             assert p.std().item() == pytest.approx(0.5 / math.sqrt(64), rel=0.05), name
         else:
             assert p.float().std().item() == pytest.approx(1.0, rel=0.05), name
 
 
 def test_value_embeddings_feed_the_layers_of_the_specification():
-    """Layers 0, 1, 2 and 9, 10, 11 hear tables 0, 1, 2: found by which tables change the loss."""
+    """Layers 0, 1, 2 and 9, 10, 11 use tables 0, 1, 2. A table is used if changing it changes the loss."""
     model = randomize(GPT(TINY, dtype=torch.float32)).eval()
     inputs, targets = batch(TINY, 1, 256)
 
@@ -242,7 +283,6 @@ def test_value_embeddings_feed_the_layers_of_the_specification():
             return model(inputs, targets, blocks(2)).item()
 
     layers = [0, 1, 2, 9, 10, 11]
-    assert {0, 1, 2, 9, 10, 11} <= set(layers)
     with torch.no_grad():
         for i in layers:
             model.blocks[i].attn.lambdas[1] = 0
@@ -250,11 +290,13 @@ def test_value_embeddings_feed_the_layers_of_the_specification():
         for i in layers:
             for t, table in enumerate(model.value_embeds):
                 model.blocks[i].attn.lambdas[1] = 0.5
-                before, kept = loss(), table.weight.clone()
+                before = loss()
+                kept = table.weight.clone()
                 table.weight.normal_()
-                assert (loss() != before) == (i in (t, 9 + t)), f"layer {i}, table {t}"
+                is_used = loss() != before
+                assert is_used == (i in (t, 9 + t)), f"layer {i}, table {t}"
                 model.blocks[i].attn.lambdas[1] = 0
-                assert loss() == silent  # nothing else of the model reads the tables
+                assert loss() == silent  # nothing else in the model uses the tables
                 table.weight.copy_(kept)
 
 
@@ -262,7 +304,9 @@ def test_sequences_of_one_pass_are_independent():
     model = randomize(GPT(TINY, dtype=torch.float32)).train()
     inputs, targets = batch(TINY, 4, 256)
     together = model(inputs, targets, blocks(2)).item()
-    alone = sum(model(inputs[i : i + 1], targets[i : i + 1], blocks(2)).item() for i in range(4))
+    alone = 0.0
+    for i in range(4):
+        alone += model(inputs[i : i + 1], targets[i : i + 1], blocks(2)).item()
     assert together == pytest.approx(alone, rel=1e-6)
 
 
@@ -273,23 +317,21 @@ def test_bf16_is_close_to_float32():
     half.load_state_dict(exact.state_dict())
     inputs, targets = batch(TINY, 2, 256)
     with torch.no_grad():
-        a, b = (m(inputs, targets, blocks(2)) for m in (exact, half))
-    assert a.dtype == b.dtype == torch.float32
-    assert a.item() == pytest.approx(b.item(), rel=5e-3)
+        want = exact(inputs, targets, blocks(2))
+        got = half(inputs, targets, blocks(2))
+    assert want.dtype == got.dtype == torch.float32
+    assert got.item() == pytest.approx(want.item(), rel=5e-3)
 
 
 def test_norm_and_casted_linear():
     x = torch.randn(3, 5, 64, dtype=torch.float64) * 7
-    torch.testing.assert_close(
-        norm(x), x / x.square().mean(-1, keepdim=True).sqrt(), rtol=1e-6, atol=1e-6
-    )
+    want = x / x.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(norm(x), want, rtol=1e-6, atol=1e-6)
     assert norm(x.bfloat16()).dtype == torch.bfloat16
     layer = CastedLinear(64, 32)
-    assert (
-        layer.weight.dtype == torch.float32
-        and layer.weight.shape == (32, 64)
-        and layer.bias is None
-    )
+    assert layer.weight.dtype == torch.float32
+    assert layer.weight.shape == (32, 64)
+    assert layer.bias is None
     y = layer(x.bfloat16())
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), x @ layer.weight.double().T, rtol=0.05, atol=0.1)

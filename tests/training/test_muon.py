@@ -1,6 +1,5 @@
-"""Newton-Schulz against the singular value decomposition; Muon against a plain loop on 1, 2 and 4 processes."""
+"""Newton-Schulz against the singular value decomposition, and Muon against a plain loop on 1, 2 and 4 processes."""
 
-import itertools
 from unittest import mock
 
 import numpy as np
@@ -12,18 +11,29 @@ from train_gpt import Muon, activation_dtype, zeropower_via_newtonschulz5
 from util import spawn
 
 
+def random_orthogonal(size, g):
+    gaussian = torch.randn(size, size, dtype=torch.float64, generator=g)
+    return torch.linalg.qr(gaussian).Q
+
+
 def with_singular_values(rows, cols, values, seed):
+    """A (rows, cols) matrix in float64."""
     g = torch.Generator().manual_seed(seed)
-    u = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64, generator=g)).Q
-    v = torch.linalg.qr(torch.randn(cols, cols, dtype=torch.float64, generator=g)).Q
+    u = random_orthogonal(rows, g)
+    v = random_orthogonal(cols, g)
     k = len(values)
-    return u[:, :k] @ torch.diag(torch.as_tensor(values, dtype=torch.float64)) @ v[:, :k].T
+    s = torch.as_tensor(values, dtype=torch.float64)
+    return u[:, :k] @ torch.diag(s) @ v[:, :k].T
 
 
 def quintic(values, steps=5):
-    """What the iteration does to singular values: s -> a s + b s^3 + c s^5, after dividing by the Frobenius norm."""
+    """What the iteration does to singular values.
+
+    It divides them by the Frobenius norm, then repeats s -> a s + b s^3 + c s^5.
+    """
     s = np.asarray(values, dtype=np.float64)
-    s = s / (np.sqrt((s**2).sum()) + 1e-7)
+    norm = np.sqrt((s**2).sum())
+    s = s / (norm + 1e-7)
     for _ in range(steps):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
     return s
@@ -31,13 +41,18 @@ def quintic(values, steps=5):
 
 @pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32), (1, 16), (128, 127)])
 def test_singular_values_end_near_one(shape):
-    g = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0]))
+    generator = torch.Generator().manual_seed(shape[0])
+    g = torch.randn(*shape, generator=generator)
     out = zeropower_via_newtonschulz5(g)
-    assert out.shape == g.shape and out.dtype == activation_dtype(g.device)
-    s = torch.linalg.svdvals(out.double())
-    # A Gaussian matrix that is nearly square has a few singular values too small to be lifted in five steps.
-    lifted = s[torch.linalg.svdvals(g.double()) > 0.02 * g.norm()]
-    assert len(lifted) > 0 and lifted.min() > 0.5 and s.max() < 1.5
+    assert out.shape == g.shape
+    assert out.dtype == activation_dtype(g.device)
+    before = torch.linalg.svdvals(g.double())
+    after = torch.linalg.svdvals(out.double())
+    # Five steps don't lift the few tiny singular values of a nearly square Gaussian matrix
+    lifted = after[before > 0.02 * g.norm()]
+    assert len(lifted) > 0
+    assert lifted.min() > 0.5
+    assert after.max() < 1.5
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
@@ -46,12 +61,15 @@ def test_well_conditioned_matrix_gives_its_polar_factor(shape):
     g = with_singular_values(*shape, np.linspace(1.0, 2.0, k), seed=k)
     u, _, vt = torch.linalg.svd(g, full_matrices=False)
     out = zeropower_via_newtonschulz5(g.float()).double()
-    # Same singular vectors: U^T out V is diagonal, with values in the band around one.
+    # The singular vectors are the same: U^T out V is diagonal, with values around one
     inner = u.T @ out @ vt.T
-    off = inner - torch.diag(inner.diagonal())
+    diagonal = inner.diagonal()
+    off = inner - torch.diag(diagonal)
     assert off.abs().max() < 0.04
-    assert inner.diagonal().min() > 0.6 and inner.diagonal().max() < 1.3
-    assert (out - u @ vt).norm() < 0.35 * (u @ vt).norm()
+    assert diagonal.min() > 0.6
+    assert diagonal.max() < 1.3
+    polar = u @ vt
+    assert (out - polar).norm() < 0.35 * polar.norm()
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])
@@ -59,8 +77,10 @@ def test_every_singular_value_follows_the_quintic(steps):
     values = np.array([3.0, 2.0, 1.0, 0.5, 0.2, 0.1])
     g = with_singular_values(6, 10, values, seed=3)
     u, _, vt = torch.linalg.svd(g, full_matrices=False)
-    got = (u.T @ zeropower_via_newtonschulz5(g.float(), steps=steps).double() @ vt.T).diagonal()
-    assert np.abs(got.numpy() - quintic(values, steps)).max() < 0.06  # bf16 keeps eight bits
+    out = zeropower_via_newtonschulz5(g.float(), steps=steps).double()
+    got = (u.T @ out @ vt.T).diagonal()
+    error = np.abs(got.numpy() - quintic(values, steps))
+    assert error.max() < 0.06  # bf16 keeps eight bits
 
 
 def test_batched_and_scale_free():
@@ -70,10 +90,10 @@ def test_batched_and_scale_free():
     assert out.shape == g.shape
     for i in range(2):
         for j in range(3):
-            torch.testing.assert_close(
-                out[i, j], zeropower_via_newtonschulz5(g[i, j]), rtol=0.02, atol=0.02
-            )
-    assert not zeropower_via_newtonschulz5(torch.zeros(4, 8)).any()  # no division by zero
+            alone = zeropower_via_newtonschulz5(g[i, j])
+            torch.testing.assert_close(out[i, j], alone, rtol=0.02, atol=0.02)
+    zeros = torch.zeros(4, 8)
+    assert not zeropower_via_newtonschulz5(zeros).any()  # no division by zero
 
 
 # Shapes of a small model: stacked QKV, projections, an MLP pair, and numels that leave ranks without work.
@@ -89,17 +109,29 @@ SHAPES = [
     (32, 16),
     (8, 16, 4),
 ]
-LR, MOMENTUM, STEPS = 0.05, 0.9, 3
+LR = 0.05
+MOMENTUM = 0.9
+STEPS = 3
 
 
 def initial(i, shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(i))
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(shape, generator=generator)
 
 
 def gradient(step, i, shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + i)) * 10.0 ** (
-        i % 3 - 1
-    )
+    """Gradients of three magnitudes."""
+    generator = torch.Generator().manual_seed(1000 * step + i)
+    scale = 10.0 ** (i % 3 - 1)
+    return torch.randn(shape, generator=generator) * scale
+
+
+def lr_at(step):
+    return LR / (1 + step)
+
+
+def momentum_at(step):
+    return MOMENTUM + 0.02 * step
 
 
 def run_muon(beta2=0.0):
@@ -107,71 +139,95 @@ def run_muon(beta2=0.0):
     opt = Muon(params, lr=LR, momentum=MOMENTUM, ns_steps=5, beta2=beta2)
     for step in range(STEPS):
         for group in opt.param_groups:
-            group["momentum"] = (
-                MOMENTUM + 0.02 * step
-            )  # it is scheduled, so it is read at every step
-            group["lr"] = LR / (1 + step)
+            group["momentum"] = momentum_at(step)
+            group["lr"] = lr_at(step)
         for i, p in enumerate(params):
             p.grad = gradient(step, i, p.shape)
         opt.step()
     return [p.detach() for p in params]
 
 
+def orthogonalize(x):
+    """Newton-Schulz of one matrix, by its definition."""
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        b = -4.7750 * a + 2.0315 * a @ a
+        x = 3.4445 * x + b @ x
+    return x
+
+
+def normalize(x, mean, beta2):
+    """NorMuon of one matrix: equalizes the rows of tall and square matrices, and the columns of wide ones."""
+    rows, cols = x.shape
+    dim = 1 if rows >= cols else 0
+    square = (x**2).mean(dim, keepdim=True)
+    mean = beta2 * mean + (1 - beta2) * square
+    even = x / mean**0.5
+    return even * x.norm() / even.norm(), mean
+
+
 def plain_muon(beta2=0.0):
-    """The definition, one matrix at a time, orthogonalized in float64."""
+    """The definition, one matrix at a time, in float64."""
     params = [initial(i, s).double() for i, s in enumerate(SHAPES)]
-    bufs, means = [torch.zeros_like(p) for p in params], {}
+    momenta = [torch.zeros_like(p) for p in params]
+    means = {}
     for step in range(STEPS):
-        m, lr = MOMENTUM + 0.02 * step, LR / (1 + step)
-        for i, (p, buf) in enumerate(zip(params, bufs)):
+        m = momentum_at(step)
+        for i, p in enumerate(params):
             g = gradient(step, i, p.shape).double()
-            buf.copy_(m * buf + (1 - m) * g)
-            u = (1 - m) * g + m * buf  # Nesterov
-            for j, (x, pm) in enumerate(
-                zip(u.reshape(-1, *p.shape[-2:]), p.view(-1, *p.shape[-2:]))
-            ):
-                rows, cols = x.shape
-                x = x / (x.norm() + 1e-7)
-                for _ in range(5):
-                    a = x @ x.T
-                    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-                if beta2:  # NorMuon: rows of tall and square matrices, columns of wide ones
-                    square = (x**2).mean(1 if rows >= cols else 0, keepdim=True)
-                    means[i, j] = beta2 * means.get((i, j), 0) + (1 - beta2) * square
-                    even = x / means[i, j] ** 0.5
-                    x = even * x.norm() / even.norm()
-                pm -= lr * max(1, rows / cols) ** 0.5 * x
+            momenta[i] = m * momenta[i] + (1 - m) * g
+            nesterov = m * momenta[i] + (1 - m) * g
+            shape = (-1, *p.shape[-2:])
+            updates = nesterov.reshape(shape)
+            matrices = p.view(shape)
+            for j, (update, matrix) in enumerate(zip(updates, matrices)):
+                rows, cols = matrix.shape
+                x = orthogonalize(update)
+                if beta2:
+                    x, means[i, j] = normalize(x, means.get((i, j), 0), beta2)
+                matrix -= lr_at(step) * max(1, rows / cols) ** 0.5 * x
     return params
 
 
 def muon_child(rank, world_size, folder):
     for beta2 in (0.0, 0.9):
-        out = run_muon(beta2)
-        np.savez(f"{folder}/muon_{world_size}_{rank}_{beta2}.npz", *[p.numpy() for p in out])
+        arrays = [p.numpy() for p in run_muon(beta2)]
+        np.savez(f"{folder}/muon_{world_size}_{rank}_{beta2}.npz", *arrays)
 
 
 @pytest.mark.parametrize("beta2", [0.0, 0.9, 0.95])
 def test_one_process_equals_the_plain_loop(beta2):
-    for p, start, want in zip(run_muon(beta2), map(initial, range(99), SHAPES), plain_muon(beta2)):
-        moved = want - start.double()
+    starts = [initial(i, s).double() for i, s in enumerate(SHAPES)]
+    for got, start, want in zip(run_muon(beta2), starts, plain_muon(beta2)):
+        moved = want - start
         assert moved.norm() > 0.01
-        assert (p.double() - want).norm() < 0.03 * moved.norm()  # the iteration runs in bf16
+        error = got.double() - want
+        assert error.norm() < 0.03 * moved.norm()  # the iteration runs in bf16
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_processes_agree_with_one_process(world_size, tmp_path):
     spawn(muon_child, world_size, tmp_path, str(tmp_path))
-    for rank, beta2 in itertools.product(range(world_size), (0.0, 0.9)):
-        got = np.load(tmp_path / f"muon_{world_size}_{rank}_{beta2}.npz")
-        for i, w in enumerate(run_muon(beta2)):
-            np.testing.assert_allclose(got[f"arr_{i}"], w.numpy(), rtol=0, atol=2e-3 * LR)
+    for beta2 in (0.0, 0.9):
+        alone = run_muon(beta2)
+        for rank in range(world_size):
+            got = np.load(tmp_path / f"muon_{world_size}_{rank}_{beta2}.npz")
+            for i, want in enumerate(alone):
+                np.testing.assert_allclose(got[f"arr_{i}"], want.numpy(), rtol=0, atol=2e-3 * LR)
 
 
-def test_momentum_state_lives_on_its_owner_only_and_a_shape_is_one_batch(tmp_path):
+def test_each_rank_keeps_the_momentum_of_its_own_parameters_and_batches_shapes(tmp_path):
     spawn(state_child, 2, tmp_path, str(tmp_path))
-    counts = [int(np.load(tmp_path / f"state_{r}.npy")) for r in range(2)]
-    total = sum(torch.Size(s).numel() for s in SHAPES)
-    assert sum(counts) == total and max(counts) < 0.75 * total
+    counts = [int(np.load(tmp_path / f"state_{rank}.npy")) for rank in range(2)]
+    total = sum(torch.Size(shape).numel() for shape in SHAPES)
+    assert sum(counts) == total
+    assert max(counts) < 0.75 * total
+
+
+def counting(name):
+    """Replaces a function of train_gpt by a mock that calls it."""
+    return mock.patch.object(train_gpt, name, wraps=getattr(train_gpt, name))
 
 
 def state_child(rank, world_size, folder):
@@ -180,16 +236,13 @@ def state_child(rank, world_size, folder):
     for i, p in enumerate(params):
         p.grad = gradient(0, i, p.shape)
     opt.step()
-    with (
-        mock.patch.object(train_gpt, "all_gather", wraps=train_gpt.all_gather) as gather,
-        mock.patch.object(
-            train_gpt, "zeropower_via_newtonschulz5", wraps=zeropower_via_newtonschulz5
-        ) as batch,
-    ):
+    with counting("all_gather") as gather, counting("zeropower_via_newtonschulz5") as batch:
         opt.step()
-    assert gather.call_count == len(
-        opt.param_groups
-    )  # one a shape, and one batch of what is this rank's
-    assert batch.call_count == sum(len(group["params"]) > rank for group in opt.param_groups)
-    tensors = [t for state in opt.state.values() for t in state.values() if torch.is_tensor(t)]
-    np.save(f"{folder}/state_{rank}.npy", sum(t.numel() for t in tensors))
+    # One collective per shape, and one batch per shape of which this rank has a matrix
+    own_groups = [group for group in opt.param_groups if len(group["params"]) > rank]
+    assert gather.call_count == len(opt.param_groups)
+    assert batch.call_count == len(own_groups)
+    numels = []
+    for state in opt.state.values():
+        numels += [t.numel() for t in state.values() if torch.is_tensor(t)]
+    np.save(f"{folder}/state_{rank}.npy", sum(numels))
