@@ -1,9 +1,9 @@
 """
-Tests on a CUDA GPU; without one, this folder's are skipped.
+The tests in this folder need a CUDA GPU. They are skipped without one.
 
     TORCH_COMPILE_DISABLE=0 python -m pytest tests/gpu
 
-With the variable, the FP8 op's own kernels are compiled as in training; without it, only they are not.
+Without the variable, the kernels of the FP8 op are not compiled.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ def device():
 
 @pytest.fixture(autouse=True)
 def _compiled():
-    """The other tests run uncompiled; here every test compiles afresh, and float32 products are float32."""
+    """Other tests run uncompiled. Here, every test compiles from scratch."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=False):
         yield

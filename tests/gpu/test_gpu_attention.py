@@ -23,83 +23,123 @@ CASES = [
 
 
 def case(length, every, device, heads=6, dim=128):
-    """Documents of random lengths; q and k of unit RMS, as the QK norm makes them; an output gradient."""
+    """Document ids (T,), and q, k, v and an output gradient, each (1, T, H, D) in bf16.
+
+    Documents have random lengths. q and k have an RMS of 1, as after QK norm.
+    """
     g = torch.Generator(device).manual_seed(length + every % 1000)
-    tokens = torch.randint(0, EOT, (1, length), device=device, generator=g, dtype=torch.int32)
-    tokens[torch.rand(1, length, device=device, generator=g) < 1 / every] = EOT
-    qkv = torch.randn(4, 1, length, heads, dim, device=device, generator=g)
-    return document_ids(tokens, EOT), qkv.bfloat16().unbind()
+    shape = (1, length)
+    tokens = torch.randint(
+        EOT,
+        shape,
+        device=device,
+        generator=g,
+        dtype=torch.int32,
+    )
+    is_end = torch.rand(shape, device=device, generator=g) < 1 / every
+    tokens[is_end] = EOT
+    docs = document_ids(tokens, EOT)
+    four = torch.randn(
+        (4, 1, length, heads, dim),
+        device=device,
+        generator=g,
+    )
+    return docs, four.bfloat16().unbind()
+
+
+def as_window(blocks, device):
+    return torch.tensor(blocks, dtype=torch.int32, device=device)
 
 
 def assert_near(got, want, tolerance):
-    """No row (a head's vector at a position) is off by more than `tolerance` of the largest row."""
+    """The error of each row (a head's vector at a position) is below `tolerance` times the largest row."""
     assert got.isfinite().all()
-    off = (got.double() - want.double()).norm(dim=-1).max() / want.double().norm(dim=-1).max()
-    assert off < tolerance, float(off)
+    error = (got.double() - want.double()).norm(dim=-1)
+    largest = want.double().norm(dim=-1).max()
+    off = float(error.max() / largest)
+    assert off < tolerance, off
 
 
+@torch.compile(dynamic=False)
 def flex(q, k, v, docs, window):
     return attention(q, k, v, flex_block_mask(docs, window), 0.12)
 
 
-def run(function, q, k, v, grad):
-    """-> output, and the gradients of q, k and v."""
-    q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
-    y = function(q, k, v)
+def forward_and_backward(function, q, k, v, grad):
+    """The output, and the gradients of q, k and v."""
+    inputs = [t.detach().clone() for t in (q, k, v)]
+    for t in inputs:
+        t.requires_grad_()
+    y = function(*inputs)
     y.backward(grad.to(y.dtype))
-    return y.detach(), q.grad, k.grad, v.grad
+    return [y.detach()] + [t.grad for t in inputs]
+
+
+def flex_forward_and_backward(q, k, v, grad, docs, window):
+    def function(q, k, v):
+        return flex(q, k, v, docs, window)
+
+    return forward_and_backward(function, q, k, v, grad)
+
+
+def visible_pairs(rows, docs, blocks):
+    """(rows, T): True where a query sees a key."""
+    keys = torch.arange(len(docs), device=docs.device)
+    queries = rows[:, None]
+    query_docs = docs[rows][:, None]
+    causal = keys <= queries
+    same_document = query_docs == docs
+    in_window = queries // 128 - keys // 128 < blocks
+    return causal & same_document & in_window
 
 
 @pytest.mark.parametrize("length,every,blocks", CASES)
 def test_flex_equals_portable_forward_and_backward(length, every, blocks, device):
     docs, (q, k, v, grad) = case(length, every, device)
-    window = torch.tensor(blocks, dtype=torch.int32, device=device)
-    compiled = torch.compile(flex, dynamic=False)
-    got = run(lambda *qkv: compiled(*qkv, docs, window), q, k, v, grad)
+    window = as_window(blocks, device)
     mask = portable_mask(docs, window, blocks)
-    want = run(lambda *qkv: attention(*qkv, mask, 0.12), *(t.float() for t in (q, k, v)), grad)
+
+    def portable(q, k, v):
+        return attention(q, k, v, mask, 0.12)
+
+    got = flex_forward_and_backward(q, k, v, grad, docs, window)
+    want = forward_and_backward(portable, q.float(), k.float(), v.float(), grad)
     for a, b in zip(got, want):
         assert_near(a, b, 0.03)
 
 
 @pytest.mark.parametrize("length,every,blocks", CASES)
 def test_flex_equals_the_definition(length, every, blocks, device):
-    """Every row where the sequence is short, else 256 of them, spread over blocks and their edges."""
+    """All rows of short sequences. Of long ones, random rows and those at the edges of blocks."""
     docs, (q, k, v, _) = case(length, every, device)
-    got = torch.compile(flex, dynamic=False)(
-        q, k, v, docs, torch.tensor(blocks, dtype=torch.int32, device=device)
-    )
-    edges = torch.tensor([0, 127, 128, length - 129, length - 128, length - 1], device=device)
-    rows = (
-        torch.arange(length, device=device)
-        if length <= 2048
-        else torch.cat([edges, torch.randint(length, (250,), device=device)])
-    )
-    keys = torch.arange(length, device=device)
-    visible = (
-        (keys <= rows[:, None])
-        & (docs[rows][:, None] == docs)
-        & (rows[:, None] // 128 - keys // 128 < blocks)
-    )
-    scores = torch.einsum("qhd,khd->hqk", q[0, rows].float(), k[0].float()) * 0.12
+    got = flex(q, k, v, docs, as_window(blocks, device))
+    rows = torch.arange(length, device=device)
+    if length > 2048:
+        edges = [0, 127, 128, length - 129, length - 128, length - 1]
+        chosen = torch.randint(length, (250,), device=device)
+        rows = torch.cat([rows[edges], chosen])
+    visible = visible_pairs(rows, docs, blocks)
+    queries = q[0, rows].float()
+    keys = k[0].float()
+    scores = torch.einsum("qhd,khd->hqk", queries, keys) * 0.12
     weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-    assert_near(got[0, rows], torch.einsum("hqk,khd->qhd", weights, v[0].float()), 0.02)
+    want = torch.einsum("hqk,khd->qhd", weights, v[0].float())
+    assert_near(got[0, rows], want, 0.02)
 
 
 def test_backward_equals_the_definition(device):
-    length, blocks = 2048, 5
+    length = 2048
+    blocks = 5
     docs, (q, k, v, grad) = case(length, 300, device)
-    window = torch.tensor(blocks, dtype=torch.int32, device=device)
-    compiled = torch.compile(flex, dynamic=False)
-    got = run(lambda *qkv: compiled(*qkv, docs, window), q, k, v, grad)
-    i = torch.arange(length, device=device)
-    visible = (i <= i[:, None]) & (docs[:, None] == docs) & (i[:, None] // 128 - i // 128 < blocks)
+    rows = torch.arange(length, device=device)
+    visible = visible_pairs(rows, docs, blocks)
 
     def dense(q, k, v):
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.12
-        return torch.einsum(
-            "bhqk,bkhd->bqhd", scores.masked_fill(~visible, -math.inf).softmax(-1), v
-        )
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
-    for a, b in zip(got, run(dense, *(t.double() for t in (q, k, v)), grad)):
+    got = flex_forward_and_backward(q, k, v, grad, docs, as_window(blocks, device))
+    want = forward_and_backward(dense, q.double(), k.double(), v.double(), grad)
+    for a, b in zip(got, want):
         assert_near(a, b, 0.03)

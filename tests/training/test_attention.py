@@ -202,10 +202,11 @@ def test_portable_mask(case, extra_span):
     total = num_seqs * length
     span = window + extra_span
     mask = make_mask(tokens, window, span)
-    assert mask.shape == (total // 128, 1, 128, span * 128)
+    num_blocks = total // 128
+    assert mask.shape == (num_blocks, 1, 128, span * 128)
     assert mask.dtype == torch.bool
     got = torch.zeros(total, total, dtype=torch.bool)
-    for b in range(total // 128):
+    for b in range(num_blocks):
         first_key = (b - span + 1) * 128
         key = first_key + torch.arange(span * 128)
         inside = (key >= 0) & (key < total)
@@ -229,7 +230,9 @@ def test_portable_attention_forward_and_backward(case):
     out = attention(*inputs, mask, 0.12)
     assert out.shape == inputs[0].shape
     assert out.dtype == inputs[0].dtype
-    exact = [x.detach().double().requires_grad_() for x in inputs]
+    exact = [x.detach().double() for x in inputs]
+    for x in exact:
+        x.requires_grad_()
     dense = dense_mask(tokens, window)
     want = dense_attention(*exact, dense, 0.12)
     assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
@@ -347,13 +350,15 @@ def rotate(x, head_dim):
     """Rotary embedding in float64, by complex numbers: the pair (x_i, x_{i + D/2}) turns by -position * frequency."""
     exponents = torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
     rotated = (1 / 1024) ** exponents
-    freq = torch.cat([rotated, torch.zeros_like(rotated)])
+    not_rotated = torch.zeros_like(rotated)
+    freq = torch.cat([rotated, not_rotated])
     pos = torch.arange(x.shape[1], dtype=torch.float64)
     theta = pos[:, None] * freq
     x1, x2 = x.double().chunk(2, dim=-1)
     turn = torch.exp(-1j * theta)
     y = torch.complex(x1, x2) * turn[None, :, None]
-    return torch.cat([y.real, y.imag], dim=-1)
+    parts = [y.real, y.imag]
+    return torch.cat(parts, dim=-1)
 
 
 @pytest.mark.parametrize("head_dim,length", [(128, 300), (64, 1), (32, 2048)])
