@@ -1,11 +1,11 @@
-"""Shared settings of the tests: the script's folder is importable, nothing is compiled unless a test asks."""
+"""Settings of all tests: where modules are found, and that nothing is compiled unless a test asks for it."""
 
 import os
 import signal
 import sys
 from pathlib import Path
 
-# Before torch is imported anywhere: eager code is the same arithmetic and starts in no time.
+# Set before torch is imported. Eager code does the same arithmetic and starts at once.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -14,7 +14,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "training"), str(TEST
 
 import pytest
 
-# A process that compiles, or waits for torchrun, takes longest: these begin, and the short ones fill the gaps.
+# The slowest tests, which compile or wait for torchrun. They start first, and the others fill the gaps.
 LONGEST = [
     "test_mini_meets_its_target",
     "test_generic_tuning",
@@ -29,33 +29,37 @@ LONGEST = [
 
 
 def pytest_configure(config):
-    """Where several processes run the tests, pytest does not say by itself that a path is wrong."""
+    """Reports wrong paths. With several processes, pytest doesn't do that itself."""
     for path in config.args:
         if not (config.invocation_params.dir / path.split("::")[0]).exists():
             raise pytest.UsageError(f"file or directory not found: {path}")
 
 
+def place(item):
+    """The place of a test in LONGEST, or after it."""
+    for i, name in enumerate(LONGEST):
+        if name in item.name:
+            return i
+    return len(LONGEST)
+
+
 def pytest_collection_modifyitems(items):
-    place = lambda item: next(
-        (i for i, name in enumerate(LONGEST) if name in item.name), len(LONGEST)
-    )
-    items.sort(key=place)  # stable: all others stay in order
+    items.sort(key=place)  # stable: the others stay in order
 
 
 @pytest.fixture(autouse=True)
 def _seed():
-    import torch  # not above: where several processes run the tests, the one that starts them has no use for it
+    import torch  # here, because the process that starts the others doesn't need it
 
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _signal_handlers():
-    """main() has handlers of its own, which outlive a run in this process, a module's fixture too: what a later test
-    forks must not have them."""
+    """Removes the handlers that main() has set in an earlier test, so that forked processes don't have them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-# A shell's background job ignores SIGINT, and so would all that the tests start and interrupt.
+# Background jobs of a shell ignore SIGINT, and so would the processes that the tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)

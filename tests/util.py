@@ -1,4 +1,4 @@
-"""Helpers of the tests: shards written by hand, the script as a process of its own, gloo processes on loopback."""
+"""Helpers of the tests: shards, runs of the script in other processes, and gloo processes on one machine."""
 
 import itertools
 import multiprocessing
@@ -25,15 +25,17 @@ EOT = 256  # end-of-text of the byte-level track
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
-    """Write a shard from the format's definition: 256 int32 of header, then uint16 tokens, little-endian."""
-    count = len(tokens) if count is None else count
+    """Writes a shard: a header of 256 int32, then the tokens as uint16, little-endian."""
+    if count is None:
+        count = len(tokens)
     header = struct.pack("<256i", magic, version, count, *[0] * 253)
-    Path(path).write_bytes(header + struct.pack(f"<{len(tokens)}H", *tokens))
+    body = struct.pack(f"<{len(tokens)}H", *tokens)
+    Path(path).write_bytes(header + body)
     return Path(path)
 
 
 def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
-    """n tokens under `vocab` with an end-of-text about every `eot_every`."""
+    """n tokens with an end of text about every `eot_every`."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, eot, (n,), generator=g)
     tokens[torch.rand(n, generator=g) < 1 / eot_every] = eot
@@ -42,12 +44,10 @@ def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
 
 
 def env(**extra):
-    """The environment of a subprocess: one thread, loopback only, no rank of ours, no progress bar."""
-    e = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    }
+    """The environment of a subprocess: one thread, the loopback network, no rank."""
+    e = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        e.pop(name, None)
     e.update(
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
@@ -59,7 +59,7 @@ def env(**extra):
 
 
 def rank_env(rank, world_size, port):
-    """What torchrun tells a process of its place, on one machine."""
+    """The environment variables that torchrun sets on one machine."""
     return dict(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -72,14 +72,13 @@ def rank_env(rank, world_size, port):
 
 
 def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, stdout=subprocess.PIPE, **extra):
-    """Run the script in `cwd`: alone, or with `nproc` processes under torchrun."""
-    launcher = (
-        []
-        if nproc is None
-        else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    )
+    """Runs the script in the folder `cwd`, alone or with `nproc` processes under torchrun."""
+    command = [sys.executable]
+    if nproc is not None:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    command += [str(script), *map(str, args)]
     return subprocess.run(
-        [sys.executable, *launcher, str(script), *map(str, args)],
+        command,
         cwd=cwd,
         env=env(**extra),
         stdout=stdout,
@@ -90,8 +89,10 @@ def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, stdout=subpro
 
 
 def forkserver():
-    """A multiprocessing context whose processes are forked from a server that has made torch's imports once: a fresh
-    interpreter each would take seconds. The server holds nothing of ours: what it forks runs our files as they are."""
+    """A multiprocessing context whose processes are forked from a server that has imported torch.
+
+    A new interpreter would need seconds for the import. The server has none of our modules loaded.
+    """
     multiprocessing.set_forkserver_preload(
         [
             "torch._inductor.compile_fx",
@@ -106,72 +107,88 @@ def forkserver():
     return multiprocessing.get_context("forkserver")
 
 
+def wait_for_processes(processes, timeout):
+    """Waits until all have ended or one has failed. Returns the first exit status that isn't 0, or None."""
+    end = time.monotonic() + timeout
+    while True:
+        alive = [p for p in processes if p.exitcode is None]
+        if not alive:
+            return None
+        sentinels = [p.sentinel for p in alive]
+        if not multiprocessing.connection.wait(sentinels, max(0, end - time.monotonic())):
+            return None
+        for p in alive:
+            if p.exitcode:
+                return p.exitcode
+
+
 def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
-    """run_script(), but forked from the server; several processes as torchrun starts them, without torchrun itself.
-    The code is the first that is not 0, the outputs are those of the ranks one after the other."""
-    ranks = (
-        [{}]
-        if nproc == 1
-        else [rank_env(rank, nproc, port) for port in [free_port()] for rank in range(nproc)]
-    )
+    """Like run_script(), but forked from the server. Several ranks are started without torchrun.
+
+    Returns the first exit status that isn't 0, and the outputs of the ranks one after the other.
+    """
     argv = [str(script), *map(str, args)]
+    environments = [env(**extra)]
+    if nproc > 1:
+        port = free_port()
+        environments = [env(**extra, **rank_env(rank, nproc, port)) for rank in range(nproc)]
     with tempfile.TemporaryDirectory() as folder:
-        consoles = [str(Path(folder) / str(rank)) for rank in range(nproc)]
-        processes = [
-            forkserver().Process(
-                target=_as_main, args=(argv, str(cwd), env(**extra, **rank), console)
-            )
-            for rank, console in zip(ranks, consoles)
-        ]
+        consoles = [f"{folder}/{rank}" for rank in range(nproc)]
+        processes = []
+        for environment, console in zip(environments, consoles):
+            arguments = (argv, str(cwd), environment, console)
+            processes.append(forkserver().Process(target=_as_main, args=arguments))
         for process in processes:
             process.start()
-        failed = None  # the first that failed; the others then wait for it, and torchrun would end them too
+        failed = None
         try:
-            end = time.monotonic() + timeout
-            while failed is None and (alive := [p for p in processes if p.exitcode is None]):
-                if not multiprocessing.connection.wait(
-                    [p.sentinel for p in alive], max(0, end - time.monotonic())
-                ):
-                    break
-                failed = next((p.exitcode for p in alive if p.exitcode), None)
-            for process in processes if failed is not None else ():
-                process.join(10)  # what it has to say about the one that is gone
+            failed = wait_for_processes(processes, timeout)
+            if failed is not None:  # the others may have something to say about it
+                for process in processes:
+                    process.join(10)
         finally:
             stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
             for process in processes:
                 process.kill()
                 process.join()
-        out, err = (
-            "".join(Path(f"{console}.{name}").read_text() for console in consoles)
-            for name in ("out", "err")
-        )
+        out = "".join(Path(f"{console}.out").read_text() for console in consoles)
+        err = "".join(Path(f"{console}.err").read_text() for console in consoles)
     if stuck and failed is None:
         raise subprocess.TimeoutExpired(argv, timeout, f"ranks {stuck} did not end\n{out}", err)
     return subprocess.CompletedProcess(argv, failed or 0, out, err)
 
 
+def redirect(descriptor, path):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+
+
 def _as_main(argv, cwd, environment, console):
-    """In a forked process: what `python argv[0] argv[1] ...` does in that folder and environment."""
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{console}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    """In a forked process: does what `python argv[0] argv[1] ...` does in that folder and environment."""
+    redirect(1, f"{console}.out")
+    redirect(2, f"{console}.err")
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    ours = {str(ROOT), *map(str, ROOT.iterdir())}  # on the path of the tests, not on the script's
-    sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *(p for p in sys.path if p not in ours)]
+    # Our folders are on the path of the tests, but not on the script's
+    ours = {str(ROOT), *map(str, ROOT.iterdir())}
+    theirs = [p for p in sys.path if p not in ours]
+    sys.path = [str(Path(argv[0]).parent), *theirs]
+    sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
 
 
-_ports = itertools.cycle(
-    range(10_000 + os.getpid() % 350 * 64, 10_000 + os.getpid() % 350 * 64 + 64)
-)
+_first_port = 10_000 + os.getpid() % 350 * 64
+_ports = itertools.cycle(range(_first_port, _first_port + 64))
 
 
 def free_port():
-    """A port that nobody listens on. Each process of the tests goes round in 64 of its own, below those that the system
-    gives away: none is taken between here and its use."""
+    """A port that nobody listens on.
+
+    Each test process has 64 ports of its own, outside the range from which the system assigns ports. So none is
+    taken before it is used.
+    """
     for port in itertools.islice(_ports, 64):
         with socket.socket() as s:
             try:
@@ -192,13 +209,13 @@ def _gloo_child(rank, fn, world_size, store, args):
 
 
 def start_processes(fn, nprocs, *args):
-    """Run fn(rank, *args) in `nprocs` processes of the fork server; their failures are ours."""
+    """Runs fn(rank, *args) in `nprocs` processes of the fork server. Raises if one fails."""
     forkserver()
     mp.start_processes(fn, args=args, nprocs=nprocs, start_method="forkserver")
 
 
 def spawn(fn, world_size, tmp_path, *args):
-    """Run fn(rank, world_size, *args) in `world_size` processes that share a gloo group."""
+    """Runs fn(rank, world_size, *args) in `world_size` processes of a gloo group."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = Path(tmp_path) / f"store_{fn.__name__}_{world_size}"
     start_processes(_gloo_child, world_size, fn, world_size, str(store), args)
@@ -212,5 +229,6 @@ def read_log(folder):
 
 
 def val_losses(text):
-    """{step: validation loss} of a log's or a terminal's text."""
-    return {int(s): float(v) for s, v in re.findall(r"^step:(\d+)/\d+ val_loss:(\S+) ", text, re.M)}
+    """The validation losses by step, from a log or the text of a terminal."""
+    found = re.findall(r"^step:(\d+)/\d+ val_loss:(\S+) ", text, re.M)
+    return {int(step): float(loss) for step, loss in found}

@@ -391,71 +391,78 @@ def test_only_training_is_timed(shards, tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------- the log
+NUMBER = r"\d+\.\d{4}"
+VALIDATION_LINE = re.compile(
+    rf"step:(\d+)/6 val_loss:{NUMBER} train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+)
+STEP_LINE = re.compile(r"step:(\d+)/6 train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
+
+
+def check_header(source, machine):
+    assert source.rstrip("\n") == SCRIPT.read_text().rstrip("\n")
+    for words in (sys.version.split()[0], torch.__version__, "CUDA", "core"):
+        assert words in machine
+    assert os.uname().nodename not in machine.split()
+
+
+def check_step_lines(lines):
+    """Of a run of six steps with a validation after every second one. Times never decrease."""
+    kinds = ["val" if "val_loss" in line else "train" for line in lines]
+    steps = [int(line[5]) for line in lines]
+    assert kinds == "val train train val train train val train train val".split()
+    assert steps == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
+    last_time = 0
+    for line in lines:
+        match = VALIDATION_LINE.fullmatch(line) or STEP_LINE.fullmatch(line)
+        assert match, line
+        step = int(match[1])
+        ms = int(match[2])
+        assert ms >= last_time
+        assert float(match[3]) == pytest.approx(ms / max(step, 1), abs=0.51)
+        last_time = ms
+
+
+def check_verdict(verdict, losses):
+    """The line about the target of 5.9."""
+    met = next(step for step in losses if losses[step] <= 5.9)
+    assert "5.9" in verdict
+    assert re.search(rf"\bmet\b.*\bstep {met}\b", verdict)
+    assert "not met" not in verdict
+    assert re.search(r"\d+ tokens/s", verdict)
+    bits = re.search(r"(\d+\.\d+) bits per byte", verdict)
+    assert float(bits[1]) == pytest.approx(losses[6] / math.log(2), abs=2e-4)
+
+
 def test_plain_run_and_its_log(shards, tmp_path):
-    """`python train_gpt.py`, no launcher, in this machine's own precision."""
+    """`python train_gpt.py` without a launcher, in the precision of this machine."""
     done = run_script(options(shards, target_val_loss=5.9), tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (path,) = (tmp_path / "logs").iterdir()
-    assert re.fullmatch(
-        r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\.txt", path.name
-    )
+    uuid4 = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+    assert re.fullmatch(rf"{uuid4}\.txt", path.name)
     assert [p.name for p in tmp_path.iterdir()] == ["logs"]  # nothing else is left
+
     log = path.read_text()
+    separator = "=" * 100
+    source, machine, run = re.split(f"^{separator}$", log, flags=re.M)
+    check_header(source, machine)
+    lines = run.rstrip("\n").splitlines()
+    steps = [line for line in lines if line.startswith("step:")]
+    check_step_lines(steps)
+    after = lines[lines.index(steps[-1]) + 1 :]
+    memory_line = re.compile(r"peak memory allocated: \d+ MiB reserved: \d+ MiB")
+    (memory,) = [line for line in after if memory_line.fullmatch(line)]
+    (verdict,) = [line for line in after if line.startswith("target")]
+    check_verdict(verdict, val_losses(log))
 
-    line = "=" * 100
-    source, machine, run = re.split(f"^{line}$", log, flags=re.M)
-    assert source.rstrip("\n") == SCRIPT.read_text().rstrip("\n")
-    assert sys.version.split()[0] in machine and torch.__version__ in machine
-    assert "CUDA" in machine and "core" in machine
-    assert os.uname().nodename not in machine.split()
-
-    number = r"\d+\.\d{4}"
-    val = re.compile(rf"step:(\d+)/6 val_loss:{number} train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
-    train = re.compile(r"step:(\d+)/6 train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
-    steps = [s for s in run.splitlines() if s.startswith("step:")]
-    order = [("val" if "val_loss" in s else "train", int(s[5])) for s in steps]
-    assert order == [
-        ("val", 0),
-        ("train", 1),
-        ("train", 2),
-        ("val", 2),
-        ("train", 3),
-        ("train", 4),
-        ("val", 4),
-        ("train", 5),
-        ("train", 6),
-        ("val", 6),
-    ]
-    last_time = 0
-    for s in steps:
-        match = val.fullmatch(s) or train.fullmatch(s)
-        assert match, s
-        step, ms, avg = int(match[1]), int(match[2]), float(match[3])
-        assert ms >= last_time and avg == pytest.approx(ms / max(step, 1), abs=0.51)
-        last_time = ms
-
-    tail = run.rstrip("\n").splitlines()
-    after = tail[tail.index(steps[-1]) + 1 :]
-    memory = [
-        s for s in after if re.fullmatch(r"peak memory allocated: \d+ MiB reserved: \d+ MiB", s)
-    ]
-    verdict = [s for s in after if s.startswith("target")]
-    assert len(memory) == len(verdict) == 1
-    losses = val_losses(log)
-    met = next(s for s in losses if losses[s] <= 5.9)
-    assert (
-        "5.9" in verdict[0]
-        and re.search(rf"\bmet\b.*\bstep {met}\b", verdict[0])
-        and "not met" not in verdict[0]
-    )
-    assert re.search(r"\d+ tokens/s", verdict[0])
-    bits = re.search(r"(\d+\.\d+) bits per byte", verdict[0])
-    assert float(bits[1]) == pytest.approx(losses[6] / math.log(2), abs=2e-4)
-    # The console shows the same lines; piped, there is no bar and no carriage return.
-    assert "\r" not in done.stdout and "\x1b" not in done.stdout
-    assert [s for s in done.stdout.splitlines() if s.startswith("step:")] == steps
-    assert verdict[0] in done.stdout and memory[0] in done.stdout
+    # The console shows the same lines. In a pipe, there is no carriage return.
+    assert "\r" not in done.stdout
+    assert "\x1b" not in done.stdout
+    shown = done.stdout.splitlines()
+    assert [line for line in shown if line.startswith("step:")] == steps
+    assert verdict in done.stdout
+    assert memory in done.stdout
 
 
 def test_target_not_met_and_a_word_level_track(shards, tmp_path, monkeypatch, capsys):
