@@ -3,7 +3,7 @@ Does an idea help? Runs it and a base in turn, and says what it does to the loss
 
     ./run.sh compare                                   the working tree's train_gpt.py against the last commit's
     ./run.sh compare --idea "--muon_lr 0.03"           a setting against the track's own
-    ./run.sh compare --idea wide="--model_dim 160" --idea gelu=gelu.patch --runs 8 --track shakespeare
+    ./run.sh compare --idea wide="--model_dim 160" --idea gelu=gelu.patch --runs 8
     ./run.sh compare --base v1.0 --idea my-branch --json out.json --plot out.png
 
 --base and --idea take [NAME=]KIND: quoted options (on the base's source), a .patch or .diff to it, another .py
@@ -39,7 +39,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from compare_stats import Effect, analyse, in_words, plot_effects, short, table
-from log_parsing import Log, LogError, parse_log, run_command, write_file
+from log_parsing import Log, LogError, UsageError, parse_log, run_command, write_file
 from machine import usable_cores
 from compare_sources import (
     COPY_SEEDS,
@@ -289,17 +289,17 @@ def machine(on_gpu: bool) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """-> our options, and those for all runs. Raises LogError."""
+def fail(message: str):
+    raise UsageError(f"{message}; --help lists all options")
 
-    def fail(message):
-        raise LogError(f"{message}; --help lists what there is")
 
-    def number(text):
-        if not 1 <= int(text) <= COPY_SEEDS:
-            raise ValueError
-        return int(text)
+def small_number(text: str) -> int:
+    if not 1 <= int(text) <= COPY_SEEDS:
+        raise ValueError
+    return int(text)
 
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="compare.py",
         description=__doc__,
@@ -307,67 +307,56 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.error = fail
-    parser.add_argument(
-        "--base", metavar="[NAME=]KIND", help="default: the working tree; without --idea, HEAD"
-    )
-    parser.add_argument(
-        "--idea",
-        metavar="[NAME=]KIND",
-        action="append",
-        help="any number; default: the working tree",
-    )
-    parser.add_argument(
-        "--runs", type=number, default=5, metavar="N", help="of each, 2 or more; default: 5"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the first round; default: 0"
-    )
-    parser.add_argument(
-        "--jobs", type=number, default=1, metavar="N", help="runs at a time, which share the cores"
-    )
-    parser.add_argument(
-        "--nproc_per_node", type=number, default=1, metavar="N", help="processes a run, by torchrun"
-    )
-    parser.add_argument(
-        "--aa", action="store_true", help="allow an idea that is the base: it gets other seeds"
-    )
-    parser.add_argument(
-        "--no_steps", action="store_true", help="no base with a tenth fewer or more steps"
-    )
-    parser.add_argument("--no_times", action="store_true", help="losses alone")
-    parser.add_argument(
-        "--name", help="of the folder in logs/compare/; default: made of what is compared"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all figures and the logs' paths there"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the differences with their intervals"
-    )
-    joined = []  # as one word, or an idea that begins with -- would pass for an option
+    add = parser.add_argument
+    kind = "[NAME=]KIND"
+    add("--base", metavar=kind, help="default: the working tree; without --idea, HEAD")
+    add("--idea", metavar=kind, action="append", help="any number; default: the working tree")
+    add("--runs", type=small_number, default=5, metavar="N", help="of each, 2 or more; default: 5")
+    add("--seed", type=int, default=0, metavar="N", help="of the first round; default: 0")
+    add("--jobs", type=small_number, default=1, metavar="N", help="runs at a time; default: 1")
+    add("--nproc_per_node", type=small_number, default=1, metavar="N", help="processes per run")
+    add("--aa", action="store_true", help="allow an idea that equals the base; it gets other seeds")
+    add("--no_steps", action="store_true", help="don't run the base with fewer and more steps")
+    add("--no_times", action="store_true", help="compare losses only")
+    add("--name", help="folder in logs/compare/; default: made of what is compared")
+    add("--json", type=Path, metavar="FILE", help="write all figures and the paths of the logs")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the differences with their intervals")
+    return parser
+
+
+def join_values(argv: list[str]) -> list[str]:
+    """Makes "--idea --x" one word, because argparse takes a value that starts with -- for an option."""
+    joined = []
     for word in argv:
         if joined and joined[-1] in ("--base", "--idea"):
             joined[-1] += f"={word}"
         else:
             joined.append(word)
-    args, common = parser.parse_known_args(joined)
+    return joined
+
+
+def check_output_file(file: Path, ending: str) -> None:
+    if not file.absolute().parent.is_dir() or file.is_dir() or not file.name.endswith(ending):
+        fail(f"{file}: must be a file in a folder that exists; a plot's name ends in .png")
+
+
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns our options, and those for all runs. Raises UsageError."""
+    args, common = make_parser().parse_known_args(join_values(argv))
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
             fail(
-                f"{word}: no option's value; --idea or --base gives a source, of several words in quotes: --idea "
-                '"--muon_lr 0.03"'
+                f"{word}: not the value of an option; give a source with --idea or --base, and several words "
+                'in quotes: --idea "--muon_lr 0.03"'
             )
     if args.runs < 2 or args.seed < 0:
-        fail("--runs must be 2 or more, for a spread; --seed must not be negative")
+        fail("--runs must be 2 or more, and --seed must not be negative")
     if args.name is not None and not re.fullmatch(r"\w[\w.+%-]*", args.name):
         fail(f"--name {args.name}: letters, digits and ._+- only")
-    for file in filter(None, (args.json, args.plot)):
-        if (
-            not file.absolute().parent.is_dir()
-            or file.is_dir()
-            or (file is args.plot and file.suffix != ".png")
-        ):
-            fail(f"{file}: must be a file in a folder that exists; a plot's name ends in .png")
+    if args.json:
+        check_output_file(args.json, "")
+    if args.plot:
+        check_output_file(args.plot, ".png")
     return args, common
 
 
@@ -458,6 +447,46 @@ def run_rounds(
     }
 
 
+def describe_run(log: Log, seed: int) -> dict:
+    return {
+        "path": str(log.path),
+        "seed": seed,
+        "val_loss": log.final.val_loss,
+        "step_avg_ms": log.final.step_avg_ms,
+    }
+
+
+def notes_on(
+    base: Variant,
+    variants: list[Variant],
+    effects: list[Effect],
+    groups: dict[str, list[Log]],
+    args: argparse.Namespace,
+) -> list[str]:
+    """What a reader of the table has to know."""
+    test = "±: half of a 99% interval; p: Welch's t-test, two-sided"
+    if len(effects) > 1:
+        test += f", corrected by Holm over {len(effects)} ideas"
+    notes = [test]
+    if not args.no_times:
+        notes.append("step time: as a fraction of the base's")
+    if effects[0].steps is not None:
+        notes.append("steps, time: how much more or less is needed for the base's loss")
+    elif not args.no_steps:
+        notes.append("steps: unknown, because the base's loss doesn't clearly fall with more of them")
+    for v in variants:
+        if v.first_seed != base.first_seed:
+            notes.append(f"{v.name}: the base or a copy, with seeds from {v.first_seed} on")
+    if any(log.uncompiled for logs in groups.values() for log in logs):  # then all are
+        notes.append(
+            "no run was compiled (the logs say why): a compiled step is faster, and not by the same factor for "
+            "each idea"
+        )
+    if args.jobs > 1:
+        notes.append(f"step times are of {args.jobs} runs at a time, which disturb each other")
+    return notes
+
+
 def report(
     base: Variant,
     variants: list[Variant],
@@ -469,30 +498,7 @@ def report(
 ) -> None:
     """Prints the answer, and writes it where it is asked for. Raises LogError."""
     sentences = [in_words(e) for e in effects]
-    notes = [
-        "±: half of a 99% interval; p: Welch's t-test, two-sided"
-        + f", corrected by Holm over {len(effects)} ideas" * (len(effects) > 1)
-    ]
-    if not args.no_times:
-        notes.append("step time: as a fraction of the base's")
-    if effects[0].steps is not None:
-        notes.append("steps, time: what it takes more, or less, to the base's loss")
-    elif not args.no_steps:
-        notes.append("steps: not known, as the base's loss does not clearly fall with more of them")
-    notes += [
-        f"{v.name}: the base itself or a copy, with seeds from {v.first_seed} on"
-        for v in variants
-        if v.first_seed != base.first_seed
-    ]
-    if any(
-        log.uncompiled for logs in groups.values() for log in logs
-    ):  # then all, as they are not mixed
-        notes.append(
-            "no run was compiled (the logs say why): a compiled step is faster, and not by the same factor for "
-            "each idea"
-        )
-    if args.jobs > 1:
-        notes.append(f"step times are of {args.jobs} runs at a time, which disturb each other")
+    notes = notes_on(base, variants, effects, groups, args)
     threads = f"{facts['threads']} thread{'s' * (facts['threads'] > 1)}"
     print(
         textwrap.fill(
@@ -510,26 +516,22 @@ def report(
         sep="\n",
     )
     if args.json:
-        logs = {
-            name: [
-                dict(
-                    path=str(log.path),
-                    seed=by.first_seed + i,
-                    val_loss=log.final.val_loss,
-                    step_avg_ms=log.final.step_avg_ms,
-                )
-                for i, log in enumerate(groups[name])
-            ]
-            for name, by in [
-                (name, next((v for v in variants if v.name == name), base)) for name in groups
-            ]
+        first_seeds = {v.name: v.first_seed for v in variants}
+        logs = {}
+        for name, group in groups.items():
+            first_seed = first_seeds.get(name, base.first_seed)
+            logs[name] = [describe_run(log, first_seed + i) for i, log in enumerate(group)]
+        ideas = []
+        for effect, words in zip(effects, sentences):
+            ideas.append(asdict(effect) | {"verdict": effect.verdict, "words": words})
+        answer = {
+            **facts,
+            "jobs": args.jobs,
+            "folder": str(folder),
+            "base": base.name,
+            "ideas": ideas,
+            "runs": logs,
         }
-        ideas = [
-            asdict(e) | dict(verdict=e.verdict, words=words) for e, words in zip(effects, sentences)
-        ]
-        answer = dict(
-            facts, jobs=args.jobs, folder=str(folder), base=base.name, ideas=ideas, runs=logs
-        )
         write_file(args.json, json.dumps(answer, indent=1, allow_nan=False).encode())
     if args.plot:
         plot_effects(effects, args.plot)

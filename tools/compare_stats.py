@@ -1,19 +1,18 @@
 """
-What the runs of ideas and of their base say: the statistics of compare.py, its table, its words and its picture.
+The statistics of compare.py, with its table, its sentences and its plot.
 
-n is the number of runs, an interval is of 99% confidence, and all noise is that of these runs alone.
-- difference in loss: Welch's two-sided t-test, p corrected over the ideas by Holm
-- "one of X or more would have been seen nine times in ten": if the comparison were made again with a true difference
-  of X, p would be below 0.01, at Holm's strictest, that often. X is made of measured noise; that this is itself
-  uncertain makes X larger, by far with two or three runs
-- step time: the mean logarithm of idea / base within a round, Student's t-test; drift between rounds cancels
-- steps to the base's loss: a line through the base's loss over the logarithm of steps, from runs with a tenth fewer
-  and a tenth more, turns the difference into steps; with the step's time it is time. Intervals by the delta method,
-  the slope's error included. The slope is that within rounds: what a seed does to all three is no error of it
+n is the number of runs. Intervals have 99% confidence.
 
-Losses of an idea and of the base are not taken in pairs, though they share seeds: that asks for a correlation of 0.5 where
-five runs are made (Student's t with 4 degrees of freedom for 8), and over the 64 changes of records/mini/ideas the
-median is 0.32.
+- Difference in loss: Welch's two-sided t-test. p-values are corrected over the ideas by Holm's method.
+- "One of X or more would have been seen nine times in ten": with a true difference of X, p would be below 0.01
+  that often. X includes the uncertainty of the measured noise.
+- Step time: the mean logarithm of idea / base within a round, with Student's t-test. Drift cancels.
+- Steps to the base's loss: the base also runs with fewer and more steps. A line through its loss over the
+  logarithm of steps turns a difference in loss into steps, and with the step time into time. Intervals use
+  the delta method. The slope is the one within rounds, so the level of a seed doesn't matter.
+
+Losses are not paired by seed. With five runs, pairs need a correlation of 0.5, and over the 64 changes in
+records/mini/ideas the median is 0.32.
 """
 
 import functools
@@ -108,38 +107,41 @@ def holm(ps: list[float | None]) -> list[float | None]:
 
 @functools.lru_cache(100_000)
 def detectable_errors(df: float, alpha: float) -> float:
-    """How many measured standard errors a true difference must have to be found in POWER of repetitions."""
+    """How many measured standard errors a true difference needs to be found in POWER of repetitions."""
     critical = stats.t.ppf(1 - alpha / 2, df)
-    measured = np.sqrt(
-        stats.chi2.ppf((np.arange(100) + 0.5) / 100, df) / df
-    )  # fractions of the true standard error
+    # Measured standard errors, as fractions of the true one
+    measured = np.sqrt(stats.chi2.ppf((np.arange(100) + 0.5) / 100, df) / df)
     found = lambda c: stats.nct.sf(critical, df, c * measured).mean()
     return float(optimize.brentq(lambda c: found(c) - POWER, critical, 1e4 * critical))
 
 
 def loss_slope(groups: list[list[Log]]) -> tuple[float, Bounds] | None:
-    """Of the loss over the logarithm of steps, and its part; None where it does not clearly fall. Each group has a number
-    of steps, and its logs in the order of the rounds, equally many."""
+    """The slope of the loss over the logarithm of steps, and its part; None if the loss doesn't clearly fall.
+
+    Each group has its own number of steps, and one log per round.
+    """
     if len({group[0].num_steps for group in groups}) < 3:
         return None
     steps = np.log([[log.num_steps for log in group] for group in groups])  # (groups, rounds)
     losses = np.array([[log.final.val_loss for log in group] for group in groups])
-    steps, losses = (
-        steps - steps.mean(0),
-        losses - losses.mean(0),
-    )  # a level for each round, one slope for all
-    fit, df = stats.linregress(steps.ravel(), losses.ravel()), losses.size - losses.shape[1] - 1
-    part = (
-        float(fit.stderr) ** 2 * (losses.size - 2) / df,
-        df,
-    )  # it counts one level, not one for each round
-    return (float(fit.slope), part) if interval(fit.slope, [part])[1] < 0 else None
+    steps = steps - steps.mean(0)  # one level for each round, one slope for all
+    losses = losses - losses.mean(0)
+    fit = stats.linregress(steps.ravel(), losses.ravel())
+    df = losses.size - losses.shape[1] - 1
+    variance = float(fit.stderr) ** 2 * (losses.size - 2) / df  # linregress counts only one level
+    part = (variance, df)
+    if interval(fit.slope, [part])[1] >= 0:
+        return None
+    return float(fit.slope), part
 
 
 def analyse(
     base: list[Log], ideas: dict[str, list[Log]], extras: list[list[Log]] = (), timed: bool = True
 ) -> list[Effect]:
-    """Of each: complete logs, two or more, in the order of the rounds. extras: the base's, with two other numbers of steps."""
+    """Takes two or more complete logs of each, in the order of the rounds.
+
+    `extras` are those of the base with other numbers of steps.
+    """
     slope = loss_slope([base, *extras])
     base_loss, base_part = mean_and_part([log.final.val_loss for log in base])
     effects = []
@@ -205,7 +207,10 @@ def in_words(e: Effect) -> str:
     if e.verdict == "no test":
         text = f"no test: the losses of neither side have any spread ({n})"
     elif e.verdict == "no difference shown":
-        text = f"no difference shown; one of {e.detectable:.4f} or more would have been seen nine times in ten ({n})"
+        text = (
+            f"no difference shown; one of {e.detectable:.4f} or more would have been seen nine times in ten "
+            f"({n})"
+        )
     else:
         low, high = sorted(map(abs, e.difference_interval))
         text = (

@@ -317,6 +317,44 @@ def patch_of(name: str, old: str, new: str) -> str:
     return "".join(difflib.unified_diff(*lines, f"a/{name}", f"b/{name}"))
 
 
+def check_files_of_a_comparison(place, source, order):
+    """JSON, plot, and logs that the other tools read."""
+    answer = json.loads((place / "o.json").read_text())
+    folder = place / "logs/compare/all"
+    assert answer["folder"] == str(folder)
+    assert [idea["verdict"] for idea in answer["ideas"]] == ["hurts", "no difference shown"]
+    groups = {}
+    for name, runs in answer["runs"].items():
+        groups[name], errors = log_parsing.read_logs([folder / "runs" / name])
+        assert not errors and [str(log.path) for log in groups[name]] == [r["path"] for r in runs]
+        assert (
+            [log.hyperparameters["seed"] for log in groups[name]]
+            == [0, 1, 2]
+            == [r["seed"] for r in runs]
+        )
+        assert all(log.source == source.encode() and not log.incomplete for log in groups[name])
+        assert all(log.hyperparameters["noise"] == 0.001 for log in groups[name])
+    assert {logs[0].num_steps for logs in groups.values()} == {90, 100, 110}
+    extras = [groups["worktree-10%"], groups["worktree+10%"]]
+    again = compare_stats.analyse(
+        groups["worktree"], {name: groups[name] for name in order[3:]}, extras
+    )
+    assert [idea["time_interval"] for idea in answer["ideas"]] == [
+        list(e.time_interval) for e in again
+    ]
+    assert verify.summarize(groups["wide"], 1.6).n == 3
+    plot.plot_curves(groups, place / "curves.png")
+    assert (place / "o.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(f.name for f in folder.iterdir()) == [
+        "comparison.json",
+        "lock",
+        "runs",
+        "sources",
+        "working",
+    ]
+    assert not list((folder / "working").iterdir())
+
+
 def test_a_whole_comparison(place):
     """Sources frozen while they are edited, order, seeds, table, JSON, picture, and logs that other tools read."""
     script = place / "train_gpt.py"
@@ -357,40 +395,7 @@ def test_a_whole_comparison(place):
     assert re.search(r"^wide +3 +1.5\d{3} +\+0.0[45]\d\d±0.0\d{3} ", out, re.M)
     assert re.search(r"^wide: hurts", out, re.M) and "slower_1.5: no difference shown" in out
 
-    answer = json.loads((place / "o.json").read_text())
-    folder = place / "logs" / "compare" / "all"
-    assert answer["folder"] == str(folder)
-    assert [idea["verdict"] for idea in answer["ideas"]] == ["hurts", "no difference shown"]
-    groups = {}
-    for name, runs in answer["runs"].items():
-        groups[name], errors = log_parsing.read_logs([folder / "runs" / name])
-        assert not errors and [str(log.path) for log in groups[name]] == [r["path"] for r in runs]
-        assert (
-            [log.hyperparameters["seed"] for log in groups[name]]
-            == [0, 1, 2]
-            == [r["seed"] for r in runs]
-        )
-        assert all(log.source == source.encode() and not log.incomplete for log in groups[name])
-        assert all(log.hyperparameters["noise"] == 0.001 for log in groups[name])
-    assert {logs[0].num_steps for logs in groups.values()} == {90, 100, 110}
-    extras = [groups["worktree-10%"], groups["worktree+10%"]]
-    again = compare_stats.analyse(
-        groups["worktree"], {name: groups[name] for name in order[3:]}, extras
-    )
-    assert [idea["time_interval"] for idea in answer["ideas"]] == [
-        list(e.time_interval) for e in again
-    ]
-    assert verify.summarize(groups["wide"], 1.6).n == 3
-    plot.plot_curves(groups, place / "curves.png")
-    assert (place / "o.png").read_bytes()[:4] == b"\x89PNG"
-    assert sorted(f.name for f in folder.iterdir()) == [
-        "comparison.json",
-        "lock",
-        "runs",
-        "sources",
-        "working",
-    ]
-    assert not list((folder / "working").iterdir())
+    check_files_of_a_comparison(place, source, order)
 
 
 def test_compiled_and_uncompiled_runs_are_not_mixed(place, monkeypatch):
@@ -524,7 +529,7 @@ def test_a_thing_with_itself(place):
     status, out, err = run(
         "--idea", ".", "--idea", "copy=--effect 0.0", "--aa", "--runs", 2, "--no_steps", "--seed", 7
     )
-    assert status == 0 and "copy: the base itself or a copy, with seeds from 2007 on" in out
+    assert status == 0 and "copy: the base or a copy, with seeds from 2007 on" in out
     assert made(err) == [
         "worktree, seed 7",
         "worktree_2, seed 1007",
@@ -668,10 +673,10 @@ BAD = {
         ["--idea", "--effect 1", "--log_dir", "x"],
         "--log_dir: this command gives it",
     ),
-    "a source without --idea": (["v1"], "v1: no option's value; --idea or --base gives a source"),
+    "a source without --idea": (["v1"], "v1: not the value of an option; give a source with --idea or --base"),
     "an idea without its quotes": (
         ["--num_iterations", "9", "--idea", "--effect", "1"],
-        "1: no option's value",
+        "1: not the value of an option",
     ),
     "one run": (["--idea", "--effect 1", "--runs", "1"], "--runs must be 2 or more"),
     "runs that are no number": (["--idea", "--effect 1", "--runs", "many"], "many"),
