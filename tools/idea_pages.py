@@ -1,32 +1,35 @@
 """
-Writes records/mini/IDEAS.md: what parts of the recipe and later ideas are worth on the mini track.
+Writes records/mini/IDEAS.md: what the parts of the recipe, and later ideas, do on the mini track.
 
-    python tools/idea_pages.py                      write the page from records/mini/ideas/
-    python tools/idea_pages.py --measure NAME...    first compare these ideas with the recipe, and keep the
-                                                    results; other options go to compare.py (--runs 8)
-    python tools/idea_pages.py --keep FILE...       first keep what `./run.sh compare --json FILE` found
-    python tools/idea_pages.py --size wide --measure NAME...    the same at another size (SIZES, below)
+    python tools/idea_pages.py                      writes the page from records/mini/ideas/
+    python tools/idea_pages.py --measure NAME...    compares these ideas with the recipe first, and
+                                                    keeps the results; options that it doesn't know
+                                                    go to compare.py (--runs 8)
+    python tools/idea_pages.py --keep FILE...       keeps the results in FILE first, which
+                                                    `./run.sh compare --json FILE` wrote
+    python tools/idea_pages.py --size wide --measure NAME...
+                                                    compares at another size of the model
 
-The folder of an idea, records/mini/ideas/NAME/, contains:
+An idea has a folder records/mini/ideas/NAME/ with these files:
 
-    idea.json      written by hand
-    idea.patch     the change to train_gpt.py, unless idea.json has options or names another idea's patch
-    result.json    written by --keep and --measure; for another size, SIZE.json
+    idea.json      describes the idea; written by hand
+    idea.patch     changes train_gpt.py; not needed if idea.json has `options` or `patch`
+    result.json    written by --measure and --keep; with --size, the file is SIZE.json
 
 Fields of idea.json:
 
     part, change   the part of the recipe, and what replaces it
     does, where    what the part does, and in which section of train_gpt.py
-    records, field the record of the NanoGPT speedrun that introduced it, and its effect there
-    patch          the NAME of the idea whose patch this one uses
+    records, field records of the NanoGPT speedrun that introduced it, and its effect there
+    patch          NAME of another idea whose patch this one uses
     options        options of train_gpt.py
     rank           place in the tables
-    adds           true if the idea adds a part instead of removing it
-    saves          true if it saves time at the cost of loss; then it is judged by its time
+    adds           true if the idea adds a part instead of removing one
+    saves          true if the part saves time at the cost of loss; its time is judged, not its loss
     later          true for ideas from after May 2025, which have their own table
     muon           true for later ideas about Muon, which have another table
     entered        the hyperparameter that the idea has become
-    current        false if the patch need not apply to train_gpt.py any more
+    current        false if the patch need not apply to today's train_gpt.py
 
 records/mini/ideas/NOTES.md is the text above the tables.
 
@@ -48,7 +51,7 @@ from verify import P_VALUE, p_text
 FOLDER = RECORDS / "mini" / "ideas"
 FACTS = ("machine", "torch", "threads", "processes", "jobs")
 FIELDS = ("part", "change", "does", "where", "records", "field")
-# The track before NorMuon. All rows are differences to it.
+# The recipe that all ideas are compared with: the track before NorMuon
 RECIPE = ["--muon_beta2", "0", "--num_iterations", "490"]
 SIZES = {
     "wide": (
@@ -56,7 +59,7 @@ SIZES = {
         ["--model_dim", "256", "--num_heads", "4", "--num_iterations", "340"],
     ),
 }
-# Results of a comparison that depend on the other ideas in it
+# Not kept of a comparison, because it depends on the other ideas in the same comparison
 NOT_KEPT = ("name", "words", "verdict", "p_corrected", "step_time_p_corrected")
 
 
@@ -64,18 +67,27 @@ NOT_KEPT = ("name", "words", "verdict", "p_corrected", "step_time_p_corrected")
 # Ideas and their results
 
 def read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Raises LogError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise LogError(f"{path}: {(e.strerror or 'cannot be read').lower()}") from None
+    except ValueError as e:
+        raise LogError(f"{path}: not JSON ({e})") from None
+    if not isinstance(found, dict):
+        raise LogError(f"{path}: not a JSON object")
+    return found
 
 
 def read_idea(folder: Path, file: Path) -> dict:
-    """Reads an idea.json and the results beside it. Raises ValueError."""
+    """Reads an idea.json and the results beside it. Raises LogError."""
     idea = read_json(file)
     for name in FIELDS:
         if not idea.get(name):
-            raise ValueError(f"{name} is missing")
+            raise LogError(f"{file}: the field {name} is missing")
     idea["patch"] = folder / idea.get("patch", file.parent.name) / "idea.patch"
     if "options" not in idea and not idea["patch"].exists():
-        raise ValueError("the idea needs options, or an idea.patch beside it")
+        raise LogError(f"{file}: it needs `options`, or an idea.patch beside it")
     results = {}
     for path in file.parent.glob("*.json"):
         if path != file:
@@ -86,14 +98,16 @@ def read_idea(folder: Path, file: Path) -> dict:
 
 
 def read_ideas(folder: Path) -> dict[str, dict]:
-    """Maps names to ideas, sorted by rank: fields of idea.json, `result`, and `sizes`. Raises LogError."""
+    """Maps names to ideas, sorted by rank and name. Raises LogError.
+
+    An idea has the fields of its idea.json, its `result` (or None), and `sizes`: the results at
+    other sizes, by name.
+    """
     ideas = {}
     for file in sorted(folder.glob("*/idea.json")):
-        try:
-            ideas[file.parent.name] = read_idea(folder, file)
-        except ValueError as e:
-            raise LogError(f"{file}: {e}") from None
-    return dict(sorted(ideas.items(), key=lambda item: (item[1].get("rank", 0), item[0])))
+        ideas[file.parent.name] = read_idea(folder, file)
+    names = sorted(ideas, key=lambda name: (ideas[name].get("rank", 0), name))
+    return {name: ideas[name] for name in names}
 
 
 def without(names: tuple[str, ...], values: dict) -> dict:
@@ -101,13 +115,21 @@ def without(names: tuple[str, ...], values: dict) -> dict:
 
 
 def keep(answer: Path, folder: Path, size: str | None = None) -> None:
-    """Keeps the results of a comparison, made at the track's size or another one. Raises LogError, FileError."""
+    """Writes the results of a comparison beside the ideas that were compared.
+
+    `answer` was written by `compare.py --json`, for the track's size or another one. Raises
+    LogError and FileError.
+    """
     found = read_json(answer)
+    missing = [name for name in (*FACTS, "ideas", "base", "runs") if name not in found]
+    if missing:
+        raise LogError(f"{answer}: not written by compare.py --json ({missing[0]} is missing)")
     for effect in found["ideas"]:
         name = effect["name"]
         home = folder / name
         if not (home / "idea.json").exists():
-            raise LogError(f"{answer}: {name}: {home / 'idea.json'} is missing; it describes the idea")
+            file = home / "idea.json"
+            raise LogError(f"{answer}: {name}: {file} is missing; describe the idea there first")
         kept = {fact: found[fact] for fact in FACTS}
         kept["effect"] = without(NOT_KEPT, effect)
         kept["runs"] = [without(("path",), run) for run in found["runs"][name]]
@@ -117,7 +139,7 @@ def keep(answer: Path, folder: Path, size: str | None = None) -> None:
 
 
 def as_idea(name: str, idea: dict) -> str:
-    """The argument for compare.py's --idea: a patch, options, or both."""
+    """The idea as an argument of compare.py's --idea: a name with a patch, options, or both."""
     words = []
     if idea["patch"].exists() and idea.get("current", True):
         words.append(shlex.quote(str(idea["patch"])))
@@ -135,7 +157,7 @@ def measure(names: list[str], folder: Path, size: str | None, options: list[str]
     words += options
     for name in names:
         if name not in ideas:
-            raise UsageError(f"{name}: no such idea; there are {', '.join(ideas)}")
+            raise UsageError(f"{name}: no such idea; {folder} has a folder for each idea")
         words += ["--idea", as_idea(name, ideas[name])]
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
@@ -149,9 +171,9 @@ def measure(names: list[str], folder: Path, size: str | None, options: list[str]
 # Tables
 
 def verdict_on(idea: dict, p: float | None) -> str:
-    """Whether mini agrees with the speedrun. Each part helped there: without it the loss is higher.
+    """Whether mini agrees with the speedrun, where each part helped.
 
-    A part that saves time is judged by its time.
+    Without a part that helps, the loss is higher. A part that saves time is judged by its time.
     """
     effect = idea["result"]["effect"]
     if idea.get("saves"):
@@ -170,7 +192,7 @@ def verdict_on(idea: dict, p: float | None) -> str:
 
 
 def difference(effect: dict) -> str:
-    """A difference in loss with its interval."""
+    """A difference in loss with its 99% interval."""
     low, high = effect["difference_interval"]
     return f"{effect['difference']:+.4f} ({low:+.4f} to {high:+.4f})"
 
@@ -180,7 +202,7 @@ def measured_ideas(ideas: dict[str, dict]) -> dict[str, dict]:
 
 
 def corrected_ps(ideas: dict[str, dict]) -> dict[str, float | None]:
-    """p-values of the ideas that were measured, with Holm's correction."""
+    """p-values of the measured ideas, with Holm's correction over all of them."""
     measured = measured_ideas(ideas)
     ps = holm([idea["result"]["effect"]["p"] for idea in measured.values()])
     return dict(zip(measured, ps))
@@ -190,7 +212,8 @@ def table(ideas: dict[str, dict]) -> list[str]:
     """The lines of a table with one row per idea."""
     if not measured_ideas(ideas):
         command = "`python tools/idea_pages.py --measure NAME`"
-        return [f"Nothing has been measured yet. {len(ideas)} changes are ready: {command}.", ""]
+        ready = f"{len(ideas)} changes are ready to be measured with {command}."
+        return [f"Nothing has been measured yet. {ready}", ""]
     rows = []
     for name, p in corrected_ps(ideas).items():
         idea = ideas[name]
@@ -204,22 +227,35 @@ def table(ideas: dict[str, dict]) -> list[str]:
             "p": p_text(p),
             "steps": percent(effect["steps"]),
             "time": percent(effect["time"]),
-            "sign": verdict_on(idea, p),
+            "verdict": verdict_on(idea, p),
         }
         rows.append(row)
     header = tuple(rows[0])
     cells = [tuple(row.values()) for row in rows]
+    return [*markdown_table(header, cells, right=header[3:8]), ""]
+
+
+def columns() -> list[str]:
+    """The lines that explain the columns of the tables."""
     return [
-        *markdown_table(header, cells, right=header[3:8]),
+        "## Columns of the tables",
         "",
-        "Steps and time: how much more or less the change needs for the loss of the whole recipe. The sign is that of the "
-        "difference in loss. If a part saves time at the cost of loss, it is that of the time, by its 99% interval.",
+        "- **n**: the number of runs.",
+        "- **difference in loss**: the loss with the change minus the loss of the recipe, with its 99% "
+        "interval.",
+        "- **p**: Welch's t-test on the losses, with Holm's correction over the rows of the table.",
+        "- **steps**, **time**: how much more (+) or less (-) the change needs to reach the loss of the "
+        "recipe. A dash means that there is no estimate.",
+        "- **verdict**: whether the mini track agrees with the speedrun, where all of these parts and "
+        f"ideas helped. *agrees*: p < {P_VALUE:g}, and it helps here too. *disagrees*: p < {P_VALUE:g}, "
+        f"but it hurts here. *not seen*: p is {P_VALUE:g} or more. *(time)*: the part saves time at the "
+        "cost of loss, so the verdict is about the time, and whether its 99% interval excludes zero.",
         "",
     ]
 
 
 def verdicts_on_parts(ideas: dict[str, dict]) -> list[str]:
-    """One verdict for each part. Of several ways to replace a part, the best one counts."""
+    """One verdict for each part. If a part was replaced in several ways, the best one counts."""
     parts = {}
     for name, p in corrected_ps(ideas).items():
         idea = ideas[name]
@@ -229,8 +265,17 @@ def verdicts_on_parts(ideas: dict[str, dict]) -> list[str]:
 
 
 def sizes_table(ideas: dict[str, dict]) -> list[str]:
-    """Ideas that were also measured at another size. No lines if there are none."""
-    header = ("idea", "track's size (99%)", "size", "n", "there (99%)", "step time", "p", "sign")
+    """The lines about ideas that were also measured at another size. None if there are none."""
+    header = (
+        "idea",
+        "difference in loss (99%)",
+        "other size",
+        "n",
+        "difference there (99%)",
+        "step time there",
+        "p there",
+        "sign",
+    )
     rows = []
     for size, (words, _) in SIZES.items():
         for name, idea in measured_ideas(ideas).items():
@@ -254,28 +299,36 @@ def sizes_table(ideas: dict[str, dict]) -> list[str]:
         return []
     lines = ["## Other sizes", "", *markdown_table(header, rows, right=header[3:7]), ""]
     for words, options in SIZES.values():
-        lines.append(
-            f"{words.capitalize()}: `{' '.join(options)}`, otherwise the recipe with its learning rates."
-        )
-    lines.append("p is for the other size, uncorrected. Step times are fractions of the recipe's.")
+        setting = f"the recipe with `{' '.join(options)}` and the same learning rates"
+        lines.append(f"{words.capitalize()}: {setting}.")
+    lines.append("Step time is a fraction of the recipe's. p has no correction.")
     return [*lines, ""]
 
 
 # -----------------------------------------------------------------------------
 # The page
 
+def counted(n: int, noun: str) -> str:
+    """Like "1 run" or "2 runs"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 def machines(results: list[dict]) -> str:
-    found = set()
+    """The machines that results come from, and how many runs they made at a time."""
+    ways = {}  # machine -> how the runs were made
     for result in results:
-        found.add(
-            f"{result['machine']} (threads per run: {result['threads']}, runs at a time: {result['jobs']}, "
-            f"PyTorch {result['torch']})"
-        )
-    return "; ".join(sorted(found))
+        machine = f"{result['machine']}, PyTorch {result['torch']}"
+        runs = counted(result["jobs"], "run")
+        threads = counted(result["threads"], "thread")
+        ways.setdefault(machine, set()).add(f"{runs} at a time, {threads} per run")
+    texts = []
+    for machine, found in ways.items():
+        texts.append(f"{machine} ({'; '.join(sorted(found))})")
+    return "; ".join(texts)
 
 
 def summary(recipe: dict[str, dict]) -> list[str]:
-    """What was measured of the recipe's parts, in a paragraph. No lines if nothing was."""
+    """A paragraph about the results for the recipe's parts. No lines if nothing was measured."""
     results = [idea["result"] for idea in measured_ideas(recipe).values()]
     if not results:
         return []
@@ -285,33 +338,41 @@ def summary(recipe: dict[str, dict]) -> list[str]:
     for words, start in (("helps too", "agrees"), ("not seen", "not seen"), ("hurts", "disagrees")):
         count = len([verdict for verdict in verdicts if verdict.startswith(start)])
         counts.append(f"{words}: {count}")
-    text = (
-        f"{len(results)} of {len(recipe)} changes to the recipe were measured, with "
-        f"{' or '.join(str(n) for n in runs)} runs each, on {machines(results)}. Each part helped at the official "
-        f"size. Of the parts measured here: **{', '.join(counts)}** (p < {P_VALUE:g}, Welch's t-test with Holm's "
-        "correction over all rows; of several ways to replace a part, the best one counts)."
-    )
-    return [text, ""]
+    each = " or ".join(str(n) for n in runs)
+    return [
+        f"{len(results)} of {len(recipe)} changes to the recipe were measured, {each} runs each.",
+        "Each one removes or replaces a part that helped in the NanoGPT speedrun, whose model is",
+        f"larger. Of these parts, on the mini track: **{', '.join(counts)}**.",
+        "If a part was replaced in several ways, the best one counts.",
+        "",
+        f"Machine: {machines(results)}.",
+        "",
+    ]
 
 
 def later_section(title: str, ideas: dict[str, dict]) -> list[str]:
-    """A table of ideas from after May 2025. No lines if there are none."""
+    """The lines about ideas from after May 2025. None if there are no ideas."""
     if not ideas:
         return []
     entered = []
     for idea in ideas.values():
         if idea.get("entered"):
             entered.append(f"{idea['part']} (`{idea['entered']}`)")
-    text = (
-        "These ideas shortened the NanoGPT speedrun after May 2025. Each one is added alone to the recipe from before "
-        f"all of them. In use on the track since then: {', '.join(entered) or 'none'}. An idea that doesn't help here "
-        "may help at the official size. p is corrected by Holm's method over this table."
-    )
-    return [f"## {title}", "", text, "", *table(ideas)]
+    adopted = ", ".join(entered) or "none"
+    return [
+        f"## {title}",
+        "",
+        "These ideas shortened the NanoGPT speedrun after May 2025. Each one was added alone to",
+        "the recipe as it was before any of them. An idea that doesn't help here may help at the",
+        "official size.",
+        f"The mini track now uses: {adopted}.",
+        "",
+        *table(ideas),
+    ]
 
 
 def descriptions(title: str, ideas: dict[str, dict]) -> list[str]:
-    """What each part does, once. No lines if there are no ideas."""
+    """The lines that say what each part does. None if there are no ideas."""
     lines = {}
     for idea in ideas.values():
         lines.setdefault(
@@ -324,6 +385,7 @@ def descriptions(title: str, ideas: dict[str, dict]) -> list[str]:
 
 
 def page(folder: Path) -> str:
+    """IDEAS.md. Raises LogError."""
     recipe = {}
     later = {}
     muon = {}
@@ -343,8 +405,9 @@ def page(folder: Path) -> str:
         *summary(recipe),
     ]
     if notes.exists():
-        lines += [notes.read_text(encoding="utf-8").strip(), "", "## Parts of the recipe", ""]
-    lines += table(recipe)
+        lines += [notes.read_text(encoding="utf-8").strip(), ""]
+    lines += columns()
+    lines += ["## Parts of the recipe", "", *table(recipe)]
     lines += later_section("Later ideas", later)
     lines += later_section("Later ideas about Muon", muon)
     lines += sizes_table(recipe | later | muon)
@@ -359,13 +422,14 @@ def main(argv: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--keep", type=Path, nargs="+", default=[], metavar="FILE")
-    parser.add_argument("--measure", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--size", choices=SIZES)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="default: records/mini/ideas")
+    add = parser.add_argument
+    add("--keep", type=Path, nargs="+", default=[], metavar="FILE", help="keep these results")
+    add("--measure", nargs="+", default=[], metavar="NAME", help="compare these ideas now")
+    add("--size", choices=SIZES, help="wide: twice the width (default: as the track)")
+    add("--folder", type=Path, default=FOLDER, help="folder of ideas (default: records/mini/ideas)")
     args, options = parser.parse_known_args(argv)
     if options and not args.measure:
-        parser.error(f"{options[0]}: only --measure passes options on")
+        parser.error(f"{options[0]}: unknown option; only --measure passes options to compare.py")
     for answer in args.keep:
         keep(answer, args.folder, args.size)
     if args.measure:

@@ -3,10 +3,11 @@ Reads logs of training runs: ours, and any other in the format of the NanoGPT sp
 
 A log contains the source of the script that wrote it, a line of `=`, a description of the machine,
 and lines about the run (`step:S/N val_loss:L train_time:Tms step_avg:Ams`, and others that are
-skipped here). Logs from elsewhere vary: a line of `=` above the source, a second source below the
+ignored here). Other people's logs vary: a line of `=` above the source, a second source below the
 first, times in seconds, `step_avg:nan`, no line with the peak memory.
 
-Only this module knows the format. A file that it can't read raises LogError with a message of one line.
+Only this module knows the format. It also defines the errors that a command of tools/ shows as one
+line: LogError, FileError and UsageError.
 """
 
 import ast
@@ -48,8 +49,8 @@ HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
 # The name of a file that the script has appended to its own source
 NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# [\w./-]+\n-{20,}\n\n")
 
-# Names that sources use for the tokens of a step, and a factor: some have the sequence of one of
-# 8 processes. Two names are multiplied. Schedules give several numbers.
+# How scripts name the number of tokens in a step. Where there are two names, it is their product.
+# Some scripts only name the sequence length of one of their 8 processes, so the factor is 8.
 STEP_TOKENS = [
     (("batch_tokens",), 1),
     (("train_bs_schedule",), 1),
@@ -59,19 +60,19 @@ STEP_TOKENS = [
     (("train_seq_len",), 8),
     (("seq_len",), 8),
 ]
-FEWEST_TOKENS = 65_536  # smaller numbers count sequences, or the tokens of one sequence
+FEWEST_TOKENS = 65_536  # a smaller number counts sequences, or the tokens of one sequence
 
 
 class LogError(Exception):
-    """Logs that can't be read or used. The message is one line that says why."""
+    """A log, or a file of a record or an idea, can't be read or used. The message is one line."""
 
 
 class FileError(Exception):
-    """A file that can't be written. The message is one line that says why."""
+    """A file can't be written. The message is one line."""
 
 
 class UsageError(Exception):
-    """Arguments that make no sense. The message is one line that says what to do."""
+    """The arguments of a command can't be used. The message is one line that says what to do."""
 
 
 @dataclass
@@ -85,9 +86,9 @@ class Validation:
 @dataclass
 class Log:
     path: Path
-    sources: list[bytes]  # the script, byte for byte, and files that follow it
+    sources: list[bytes]  # the script, byte for byte, then other files that the log shows
     run: str  # everything below the sources
-    hyperparameters: dict = field(default_factory=dict)  # of our logs; includes "track" and "seed"
+    hyperparameters: dict = field(default_factory=dict)  # includes track and seed; {} if not ours
     hardware: str = ""  # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC, 2 cores"; "" if unknown
     torch: str = ""
     peak_memory_mib: int | None = None
@@ -97,7 +98,7 @@ class Log:
     last_step: int = 0
     num_steps: int = 0
     forced: bool = False  # resumed with --resume_force
-    repeated: bool = False  # steps start again: several runs in one file
+    repeated: bool = False  # the steps start again, so the file contains several runs
 
     @property
     def source(self) -> bytes | None:
@@ -106,7 +107,7 @@ class Log:
 
     @property
     def name(self) -> str:
-        """The file's name for a table. A UUID is shortened to its first 8 digits."""
+        """The file's name, for tables. A UUID is shortened to its first 8 digits."""
         uuid = r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
         return re.sub(uuid, r"\1", readable(self.path.stem))
 
@@ -166,7 +167,10 @@ class Log:
         return []
 
     def constants(self, name: str) -> list[int]:
-        """The numbers that the source assigns to `name`, sorted. Products are computed. A tuple gives several."""
+        """The numbers that the source assigns to `name`, sorted.
+
+        Products like 8 * 1024 are computed. A tuple or a list gives several numbers.
+        """
         text = (self.source or b"").decode("utf-8", "replace")
         number = r"\d[\d_]{0,18}"
         numbers = rf"{number}(?:\s*[*,]\s*{number})*"
@@ -179,7 +183,7 @@ class Log:
         return sorted(found)
 
     def digest(self) -> str:
-        """A hash of the run's lines. Copies of a log have the same."""
+        """A hash of the run's lines, to recognize copies of a log."""
         return hashlib.sha256(self.run.encode()).hexdigest()
 
 
@@ -187,9 +191,10 @@ class Log:
 # Parsing
 
 def separator(data: bytes, start: int) -> tuple[int, int] | None:
-    """Finds the first line of `=` after `start`: one of 100 characters, or else one of at least 20.
+    """Finds the first line of 100 `=` or more after `start`. Returns its (begin, end), or None.
 
-    A docstring's underlined heading doesn't count as long as there is a line of 100. Returns (begin, end).
+    If there is none, a line of at least 20 counts. It is the second choice because the source may
+    contain a heading that is underlined with `=`.
     """
     for length in (100, 20):
         line = re.compile(b"={%d,}[ \r]*(?:\n|\\Z)" % length)
@@ -207,7 +212,10 @@ def separator(data: bytes, start: int) -> tuple[int, int] | None:
 
 
 def split_sources(data: bytes) -> tuple[list[bytes], bytes]:
-    """Splits a log into its sources, byte for byte, and the rest. Without a line of `=` there is no source."""
+    """Splits a log into its sources, byte for byte, and the rest.
+
+    Without a line of `=` there is no source.
+    """
     start = 0
     newline = 1  # logs print the source, and print adds a newline
     end = separator(data, 0)
@@ -218,7 +226,7 @@ def split_sources(data: bytes) -> tuple[list[bytes], bytes]:
         end = separator(data, start)
     if end is None:
         return [], data
-    # There are more sources if another separator comes before the header
+    # If another separator comes before the header, there is another source above it
     before_steps = data[: data.find(b"\nstep:", end[1]) + 1]
     ends = [end]
     while not HEADER.match(before_steps, ends[-1][1]):
@@ -239,7 +247,8 @@ def find_hardware(header: str) -> str:
     gpus = GPU_ROW.findall(header)
     if gpus:
         count = len(gpus)
-        used = PROCESSES.search(header)  # our logs: one process per GPU; nvidia-smi lists idle ones too
+        # nvidia-smi also lists idle GPUs. Our logs say how many processes there are, one per GPU.
+        used = PROCESSES.search(header)
         if used:
             count = int(used[1])
         return f"{count}x {' + '.join(sorted(set(gpus)))}"
@@ -254,7 +263,7 @@ def find_hardware(header: str) -> str:
 
 
 def find_hyperparameters(header: str) -> dict:
-    """Those of our logs; {} for other logs and for a damaged line."""
+    """The settings in our logs. {} for other people's logs, and if the line is damaged."""
     line = re.search(r"^hyperparameters: (\{.*\})\r?$", header, re.MULTILINE)
     if line is None:
         return {}
@@ -270,7 +279,7 @@ def find_hyperparameters(header: str) -> dict:
 
 
 def read_log_file(path: str | Path) -> bytes:
-    """Raises LogError for a file that can't be read or can't be a log."""
+    """Raises LogError if the file can't be read or can't be a log."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise LogError(f"{path}: not a file")
@@ -280,12 +289,12 @@ def read_log_file(path: str | Path) -> bytes:
     if not data.strip():
         raise LogError(f"{path}: empty file")
     if b"\0" in data:
-        raise LogError(f"{path}: binary file, or a log damaged by a crash (it contains zero bytes)")
+        raise LogError(f"{path}: a binary file, or a log damaged by a crash (contains zero bytes)")
     return data
 
 
 def find_last_step(run: str) -> re.Match | None:
-    """The last line with a step. A line that was cut off doesn't count."""
+    """The last line that starts with a whole step:S/N."""
     at = run.rfind("\nstep:")
     while at >= 0:
         match = STEP.match(run, at + 1)
@@ -296,7 +305,11 @@ def find_last_step(run: str) -> re.Match | None:
 
 
 def read_validation(log: Log, line: str, resumed_at: int | None) -> None:
-    """Adds the validation of a line to the log. One at the step of a resume replaces the one before the resume."""
+    """Adds the validation in this line, if there is one, to the log.
+
+    After a resume, the validation at the step of the checkpoint may be printed again. It then
+    replaces the earlier one.
+    """
     match = VALIDATION.match(line)
     if match is None:
         return
@@ -334,7 +347,7 @@ def parse_log(path: str | Path) -> Log:
     last = find_last_step(run)
     if last is None:
         raise LogError(
-            f"{path}: no line starts with step:S/N; this is no log, or its run never started"
+            f"{path}: no line starts with step:S/N; it isn't a log, or the run never got to step 0"
         )
     header = run[: run.find("\nstep:") + 1]
     log = Log(Path(path), sources, run)
@@ -378,7 +391,7 @@ def find_logs(paths: list[str | Path]) -> tuple[list[Path], list[str]]:
 
 
 def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
-    """Returns the logs, and one line for each file that is no log."""
+    """Returns the logs, and one line for each file that can't be read as a log."""
     files, errors = find_logs(paths)
     logs = []
     for file in files:
@@ -390,22 +403,24 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
 
 
 # -----------------------------------------------------------------------------
-# What the source does to the compiler
+# Compiler settings in a source
 
 # fullgraph=True only turns a graph break into an error
 ALLOWED_FLAGS = {("dynamic", "False"), ("fullgraph", "True")}
-# Environment variables of the compiler set torch._inductor.config. Two exceptions: this call, because
-# some versions of GCC compile wrong code without it, and the variable for the cache's folder.
+# Environment variables of the compiler set torch._inductor.config, so they are forbidden too. There
+# are two exceptions: this call, because some versions of GCC compile wrong code without it, and the
+# variable that names the cache's folder.
 ALLOWED_CALL = 'os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")'
 ALLOWED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 VARIABLE = re.compile(r"(?:TORCHINDUCTOR|TORCH_COMPILE)_\w*")
 
 
 def compiler_settings(source: bytes) -> list[str]:
-    """Lists what the source does to the compiler and may not do, one line each.
+    """Lists the forbidden compiler settings in a source, one line each.
 
-    That is: use torch._inductor.config, give torch.compile another flag than ALLOWED_FLAGS, or set an
-    environment variable of the compiler. Reads the syntax tree and runs nothing.
+    A source must not use torch._inductor.config, pass other flags than ALLOWED_FLAGS to
+    torch.compile, or set an environment variable of the compiler. The source isn't run: its syntax
+    tree is searched, or its text if this Python can't parse it.
     """
     text = source.decode("utf-8", "replace")
     try:
@@ -431,9 +446,9 @@ def line_numbers(numbers: list[int]) -> str:
 
 
 def dotted(node: ast.AST, names: dict[str, str]) -> str:
-    """"torch.compile" for the expression torch.compile; "" if it isn't a chain of names.
+    """The name that an expression like t.compile stands for: "torch.compile".
 
-    `names` resolves aliases.
+    `names` maps aliases to names. "" if the expression isn't a chain of names.
     """
     if isinstance(node, ast.Name):
         return names.get(node.id, node.id)
@@ -461,17 +476,19 @@ def imported_names(node: ast.AST, names: dict[str, str]) -> list[str]:
 def forbidden_flags(call: ast.Call, names: dict[str, str]) -> list[tuple[str, int]]:
     """The flags of a call of torch.compile that are not allowed, with their lines.
 
-    Such a call is torch.compile(f, ...), partial(torch.compile, ...) or model.compile(...), not re.compile.
+    Such a call is torch.compile(f, ...), partial(torch.compile, ...) or model.compile(...).
     """
     method_flags = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
-    ours = dotted(call.func, names) == "torch.compile"
+    is_compile = dotted(call.func, names) == "torch.compile"
     for argument in call.args:
         if dotted(argument, names) == "torch.compile":
-            ours = True
-    method = isinstance(call.func, ast.Attribute) and call.func.attr == "compile"
+            is_compile = True
+    # A method x.compile counts only if it has a flag of torch.compile; re.compile has none
+    is_method = isinstance(call.func, ast.Attribute) and call.func.attr == "compile"
     found = []
     for keyword in call.keywords:
-        if not ours and not (method and keyword.arg in method_flags):
+        method_flag = is_method and keyword.arg in method_flags
+        if not is_compile and not method_flag:
             continue
         value = ast.unparse(keyword.value)
         if (keyword.arg, value) not in ALLOWED_FLAGS:
@@ -506,7 +523,10 @@ def settings_by_tree(tree: ast.AST) -> list[tuple[str, int]]:
 
 
 def nodes_that_set_nothing(tree: ast.AST) -> set[ast.AST]:
-    """The allowed call, docstrings, and the names of variables that are only read."""
+    """The nodes in which the name of a variable is harmless.
+
+    They are the allowed call, docstrings, and the places that only read a variable.
+    """
     allowed = ast.dump(ast.parse(ALLOWED_CALL, mode="eval").body)
     nodes = set()
     for node in ast.walk(tree):
@@ -608,7 +628,10 @@ def write_file(path: str | Path, data: bytes) -> None:
 
 
 def run_command(main) -> None:
-    """Runs main(argv) and exits with its status. Bad input prints one line and exits with status 2."""
+    """Runs main(argv) and exits with its status.
+
+    After a LogError, FileError or UsageError it prints the message and exits with status 2.
+    """
     show_any_text()
     try:
         status = main(sys.argv[1:])

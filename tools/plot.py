@@ -1,11 +1,14 @@
 """
 Plots the validation losses of runs.
 
-    python tools/plot.py [LABEL=]LOG_OR_FOLDER... -o curves.png [--x step|time|tokens] [--smooth] [--target 3.28]
+    python tools/plot.py [LABEL=]LOG_OR_FOLDER... -o curves.png
+                         [--x step|time|tokens] [--smooth] [--target 3.28]
 
-The logs of a folder share a label, the name of the folder. So do arguments with the same LABEL=. If a label
-has several runs, their mean is drawn, with a band of one standard deviation. --smooth joins the points with a
-monotone cubic curve instead of straight lines.
+The logs of a folder share a label: the name of the folder. Arguments with the same LABEL= share it
+too. If a label has several runs, the plot shows their mean and a band of one standard deviation.
+--smooth joins the points with a monotone cubic curve instead of straight lines.
+
+Exit status: 0 written, 2 bad input.
 """
 
 import argparse
@@ -44,7 +47,10 @@ plt.rcParams.update(
 
 
 def save_figure(figure, path: Path) -> None:
-    """Writes a PNG under a temporary name and renames it. Equal numbers give equal bytes. Raises FileError."""
+    """Writes a PNG to a temporary file and renames it. The same data give the same bytes.
+
+    Raises FileError.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         figure.savefig(temporary, format="png", metadata={"Software": None})
@@ -61,25 +67,28 @@ def save_figure(figure, path: Path) -> None:
 
 @dataclass
 class Curve:
-    """The mean loss of several runs, over the steps at which all of them validated. Arrays of shape (points,)."""
+    """The mean loss of several runs, at the steps that all of them validated.
 
-    x: np.ndarray
-    mean: np.ndarray
+    The arrays are float64 of shape (points,).
+    """
+
+    x: np.ndarray  # steps, seconds, or millions of tokens
+    mean: np.ndarray  # nats per token
     spread: np.ndarray  # standard deviation over the runs; 0 for a single run
     runs: int
 
 
 def tokens_per_step(log: Log) -> int:
-    """Raises LogError if the log doesn't say."""
+    """Raises LogError if the log doesn't say, or if the number varies."""
     tokens = log.step_tokens
     if len(tokens) == 1:
         return tokens[0]
-    what = "uses a varying number of" if tokens else "doesn't say how many"
-    raise LogError(f"{log.path}: {what} tokens a step; use --x step or --x time")
+    problem = "uses a varying number of" if tokens else "doesn't say how many"
+    raise LogError(f"{log.path}: {problem} tokens a step; use --x step or --x time")
 
 
 def positions(log: Log, x: str) -> dict[int, float]:
-    """Maps the steps of validations to their places on the x axis. Raises LogError."""
+    """Maps the step of each validation to its place on the x axis. Raises LogError."""
     if x == "step":
         return {v.step: v.step for v in log.validations}
     if x == "time":
@@ -89,30 +98,34 @@ def positions(log: Log, x: str) -> dict[int, float]:
 
 
 def curve(logs: list[Log], x: str) -> Curve:
-    losses = []
+    """Averages the runs. Losses that are not finite are left out. Raises LogError."""
+    losses = []  # for each run: step -> loss
     for log in logs:
         finite = [v for v in log.validations if math.isfinite(v.val_loss)]
         losses.append({v.step: v.val_loss for v in finite})
-    steps = sorted(set.intersection(*(set(loss) for loss in losses)))
-    table = np.empty((len(logs), len(steps)))
-    places = np.empty((len(logs), len(steps)))
+    shared = set(losses[0])
+    for loss in losses[1:]:
+        shared &= set(loss)
+    steps = sorted(shared)
+    ys = np.empty((len(logs), len(steps)))
+    xs = np.empty((len(logs), len(steps)))
     for i, log in enumerate(logs):
-        at = positions(log, x)
-        table[i] = [losses[i][step] for step in steps]
-        places[i] = [at[step] for step in steps]
+        place = positions(log, x)
+        ys[i] = [losses[i][step] for step in steps]
+        xs[i] = [place[step] for step in steps]
     spread = np.zeros(len(steps))
     if len(logs) > 1:
-        spread = table.std(axis=0, ddof=1)
-    return Curve(places.mean(axis=0), table.mean(axis=0), spread, len(logs))
+        spread = ys.std(axis=0, ddof=1)
+    return Curve(xs.mean(axis=0), ys.mean(axis=0), spread, len(logs))
 
 
 # -----------------------------------------------------------------------------
 # Axes
 
 def scale_time(panels: tuple, curves: list[Curve]) -> None:
-    """Makes the time axis logarithmic if the longest run took more than ten times as long as the shortest.
+    """Makes the time axis logarithmic if one run took more than ten times as long as another.
 
-    It stays linear up to the first validation after the start, so time 0 has a place.
+    The axis stays linear up to the first validation after step 0, so that it can show time 0.
     """
     timed = [c.x[c.x > 0] for c in curves if c.x[-1] > 0]
     ends = [x[-1] for x in timed]
@@ -131,7 +144,7 @@ def scale_time(panels: tuple, curves: list[Curve]) -> None:
 
 
 def highest_loss(curves: list[Curve], part: float) -> float:
-    """The highest mean loss once this part of the x axis has passed."""
+    """The highest mean loss of any curve after this fraction of its run."""
     losses = []
     for c in curves:
         start = c.x[0] + part * (c.x[-1] - c.x[0])
@@ -139,16 +152,23 @@ def highest_loss(curves: list[Curve], part: float) -> float:
     return max(losses)
 
 
+def set_loss_limits(axes, lowest: float, highest: float) -> None:
+    """With a small margin. If the losses are all the same, matplotlib chooses the limits."""
+    if highest > lowest:
+        margin = 0.06 * (highest - lowest)
+        axes.set_ylim(lowest - margin, highest + margin)
+
+
 def set_limits(whole, end, curves: list[Curve], targets: list[float]) -> None:
-    """Left out: the steep fall at the start, which would flatten the rest. The right panel shows the last 15%."""
-    lowest = min([*targets, *(float(np.min(c.mean - c.spread)) for c in curves)])
-    second_losses = [float(c.mean[min(1, len(c.mean) - 1)]) for c in curves]
-    tops = {whole: min(highest_loss(curves, 0.1), max(second_losses))}
-    tops[end] = highest_loss(curves, 0.85)
-    for axes, top in tops.items():
-        if top > lowest:
-            margin = 0.06 * (top - lowest)
-            axes.set_ylim(lowest - margin, top + margin)
+    """Zooms in on the losses after the steep fall at the start. `end` shows the last 15%."""
+    lows = [float(np.min(c.mean - c.spread)) for c in curves]
+    lowest = min(lows + list(targets))
+    second_losses = []  # at the first validation after the start
+    for c in curves:
+        second = min(1, len(c.mean) - 1)
+        second_losses.append(float(c.mean[second]))
+    set_loss_limits(whole, lowest, min(highest_loss(curves, 0.1), max(second_losses)))
+    set_loss_limits(end, lowest, highest_loss(curves, 0.85))
     start = min(c.x[0] + 0.85 * (c.x[-1] - c.x[0]) for c in curves)
     last = max(c.x[-1] for c in curves)
     if last > start:
@@ -159,16 +179,20 @@ def set_limits(whole, end, curves: list[Curve], targets: list[float]) -> None:
 # The plot
 
 def draw_curve(axes, c: Curve, color: str, style: str, smooth: bool) -> None:
-    """Points, a line and a band of one standard deviation."""
-    dense = c.x
-    lines = [c.mean, c.mean - c.spread, c.mean + c.spread]
-    if smooth and len(c.x) > 2 and (np.diff(c.x) > 0).all():
-        dense = np.linspace(c.x[:-1], c.x[1:], 50, axis=1).ravel()
-        lines = [PchipInterpolator(c.x, y)(dense) for y in lines]
-    mean, low, high = lines
+    """Draws points, a line, and a band of one standard deviation."""
+    x = c.x
+    mean = c.mean
+    low = c.mean - c.spread
+    high = c.mean + c.spread
+    increasing = (np.diff(c.x) > 0).all()  # PchipInterpolator needs it
+    if smooth and len(c.x) > 2 and increasing:
+        x = np.linspace(c.x[:-1], c.x[1:], 50, axis=1).ravel()
+        mean = PchipInterpolator(c.x, mean)(x)
+        low = PchipInterpolator(c.x, low)(x)
+        high = PchipInterpolator(c.x, high)(x)
     axes.plot(c.x, c.mean, "o", color=color, markersize=3.5)
-    axes.plot(dense, mean, style, color=color, linewidth=1.6)
-    axes.fill_between(dense, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(x, mean, style, color=color, linewidth=1.6)
+    axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def legend_text(label: str, c: Curve) -> str:
@@ -179,6 +203,7 @@ def legend_text(label: str, c: Curve) -> str:
 
 
 def draw_targets(whole, end, targets: list[float]) -> None:
+    """Draws a dashed line for each target, and one entry in the legend."""
     look = {"color": "0.35", "linestyle": "--"}
     for axes in (whole, end):
         for target in targets:
@@ -194,11 +219,14 @@ def plot_curves(
     smooth: bool = False,
     targets: list[float] = (),
 ) -> None:
-    """Draws the runs of each label: the whole runs on the left, their end on the right. Raises LogError, FileError."""
+    """Draws whole runs on the left and their end on the right.
+
+    `groups` maps labels to their runs. Raises LogError and FileError.
+    """
     curves = {label: curve(logs, x) for label, logs in groups.items()}
     for label, c in curves.items():
         if len(c.x) == 0:
-            raise LogError(f"{label}: no step at which all of its {c.runs} run(s) validated")
+            raise LogError(f"{label}: its runs have no step with a finite loss in common")
     height = 3.7 + 0.12 * (len(groups) + 1)
     figure, (whole, end) = plt.subplots(1, 2, width_ratios=(3, 2), figsize=(8, height))
     looks = itertools.product(("-", "-.", ":"), COLORS)
@@ -222,7 +250,10 @@ def plot_curves(
 # Command line
 
 def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
-    """Reads [LABEL=]LOG_OR_FOLDER arguments. Raises LogError for the first file that can't be plotted."""
+    """Reads [LABEL=]LOG_OR_FOLDER arguments. Returns label -> logs.
+
+    Raises LogError for the first file that can't be plotted.
+    """
     groups = {}
     for argument in arguments:
         label, equals, path = argument.partition("=")
@@ -237,7 +268,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
         for file in files:
             log = parse_log(file)
             if not log.validations:
-                raise LogError(f"{log.path}: no validation in this log")
+                raise LogError(f"{log.path}: this log has no validation")
             groups.setdefault(readable(label or log.name), []).append(log)
     return groups
 
@@ -252,8 +283,8 @@ def main(argv: list[str]) -> int:
     add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
     add("-o", "--output", type=Path, required=True, metavar="FILE.png")
     add("--x", choices=X_LABELS, default="step", help="the x axis (default: step)")
-    add("--smooth", action="store_true", help="join the points with a smooth line")
-    add("--target", type=float, help="loss of the target line (default: that of the logs)")
+    add("--smooth", action="store_true", help="join the points with a smooth curve")
+    add("--target", type=float, help="draw the target at this loss (default: from the logs)")
     args = parser.parse_args(argv)
     if args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")

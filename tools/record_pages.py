@@ -1,8 +1,8 @@
 """
 Writes the pages of records/: the README of each record, the leaderboards, and the plots.
 
-A record is a folder records/<track>/<date>_<Name>/ with its logs and a record.json. All numbers come from
-the logs. The text depends on nothing else, so a test can tell whether it is up to date.
+A record is a folder records/<track>/<date>_<Name>/ with its logs and a record.json. All numbers
+come from the logs. The pages depend on nothing else, so a test can check that they are up to date.
 """
 
 import csv
@@ -34,7 +34,7 @@ class Record:
     what: str  # what changed, in Markdown
     target: float
     same_ml: bool  # only the speed changed: the p-value is waived
-    against: str  # the folder of the record that it beat; "" for the first on its hardware
+    against: str  # folder name of the record that it beat; "" for the first one on its hardware
 
     @property
     def date(self) -> str:
@@ -54,7 +54,7 @@ class Record:
 
 
 def read_facts(path: Path) -> dict:
-    """A record.json. Raises LogError."""
+    """Reads a record.json. Raises LogError."""
     kinds = {"name": str, "what": str, "target": float, "same_ml": bool, "against": str}
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def read_facts(path: Path) -> dict:
     except OSError as e:
         raise LogError(f"{path}: {(e.strerror or 'cannot be read').lower()}") from None
     except (ValueError, KeyError, TypeError) as e:
-        raise LogError(f"{path}: not a description of a record ({e})") from None
+        raise LogError(f"{path}: it doesn't describe a record ({e})") from None
 
 
 def read_record(folder: Path) -> Record:
@@ -78,12 +78,12 @@ def read_record(folder: Path) -> Record:
 
 
 def by_date_then_time(record: Record) -> tuple[str, float]:
-    """Records of one day are sorted from slow to fast, as they beat each other."""
+    """A sort key. On the same day, the faster record came later, because it beat the slower one."""
     return record.date, -record.summary.time_mean
 
 
 def read_records(root: Path) -> dict[str, list[Record]]:
-    """Returns the records of each track by date. Raises LogError."""
+    """Maps tracks to their records, sorted by date. Raises LogError."""
     tracks = {}
     for folder in sorted(root.glob("*/*")):
         if folder.is_dir() and FOLDER.fullmatch(folder.name):
@@ -94,7 +94,7 @@ def read_records(root: Path) -> dict[str, list[Record]]:
 
 
 def record_to_beat(records: list[Record], hardware: str) -> Record | None:
-    """The fastest one on that hardware."""
+    """The fastest record on this hardware."""
     same = [r for r in records if r.hardware == hardware]
     return min(same, key=lambda r: r.summary.time_mean, default=None)
 
@@ -112,13 +112,13 @@ def markdown_table(
     rows: list[tuple[str, ...]],
     right: Collection[str] = (),
 ) -> list[str]:
-    """`right` names the columns that are aligned to the right."""
+    """The lines of a table. `right` names the columns to align to the right."""
     alignment = ["---:" if name in right else "---" for name in header]
     return [markdown_row(header), markdown_row(alignment)] + [markdown_row(row) for row in rows]
 
 
 def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
-    """How to verify a record, get its source, and run it."""
+    """Commands that verify a record, extract its source, and run it."""
     folder = f"records/{record.track}/{record.folder.name}"
     verify = f"python tools/verify.py {folder}"
     if prior:
@@ -208,8 +208,8 @@ def leaderboard(track: str, records: list[Record]) -> list[str]:
     return [
         f"## {track}",
         "",
-        f"Target: a mean validation loss below {targets} with p < {P_VALUE:g}. Seconds are the mean "
-        "training time. The fastest record on each hardware is in bold.",
+        f"Target: a mean validation loss below {targets} with p < {P_VALUE:g}. Seconds are the "
+        "mean training time. The fastest record on each hardware is in bold.",
         "",
         *markdown_table(header, cells, right=("#", "seconds", "val_loss", "p", "runs", "steps")),
         "",
@@ -234,11 +234,13 @@ def history_section(root: Path) -> list[str]:
     return [
         "## Records of the NanoGPT speedrun (8x NVIDIA H100)",
         "",
-        "These are the records of the public competition: FineWeb to a loss of 3.28, as their authors reported",
-        "them to [modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), where each is credited",
-        "([record_history.csv](record_history.csv)). They are **not** ours, and nothing in this repository has",
-        "reproduced them. Record 21 is listed three times: as set, with the new timing rules, and with a later",
-        "PyTorch. That is why the curve rises there.",
+        "These are the records of the public competition: train on FineWeb to a validation loss of",
+        "3.28. Their authors reported them to",
+        "[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which credits each of them.",
+        "They are **not** ours, and nothing in this repository has reproduced them. Record 21 is",
+        "listed three times: as it was set, with the new timing rules, and with a later PyTorch.",
+        "That is why the curve rises there. [record_history.csv](record_history.csv) is the same table",
+        "as a file.",
         "",
         "![record time by date](history.png)",
         "",
@@ -252,16 +254,19 @@ def readme(root: Path) -> str:
     lines = [
         "# Records",
         "",
-        "`python tools/submit.py --regenerate` writes this page from the logs in this folder. Don't edit it.",
+        "`python tools/submit.py --regenerate` writes this page from the logs in this folder. "
+        "Don't edit it.",
         "",
         "| command | what it does |",
         "| --- | --- |",
         "| `python tools/verify.py LOG...` | checks the statistics and the rules of a record |",
         "| `python tools/replay.py LOG` | extracts the source of a run from its log |",
         "| `python tools/plot.py LOG... -o curves.png` | draws loss curves |",
-        "| `python tools/submit.py --track T --name NAME LOG...` | files a record and updates this page |",
+        "| `python tools/submit.py --track T --name NAME LOG...` | files a record and updates "
+        "this page |",
         "",
-        "[tools/README.md](../tools/README.md) has the rules. [HARDWARE.md](HARDWARE.md) says what runs where.",
+        "[tools/README.md](../tools/README.md) lists the rules. [HARDWARE.md](HARDWARE.md) says on "
+        "which hardware the code runs.",
         "",
     ]
     tracks = read_records(root)
@@ -285,7 +290,10 @@ def annotate(axes, text: str, point: tuple, offset: tuple[int, int]) -> None:
 
 
 def plot_leaderboard(records: list[Record], path: Path) -> None:
-    """Record times by date, or by the number in the table if all are from one month. One line for each hardware."""
+    """Plots the times of records, with a line for each hardware.
+
+    The x axis is the date, or the record's number if all records are from within 31 days.
+    """
     figure, axes = plt.subplots()
     dates = [day(r.date) for r in records]
     times = [r.summary.time_mean for r in records]
@@ -329,6 +337,7 @@ NAMED_IN_PLOT = {
 
 
 def plot_history(history: list[dict[str, str]], path: Path) -> None:
+    """Plots the times of the competition's records by date."""
     figure, axes = plt.subplots()
     dates = [day(row["date"]) for row in history]
     minutes = [float(row["minutes"]) for row in history]
@@ -350,6 +359,7 @@ def plot_history(history: list[dict[str, str]], path: Path) -> None:
 
 
 def finish_time_axes(axes, dates: list[datetime.date]) -> None:
+    """Sets limits and ticks for dates. The right margin leaves room for the last name."""
     pad = datetime.timedelta(days=max(3, (max(dates) - min(dates)).days // 10))
     axes.set_xlim(min(dates) - pad / 2, max(dates) + 2.4 * pad)
     locator = mdates.AutoDateLocator(minticks=3, maxticks=7)

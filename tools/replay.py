@@ -3,6 +3,8 @@ Extracts the source of a run from its log.
 
     python tools/replay.py LOG [-o FILE]          the script of the run, byte for byte
     python tools/replay.py LOG --diff OTHER_LOG   how the sources of two logs differ
+
+Exit status: 0 written, 2 bad input.
 """
 
 import argparse
@@ -14,15 +16,15 @@ from log_parsing import LogError, parse_log, run_command, write_file
 
 
 def sources_of(path: str | Path) -> list[bytes]:
-    """The script, then the files that follow it. Raises LogError if the log has none."""
+    """The script, then the files that the log shows after it. Raises LogError if there is none."""
     log = parse_log(path)
     if not log.source:
-        raise LogError(f"{path}: no source: nothing stands above a line of =")
+        raise LogError(f"{path}: this log contains no source (it would be above a line of =)")
     return log.sources
 
 
 def diff(old: bytes, new: bytes, old_name: str, new_name: str) -> str:
-    """A unified diff; "" for equal sources."""
+    """A unified diff, without the line endings of the sources. "" if the lines are equal."""
     old_lines = old.decode("utf-8", "replace").splitlines()
     new_lines = new.decode("utf-8", "replace").splitlines()
     lines = difflib.unified_diff(old_lines, new_lines, old_name, new_name, lineterm="")
@@ -30,7 +32,7 @@ def diff(old: bytes, new: bytes, old_name: str, new_name: str) -> str:
 
 
 def compare_logs(path: Path, other_path: Path) -> bytes:
-    """A diff of all sources of two logs. Says on stderr why it is empty."""
+    """A diff of all sources of two logs. If it is empty, a line on stderr says why."""
     old = b"\n".join(sources_of(path))
     new = b"\n".join(sources_of(other_path))
     text = diff(old, new, path.name, other_path.name)
@@ -42,13 +44,14 @@ def compare_logs(path: Path, other_path: Path) -> bytes:
 
 
 def script_of(path: Path) -> bytes:
-    """The script. Says on stderr if the log has more files."""
+    """The script. If the log contains more files, a line on stderr says so."""
     script, *more = sources_of(path)
     if more:
         sources = "source" if len(more) == 1 else "sources"
         lines = " and ".join(str(len(source.splitlines())) for source in more)
         print(
-            f"{path}: this is the script; the log contains {len(more)} more {sources} ({lines} lines)",
+            f"{path}: this is the script; the log contains {len(more)} more {sources} "
+            f"({lines} lines)",
             file=sys.stderr,
         )
     return script
@@ -72,7 +75,7 @@ def main(argv: list[str]) -> int:
         "--diff",
         type=Path,
         metavar="OTHER_LOG",
-        help="show the changes from LOG to this one",
+        help="show how the sources of this log differ from those of LOG",
     )
     args = parser.parse_args(argv)
     data = compare_logs(args.log, args.diff) if args.diff else script_of(args.log)

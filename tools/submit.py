@@ -1,12 +1,14 @@
 """
-Files a record: verifies its logs, copies them with a README, and updates the leaderboard.
+Files a record: checks its logs, copies them, writes a README, and updates the leaderboard.
 
-    python tools/submit.py --track T --name NAME LOG_OR_FOLDER... [--what TEXT] [--date YYYY-MM-DD] [--same-ml]
-    python tools/submit.py --regenerate      rewrite READMEs and plots from the logs in records/
+    python tools/submit.py --track T --name NAME LOG_OR_FOLDER...
+                           [--what TEXT] [--date YYYY-MM-DD] [--same-ml]
+    python tools/submit.py --regenerate      write READMEs and plots again from the logs in records/
 
-Refuses what verify.py refuses, logs that name people, machines or absolute paths, and runs of ours with fewer
-than 8 validations after step 0. Records that were filed before that rule stay. A record must be faster than
-the fastest one of its track on the same hardware. On hardware new to the track it is the first.
+It refuses logs that verify.py refuses, logs that name the user, the machine or absolute paths, and
+logs of train_gpt.py with fewer than 8 validations after step 0. (Records that were filed before
+this rule stay.) A record must be faster than the fastest one of its track on the same hardware. On
+hardware that is new to the track, there is no time to beat.
 
 Exit status: 0 filed, 1 refused (the reasons are listed), 2 bad input.
 """
@@ -33,8 +35,8 @@ ABSOLUTE_PATH = re.compile(
     r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
     re.MULTILINE,
 )
-COMMON_NAMES = {"root", "user", "localhost"}  # identify nobody
-FEWEST_VALIDATIONS = 8  # per run, so that there is a curve; validations are not timed
+COMMON_NAMES = {"root", "user", "localhost"}  # don't identify anybody
+FEWEST_VALIDATIONS = 8  # in a run, so that its curve can be drawn; validations are not timed
 
 
 # -----------------------------------------------------------------------------
@@ -52,41 +54,52 @@ def private_words() -> set[str]:
 
 
 def leaks(log: Log) -> list[str]:
-    """What must not be published of a log, one line each. The source isn't searched."""
+    """What a log must not contain when it is published, one line each.
+
+    Only the run is searched, not the source.
+    """
     reasons = []
     path = ABSOLUTE_PATH.search(log.run)
     if path:
-        reasons.append(f"{log.name}: names an absolute path: {path[1]}")
+        reasons.append(f"{log.name}: contains an absolute path: {path[1]}")
     for word in sorted(private_words()):
         if re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", log.run):
-            reasons.append(f"{log.name}: names this machine or its user: {word}")
+            reasons.append(f"{log.name}: contains the name of this machine or its user: {word}")
     return reasons
 
 
 def too_few_validations(log: Log) -> str:
-    """What to do if a curve has too few points; "" if it has enough, and for logs of other programs."""
+    """What to do if a log has too few validations. "" if it has enough.
+
+    Logs of other programs have no hyperparameters and are exempt.
+    """
     count = len([v for v in log.validations if v.step > 0])
     fewest = min(FEWEST_VALIDATIONS, log.num_steps)
     if count >= fewest or not log.hyperparameters:
         return ""
     validations = "validation" if count == 1 else "validations"
     return (
-        f"{count} {validations} after step 0, but a record's curve needs {fewest}: run it with "
+        f"{count} {validations} after step 0, but a record needs {fewest}; run it with "
         f"--val_loss_every {log.num_steps // fewest}, which costs no training time"
     )
 
 
-def reasons_to_refuse(logs: list[Log], track: str, target: float, others: list[Record]) -> list[str]:
-    """What is wrong besides the rules that verify.py checks."""
+def reasons_to_refuse(
+    logs: list[Log],
+    track: str,
+    target: float,
+    others: list[Record],
+) -> list[str]:
+    """What is wrong besides the rules that verify.py checks. `others` are the track's records."""
     reasons = per_run(logs, too_few_validations)
     for log in logs:
         reasons += leaks(log)
     for log in logs:
         if log.track not in ("", track):
-            reasons.append(f"{log.name}: a log of the track {log.track}")
+            reasons.append(f"{log.name}: this is a log of the track {log.track}, not {track}")
     stated = {log.target for log in logs if "target_val_loss" in log.hyperparameters}
     for other in sorted(stated - {target}):
-        reasons.append(f"a run had the target {other:g}, not {target:g}")
+        reasons.append(f"a run has the target {other:g}, not {target:g}")
     if others and others[0].target != target:
         reasons.append(f"the track's target is {others[0].target:g}, not {target:g}")
     if len({log.path.name for log in logs}) < len(logs):
@@ -98,7 +111,7 @@ def reasons_to_refuse(logs: list[Log], track: str, target: float, others: list[R
 # Filing
 
 def describe_change(logs: list[Log], prior: Record | None, track: str) -> str:
-    """How much of the source changed since the prior record, and which hyperparameters. Markdown."""
+    """What changed since the prior record, in Markdown: lines of source and hyperparameters."""
     if prior is None:
         return f"The first record of the `{track}` track on this hardware."
     old = prior.logs[0]
@@ -109,26 +122,31 @@ def describe_change(logs: list[Log], prior: Record | None, track: str) -> str:
     added = len([line for line in changes if line.startswith("+")])
     removed = len([line for line in changes if line.startswith("-")])
     link = f"[{prior.name}](../{prior.folder.name}/)"
-    lines = [f"Compared with {link}: {added} lines of source added, {removed} removed."]
+    text = f"Compared with {link}, lines of source: {added} added, {removed} removed."
+    settings = []
     for name in {**old.hyperparameters, **new.hyperparameters}:
-        before = old.hyperparameters.get(name)
-        now = new.hyperparameters.get(name)
+        before = old.hyperparameters.get(name, "not set")
+        now = new.hyperparameters.get(name, "not set")
         if name != "seed" and before != now:
-            if len(lines) == 1:
-                lines.append("")
-            lines.append(f"- `{name}`: {before} to {now}")
-    return "\n".join(lines)
+            settings.append(f"- `{name}`: {now} (before: {before})")
+    if settings:
+        text += "\n\n" + "\n".join(settings)
+    return text
 
 
 def file_record(logs: list[Log], folder: Path, prior: Record | None, facts: dict) -> None:
-    """Makes the record's folder under a temporary name, then renames it. Raises FileError."""
+    """Writes the record's folder under a temporary name, then renames it. Raises FileError.
+
+    `facts` is the content of record.json.
+    """
     if folder.exists():
         raise FileError(f"{folder} exists already; choose another --name or --date")
     temporary = None
     try:
         folder.parent.mkdir(exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent.parent, prefix=".submit-"))
-        made = temporary / folder.parent.name / folder.name  # the README uses these names
+        # The README names the folder and its track, so they must have their final names
+        made = temporary / folder.parent.name / folder.name
         made.mkdir(parents=True)
         for log in logs:
             write_file(made / log.path.name, log.path.read_bytes())
@@ -138,7 +156,7 @@ def file_record(logs: list[Log], folder: Path, prior: Record | None, facts: dict
         write_record(Record(made, kept, **facts), prior)
         os.rename(made, folder)
     except OSError as e:
-        raise FileError(f"cannot make {folder}: {(e.strerror or str(e)).lower()}") from None
+        raise FileError(f"cannot write {folder}: {(e.strerror or str(e)).lower()}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -168,14 +186,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("logs", nargs="*", type=Path, metavar="LOG_OR_FOLDER")
-    add("--track")
-    add("--name", type=readable, default="", help="a few words")
+    add("--track", help="the track of the record: fineweb, mini, or your own")
+    add("--name", type=readable, default="", help="a few words that say what is new")
     add("--what", type=readable, help="what changed, in Markdown (default: found in the logs)")
     today = datetime.date.today().isoformat()
-    add("--date", type=parse_date, default=today, help="default: today")
-    add("--target", type=float, help="for logs that don't name their target loss")
-    add("--same-ml", action="store_true", help="only the speed changed: waive the p-value")
-    add("--regenerate", action="store_true", help="only rewrite READMEs and plots")
+    add("--date", type=parse_date, default=today, help="YYYY-MM-DD (default: today)")
+    add("--target", type=float, help="the target loss, for logs that don't name it")
+    add("--same-ml", action="store_true", help="only the speed changed, so the losses need no test")
+    add("--regenerate", action="store_true", help="only write the READMEs and plots again")
     add("--records_dir", type=Path, default=RECORDS, metavar="DIR", help="default: records/")
     return parser
 
@@ -186,16 +204,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if args.regenerate:
         return args
     if not (args.track and folder_name(args.name) and args.logs):
-        parser.error("a record needs --track, --name (with a letter or digit) and its logs")
+        parser.error("give --track, --name (with a letter or a digit) and the logs")
     if not re.fullmatch(r"[a-z0-9_]+", args.track):
-        parser.error(f"--track {args.track}: lower-case letters, digits and _ only")
+        parser.error(f"--track {args.track}: use lower-case letters, digits and _ only")
     if args.target is not None and not math.isfinite(args.target):
         parser.error(f"--target {args.target}: must be a finite number")
     return args
 
 
 def read_all(paths: list[Path]) -> list[Log]:
-    """Raises LogError if a file is no log."""
+    """Raises LogError if a file isn't a log."""
     logs, errors = read_logs(paths)
     if len(errors) > 1:
         raise LogError(f"{errors[0]} (and {len(errors) - 1} more)")
@@ -216,7 +234,7 @@ def main(argv: list[str]) -> int:
     prior = record_to_beat(others, hardware)
     if args.same_ml and prior is None:
         raise UsageError(
-            f"--same-ml: {args.track} has no record on {hardware} whose losses could count for these runs"
+            f"--same-ml needs an earlier record of {args.track} on {hardware}, but there is none"
         )
     verdict = judge(logs, args.target, prior.logs if prior else [], args.same_ml)
     reasons = verdict.reasons + reasons_to_refuse(logs, args.track, verdict.target, others)
@@ -225,7 +243,9 @@ def main(argv: list[str]) -> int:
     for what, value in summary_lines(verdict):
         print(f"{what:<9} {value}")
     if reasons:
-        print("\nREFUSED", *(f"- {reason}" for reason in reasons), sep="\n")
+        print("\nREFUSED")
+        for reason in reasons:
+            print(f"- {reason}")
         return 1
 
     folder = args.records_dir / args.track / f"{args.date}_{folder_name(args.name)}"
@@ -240,7 +260,7 @@ def main(argv: list[str]) -> int:
     regenerate(args.records_dir)
     print(f"\nfiled under {folder}")
     if prior is None and others:
-        print(f"the first record of {args.track} on {hardware}: there is no time to compare with")
+        print(f"the first record of {args.track} on {hardware}, so there was no time to beat")
     return 0
 
 

@@ -1,14 +1,16 @@
 """
 Checks whether the logs of several runs make a valid record.
 
-    python tools/verify.py LOG_OR_FOLDER... [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
+    python tools/verify.py LOG_OR_FOLDER...
+                           [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
 
-The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01), and the
-runs must keep the rules that a log can show. With --against they must also be faster than another
-record (Welch's t-test on the times, p < 0.01). --same-ml is for changes that only make the same training
-faster: one log is enough, and the losses of the other record count.
+The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01).
+The runs must also keep those rules of tools/README.md that a log can show. With --against they must
+be faster than another record (Welch's t-test on the training times, p < 0.01). --same-ml is for
+changes that only make the same training faster: one log is enough, and the losses of the other
+record count.
 
-Exit status: 0 valid, 1 not valid (the reasons are listed), 2 a file can't be read.
+Exit status: 0 valid, 1 not valid (the reasons are listed), 2 bad input.
 """
 
 import argparse
@@ -27,8 +29,8 @@ from log_parsing import Log, compiler_settings, read_logs, run_command
 P_VALUE = 0.01
 CONFIDENCE = 0.95
 FINEWEB_VAL_TOKENS = 10_485_760  # of the competition; other tracks have theirs in the source
-# The smallest and the largest value that a track allows. `mini` is the official model in miniature,
-# with all of its mechanisms.
+# The smallest and the largest values that a track allows. They make sure that `mini` has all
+# mechanisms of the official model.
 BOUNDS = {
     "mini": {
         "num_layers": (4, math.inf),
@@ -45,7 +47,10 @@ PER_RUN = {"seed", "save_checkpoint", "checkpoint_every"}
 
 @dataclass
 class Summary:
-    """Statistics of the complete runs. Losses in nats per token, times in seconds; None if there are too few."""
+    """Statistics of the complete runs. Losses are in nats per token, times in seconds.
+
+    A number is None if there are too few runs for it.
+    """
 
     n: int
     loss_mean: float | None = None
@@ -131,7 +136,7 @@ def p_faster(ours: list[float], theirs: list[float]) -> tuple[float | None, str]
 
 
 def compare(logs: list[Log], prior: list[Log], target: float) -> Comparison:
-    """Both need a complete run."""
+    """Compares the training times. Both sides need at least one complete run."""
     ours = final_times(logs)
     before = summarize(prior, target)
     saved = before.time_mean - statistics.fmean(ours)
@@ -143,13 +148,16 @@ def compare(logs: list[Log], prior: list[Log], target: float) -> Comparison:
 # Rules
 
 def listed(values) -> str:
-    """"A and B"; values that are not known are called unknown."""
+    """"A and B". A value that isn't known becomes "unknown"."""
     return " and ".join("unknown" if v in ("", None) else str(v) for v in values)
 
 
 def per_run(logs: list[Log], fault) -> list[str]:
-    """One line for each different fault, with the runs that have it. fault(log) is "" if there is none."""
-    runs = {}
+    """Calls fault(log) for each run. Runs with the same fault share a line.
+
+    fault returns what is wrong with a run, or "".
+    """
+    runs = {}  # fault -> names of the runs that have it
     for log in logs:
         what = fault(log)
         if what:
@@ -157,7 +165,7 @@ def per_run(logs: list[Log], fault) -> list[str]:
     lines = []
     for what, names in runs.items():
         who = ", ".join(names)
-        if len(names) == len(logs) > 1:
+        if len(logs) > 1 and len(names) == len(logs):
             who = "all runs"
         lines.append(f"{who}: {what}")
     return lines
@@ -172,44 +180,48 @@ def is_forced(log: Log) -> str:
 
 
 def not_compiled(log: Log) -> str:
-    """Why the model wasn't compiled as for a record. "" if it was, or if the log doesn't say."""
+    """How the compilation breaks the rules. "" if it doesn't, or if the log doesn't say."""
     if log.uncompiled:
         return 'trained without torch.compile ("model compiled: no" in the log, which says why)'
     other = [flags for flags in log.compiler_flags if flags not in COMPILER_FLAGS]
     if other:
         return (
             f"compiled with other flags, set in the environment: {listed(other)}; "
-            "run it without TORCHINDUCTOR_CPP_MARCH"
+            "unset TORCHINDUCTOR_CPP_MARCH and run it again"
         )
     return ""
 
 
 def wrong_val_tokens(log: Log) -> str:
-    fixed = log.constants("val_tokens")
+    """On FineWeb the number is fixed. Other tracks have it in their source."""
+    allowed = log.constants("val_tokens")
     if log.track in ("", "fineweb"):
-        fixed = [FINEWEB_VAL_TOKENS]
+        allowed = [FINEWEB_VAL_TOKENS]
     if log.val_tokens is None:
         return "the log doesn't say how many tokens the validation has"
-    if log.val_tokens in fixed:
+    if log.val_tokens in allowed:
         return ""
-    wanted = " or ".join(f"{n:,}" for n in fixed) or "?"
+    if not allowed:
+        return "the source doesn't set val_tokens, so the validation can't be checked"
+    wanted = " or ".join(f"{n:,}" for n in allowed)
     return f"validated on {log.val_tokens:,} tokens instead of {wanted}"
 
 
 def out_of_bounds(log: Log) -> str:
+    """Hyperparameters that the track doesn't allow."""
     found = []
     for name, (low, high) in BOUNDS.get(log.track, {}).items():
         value = log.hyperparameters.get(name)
         if not isinstance(value, (int, float)) or not low <= value <= high:
-            found.append(f"{name} {value}, the track {log.track} has {low} or more")
+            found.append(f"{name} {value}, but the track {log.track} needs {low} or more")
     max_ngram = log.hyperparameters.get("max_ngram", 1)  # an option until November 2026
     if log.track == "mini" and max_ngram != 1:
-        found.append(f"max_ngram {max_ngram}, the track mini has no n-gram tables")
+        found.append(f"max_ngram {max_ngram}, but the track mini has no n-gram tables")
     return "; ".join(found)
 
 
 def check_sources(logs: list[Log]) -> list[str]:
-    """All runs have one source, and it leaves the compiler's settings alone."""
+    """All runs must have the same source, and it must not change the compiler's settings."""
     reasons = []
     first_log = {}
     for log in logs:
@@ -217,7 +229,8 @@ def check_sources(logs: list[Log]) -> list[str]:
     if len(first_log) > 1:
         first, other, *_ = first_log.values()
         reasons.append(
-            f"{len(first_log)} different sources, see `replay.py {first.path} --diff {other.path}`"
+            f"{len(first_log)} different sources; "
+            f"to see how they differ: replay.py {first.path} --diff {other.path}"
         )
     numbered = {}  # each different source once, in order
     for sources in first_log:
@@ -243,7 +256,7 @@ def differing_hyperparameters(logs: list[Log]) -> list[str]:
 
 
 def check_repeats(logs: list[Log]) -> list[str]:
-    """A log or a seed that is there twice counts once."""
+    """Two runs must not have the same log or the same seed."""
     reasons = []
     seen = {}
     for log in logs:
@@ -272,7 +285,7 @@ def broken_rules(logs: list[Log]) -> list[str]:
         reasons.append(f"the runs differ in their hyperparameters: {', '.join(differ)}")
     hardware = list(dict.fromkeys(log.hardware for log in logs))
     if len(hardware) > 1 or "" in hardware:
-        reasons.append(f"not all on the same, known hardware: {listed(hardware)}")
+        reasons.append(f"all runs must be on the same, known hardware, not on {listed(hardware)}")
     reasons += per_run(logs, wrong_val_tokens)
     reasons += per_run(logs, out_of_bounds)
     numbers = sorted({log.val_tokens for log in logs}, key=str)
@@ -287,10 +300,11 @@ def judge_losses(summary: Summary, target: float) -> list[str]:
         return []
     if summary.n == 1:
         return [
-            "one complete run has no p-value; make more, or use --same-ml if only its speed changed"
+            "one complete run is not enough for a p-value; "
+            "make more, or use --same-ml if only the speed changed"
         ]
     if summary.loss_std == 0:
-        return ["all runs end at the same loss: no spread, no p-value; make more runs"]
+        return ["all runs end at the same loss, so there is no p-value; make more runs"]
     if not summary.p_value < P_VALUE:
         return [
             f"the mean loss is not below {target:g} at p < {P_VALUE:g}: p = {summary.p_value:.2g}"
@@ -299,21 +313,24 @@ def judge_losses(summary: Summary, target: float) -> list[str]:
 
 
 def judge_prior(logs: list[Log], prior: list[Log]) -> list[str]:
-    """Why the prior record can't be compared with."""
+    """Why the runs can't be compared with the prior record."""
     reasons = []
     tracks = sorted({log.track for log in logs} | {log.track for log in prior})
     if len(tracks) > 1:
-        reasons.append(f"the prior record is of another track: {listed(tracks)}")
+        reasons.append(f"the prior record is from another track: {listed(tracks)}")
     ours = {log.hardware for log in logs}
     hardware = sorted(ours | {log.hardware for log in prior})
     if len(hardware) > 1 and len(ours) == 1:
-        reasons.append(f"the prior record ran on other hardware: {listed(hardware)}; rerun it here")
+        reasons.append(
+            f"the prior record ran on other hardware: {listed(hardware)}; run it again here"
+        )
     for fault in per_run(prior, is_incomplete):
         reasons.append(f"prior record, {fault}")
     return reasons
 
 
 def judge_times(comparison: Comparison) -> list[str]:
+    """Why the times don't show that the runs are faster than the prior record."""
     p = comparison.p_value
     if not comparison.saved > 0:
         return [f"not faster than the prior record: {-comparison.saved:.3f} s slower"]
@@ -328,7 +345,10 @@ def judge(
     prior: list[Log] = (),
     same_ml: bool = False,
 ) -> Verdict:
-    """Judges one log or more. `prior` is the record to beat. Without a target, the one in the logs counts."""
+    """Judges one log or more. `prior` has the logs of the record to beat.
+
+    Without a target, that of the logs counts.
+    """
     reasons = broken_rules(logs)
     targets = list(dict.fromkeys(log.target for log in logs))
     assumed = False
@@ -352,8 +372,8 @@ def judge(
 # -----------------------------------------------------------------------------
 # Tables
 
-COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "on", "complete")
-LEFT_ALIGNED = ("log", "on", "complete")
+COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "machine", "complete")
+LEFT_ALIGNED = ("log", "machine", "complete")
 
 
 def table_row(log: Log, letter: str) -> tuple[str, ...]:
@@ -370,7 +390,7 @@ def table_row(log: Log, letter: str) -> tuple[str, ...]:
 
 
 def table_rows(logs: list[Log]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The rows, and the machines that the letters in "on" stand for."""
+    """The rows, and one line for each letter in the column "machine"."""
     letters = {}
     rows = []
     for log in logs:
@@ -379,9 +399,9 @@ def table_rows(logs: list[Log]) -> tuple[list[tuple[str, ...]], list[str]]:
         rows.append(table_row(log, letter))
     machines = []
     for (hardware, torch), letter in letters.items():
-        machines.append(
-            f"{letter}: {hardware or 'unknown hardware'}, PyTorch {torch or 'unknown'}"
-        )
+        hardware = hardware or "unknown hardware"
+        torch = torch or "of an unknown version"
+        machines.append(f"Machine {letter}: {hardware}, PyTorch {torch}")
     return rows, machines
 
 
@@ -409,42 +429,50 @@ def p_text(p: float | None) -> str:
 
 
 def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
-    """Pairs of a name and a value, both texts."""
-    s = verdict.summary
-    if s.n == 0:
+    """The verdict's statistics as pairs (name, value)."""
+    summary = verdict.summary
+    if summary.n == 0:
         return [("runs", "0 complete")]
-    loss = f"mean {s.loss_mean:.4f}"
-    if s.n > 1:
-        loss += f", standard deviation {s.loss_std:.4f}"
-    p = p_text(s.p_value)
+    loss = f"mean {summary.loss_mean:.4f}"
+    if summary.n > 1:
+        loss += f", standard deviation {summary.loss_std:.4f}"
+    p = p_text(summary.p_value)
     if verdict.same_ml:
-        p_value = f"waived (--same-ml): the prior record's losses count; measured {p}"
+        p_value = f"waived (--same-ml): the prior record's losses count; here it is {p}"
     else:
         p_value = f"{p} (one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g})"
-    time = f"mean {s.time_mean:.3f} s"
-    if s.time_interval is not None:
-        low, high = s.time_interval
-        time += f", {CONFIDENCE:.0%} confidence {low:.3f} to {high:.3f} s"
+    time = f"mean {summary.time_mean:.3f} s"
+    if summary.time_interval is not None:
+        low, high = summary.time_interval
+        time += f", {CONFIDENCE:.0%} confidence interval {low:.3f} to {high:.3f} s"
 
-    lines = [("runs", f"{s.n} complete"), ("val_loss", loss)]
+    lines = [("runs", f"{summary.n} complete"), ("val_loss", loss)]
     if verdict.target_assumed:
         target = f"{verdict.target:g} assumed; the logs name none, so give it with --target"
         lines.append(("target", target))
     lines += [("p-value", p_value), ("time", time)]
-    c = verdict.comparison
-    if c:
-        runs = "run" if c.prior.n == 1 else "runs"
-        lines.append(("prior", f"mean {c.prior.time_mean:.3f} s, {c.prior.n} {runs}"))
-        saved = f"{c.saved:.3f} s ({c.saved_fraction:.2%}), p {p_text(c.p_value)} ({c.test})"
-        lines.append(("saved", saved))
+    if verdict.comparison:
+        lines += comparison_lines(verdict.comparison)
     return lines
+
+
+def comparison_lines(comparison: Comparison) -> list[tuple[str, str]]:
+    """The prior record's time and the time saved, as pairs (name, value)."""
+    prior = comparison.prior
+    runs = "run" if prior.n == 1 else "runs"
+    p = p_text(comparison.p_value)
+    saved = f"{comparison.saved:.3f} s ({comparison.saved_fraction:.2%})"
+    return [
+        ("prior", f"mean {prior.time_mean:.3f} s, {prior.n} {runs}"),
+        ("saved", f"{saved}, p {p} ({comparison.test})"),
+    ]
 
 
 # -----------------------------------------------------------------------------
 # Command line
 
 def without_nan(value):
-    """JSON has no nan: such numbers become null."""
+    """Replaces nan and infinity by None, because JSON has neither."""
     if isinstance(value, dict):
         return {k: without_nan(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -455,6 +483,7 @@ def without_nan(value):
 
 
 def as_json(logs: list[Log], verdict: Verdict | None, errors: list[str]) -> str:
+    """Everything that the command found. Numbers that are not finite are null."""
     names = (
         "last_step",
         "num_steps",
@@ -488,7 +517,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--target",
         type=float,
-        help="loss to stay below (default: that of the logs, else 3.28)",
+        help="the mean loss must be below this (default: the target in the logs, or 3.28)",
     )
     parser.add_argument(
         "--against",
@@ -496,12 +525,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         type=Path,
         default=[],
         metavar="LOG_OR_FOLDER",
-        help="the record to beat",
+        help="logs of the record to beat",
     )
     parser.add_argument(
         "--same-ml",
         action="store_true",
-        help="only the speed changed: waive the p-value; needs --against",
+        help="only the speed changed, so the losses need no test; needs --against",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(argv)

@@ -97,7 +97,7 @@ def test_page_says_what_was_measured(folder, tmp_path):
     )
     assert idea_pages.main(["--keep", str(found), "--folder", str(folder)]) == 0
     text = (tmp_path / "IDEAS.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "(ideas/" in line]
     assert [re.search(r"ideas/(\w)/", row)[1] for row in rows] == ["b", "a", "c", "d"]  # by rank
     # Holm over all rows: 1e-5 x 4, 1e-4 x 3, 0.002 x 2, 0.5 x 1
     assert [row.split(" | ")[5] for row in rows] == ["0.0040", "0.0003", "4.0e-05", "0.5000"]
@@ -112,7 +112,9 @@ def test_page_says_what_was_measured(folder, tmp_path):
     assert "**helps too: 1, not seen: 1, hurts: 1**" in text
     assert "/a/b.txt" not in (folder / "a" / "result.json").read_text()
     (folder / "NOTES.md").write_text("By hand.\n")
-    assert "\n\nBy hand.\n\n## Parts of the recipe\n\n| part |" in idea_pages.page(folder)
+    text = idea_pages.page(folder)
+    assert "\n\nBy hand.\n\n## Columns of the tables\n\n- " in text
+    assert "\n\n## Parts of the recipe\n\n| part |" in text
 
 
 @pytest.mark.parametrize(
@@ -168,8 +170,8 @@ def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path
     later, muon = text.split("## Later ideas\n")[1].split("## Later ideas about Muon\n")
     assert "| 0.0040 |" in later  # now the only one of its table
     assert "(ideas/d/)" not in later
-    assert "In use on the track since then: none." in later
-    assert "In use on the track since then: d (`muon_d`)." in muon
+    assert "The mini track now uses: none." in later
+    assert "The mini track now uses: d (`muon_d`)." in muon
     assert "| 1.0e-05 |" in muon
     assert "(ideas/c/)" not in muon
     assert "- **d** (section" in muon
@@ -199,10 +201,10 @@ def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
     (folder / "a" / "idea.json").write_text(
         json.dumps({k: v for k, v in META.items() if k != "options"})
     )
-    with pytest.raises(LogError, match="needs options, or an idea.patch"):
+    with pytest.raises(LogError, match="needs `options`, or an idea.patch"):
         idea_pages.page(folder)
     (folder / "a" / "idea.json").write_text(json.dumps(META | dict(does="")))
-    with pytest.raises(LogError, match="does is missing"):
+    with pytest.raises(LogError, match="field does is missing"):
         idea_pages.page(folder)
 
 
