@@ -111,6 +111,7 @@ def read_ideas(folder: Path) -> dict[str, dict]:
 
 
 def without(names: tuple[str, ...], values: dict) -> dict:
+    """A copy of `values` without these names."""
     return {name: value for name, value in values.items() if name not in names}
 
 
@@ -176,19 +177,22 @@ def verdict_on(idea: dict, p: float | None) -> str:
     Without a part that helps, the loss is higher. A part that saves time is judged by its time.
     """
     effect = idea["result"]["effect"]
+    by = ""
+    seen = p is not None and p < P_VALUE
+    lower = effect["difference"] < 0
     if idea.get("saves"):
-        low, high = effect["time_interval"] or (-1, 1)
-        seen = low > 0 or high < 0
-        lower = high < 0
         by = " (time)"
-    else:
-        seen = p is not None and p < P_VALUE
-        lower = effect["difference"] < 0
-        by = ""
+        interval = effect["time_interval"]
+        lower = interval is not None and interval[1] < 0
+        higher = interval is not None and interval[0] > 0
+        seen = lower or higher
     if not seen:
         return "not seen" + by
-    agrees = lower == idea.get("adds", False)
-    return ("agrees" if agrees else "disagrees") + by
+    if idea.get("adds"):
+        part_helps = lower
+    else:
+        part_helps = not lower  # the part was removed
+    return ("agrees" if part_helps else "disagrees") + by
 
 
 def difference(effect: dict) -> str:
@@ -198,6 +202,7 @@ def difference(effect: dict) -> str:
 
 
 def measured_ideas(ideas: dict[str, dict]) -> dict[str, dict]:
+    """The ideas that were measured at the track's size."""
     return {name: idea for name, idea in ideas.items() if idea["result"]}
 
 

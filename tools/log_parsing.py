@@ -77,6 +77,8 @@ class UsageError(Exception):
 
 @dataclass
 class Validation:
+    """One line of a log with a validation loss."""
+
     step: int
     val_loss: float  # nats per token
     train_time_ms: float
@@ -85,6 +87,8 @@ class Validation:
 
 @dataclass
 class Log:
+    """What a log says. A value that it doesn't say is None, or empty."""
+
     path: Path
     sources: list[bytes]  # the script, byte for byte, then other files that the log shows
     run: str  # everything below the sources
@@ -318,10 +322,12 @@ def read_validation(log: Log, line: str, resumed_at: int | None) -> None:
     if unit == "s":
         milliseconds *= 1000
     validation = Validation(int(step), float(val_loss), milliseconds, float(step_avg))
-    if log.validations and log.validations[-1].step == resumed_at == validation.step:
-        log.validations.pop()
-    if log.validations and validation.step <= log.validations[-1].step:
-        log.repeated = True
+    if log.validations:
+        previous_step = log.validations[-1].step
+        if validation.step == previous_step and validation.step == resumed_at:
+            log.validations.pop()
+        elif validation.step <= previous_step:
+            log.repeated = True
     log.validations.append(validation)
 
 

@@ -30,6 +30,7 @@ from machine import readable
 X_LABELS = dict(step="training step", time="training time (s)", tokens="training tokens (millions)")
 # Colors that color-blind people can tell apart
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+LINE_STYLES = ("-", "-.", ":")
 plt.rcParams.update(
     {
         "font.size": 11,
@@ -196,6 +197,7 @@ def draw_curve(axes, c: Curve, color: str, style: str, smooth: bool) -> None:
 
 
 def legend_text(label: str, c: Curve) -> str:
+    """The label with the final loss."""
     text = f"{label}: {c.mean[-1]:.4f}"
     if c.runs > 1:
         text += f" ± {c.spread[-1]:.4f}, {c.runs} runs"
@@ -229,8 +231,9 @@ def plot_curves(
             raise LogError(f"{label}: its runs have no step with a finite loss in common")
     height = 3.7 + 0.12 * (len(groups) + 1)
     figure, (whole, end) = plt.subplots(1, 2, width_ratios=(3, 2), figsize=(8, height))
-    looks = itertools.product(("-", "-.", ":"), COLORS)
-    for (style, color), (label, c) in zip(itertools.cycle(looks), curves.items()):
+    looks = list(itertools.product(LINE_STYLES, COLORS))
+    for i, (label, c) in enumerate(curves.items()):
+        style, color = looks[i % len(looks)]
         draw_curve(whole, c, color, style, smooth)
         draw_curve(end, c, color, style, smooth)
         text = legend_text(label, c)

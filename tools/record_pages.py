@@ -28,12 +28,14 @@ FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\w+)")
 
 @dataclass
 class Record:
+    """A record: its logs and the fields of its record.json."""
+
     folder: Path
     logs: list[Log]
     name: str
     what: str  # what changed, in Markdown
-    target: float
-    same_ml: bool  # only the speed changed: the p-value is waived
+    target: float  # loss, in nats per token
+    same_ml: bool  # only the speed changed, so the p-value is waived
     against: str  # folder name of the record that it beat; "" for the first one on its hardware
 
     @property
@@ -229,6 +231,7 @@ def read_history(root: Path) -> list[dict[str, str]]:
 
 
 def history_section(root: Path) -> list[str]:
+    """The lines about the records of the competition. Raises LogError."""
     columns = ("record", "minutes", "technique", "date")
     rows = [tuple(row[name] for name in columns) for row in read_history(root)]
     return [

@@ -73,12 +73,14 @@ class Comparison:
 
 @dataclass
 class Verdict:
-    target: float
-    same_ml: bool
+    """Whether the runs make a valid record, and why not."""
+
+    target: float  # nats per token
+    same_ml: bool  # only the speed changed, so the losses need no test
     summary: Summary
     target_assumed: bool = False  # neither the logs nor the command name a target
     comparison: Comparison | None = None
-    reasons: list[str] = field(default_factory=list)  # why it isn't valid
+    reasons: list[str] = field(default_factory=list)  # why it isn't valid; [] if it is
 
 
 # -----------------------------------------------------------------------------
@@ -102,6 +104,7 @@ def final_times(logs: list[Log]) -> list[float]:
 
 
 def summarize(logs: list[Log], target: float) -> Summary:
+    """Statistics of those logs that are complete."""
     losses = final_losses(logs)
     times = final_times(logs)
     n = len(losses)
@@ -244,6 +247,7 @@ def check_sources(logs: list[Log]) -> list[str]:
 
 
 def differing_hyperparameters(logs: list[Log]) -> list[str]:
+    """Names of hyperparameters that differ between the runs but must not."""
     names = set()
     for log in logs:
         names |= set(log.hyperparameters)
@@ -423,6 +427,7 @@ def print_table(logs: list[Log]) -> None:
 
 
 def p_text(p: float | None) -> str:
+    """Like "0.0123" or "1.2e-05". "-" for None."""
     if p is None:
         return "-"
     return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
