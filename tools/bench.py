@@ -55,7 +55,7 @@ import train_gpt  # before torch, because it sets variables that torch reads whe
 import torch
 
 from flops import model_flops, newton_schulz_flops
-from log_parsing import LogError, write_file
+from log_parsing import FileError, write_file
 from machine import show_any_text
 from train_gpt import InputError
 
@@ -513,7 +513,7 @@ def run_benchmark(program, argv):
     show_any_text()
     try:
         program(argv)
-    except (InputError, LogError) as e:
+    except (InputError, FileError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
