@@ -26,6 +26,7 @@ from pathlib import Path
 from machine import readable, show_any_text
 
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
+HIGHEST_LOSS = 1_000_000  # nats per token; runs that diverged are below it, too
 
 NUMBER = r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)"
 VALIDATION = re.compile(
@@ -33,6 +34,8 @@ VALIDATION = re.compile(
     rf"train_time:{NUMBER}(ms|s) step_avg:{NUMBER}ms"
 )
 STEP = re.compile(r"step:(\d{1,12})/(\d{1,12}) ")
+# All that parse_final_loss needs: no time
+LOSS = re.compile(r"^step:(\d{1,12})/(\d{1,12}) val_loss:(\S+)", re.MULTILINE)
 PEAK_MEMORY = re.compile(r"^peak memory (?:allocated|consumption): (\d{1,12}) MiB", re.MULTILINE)
 TORCH = re.compile(r"\bpytorch (\d[\w.+]*)", re.IGNORECASE)
 CPU = re.compile(r"^CPU: *(.*?),? *\b(\d+) cores?\b", re.MULTILINE)
@@ -75,6 +78,12 @@ class UsageError(Exception):
     """The arguments of a command can't be used. The message is one line that says what to do."""
 
 
+def short_name(path: Path) -> str:
+    """The file's name, for tables. A UUID is shortened to its first 8 digits."""
+    uuid = r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+    return re.sub(uuid, r"\1", readable(path.stem))
+
+
 @dataclass
 class Validation:
     """One line of a log with a validation loss."""
@@ -111,9 +120,7 @@ class Log:
 
     @property
     def name(self) -> str:
-        """The file's name, for tables. A UUID is shortened to its first 8 digits."""
-        uuid = r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-        return re.sub(uuid, r"\1", readable(self.path.stem))
+        return short_name(self.path)
 
     @property
     def final(self) -> Validation | None:
@@ -189,6 +196,16 @@ class Log:
     def digest(self) -> str:
         """A hash of the run's lines, to recognize copies of a log."""
         return hashlib.sha256(self.run.encode()).hexdigest()
+
+
+@dataclass
+class FinalLoss:
+    """The loss after the last step of a run."""
+
+    path: Path
+    steps: int
+    val_loss: float  # nats per token
+    digest: str  # of the whole file, to recognize copies
 
 
 # -----------------------------------------------------------------------------
@@ -406,6 +423,55 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
         except LogError as e:
             errors.append(str(e))
     return logs, errors
+
+
+def parse_final_loss(path: str | Path) -> FinalLoss:
+    """Reads the loss after the last step, and nothing else, from a log with or without times.
+
+    If the run's lines have several validations after the last step, the last one counts. Raises
+    LogError if the run is unfinished, or if its loss isn't a number from 0 to HIGHEST_LOSS.
+    """
+    data = read_log_file(path)
+    _, run = split_sources(data)
+    found = LOSS.findall(run.decode("utf-8", "replace"))
+    if not found:
+        raise LogError(f"{path}: no line of the run starts with step:S/N val_loss:L")
+    step, steps, text = found[-1]
+    if int(step) != int(steps):
+        raise LogError(f"{path}: unfinished; the last validation is at step {step} of {steps}")
+    try:
+        val_loss = float(text)
+    except ValueError:
+        val_loss = math.nan
+    if not 0 <= val_loss <= HIGHEST_LOSS:
+        raise LogError(
+            f"{path}: the final val_loss is {text[:40]}, not a number from 0 to {HIGHEST_LOSS:,}"
+        )
+    return FinalLoss(Path(path), int(steps), val_loss, hashlib.sha256(data).hexdigest())
+
+
+def read_final_losses(paths: list[str | Path]) -> list[FinalLoss]:
+    """The final losses of runs of one recipe, at least one.
+
+    Raises LogError if there is no log, if one can't be used, if two are copies of the same log, or
+    if they have different numbers of steps.
+    """
+    files, errors = find_logs(paths)
+    if errors:
+        raise LogError(errors[0])
+    losses = [parse_final_loss(file) for file in files]
+    first = losses[0]
+    seen = {}
+    for loss in losses:
+        if loss.steps != first.steps:
+            raise LogError(
+                f"{loss.path}: a run of {loss.steps} steps, but {first.path} has {first.steps}; "
+                "all runs must have the same number"
+            )
+        if loss.digest in seen:
+            raise LogError(f"{loss.path}: a copy of {seen[loss.digest]}; each run counts once")
+        seen[loss.digest] = loss.path
+    return losses
 
 
 # -----------------------------------------------------------------------------
