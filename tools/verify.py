@@ -3,12 +3,16 @@ Checks whether the logs of several runs make a valid record.
 
     python tools/verify.py LOG_OR_FOLDER...
                            [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
+                           [--rule optimization]
 
 The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01).
 The runs must also keep those rules of tools/README.md that a log can show. With --against they must
 be faster than another record (Welch's t-test on the training times, p < 0.01). --same-ml is for
 changes that only make the same training faster: one log is enough, and the losses of the other
 record count.
+
+--rule optimization applies the rule of modded-nanogpt's optimization track instead, and nothing
+else: to the logs alone, or with --against to two recipes.
 
 Exit status: 0 valid, 1 not valid (the reasons are listed), 2 bad input.
 """
@@ -25,6 +29,7 @@ from pathlib import Path
 from scipy import stats
 
 from log_parsing import Log, compiler_settings, read_logs, run_command
+from optimization_rule import run_rule
 
 P_VALUE = 0.01
 CONFIDENCE = 0.95
@@ -538,12 +543,25 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="only the speed changed, so the losses need no test; needs --against",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--rule",
+        choices=("record", "optimization"),
+        default="record",
+        help="optimization: that of modded-nanogpt's optimization track (default: record)",
+    )
     args = parser.parse_args(argv)
+    check_arguments(parser, args)
+    return args
+
+
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with status 2 if the options don't go together."""
+    if args.rule == "optimization" and (args.same_ml or args.target is not None):
+        parser.error("--rule optimization has its own target; drop --target and --same-ml")
     if args.same_ml and not args.against:
         parser.error("--same-ml needs --against, the record whose losses count for these runs")
     if args.target is not None and not math.isfinite(args.target):
         parser.error(f"--target {args.target}: must be a finite number")
-    return args
 
 
 def print_verdict(verdict: Verdict, valid: bool) -> None:
@@ -557,6 +575,8 @@ def print_verdict(verdict: Verdict, valid: bool) -> None:
 
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
+    if args.rule == "optimization":
+        return run_rule(args.logs, args.against, args.json)
     logs, errors = read_logs(args.logs)
     prior, prior_errors = read_logs(args.against)
     errors += prior_errors
