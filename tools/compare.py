@@ -1,302 +1,164 @@
 """
-Does an idea help? Runs it and a base in turn, and says what it does to the loss, to a step's time, and to both.
+Does an idea help? Trains a base and your ideas with the same seeds until the answer is clear.
 
-    ./run.sh compare                                   the working tree's train_gpt.py against the last commit's
-    ./run.sh compare --idea "--muon_lr 0.03"           a setting against the track's own
-    ./run.sh compare --idea wide="--model_dim 160" --idea gelu=gelu.patch --runs 8
-    ./run.sh compare --base v1.0 --idea my-branch --json out.json --plot out.png
+    ./run.sh compare                                   the working tree against the last commit
+    ./run.sh compare --idea "--muon_lr 0.03"           a setting against the default
+    ./run.sh compare --idea a.patch --idea my-branch --until 1% --hours 8
 
---base and --idea take [NAME=]KIND: quoted options (on the base's source), a .patch or .diff to it, another .py
-script, a git revision, or . for the working tree; options may follow the others too ("gelu.patch --muon_lr 0.03").
-What this command does not know goes to all of them: --track, --device, --num_iterations 60.
+The answer is one of these:
 
-Sources are frozen first. Then come rounds of one run each, all with the round's seed, in an order that turns from
-round to round. All is kept in logs/compare/NAME/: the same command goes on where it stopped, and --runs 10 after
---runs 5 adds five. The base also runs with a tenth fewer and a tenth more steps, to tell what a loss is worth in steps.
-These runs are taken over from comparisons that made them on this machine with the same source, settings, seed,
-threads and PyTorch; so is the base's own loss if --no_times says that times do not matter. compare_stats.py has the
-statistics. Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interrupted.
+    helps          the loss is lower
+    hurts          the loss is higher
+    not worth it   the idea doesn't save as many steps as --until says (2% by default)
+    undecided      the limit of runs or --hours was reached first
+
+--base and --idea take [NAME=]KIND. KIND is options of train_gpt.py in quotes, a .patch or .diff to the
+base, a .py script, a git revision, or . for the working tree. Options may follow the others, too:
+"gelu.patch --muon_lr 0.03". Options that compare doesn't know go to all runs: --num_iterations 200.
+
+Stop it with Ctrl-C whenever you like. It then prints the answer so far, and the same command goes on
+later. Looking often doesn't make wrong answers more likely. All runs are kept in logs/compare/runs/,
+and later comparisons use them where source, settings, data and machine are the same.
+
+Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interrupted. With --gate:
+0 helps, 1 any other answer, 2 an error.
 """
 
 import argparse
-import contextlib
 import fcntl
-import hashlib
-import importlib.metadata
 import json
 import os
-import platform
-import re
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tqdm import tqdm
+import numpy as np
 
-from compare_stats import Effect, analyse, in_words, plot_effects, short, table
-from log_parsing import Log, LogError, UsageError, parse_log, run_command, write_file
-from machine import usable_cores
-from compare_sources import (
-    COPY_SEEDS,
-    ROOT,
-    Variant,
-    check_settings,
-    digest,
-    environment,
-    other_steps,
-    read_variant,
-    run_key,
-    tell_apart,
+import compare_runs
+from compare_answer import (
+    answer_for_many,
+    answer_for_one,
+    effect_as_json,
+    finite,
+    goal,
+    plot_answer,
+    plural,
+    progress,
+    slope_in_words,
 )
+from compare_runs import RUNS_A_PROCESS, RunError, Setup, Task, Worker
+from compare_sources import Variant, check_settings, read_variant, tell_apart, with_steps
+from compare_stats import (
+    FEWEST_SLOPES,
+    LARGEST_SLOPE_ERROR,
+    SLOPE_FACTOR,
+    Effect,
+    Slope,
+    add_times,
+    analyse,
+    measure_slope,
+    most_pairs,
+    pairs_for,
+)
+from compare_steps import LARGEST_ERROR, ROUNDS, half_width, measure_rounds
+from log_parsing import UsageError, run_command, write_file
+from machine import usable_cores
 
-COMPARISONS = ROOT / "logs" / "compare"
-CORES = usable_cores()
+# Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
+USUAL_SD = 0.005
+USUAL_SLOPE = Slope(-0.123, 0.05, FEWEST_SLOPES)
+MOST_SLOPES = 24  # seeds
+REMOVED = {
+    "--name": "comparisons have no names any more; all runs are kept together, --list shows them",
+    "--no_steps": "the answer is in steps now, so they are always measured; leave it out",
+}
 
 
-class RunError(Exception):
-    """A run that failed; the message has its last lines."""
-
-
-@dataclass(frozen=True)
-class Run:
-    variant: str
-    seed: int | None  # None: the untimed one, which compiles
-
-    @property
-    def name(self) -> str:
-        return f"{self.variant}_seed{self.seed}"
-
-    def __str__(self) -> str:
-        return f"{short(self.variant)}, {'to compile, untimed' if self.seed is None else f'seed {self.seed}'}"
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Runs
 @dataclass
-class Place:
-    """A comparison's folder: sources/, runs/VARIANT/ and taken_over/VARIANT/ with logs, working/ while a run is on."""
+class Comparison:
+    """What is compared, and what is known so far."""
 
-    folder: Path
-    facts: dict
-    launcher: list[str]  # what stands before the script on the command line
-    lock: int  # runs hold it too: one that outlives us lets no other comparison begin beside it
+    args: argparse.Namespace
+    setup: Setup
+    base: Variant
+    ideas: list[Variant]
+    fewer: Variant  # the base with fewer steps
+    more: Variant
+    jobs: int
+    runs: dict[str, dict] = field(default_factory=dict)  # name -> seed -> log
+    workers: list[Worker] = field(default_factory=list)
+    made: int = 0      # runs in this session
+    started: float = 0.0
+    log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> rounds
+    notes: list[str] = field(default_factory=list)
 
-    def path(self, run: Run, kind: str = "runs") -> Path:
-        return self.folder / kind / run.variant / f"{run.name}.txt"
+    def variants(self) -> list[Variant]:
+        return [self.base, *self.ideas, self.fewer, self.more]
 
-    def log(self, run: Run, taken_over: bool) -> Log | None:
-        return complete_log(self.path(run)) or (
-            complete_log(self.path(run, "taken_over")) if taken_over else None
-        )
+    def losses(self, variant: Variant, most: int | None = None) -> list[float]:
+        """Final losses of the seeds from the first one on, up to the first that is missing."""
+        logs = self.runs[variant.name]
+        losses = []
+        seed = self.args.seed
+        while seed in logs and (most is None or len(losses) < most):
+            losses.append(logs[seed].final.val_loss)
+            seed += 1
+        return losses
 
-    def start(self, run: Run, variant: Variant) -> subprocess.Popen:
-        here = self.folder / "working" / run.name
-        here.mkdir(parents=True)
-        options = [*variant.options, "--log_dir", str(here / "logs")]
-        options += (
-            ["--num_iterations", "1", "--val_loss_every", "0"]
-            if run.seed is None
-            else ["--seed", str(run.seed)]
-        )
-        if isinstance(
-            variant.settings, dict
-        ):  # train_gpt.py writes a checkpoint when torchrun is stopped
-            options += ["--checkpoint_dir", str(here / "checkpoints")]
-        with open(here / "console.txt", "wb") as console:
-            return subprocess.Popen(
-                [*self.launcher, self.folder / "sources" / f"{run.variant}.py", *options],
-                cwd=ROOT,
-                env=environment(OMP_NUM_THREADS=str(self.facts["threads"])),
-                pass_fds=[self.lock],
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=console,
-                start_new_session=True,
-            )
+    def slope(self) -> Slope | None:
+        return measure_slope(self.losses(self.fewer), self.losses(self.more))
 
-    def finish(self, run: Run, status: int) -> str:
-        """Files the log. -> what it says. Raises RunError if there is no whole one."""
-        here = self.folder / "working" / run.name
-        log = (
-            complete_log(next((here / "logs").glob("*.txt"), here))
-            if run.seed is not None
-            else None
-        )
-        if status or (run.seed is not None and not log):
-            text = (here / "console.txt").read_text(encoding="utf-8", errors="replace").strip()
-            lines = re.split(r"\n.* failed \(exitcode", text)[0].splitlines()[
-                -12:
-            ]  # torchrun's own words come after
-            what = f"exit status {status}" if status else "no log of a whole run"
-            raise RunError(
-                "\n".join(
-                    [
-                        *lines,
-                        f"error: this run failed: {run} ({what}); above are the last lines of "
-                        f"{here / 'console.txt'}",
-                    ]
-                )
-            )
-        if log:
-            self.path(run).parent.mkdir(parents=True, exist_ok=True)
-            log.path.replace(self.path(run))
-        shutil.rmtree(here)
-        return (
-            f"val_loss {log.final.val_loss:.4f}, {log.final.step_avg_ms:.2f} ms a step"
-            if log
-            else "done"
-        )
+    def pairs(self, idea: Variant) -> tuple[list[float], list[float]]:
+        """Losses of the idea and of the base at the same seeds."""
+        losses = self.losses(idea, self.args.runs)
+        base_losses = self.losses(self.base, self.args.runs)
+        n = min(len(losses), len(base_losses))
+        return losses[:n], base_losses[:n]
 
-    def stop(self, child: subprocess.Popen) -> None:
-        """At once; but torchrun's workers lead sessions of their own, and only SIGTERM makes it end them."""
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            if len(self.launcher) > 1:
-                child.terminate()
-                child.wait(40)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-
-    def carry_out(self, todo: list[Run], variants: dict[str, Variant], jobs: int, check) -> None:
-        """In this order, `jobs` at a time, with check() after each. Raises RunError, and what check() raises. However
-        it ends, no run goes on."""
-        waiting, running, began, shown = list(todo), {}, time.monotonic(), 0
-        bar = tqdm(
-            total=len(todo), unit="run", dynamic_ncols=True, leave=False, disable=None
-        )  # on terminals
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    run = waiting.pop(0)
-                    running[run] = self.start(run, variants[run.variant])
-                    bar.set_description("; ".join(map(str, running)))
-                time.sleep(0.02)
-                if time.monotonic() - shown > 1:
-                    bar.refresh()
-                    shown = time.monotonic()
-                for run in [run for run, child in running.items() if child.poll() is not None]:
-                    text = self.finish(run, running.pop(run).returncode)
-                    bar.update()
-                    done = len(todo) - len(waiting) - len(running)
-                    left = tqdm.format_interval(
-                        (time.monotonic() - began) / done * (len(todo) - done)
-                    )
-                    if bar.disable:
-                        print(
-                            f"{done}/{len(todo)} {run}: {text}; {left} left",
-                            file=sys.stderr,
-                            flush=True,
-                        )
-                    check()
-        finally:
-            bar.close()
-            for child in running.values():
-                self.stop(child)
-
-    def freeze(self, variants: list[Variant], jobs: int) -> None:
-        """Writes sources and comparison.json. Raises LogError if those that are there are of another comparison."""
-        made = {
-            v.name: dict(
-                source=hashlib.sha256(v.source).hexdigest(),
-                settings=v.settings,
-                first_seed=v.first_seed,
-                extra=v.extra,
-                key=run_key(v, self.facts),
-            )
-            for v in variants
-        }
-        file, conditions = self.folder / "comparison.json", dict(self.facts, jobs=jobs)
-        if file.exists():
-            before = json.loads(file.read_text(encoding="utf-8"))
-            for k, value in conditions.items():
-                if before[k] != value:
-                    raise LogError(
-                        f"{self.folder}: begun with {k} {before[k]}, not {value}; give another --name"
-                    )
-            kept = before["variants"]
-            if any(
-                kept.get(name) != v for name, v in made.items() if name in kept or not v["extra"]
-            ) or any(name not in made for name, v in kept.items() if not v["extra"]):
-                raise LogError(
-                    f"{self.folder}: of other sources, settings or seeds; give another --name"
-                )
-            made = kept | made
-        (self.folder / "sources").mkdir(exist_ok=True)
-        for v in variants:
-            write_file(self.folder / "sources" / f"{v.name}.py", v.source)
-        write_file(file, json.dumps(dict(conditions, variants=made), indent=1).encode())
-
-    def take_over(self, run: Run, key: str) -> None:
-        """Copies the log of the same run from another comparison, if one has it: compiled or not, as the runs are that
-        were made here."""
-        logs = [complete_log(path) for path in (self.folder / "runs").glob("*/*.txt")]
-        made = {log.uncompiled for log in logs if log}
-        for file in sorted(COMPARISONS.glob("*/comparison.json")):
-            with contextlib.suppress(
-                OSError, ValueError, KeyError, TypeError
-            ):  # a damaged one has nothing
-                others = json.loads(file.read_text(encoding="utf-8"))["variants"]
-                for name, other in others.items():
-                    path = file.parent / "runs" / name / f"{name}_seed{run.seed}.txt"
-                    log = complete_log(path) if other["key"] == key else None
-                    if log and (not made or log.uncompiled in made):
-                        self.path(run, "taken_over").parent.mkdir(parents=True, exist_ok=True)
-                        return write_file(self.path(run, "taken_over"), path.read_bytes())
+    def effects(self) -> list[Effect]:
+        """The effects of the ideas that have two pairs or more."""
+        slope = self.slope()
+        found = []
+        for idea in self.ideas:
+            losses, base_losses = self.pairs(idea)
+            if len(losses) < 2:
+                continue
+            until = None if self.args.runs else self.args.until
+            effect = analyse(idea.name, losses, base_losses, slope, until, len(self.ideas))
+            steps = idea.num_iterations()
+            if steps is not None:
+                effect.own_steps = steps / self.base.num_iterations()
+            ratios = self.log_ratios.get(idea.name)
+            if ratios:
+                add_times(effect, np.array(ratios), slope)
+            found.append(effect)
+        return found
 
 
-def check_compiled(logs: dict[str, Log], folder: Path) -> None:
-    """Raises LogError where some runs, by their names, were compiled and others were not."""
-    compiled = [name for name, log in logs.items() if not log.uncompiled]
-    uncompiled = [name for name, log in logs.items() if log.uncompiled]
-    if compiled and uncompiled:
-        raise LogError(
-            f"{folder}: some runs were compiled and others were not, so they cannot be compared; "
-            f"compiled: {some(compiled)}; not compiled: {some(uncompiled)} (their logs say why); "
-            "delete the logs of one kind, and give the same command again"
-        )
+# -----------------------------------------------------------------------------
+# Arguments
 
 
-def some(names: list[str]) -> str:
-    """The first five of them."""
-    more = len(names) - 5
-    return ", ".join(names[:5]) + (f" and {more} more" if more > 0 else "")
-
-
-def complete_log(path: Path) -> Log | None:
-    try:
-        log = parse_log(path)
-    except LogError:
-        return None
-    return None if log.incomplete else log
-
-
-def machine(on_gpu: bool) -> str:
-    if on_gpu and shutil.which("nvidia-smi"):
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace"
-        )
-        return done.stdout.strip()
-    info = ""
-    if os.path.exists("/proc/cpuinfo"):
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    model = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
-    return f"{model[1] if model else platform.machine()}, {CORES} cores" + ", a GPU" * on_gpu
-
-
-# ----------------------------------------------------------------------------------------------------------
 def fail(message: str):
     raise UsageError(f"{message}; --help lists all options")
 
 
-def small_number(text: str) -> int:
-    if not 1 <= int(text) <= COPY_SEEDS:
-        raise ValueError
-    return int(text)
+def parse_percent(text: str) -> float:
+    """ "2%" or "2" as 0.02."""
+    value = float(text.removesuffix("%")) / 100
+    if not 0.001 <= value <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0.1% and 50%")
+    return value
+
+
+def parse_count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return count
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -311,21 +173,25 @@ def make_parser() -> argparse.ArgumentParser:
     kind = "[NAME=]KIND"
     add("--base", metavar=kind, help="default: the working tree; without --idea, HEAD")
     add("--idea", metavar=kind, action="append", help="any number; default: the working tree")
-    add("--runs", type=small_number, default=5, metavar="N", help="of each, 2 or more; default: 5")
-    add("--seed", type=int, default=0, metavar="N", help="of the first round; default: 0")
-    add("--jobs", type=small_number, default=1, metavar="N", help="runs at a time; default: 1")
-    add("--nproc_per_node", type=small_number, default=1, metavar="N", help="processes per run")
-    add("--aa", action="store_true", help="allow an idea that equals the base; it gets other seeds")
-    add("--no_steps", action="store_true", help="don't run the base with fewer and more steps")
-    add("--no_times", action="store_true", help="compare losses only")
-    add("--name", help="folder in logs/compare/; default: made of what is compared")
-    add("--json", type=Path, metavar="FILE", help="write all figures and the paths of the logs")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the differences with their intervals")
+    percents = {"type": parse_percent, "metavar": "X%%"}
+    add("--until", default=0.02, help="the gain in steps that matters; default: 2%%", **percents)
+    add("--hours", type=float, metavar="H", help="stop after this time; default: no limit")
+    add("--runs", type=parse_count, metavar="N", help="exactly N pairs, whatever they say")
+    add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
+    add("--jobs", type=parse_count, metavar="N", help="runs at a time; default: one per core")
+    add("--nproc_per_node", type=parse_count, default=1, metavar="N", help="processes per run")
+    add("--aa", action="store_true", help="compare the base with itself, on twice the threads")
+    add("--no_times", action="store_true", help="don't measure step times")
+    add("--gate", action="store_true", help="print only the verdict; exit status 0 if it helps")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the effects and their intervals")
+    add("--list", action="store_true", help="list the runs that are kept, and exit")
+    add("--clear", action="store_true", help="delete the runs that are kept, and exit")
     return parser
 
 
 def join_values(argv: list[str]) -> list[str]:
-    """Makes "--idea --x" one word, because argparse takes a value that starts with -- for an option."""
+    """Joins --idea and --base with their values, because argparse takes "--x" for an option."""
     joined = []
     for word in argv:
         if joined and joined[-1] in ("--base", "--idea"):
@@ -336,224 +202,506 @@ def join_values(argv: list[str]) -> list[str]:
 
 
 def check_output_file(file: Path, ending: str) -> None:
-    if not file.absolute().parent.is_dir() or file.is_dir() or not file.name.endswith(ending):
-        fail(f"{file}: must be a file in a folder that exists; a plot's name ends in .png")
+    if not file.absolute().parent.is_dir():
+        fail(f"{file}: its folder doesn't exist")
+    if file.is_dir() or not file.name.endswith(ending):
+        fail(f"{file}: must be a file that ends in {ending or 'a name'}")
 
 
-def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns our options, and those for all runs. Raises UsageError."""
-    args, common = make_parser().parse_known_args(join_values(argv))
-    for before, word in zip(["", *common], common):
+def check_arguments(args: argparse.Namespace, common: list[str]) -> None:
+    """Raises UsageError."""
+    for option, reason in REMOVED.items():
+        if option in [word.split("=")[0] for word in common]:
+            raise UsageError(f"{option}: {reason}")
+    before = ""
+    for word in common:
         if not before.startswith("--") and not word.startswith("--"):
             fail(
-                f"{word}: not the value of an option; give a source with --idea or --base, and several words "
-                'in quotes: --idea "--muon_lr 0.03"'
+                f"{word}: not the value of an option; name a source with --idea or --base, and put several "
+                'words in quotes: --idea "--muon_lr 0.03"'
             )
-    if args.runs < 2 or args.seed < 0:
-        fail("--runs must be 2 or more, and --seed must not be negative")
-    if args.name is not None and not re.fullmatch(r"\w[\w.+%-]*", args.name):
-        fail(f"--name {args.name}: letters, digits and ._+- only")
+        before = word
+    if args.seed < 0:
+        fail("--seed must not be negative")
+    if args.runs == 1:
+        fail("--runs must be 2 or more")
+    if args.hours is not None and not args.hours > 0:
+        fail("--hours must be more than zero")
+    if args.aa and args.idea:
+        fail("--aa compares the base with itself; leave out --idea")
     if args.json:
         check_output_file(args.json, "")
     if args.plot:
         check_output_file(args.plot, ".png")
+
+
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns our options, and the options for all runs. Raises UsageError."""
+    args, common = make_parser().parse_known_args(join_values(argv))
+    check_arguments(args, common)
     return args, common
+
+
+def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
+    """Returns the base and the ideas, checked. Raises UsageError."""
+    tree = (compare_runs.ROOT / "train_gpt.py").read_bytes()
+    default_base = "." if args.idea or args.aa else "HEAD"
+    base = read_variant(args.base or default_base, tree, common)
+    ideas = [read_variant(text, base.source, common) for text in args.idea or ["."]]
+    if args.aa:
+        ideas = [replace(base, name="copy on twice the threads", thread_factor=2)]
+    variants = [base, *ideas]
+    check_settings(variants, args.nproc_per_node)
+    tell_apart(variants)
+    return variants
+
+
+def on_gpu(variants: list[Variant]) -> bool:
+    return any(v.settings is not None and v.settings["device"] == "cuda" for v in variants)
+
+
+def number_of_jobs(args: argparse.Namespace, variants: list[Variant]) -> int:
+    """One run per core on a CPU: that gives the most runs an hour. One on GPUs. Raises UsageError."""
+    if on_gpu(variants) or args.nproc_per_node > 1:
+        if args.jobs not in (None, 1):
+            raise UsageError("--jobs: runs on GPUs, or of several processes, are made one at a time")
+        return 1
+    return args.jobs or usable_cores()
+
+
+def threads_of_a_process(args: argparse.Namespace, jobs: int) -> int:
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    return max(1, usable_cores() // (jobs * args.nproc_per_node))
+
+
+def set_up(args: argparse.Namespace, variants: list[Variant], lock: int) -> Comparison:
+    """Raises UsageError."""
+    jobs = number_of_jobs(args, variants)
+    threads = threads_of_a_process(args, jobs)
+    facts = compare_runs.machine_facts(on_gpu(variants), threads, args.nproc_per_node)
+    facts["data"] = compare_runs.data_facts(variants)
+    base, *ideas = variants
+    return Comparison(
+        args=args,
+        setup=Setup(facts, threads, args.nproc_per_node, lock),
+        base=base,
+        ideas=ideas,
+        fewer=with_steps(base, 1 / SLOPE_FACTOR),
+        more=with_steps(base, SLOPE_FACTOR),
+        jobs=jobs,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Plans
+
+
+def undecided(c: Comparison) -> list[Variant]:
+    """The ideas that need more runs."""
+    if c.args.runs:
+        return [idea for idea in c.ideas if len(c.pairs(idea)[0]) < c.args.runs]
+    verdicts = {effect.name: effect for effect in c.effects()}
+    waiting = []
+    for idea in c.ideas:
+        effect = verdicts.get(idea.name)
+        if effect is None:
+            waiting.append(idea)
+        elif effect.verdict == "identical" and effect.n < RUNS_A_PROCESS:
+            waiting.append(idea)
+        elif effect.verdict == "undecided" and effect.n < pair_limit(c, effect):
+            waiting.append(idea)
+    return waiting
+
+
+def goal_in_loss(c: Comparison) -> float:
+    """The loss that --until is worth."""
+    slope = c.slope() or USUAL_SLOPE
+    return abs(slope.value) * -np.log1p(-c.args.until)
+
+
+def pair_limit(c: Comparison, effect: Effect) -> int:
+    return most_pairs(goal_in_loss(c), max(effect.sd, 1e-6), len(c.ideas))
+
+
+def pairs_expected(c: Comparison) -> int:
+    """About how many pairs it takes, whether the idea does nothing or is worth --until."""
+    if c.args.runs:
+        return c.args.runs
+    sds = [effect.sd for effect in c.effects() if effect.n >= RUNS_A_PROCESS]
+    return pairs_for(goal_in_loss(c), max([*sds, 1e-6]) if sds else USUAL_SD, len(c.ideas))
+
+
+def slope_needed(c: Comparison) -> bool:
+    """Whether the slope needs more seeds."""
+    n = min(len(c.losses(c.fewer)), len(c.losses(c.more)))
+    if n < FEWEST_SLOPES:
+        return True
+    slope = c.slope()
+    if slope is not None and slope.error <= LARGEST_SLOPE_ERROR:
+        return False
+    return n < MOST_SLOPES
+
+
+def missing_seeds(c: Comparison, variant: Variant, seeds: range) -> list[int]:
+    """The seeds of a variant that no run has and no process is making."""
+    taken = set(c.runs[variant.name])
+    for worker in c.workers:
+        if worker.task.variant is variant:
+            taken.update(worker.task.seeds[worker.kept :])
+    return [seed for seed in seeds if seed not in taken]
+
+
+def task_for(c: Comparison, variant: Variant, seeds: range) -> Task | None:
+    """The first missing seeds that follow each other; None if nothing is missing."""
+    missing = missing_seeds(c, variant, seeds)
+    if not missing:
+        return None
+    count = 1
+    while count < len(missing) and missing[count] == missing[0] + count:
+        count += 1
+    return Task(variant, range(missing[0], missing[0] + count))
+
+
+def next_task(c: Comparison) -> Task | None:
+    """What to run next: the first eight pairs, then the slope, then the pairs that are still needed."""
+    waiting = undecided(c)
+    if not waiting and not c.args.runs:
+        return None
+    first = c.args.seed
+    last = first + (c.args.runs or 1_000_000)
+    done = min((len(c.pairs(idea)[0]) for idea in waiting), default=0)
+    begin = first + done - done % RUNS_A_PROCESS
+    for start in range(begin, min(begin + 2 * RUNS_A_PROCESS, last), RUNS_A_PROCESS):
+        seeds = range(start, min(start + RUNS_A_PROCESS, last))
+        if start > first and slope_needed(c):
+            n = min(len(c.losses(c.fewer)), len(c.losses(c.more)))
+            for variant in (c.fewer, c.more):
+                task = task_for(c, variant, range(first, first + n + FEWEST_SLOPES))
+                if task:
+                    return task
+        for variant in [c.base, *waiting]:
+            task = task_for(c, variant, seeds)
+            if task:
+                return task
+    if slope_needed(c):
+        for variant in (c.fewer, c.more):
+            task = task_for(c, variant, range(first, first + FEWEST_SLOPES))
+            if task:
+                return task
+    return None
+
+
+def seconds_per_run(c: Comparison) -> float | None:
+    """Measured in this session; None before the first run."""
+    if c.made == 0:
+        return None
+    return (time.monotonic() - c.started) / c.made
+
+
+def time_left(c: Comparison) -> str:
+    """In words. Empty before it can be estimated."""
+    seconds = seconds_per_run(c)
+    if seconds is None:
+        return "time unknown"
+    expected = pairs_expected(c)
+    runs = max(0, expected - len(c.losses(c.base)))
+    for idea in undecided(c):
+        runs += max(0, expected - len(c.losses(idea)))
+    minutes = runs * seconds / 60
+    if minutes < 1:
+        return "less than a minute left"
+    if minutes < 120:
+        return f"about {minutes:.0f} min left"
+    return f"about {minutes / 60:.1f} h left"
+
+
+def plan_in_words(c: Comparison) -> str:
+    """What is to come, before the first run."""
+    expected = pairs_expected(c)
+    kept = sum(len(logs) for logs in c.runs.values())
+    seconds = []
+    for variant in c.variants():
+        for log in c.runs[variant.name].values():
+            seconds.append(log.final.train_time_ms / 1000)
+    runs = max(0, expected - len(c.losses(c.base)))
+    runs += sum(max(0, expected - len(c.losses(idea))) for idea in c.ideas)
+    runs += sum(max(0, FEWEST_SLOPES - len(c.losses(v))) for v in (c.fewer, c.more))
+    words = f"about {expected} pairs to see or exclude {goal(c.args.until)}"
+    if c.args.runs:
+        words = f"{expected} pairs"
+    words += f": {plural(runs, 'run')} to make, {kept} kept"
+    if seconds and runs:
+        minutes = 1.15 * runs * np.mean(seconds) / c.jobs / 60
+        words += f", about {max(1, round(minutes))} minutes"
+    return words
+
+
+# -----------------------------------------------------------------------------
+# Display
+
+
+def say(c: Comparison, text: str) -> None:
+    """A line on standard error. On a terminal, the next one replaces it."""
+    if c.args.gate:
+        return
+    if sys.stderr.isatty():
+        print(f"\r{text[:79].ljust(79)}", end="", file=sys.stderr, flush=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def end_line(c: Comparison) -> None:
+    if sys.stderr.isatty() and not c.args.gate:
+        print("\r" + " " * 79 + "\r", end="", file=sys.stderr, flush=True)
+
+
+def show_progress(c: Comparison) -> None:
+    effects = c.effects()
+    if effects:
+        say(c, progress(effects, pairs_expected(c), time_left(c)))
+    else:
+        say(c, f"{plural(c.made, 'run')} made, {time_left(c)}")
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+
+def start_workers(c: Comparison, retries: list[Task]) -> None:
+    while len(c.workers) < c.jobs:
+        task = retries.pop() if retries else next_task(c)
+        if task is None:
+            return
+        c.workers.append(compare_runs.start(c.setup, task))
+
+
+def retry(worker: Worker) -> Task | None:
+    """What a process left undone because a signal killed it."""
+    rest = worker.task.seeds[worker.kept :]
+    if not rest:
+        return None
+    return replace(worker.task, seeds=rest, second_try=True)
+
+
+def collect_runs(c: Comparison, retries: list[Task]) -> bool:
+    """Reads what the processes have finished. Returns whether there are new runs. Raises RunError."""
+    new = False
+    for worker in list(c.workers):
+        logs = c.runs[worker.task.variant.name]
+        before = len(logs)
+        ended = compare_runs.collect(c.setup, worker, logs)
+        if len(logs) > before:
+            new = True
+            c.made += len(logs) - before
+        if ended:
+            c.workers.remove(worker)
+            shutil.rmtree(worker.folder, ignore_errors=True)
+            task = retry(worker)
+            if task is not None:
+                retries.append(task)
+    return new
+
+
+def make_runs(c: Comparison) -> None:
+    """Makes runs until all ideas are decided, or the time is over. Raises RunError and UsageError."""
+    c.started = time.monotonic()
+    retries = []
+    try:
+        while True:
+            start_workers(c, retries)
+            if not c.workers:
+                return
+            time.sleep(0.1)
+            if collect_runs(c, retries):
+                compare_runs.check_compiled(c.runs)
+                show_progress(c)
+                if not c.args.runs and not undecided(c):
+                    return
+            if c.args.hours and time.monotonic() - c.started > 3600 * c.args.hours:
+                c.notes.append(f"Stopped after --hours {c.args.hours:g}.")
+                return
+    finally:
+        for worker in c.workers:
+            compare_runs.stop(c.setup, worker)
+        c.workers.clear()
+
+
+def measure_times(c: Comparison) -> None:
+    """Measures the step times of all ideas. Raises RunError."""
+    threads = max(1, usable_cores() // c.args.nproc_per_node)
+    for idea in c.ideas:
+        # The base's step times are in the runs' logs where two runs don't fit side by side
+        if on_gpu([c.base]) or c.args.nproc_per_node > 1:
+            c.log_ratios[idea.name] = ratios_of_runs(c, idea)
+            continue
+
+        def show(ratios):
+            say(c, f"step times of {idea.name}: {len(ratios)} of {ROUNDS} rounds")
+
+        say(c, f"step times of {idea.name}: starting both scripts")
+        ratios = measure_rounds(c.setup, c.base, idea, threads, show)
+        if half_width(ratios) > LARGEST_ERROR:
+            c.notes.append("This machine is too noisy to time the steps: the losses alone count.")
+        else:
+            c.log_ratios[idea.name] = ratios
+
+
+def ratios_of_runs(c: Comparison, idea: Variant) -> list[float]:
+    """log(idea's step time / base's) at each seed, from whole runs."""
+    logs = c.runs[idea.name]
+    base_logs = c.runs[c.base.name]
+    ratios = []
+    for seed in sorted(set(logs) & set(base_logs)):
+        ratio = logs[seed].final.step_avg_ms / base_logs[seed].final.step_avg_ms
+        ratios.append(float(np.log(ratio)))
+    return ratios
+
+
+# -----------------------------------------------------------------------------
+# The answer
+
+
+def facts_in_words(c: Comparison) -> list[str]:
+    """Sentences for the end of the answer."""
+    facts = c.setup.facts
+    threads = plural(facts["threads"], "thread")
+    slope = slope_in_words(c.slope())
+    sentences = [slope] if slope else ["Steps are unknown: the slope of the loss isn't measured yet."]
+    for idea in c.ideas:
+        steps = idea.num_iterations()
+        if steps != c.base.num_iterations():
+            sentences.append(f"{idea.name} trains {steps} steps, the base {c.base.num_iterations()}.")
+    logs = [log for runs in c.runs.values() for log in runs.values()]
+    if any(log.uncompiled for log in logs):
+        sentences.append("The runs were not compiled (their logs say why).")
+    sentences += c.notes
+    sentences.append(f"{facts['machine']}; {threads} a run, PyTorch {facts['torch']}.")
+    return sentences
+
+
+def write_json(c: Comparison, effects: list[Effect]) -> None:
+    """Raises FileError."""
+    facts = c.setup.facts
+    runs = {}
+    for variant in c.variants():
+        folder = c.setup.folder(variant)
+        runs[variant.name] = []
+        for seed, log in sorted(c.runs[variant.name].items()):
+            path = str(folder / f"seed{seed}.txt")
+            ms = log.final.step_avg_ms
+            run = {"path": path, "seed": seed, "val_loss": log.final.val_loss, "step_avg_ms": ms}
+            runs[variant.name].append(run)
+    slope = c.slope()
+    answer = {
+        **{name: facts[name] for name in ("machine", "torch", "threads", "processes")},
+        "jobs": c.jobs,
+        "until": None if c.args.runs else c.args.until,
+        "base": c.base.name,
+        "slope": slope and {"value": slope.value, "error": slope.error, "n": slope.n},
+        "ideas": [effect_as_json(effect, c.args.until) for effect in effects],
+        "log_ratios": c.log_ratios,
+        "minutes": (time.monotonic() - c.started) / 60,
+        "runs_made": c.made,
+        "runs": runs,
+    }
+    write_file(c.args.json, json.dumps(finite(answer), indent=1, allow_nan=False).encode())
+
+
+def report(c: Comparison) -> None:
+    """Prints the answer, and writes what was asked for. Raises FileError."""
+    effects = c.effects()
+    if c.args.json and effects:
+        write_json(c, effects)
+    slope = c.slope()
+    if c.args.plot and effects and slope is not None:
+        differences = {}
+        for idea in c.ideas:
+            losses, base_losses = c.pairs(idea)
+            differences[idea.name] = np.array(losses) - np.array(base_losses)
+        plot_answer(effects, differences, slope, c.args.until, c.args.plot)
+    if c.args.gate:
+        print(effects[0].verdict if effects else "undecided")
+        return
+    if not effects:
+        print("Too early for an answer: no idea has two pairs of runs yet.")
+        return
+    until = None if c.args.runs else c.args.until
+    facts = facts_in_words(c)
+    if len(c.ideas) == 1:
+        lines = answer_for_one(effects[0], until, facts)
+    else:
+        lines = answer_for_many(effects, until, facts)
+    print("\n".join(lines))
+
+
+def gate_status(c: Comparison) -> int:
+    effects = c.effects()
+    return 0 if effects and effects[0].verdict == "helps" else 1
+
+
+def compare_locked(args: argparse.Namespace, variants: list[Variant], lock: int) -> int:
+    """Compares while the folder is locked. Returns the exit status."""
+    c = set_up(args, variants, lock)
+    compare_runs.make_room({c.setup.folder(variant) for variant in c.variants()})
+    for variant in c.variants():
+        c.runs[variant.name] = compare_runs.kept_runs(c.setup, variant)
+    compare_runs.check_compiled(c.runs)
+    say(c, plan_in_words(c))
+    status = 0
+    try:
+        make_runs(c)
+        identical = all(effect.verdict == "identical" for effect in c.effects())
+        if not (args.no_times or args.aa or args.gate or identical):
+            measure_times(c)
+    except KeyboardInterrupt:
+        status = 130
+        c.notes.append("Interrupted; the same command goes on from here.")
+    end_line(c)
+    report(c)
+    if args.gate and status == 0:
+        return gate_status(c)
+    return status
 
 
 def compare(argv: list[str]) -> int:
     args, common = read_arguments(argv)
-    tree = (ROOT / "train_gpt.py").read_bytes()
-    base = read_variant(args.base or ("." if args.idea else "HEAD"), tree, common)
-    base.first_seed = args.seed
-    variants = [base, *(read_variant(text, base.source, common) for text in args.idea or ["."])]
-    check_settings(variants, args.nproc_per_node)
-    tell_apart(variants, args.aa)
-    ideas, extras = variants[1:], [] if args.no_steps else other_steps(base)
-    on_gpu = any(isinstance(v.settings, dict) and v.settings["device"] == "cuda" for v in variants)
-    if on_gpu and args.jobs > 1:
-        raise LogError("--jobs: on GPUs one run at a time, as all would use the same")
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    threads = (
-        int(threads) if threads.isdigit() else max(1, CORES // (args.jobs * args.nproc_per_node))
-    )
-    facts = dict(
-        machine=machine(on_gpu),
-        torch=importlib.metadata.version("torch"),
-        threads=threads,
-        processes=args.nproc_per_node,
-    )
-    what = digest([(v.name, run_key(v, {}), v.first_seed) for v in variants])[:8]
-    folder = COMPARISONS / (args.name or f"{'_'.join(v.name for v in ideas)[:50]}_{what}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "wb") as lock:
+    if args.list:
+        print("\n".join(compare_runs.list_runs()))
+        return 0
+    variants = [] if args.clear else read_variants(args, common)
+    if args.gate and len(variants) > 2:
+        raise UsageError("--gate judges one idea; give one --idea")
+    compare_runs.FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(compare_runs.FOLDER / "lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise LogError(
-                f"{folder}: a comparison is at work here; wait for it, or give another --name"
+            raise UsageError(
+                f"another comparison is running in {compare_runs.FOLDER}; wait until it has ended"
             ) from None
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={args.nproc_per_node}",
-        ]
-        place = Place(
-            folder,
-            facts,
-            [sys.executable, *(launcher if args.nproc_per_node > 1 else [])],
-            lock.fileno(),
-        )
-        place.freeze([*variants, *extras], args.jobs)
-        shutil.rmtree(folder / "working", ignore_errors=True)
-        groups = run_rounds(place, [base, *extras, *ideas], args)
-    effects = analyse(
-        groups[base.name],
-        {v.name: groups[v.name] for v in ideas},
-        [groups[v.name] for v in extras],
-        timed=not args.no_times,
-    )
-    report(base, variants, effects, groups, facts, folder, args)
-    return 0
-
-
-def run_rounds(
-    place: Place, variants: list[Variant], args: argparse.Namespace
-) -> dict[str, list[Log]]:
-    """Makes the runs that are missing. -> each variant's logs, in the order of the rounds; the base is the first."""
-    by_name = {v.name: v for v in variants}
-    untimed = {v.name for v in variants if v.extra or (args.no_times and v is variants[0])}
-    rounds = [[Run(v.name, v.first_seed + i) for v in variants] for i in range(args.runs)]
-    turned = [
-        run
-        for i, runs in enumerate(rounds)
-        for run in runs[i % len(runs) :] + runs[: i % len(runs)]
-    ]
-    for run in turned:
-        if run.variant in untimed and not place.log(run, taken_over=True):
-            place.take_over(run, run_key(by_name[run.variant], place.facts))
-
-    def check():
-        found = {run.name: place.log(run, run.variant in untimed) for run in turned}
-        check_compiled({name: log for name, log in found.items() if log}, place.folder)
-
-    check()
-    todo = [run for run in turned if not place.log(run, run.variant in untimed)]
-    compiled = [Run(v.name, None) for v in variants if todo and not v.extra]
-    place.carry_out(compiled + todo, by_name, args.jobs, check)
-    return {
-        runs[0].variant: [place.log(run, run.variant in untimed) for run in runs]
-        for runs in zip(*rounds)
-    }
-
-
-def describe_run(log: Log, seed: int) -> dict:
-    return {
-        "path": str(log.path),
-        "seed": seed,
-        "val_loss": log.final.val_loss,
-        "step_avg_ms": log.final.step_avg_ms,
-    }
-
-
-def notes_on(
-    base: Variant,
-    variants: list[Variant],
-    effects: list[Effect],
-    groups: dict[str, list[Log]],
-    args: argparse.Namespace,
-) -> list[str]:
-    """What a reader of the table has to know."""
-    test = "±: half of a 99% interval; p: Welch's t-test, two-sided"
-    if len(effects) > 1:
-        test += f", corrected by Holm over {len(effects)} ideas"
-    notes = [test]
-    if not args.no_times:
-        notes.append("step time: as a fraction of the base's")
-    if effects[0].steps is not None:
-        notes.append("steps, time: how much more or less is needed for the base's loss")
-    elif not args.no_steps:
-        notes.append("steps: unknown, because the base's loss doesn't clearly fall with more of them")
-    for v in variants:
-        if v.first_seed != base.first_seed:
-            notes.append(f"{v.name}: the base or a copy, with seeds from {v.first_seed} on")
-    if any(log.uncompiled for logs in groups.values() for log in logs):  # then all are
-        notes.append(
-            "no run was compiled (the logs say why): a compiled step is faster, and not by the same factor for "
-            "each idea"
-        )
-    if args.jobs > 1:
-        notes.append(f"step times are of {args.jobs} runs at a time, which disturb each other")
-    return notes
-
-
-def report(
-    base: Variant,
-    variants: list[Variant],
-    effects: list[Effect],
-    groups: dict[str, list[Log]],
-    facts: dict,
-    folder: Path,
-    args: argparse.Namespace,
-) -> None:
-    """Prints the answer, and writes it where it is asked for. Raises LogError."""
-    sentences = [in_words(e) for e in effects]
-    notes = notes_on(base, variants, effects, groups, args)
-    threads = f"{facts['threads']} thread{'s' * (facts['threads'] > 1)}"
-    print(
-        textwrap.fill(
-            f"base {base.name}; {args.runs} rounds, seeds from {args.seed} on; {facts['machine']}, "
-            f"{threads} a process, PyTorch {facts['torch']}",
-            80,
-        )
-    )
-    print(
-        "", *table(groups, effects), "", *(textwrap.fill(note, 80) for note in notes), "", sep="\n"
-    )
-    print(
-        *(textwrap.fill(sentence, 80) for sentence in sentences),
-        f"\nlogs: {folder / 'runs'}",
-        sep="\n",
-    )
-    if args.json:
-        first_seeds = {v.name: v.first_seed for v in variants}
-        logs = {}
-        for name, group in groups.items():
-            first_seed = first_seeds.get(name, base.first_seed)
-            logs[name] = [describe_run(log, first_seed + i) for i, log in enumerate(group)]
-        ideas = []
-        for effect, words in zip(effects, sentences):
-            ideas.append(asdict(effect) | {"verdict": effect.verdict, "words": words})
-        answer = {
-            **facts,
-            "jobs": args.jobs,
-            "folder": str(folder),
-            "base": base.name,
-            "ideas": ideas,
-            "runs": logs,
-        }
-        write_file(args.json, json.dumps(answer, indent=1, allow_nan=False).encode())
-    if args.plot:
-        plot_effects(effects, args.plot)
+        if args.clear:
+            compare_runs.clear_runs()
+            return 0
+        shutil.rmtree(compare_runs.FOLDER / "working", ignore_errors=True)
+        return compare_locked(args, variants, lock.fileno())
 
 
 def main(argv: list[str]) -> int:
+    """Returns the exit status. Errors of runs and of files are shown here, all others by run_command."""
+    failed = 2 if "--gate" in argv else 1
     try:
         return compare(argv)
     except RunError as e:
         print(e, file=sys.stderr)
-        return 1
-    except OSError as e:  # a full disk, a folder that cannot be written
-        print(
-            f"error: {e.filename or 'logs/compare'}: {(e.strerror or str(e)).lower()}",
-            file=sys.stderr,
-        )
-        return 1
+        return failed
+    except OSError as e:  # a full disk, or a folder that can't be written
+        where = e.filename or "logs/compare"
+        print(f"error: {where}: {(e.strerror or str(e)).lower()}", file=sys.stderr)
+        return failed
     except KeyboardInterrupt:
-        print(
-            "interrupted; runs that were finished are kept, and the same command goes on from there",
-            file=sys.stderr,
-        )
+        print("interrupted; finished runs are kept, and the same command goes on", file=sys.stderr)
         return 130
 
 

@@ -1,6 +1,6 @@
 """
-What compare.py can compare: a source with its options, read from options, a patch, a file, a revision or the working
-tree, and checked before anything runs.
+What compare.py compares: a source with its options. It is read from options, a patch, a file, a
+revision or the working tree, and checked before anything runs.
 """
 
 import hashlib
@@ -14,21 +14,24 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from log_parsing import LogError
+from log_parsing import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
-COPY_SEEDS = (
-    1000  # from the seeds of a thing to those of its copy (--aa), so the most runs there can be
-)
-OURS = {
+# Options that compare.py gives to the runs itself
+OURS = (
     "--seed",
     "--log_dir",
     "--num_runs",
     "--resume",
+    "--resume_force",
     "--checkpoint_dir",
-}  # what this command gives to the runs
+    "--checkpoint_every",
+)
+# Settings that don't change the final loss
+NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoint")
+# A script with these functions can be asked for its settings
 CHECKS = (b"parse_arguments", b"check_hyperparameters")
-CHECK = """
+ASK = """
 import dataclasses, importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("script", sys.argv[1])
 script = sys.modules["script"] = importlib.util.module_from_spec(spec)
@@ -37,208 +40,226 @@ for options in json.loads(sys.argv[2]):
     try:
         args, hp = script.parse_arguments(options)
         script.check_hyperparameters(hp, int(sys.argv[3]))
-        print(json.dumps(dict(dataclasses.asdict(hp), track=args.track, device=args.device, seed=None)))
+        answer = dataclasses.asdict(hp)
+        answer.update(track=args.track, device=args.device)
     except (Exception, SystemExit) as e:
-        print(json.dumps((str(e) or type(e).__name__).splitlines()[0]))
+        answer = (str(e) or type(e).__name__).splitlines()[0]
+    print(json.dumps(answer))
 """
 
 
 @dataclass
 class Variant:
+    """The base, an idea, or the base with another number of steps."""
+
     name: str
     source: bytes
-    options: list[str]  # those that all have, and its own
-    settings: dict | list | None = (
-        None  # what the source makes of them; of scripts that do not tell, the options
-    )
-    first_seed: int = 0
-    extra: bool = False  # the base with other steps
+    options: list[str]
+    settings: dict | None = None  # the hyperparameters; None for scripts that can't be asked
+    thread_factor: int = 1        # --aa: the copy runs on twice the threads
+    from_step: int = 0            # --from: its runs go on from the base's checkpoint at this step
+
+    def digest(self) -> str:
+        """Equal for variants with the same losses on the same machine."""
+        if self.settings is None:
+            settings = self.options
+        else:
+            settings = {k: v for k, v in self.settings.items() if k not in NO_EFFECT_ON_LOSS}
+        facts = [hashlib.sha256(self.source).hexdigest(), settings, self.thread_factor]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def num_iterations(self) -> int | None:
+        if self.settings is not None:
+            return self.settings.get("num_iterations")
+        found = re.findall(r"--num_iterations[ =](\d+)", " ".join(self.options))
+        return int(found[-1]) if found else None
 
 
-def environment(**extra: str) -> dict:
-    """Of a frozen source: its folder is not searched for modules, or one called torch.py would be torch."""
-    return os.environ | dict(PYTHONSAFEPATH="1") | extra
+def environment(**more: str) -> dict[str, str]:
+    """The environment of runs. Python doesn't import modules from the folder of the script."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", **more}
 
 
-def git(*arguments: str, cwd: Path | None = None, **environment: str) -> bytes:
-    """What git prints. Raises LogError with the first line of its error."""
+# -----------------------------------------------------------------------------
+# Sources
+
+
+def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
+    """Returns what git prints. Raises UsageError with the first line of its error."""
     done = subprocess.run(
-        ["git", *arguments], cwd=cwd or ROOT, capture_output=True, env=os.environ | environment
+        ["git", *arguments], cwd=cwd or ROOT, capture_output=True, env={**os.environ, **variables}
     )
-    if done.returncode:
-        line = (done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"])[0]
-        raise LogError(re.sub("^(error|fatal): ", "", line))
+    if done.returncode != 0:
+        lines = done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"]
+        raise UsageError(re.sub("^(error|fatal): ", "", lines[0]))
     return done.stdout
 
 
 def patched(patch: Path, source: bytes) -> bytes:
-    """Raises LogError for a patch that does not apply, or that touches anything but train_gpt.py."""
+    """Applies a patch. Raises UsageError if it doesn't apply, or changes other files."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder).resolve() / "train_gpt.py"
         script.write_bytes(source)
-        # within a repository, git would take the patch's paths from its root and apply nothing
-        at = dict(cwd=script.parent, GIT_CEILING_DIRECTORIES=str(script.parent.parent))
+        # Inside a repository, git would look for the patch's paths from the repository's root
+        options = {"cwd": script.parent, "GIT_CEILING_DIRECTORIES": str(script.parent.parent)}
         try:
-            lines = (
-                git("apply", "--numstat", str(patch), **at).decode("utf-8", "replace").splitlines()
-            )
-            touched = [line.split("\t")[-1] for line in lines]
+            listing = git("apply", "--numstat", str(patch), **options).decode("utf-8", "replace")
+            touched = [line.split("\t")[-1] for line in listing.splitlines()]
             if touched == ["train_gpt.py"]:
-                git("apply", str(patch), **at)
+                git("apply", str(patch), **options)
                 return script.read_bytes()
-        except LogError as e:
-            raise LogError(f"does not apply ({e})") from None
-        raise LogError(f"changes {', '.join(touched)}; it may change train_gpt.py alone")
+        except UsageError as e:
+            raise UsageError(f"the patch doesn't apply ({e})") from None
+    raise UsageError(f"the patch changes {', '.join(touched)}; it may only change train_gpt.py")
 
 
 def read_source(kind: str, base: bytes) -> bytes:
-    """The script that a file, a revision or "." stands for; base: what patches are for. Raises LogError, OSError."""
+    """The script that a file, a revision or "." names. Patches are applied to `base`.
+
+    Raises UsageError and OSError.
+    """
     file = Path(kind)
     if kind in (".", "worktree"):
         return (ROOT / "train_gpt.py").read_bytes()
     if file.suffix == ".py":
         return file.read_bytes()
     if file.suffix in (".patch", ".diff"):
-        with open(file, "rb"):  # for an error in our own words
-            return patched(file.resolve(), base)
+        file.read_bytes()  # raises OSError if it isn't there
+        return patched(file.resolve(), base)
     try:
-        commit = (
-            git("rev-parse", "--verify", "--quiet", "--end-of-options", kind + "^{commit}")
-            .decode()
-            .strip()
-        )
-    except LogError:
-        raise LogError(
-            "no revision here, no .py, .patch or .diff file, and no options, which begin with --"
+        commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", kind + "^{commit}")
+    except UsageError:
+        raise UsageError(
+            "this is no git revision, no .py, .patch or .diff file, and no options (they begin with --)"
         ) from None
-    return git("show", f"{commit}:train_gpt.py")
+    return git("show", f"{commit.decode().strip()}:train_gpt.py")
+
+
+def default_name(kind: str, options: list[str]) -> str:
+    if kind == ".":
+        kind = "worktree"
+    if Path(kind).suffix in (".py", ".patch", ".diff"):
+        kind = Path(kind).stem
+    words = [kind] + [word.lstrip("-") for word in options]
+    return "_".join(words)
 
 
 def read_variant(text: str, base: bytes, common: list[str]) -> Variant:
-    """[NAME=][KIND] [OPTIONS]. Raises LogError."""
-    named = None if os.path.exists(text) else re.fullmatch(r"(\w[\w.+-]*)=(.*)", text, re.DOTALL)
-    name, what = named.groups() if named else ("", text)
+    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError."""
+    name = ""
+    what = text
+    named = re.fullmatch(r"(\w[\w.+-]*)=(.*)", text, re.DOTALL)
+    if named and not os.path.exists(text):
+        name, what = named.groups()
     try:
         options = shlex.split(what)
-        kind = "" if options and options[0].startswith("--") else options.pop(0) if options else "."
-        source = read_source(kind, base) if kind else base
-    except (LogError, OSError, ValueError) as e:
-        raise LogError(
-            f"{e.filename}: {e.strerror.lower()}" if isinstance(e, OSError) else f"{text}: {e}"
-        ) from None
-    if given := OURS & {word.split("=")[0] for word in common + options}:
-        raise LogError(
-            f"{min(given)}: this command gives it to the runs itself (the first round's seed: --seed)"
-        )
-    kind = (
-        "worktree"
-        if kind == "."
-        else Path(kind).stem
-        if Path(kind).suffix in (".py", ".patch", ".diff")
-        else kind
+        kind = ""
+        source = base
+        if not options:
+            kind = "."
+        elif not options[0].startswith("--"):
+            kind = options.pop(0)
+        if kind:
+            source = read_source(kind, base)
+    except OSError as e:
+        raise UsageError(f"{e.filename}: {e.strerror.lower()}") from None
+    except (UsageError, ValueError) as e:  # ValueError: quotes that don't close
+        raise UsageError(f"{text}: {e}") from None
+    for word in common + options:
+        if word.split("=")[0] in OURS:
+            option = word.split("=")[0]
+            raise UsageError(f"{option}: compare gives this option to the runs itself; leave it out")
+    name = name or default_name(kind, options)
+    name = re.sub(r"[^\w.+-]+", "_", name).strip("_.")
+    return Variant(name[:60] or "idea", source, common + options)
+
+
+# -----------------------------------------------------------------------------
+# Checks
+
+
+def ask_script(name: str, *command) -> str:
+    """What a script prints. Raises UsageError with the last line of its error."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=environment(),
     )
-    name = name or "_".join([kind, *(word.lstrip("-") for word in options)])
-    return Variant(
-        re.sub(r"[^\w.+-]+", "_", name).strip("_.")[:60] or "idea", source, common + options
-    )
+    if done.returncode != 0:
+        lines = done.stderr.splitlines() or ["the source doesn't run"]
+        raise UsageError(f"{name}: {lines[-1]}")
+    return done.stdout
+
+
+def ask_settings(variants: list[Variant], script: Path, processes: int) -> None:
+    """Fills in the settings of variants with this source. Raises UsageError."""
+    options = json.dumps([variant.options for variant in variants])
+    printed = ask_script(variants[0].name, "-c", ASK, script, options, str(processes))
+    answers = printed.splitlines()[-len(variants) :]
+    for variant, line in zip(variants, answers):
+        answer = json.loads(line)
+        if isinstance(answer, str):
+            raise UsageError(f"{variant.name}: {answer}")
+        variant.settings = answer
+
+
+def check_other_script(variant: Variant, script: Path) -> None:
+    """Raises UsageError if a script that isn't ours lacks an option that the runs need."""
+    text = ""
+    if b"--log_dir" in variant.source:  # don't run a script that may not know --help
+        text = ask_script(variant.name, script, *variant.options, "--help")
+    for option in ("--log_dir", "--seed", "--num_iterations", "--num_runs"):
+        if option not in text:
+            raise UsageError(f"{variant.name}: this script has no option {option}, which compare needs")
 
 
 def check_settings(variants: list[Variant], processes: int) -> None:
-    """Fills in their settings, by each source's own check of its options. Raises LogError for what it refuses."""
-
-    def ask(name, *command):
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            env=environment(),
-        )
-        if done.returncode:
-            raise LogError(
-                f"{name}: {(done.stderr.splitlines() or ['its source does not run'])[-1]}"
-            )
-        return done.stdout
-
+    """Lets each source check its options, and fills in the settings. Raises UsageError."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
-        for source in dict.fromkeys(v.source for v in variants):
+        for source in dict.fromkeys(variant.source for variant in variants):
             script.write_bytes(source)
-            group = [v for v in variants if v.source == source]
-            if all(re.search(rb"^def %s\(" % name, source, re.MULTILINE) for name in CHECKS):
-                options = json.dumps([v.options for v in group])
-                answers = ask(
-                    group[0].name, "-c", CHECK, script, options, str(processes)
-                ).splitlines()
-                for variant, answer in zip(group, answers[-len(group) :]):
-                    variant.settings = json.loads(answer)
-                    if isinstance(variant.settings, str):
-                        raise LogError(f"{variant.name}: {variant.settings}")
+            group = [variant for variant in variants if variant.source == source]
+            ours = all(re.search(rb"^def %s\(" % name, source, re.MULTILINE) for name in CHECKS)
+            if ours:
+                ask_settings(group, script, processes)
                 continue
-            for (
-                variant
-            ) in group:  # a script of another make: its --help reads what stands before it
-                text = (
-                    ask(variant.name, script, *variant.options, "--help")
-                    if b"--log_dir" in source
-                    else ""
-                )
-                if missing := [
-                    o for o in ("--log_dir", "--seed", "--num_iterations") if o not in text
-                ]:
-                    raise LogError(
-                        f"{variant.name}: a script without {missing[0]}, which a comparison has to give"
-                    )
-                variant.settings = variant.options
+            for variant in group:
+                check_other_script(variant, script)
 
 
-def tell_apart(variants: list[Variant], copies: bool) -> None:
-    """Makes names unique, and gives a copy (--aa) seeds of its own. Raises LogError for a copy that is not wanted."""
+def tell_apart(variants: list[Variant]) -> None:
+    """Makes names unique. Raises UsageError if two variants are equal."""
     for i, variant in enumerate(variants):
-        same = [
-            v for v in variants[:i] if (v.source, v.settings) == (variant.source, variant.settings)
-        ]
-        if same and not copies:
-            raise LogError(
-                f"{variant.name}: the same source and settings as {same[0].name}, so there is nothing to "
-                "compare (--aa compares a thing with itself)"
-            )
-        variant.first_seed = variants[0].first_seed + COPY_SEEDS * len(same)
-        while variant.name in {v.name for v in variants[:i]}:
+        earlier = variants[:i]
+        for other in earlier:
+            if variant.digest() == other.digest():
+                raise UsageError(
+                    f"{variant.name}: the same source and settings as {other.name}, so there is nothing "
+                    "to compare (--aa compares the base with itself)"
+                )
+        while variant.name in [other.name for other in earlier]:
             variant.name += "_2"
 
 
-def other_steps(base: Variant) -> list[Variant]:
-    """The base with a tenth fewer and a tenth more steps. Raises LogError."""
-    known = isinstance(base.settings, dict)
-    found = re.findall(r"--num_iterations[ =](\d+)", " ".join(base.options))
-    found = [base.settings["num_iterations"]] if known else found
-    if not found or int(found[-1]) < 2:
-        raise LogError(
-            f"{base.name}: its steps can be neither a tenth more nor fewer; --num_iterations, or --no_steps"
+def with_steps(base: Variant, factor: float) -> Variant:
+    """The base with another number of steps. Raises UsageError if that isn't possible."""
+    steps = base.num_iterations()
+    if steps is None or round(steps * factor) in (0, steps):
+        raise UsageError(
+            f"{base.name}: compare must know its --num_iterations, and runs it with more and fewer steps; "
+            "give --num_iterations 10 or more"
         )
-    made = []
-    for sign in (-1, 1):
-        steps = int(found[-1]) + sign * max(1, round(int(found[-1]) / 10))
-        options = ["--num_iterations", str(steps)]
-        settings = base.settings | dict(num_iterations=steps) if known else base.settings + options
-        made.append(
-            replace(
-                base,
-                name=f"{base.name}{10 * sign:+}%",
-                options=base.options + options,
-                settings=settings,
-                extra=True,
-            )
-        )
-    return made
-
-
-def digest(facts) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def run_key(variant: Variant, facts: dict) -> str:
-    """Equal for variants whose runs with equal seeds are the same."""
-    return digest([hashlib.sha256(variant.source).hexdigest(), variant.settings, facts])
+    steps = round(steps * factor)
+    settings = None
+    if base.settings is not None:
+        settings = {**base.settings, "num_iterations": steps}
+    return replace(
+        base,
+        name=f"{base.name} with {steps} steps",
+        options=[*base.options, "--num_iterations", str(steps)],
+        settings=settings,
+    )

@@ -1,302 +1,264 @@
 """
-The statistics of compare.py, with its table, its sentences and its plot.
+The statistics of compare.py: what an idea does to the loss, and what that is worth in steps and in time.
 
-n is the number of runs. Intervals have 99% confidence.
+Losses are compared in pairs: the idea's loss minus the base's at the same seed. The test is the
+anytime-valid t-test of Lai (1976), as in Wang and Ramdas, "Anytime-valid t-tests and confidence
+sequences for Gaussian means with unknown variance" (2024, https://arxiv.org/abs/2310.03722). It
+gives an e-value after each pair. Without an effect, the e-value ever reaches 100 with a probability
+of at most 1%. So you may look after every pair, stop whenever you like, and go on later. With k
+ideas, an idea needs an e-value of 100 k (Bonferroni), and its interval has all effects with less.
 
-- Difference in loss: Welch's two-sided t-test. p-values are corrected over the ideas by Holm's method.
-- "One of X or more would have been seen nine times in ten": with a true difference of X, p would be below 0.01
-  that often. X includes the uncertainty of the measured noise.
-- Step time: the mean logarithm of idea / base within a round, with Student's t-test. Drift cancels.
-- Steps to the base's loss: the base also runs with fewer and more steps. A line through its loss over the
-  logarithm of steps turns a difference in loss into steps, and with the step time into time. Intervals use
-  the delta method. The slope is the one within rounds, so the level of a seed doesn't matter.
-
-Losses are not paired by seed. With five runs, pairs need a correlation of 0.5, and over the 64 changes in
-records/mini/ideas the median is 0.32.
+The base also runs with fewer and more steps. The slope of its loss over the logarithm of the steps
+turns a difference in loss into steps. Intervals in steps and in time include the slope's error.
 """
 
-import functools
 import math
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import stats
 
-from log_parsing import Log
-from verify import P_VALUE, p_text
-
-POWER = 0.9  # nine times in ten
+P_VALUE = 0.01
+# The test's prior: effects are normal with a variance of 1 / PRIOR, in units of the variance of a
+# difference. With 2, verdicts come a little sooner, but skewed losses give 1.6% of false positives.
+PRIOR = 8.0
+SLOPE_FACTOR = 1.25      # the base also runs with this many times fewer and more steps
+FEWEST_SLOPES = 4        # seeds
+LARGEST_SLOPE_ERROR = 0.1  # standard error of the slope, as a fraction of it
 
 Bounds = tuple[float, float]
 
 
 @dataclass
+class Slope:
+    """d loss / d log(steps) of the base."""
+
+    value: float  # nats per token; negative
+    error: float  # standard error, as a fraction of the value
+    n: int        # seeds
+
+    def half_width(self) -> float:
+        """Half of the 99% interval, as a fraction of the value."""
+        return self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.n - 1))
+
+
+@dataclass
 class Effect:
-    """Of an idea, against the base. Losses in nats per token; None: not known."""
+    """What an idea does, compared with the base. None: not known. Losses are in nats per token."""
 
     name: str
-    n: int
-    base_n: int
+    n: int  # pairs
     loss: float
+    base_loss: float
     difference: float
-    difference_interval: Bounds
-    p: float | None  # None where neither side has any spread
-    detectable: float  # X
-    p_corrected: float | None = None
-    step_time: float | None = None  # a fraction of the base's
-    step_time_interval: Bounds | None = None
-    step_time_p: float | None = None
-    step_time_p_corrected: float | None = None
-    steps: float | None = None  # to the base's loss, more than the base's: -0.04 is 4% fewer
+    difference_interval: Bounds  # may be infinite
+    sd: float  # of the differences
+    p: float   # not corrected for the number of ideas
+    verdict: str  # helps, hurts, not worth it, undecided, or identical
+    # Steps and time to the base's loss, compared with the base's: -0.04 is 4% less
+    steps: float | None = None
     steps_interval: Bounds | None = None
-    time: float | None = None  # likewise
+    own_steps: float = 1.0  # num_iterations as a fraction of the base's
+    step_time: float | None = None  # as a fraction of the base's
+    step_time_interval: Bounds | None = None
+    time: float | None = None
     time_interval: Bounds | None = None
 
-    @property
-    def verdict(self) -> str:
-        if self.p is None:
-            return "no test"
-        return (
-            "no difference shown"
-            if self.p_corrected >= P_VALUE
-            else "helps"
-            if self.difference < 0
-            else "hurts"
-        )
+
+# -----------------------------------------------------------------------------
+# The anytime-valid t-test
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Statistics. A "part" is a variance with its degrees of freedom
-def combine(parts: list[Bounds]) -> tuple[float, float]:
-    """Standard error and degrees of freedom (Welch, Satterthwaite) of a sum of independent parts."""
-    variance = sum(v for v, _ in parts)
-    return math.sqrt(variance), variance**2 / sum(v**2 / df for v, df in parts) if variance else 1.0
+def log_e_values(differences: np.ndarray, prior: float = PRIOR) -> np.ndarray:
+    """The logarithm of the e-value against a mean of zero, after each pair.
 
-
-def interval(center: float, parts: list[Bounds]) -> Bounds:
-    error, df = combine(parts)
-    half = error * float(stats.t.ppf(1 - P_VALUE / 2, df))
-    return center - half, center + half
-
-
-def exponentials(bounds: Bounds) -> Bounds:
-    """Finite ones: an interval from two runs may reach anywhere."""
-    return math.exp(min(bounds[0], 700)), math.exp(min(bounds[1], 700))
-
-
-def p_value(center: float, parts: list[Bounds]) -> float | None:
-    """Two-sided, of its being zero. None where nothing varies."""
-    error, df = combine(parts)
-    return 2 * float(stats.t.sf(abs(center) / error, df)) if error else None
-
-
-def mean_and_part(values: list[float]) -> tuple[float, Bounds]:
-    return statistics.fmean(values), (statistics.variance(values) / len(values), len(values) - 1)
-
-
-def holm(ps: list[float | None]) -> list[float | None]:
-    """Holm's correction of the p-values that are there."""
-    left, corrected, largest = sum(p is not None for p in ps), list(ps), 0.0
-    for i in sorted((i for i, p in enumerate(ps) if p is not None), key=lambda i: ps[i]):
-        corrected[i] = largest = max(largest, min(1.0, left * ps[i]))
-        left -= 1
-    return corrected
-
-
-@functools.lru_cache(100_000)
-def detectable_errors(df: float, alpha: float) -> float:
-    """How many measured standard errors a true difference needs to be found in POWER of repetitions."""
-    critical = stats.t.ppf(1 - alpha / 2, df)
-    # Measured standard errors, as fractions of the true one
-    measured = np.sqrt(stats.chi2.ppf((np.arange(100) + 0.5) / 100, df) / df)
-    found = lambda c: stats.nct.sf(critical, df, c * measured).mean()
-    return float(optimize.brentq(lambda c: found(c) - POWER, critical, 1e4 * critical))
-
-
-def loss_slope(groups: list[list[Log]]) -> tuple[float, Bounds] | None:
-    """The slope of the loss over the logarithm of steps, and its part; None if the loss doesn't clearly fall.
-
-    Each group has its own number of steps, and one log per round.
+    `differences` has shape (..., n), and so has the result. The first value is 0: one pair tells
+    nothing.
     """
-    if len({group[0].num_steps for group in groups}) < 3:
+    n = np.arange(1, differences.shape[-1] + 1)
+    mean = np.cumsum(differences, axis=-1) / n
+    squares = np.cumsum(differences**2, axis=-1) - n * mean**2  # sum of squared deviations
+    shrinkage = prior / (prior + n)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = n * mean**2 / squares  # t^2 / (n - 1)
+        gain = np.log1p(ratio) - np.log1p(shrinkage * ratio)
+    # No spread: the limit of large t, or nothing at all if all differences are zero
+    gain = np.where(squares <= 0, np.where(mean == 0, 0, -np.log(shrinkage)), gain)
+    log_e = (np.log(shrinkage) + n * gain) / 2
+    log_e[..., 0] = 0
+    return log_e
+
+
+def half_widths(differences: np.ndarray, alpha: float, prior: float = PRIOR) -> np.ndarray:
+    """Half of the confidence interval of the mean after each pair; infinite for the first few.
+
+    `differences` has shape (n,). The interval has all means whose e-value is below 1 / alpha.
+    """
+    n = np.arange(1, len(differences) + 1)
+    mean = np.cumsum(differences) / n
+    squares = np.maximum(np.cumsum(differences**2) - n * mean**2, 0)
+    shrinkage = prior / (prior + n)
+    # Solves log_e = log(1 / alpha) for t^2 / (n - 1)
+    bound = np.exp((2 * math.log(1 / alpha) - np.log(shrinkage)) / n)
+    finite = bound * shrinkage < 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = (bound - 1) / (1 - bound * shrinkage)
+        half = np.sqrt(ratio * squares / n)
+    return np.where(finite, half, np.inf)
+
+
+def p_value(differences: np.ndarray) -> float:
+    """1 / the largest e-value so far, at most 1. Valid however often one looks."""
+    return min(1.0, math.exp(-float(np.max(log_e_values(differences)))))
+
+
+# -----------------------------------------------------------------------------
+# From loss to steps
+
+
+def measure_slope(fewer: list[float], more: list[float]) -> Slope | None:
+    """The slope from the base's losses with fewer and with more steps, at the same seeds.
+
+    None if there are fewer than two seeds, or if the loss doesn't clearly fall.
+    """
+    width = 2 * math.log(SLOPE_FACTOR)
+    slopes = [(high - low) / width for low, high in zip(fewer, more)]
+    if len(slopes) < 2:
         return None
-    steps = np.log([[log.num_steps for log in group] for group in groups])  # (groups, rounds)
-    losses = np.array([[log.final.val_loss for log in group] for group in groups])
-    steps = steps - steps.mean(0)  # one level for each round, one slope for all
-    losses = losses - losses.mean(0)
-    fit = stats.linregress(steps.ravel(), losses.ravel())
-    df = losses.size - losses.shape[1] - 1
-    variance = float(fit.stderr) ** 2 * (losses.size - 2) / df  # linregress counts only one level
-    part = (variance, df)
-    if interval(fit.slope, [part])[1] >= 0:
+    value = statistics.fmean(slopes)
+    error = statistics.stdev(slopes) / math.sqrt(len(slopes))
+    slope = Slope(value, error / abs(value) if value else math.inf, len(slopes))
+    if value >= 0 or slope.half_width() >= 1:
         return None
-    return float(fit.slope), part
+    return slope
+
+
+def log_steps(difference, half_width, slope: Slope):
+    """A difference in loss and half of its interval, as a change of log(steps to the base's loss)."""
+    center = difference / abs(slope.value)
+    from_loss = half_width / abs(slope.value)
+    from_slope = center * slope.half_width()
+    return center, np.hypot(from_loss, from_slope)
+
+
+def relative(log_change: float) -> float:
+    """-0.02 for a change to 98%. Finite, because two runs may say anything."""
+    return math.expm1(min(log_change, 700))
+
+
+def relative_interval(center: float, half: float) -> Bounds:
+    return relative(center - half), relative(center + half)
+
+
+# -----------------------------------------------------------------------------
+# Verdicts
+
+
+def decide(
+    differences: np.ndarray, slope: Slope | None, until: float | None, ideas: int
+) -> tuple[str, int]:
+    """Returns the first verdict, and after how many pairs it stood.
+
+    `until` is the gain that matters, as a fraction of the steps. None looks only once, after the
+    last pair, and excludes no gain.
+    """
+    alpha = P_VALUE / ideas
+    n = len(differences)
+    if n >= 2 and not differences.any():
+        return "identical", n
+    found = log_e_values(differences) >= math.log(1 / alpha)
+    worthless = np.zeros(n, dtype=bool)
+    if until is None:
+        found[:-1] = False
+    elif slope is not None:
+        mean = np.cumsum(differences) / np.arange(1, n + 1)
+        center, half = log_steps(mean, half_widths(differences, alpha), slope)
+        worthless = center - half > math.log1p(-until)
+    decided = np.flatnonzero(found | worthless)
+    if len(decided) == 0:
+        return "undecided", n
+    first = int(decided[0])
+    pairs = first + 1
+    if not found[first]:
+        return "not worth it", pairs
+    return ("helps" if differences[:pairs].mean() < 0 else "hurts"), pairs
 
 
 def analyse(
-    base: list[Log], ideas: dict[str, list[Log]], extras: list[list[Log]] = (), timed: bool = True
-) -> list[Effect]:
-    """Takes two or more complete logs of each, in the order of the rounds.
+    name: str,
+    losses: list[float],
+    base_losses: list[float],
+    slope: Slope | None,
+    until: float | None,
+    ideas: int = 1,
+) -> Effect:
+    """The effect of one of `ideas` ideas. Losses are of the same seeds, two or more of them.
 
-    `extras` are those of the base with other numbers of steps.
+    Pairs after the one that decided are left out.
     """
-    slope = loss_slope([base, *extras])
-    base_loss, base_part = mean_and_part([log.final.val_loss for log in base])
-    effects = []
-    for name, logs in ideas.items():
-        loss, part = mean_and_part([log.final.val_loss for log in logs])
-        difference, parts = loss - base_loss, [part, base_part]
-        error, df = combine(parts)
-        e = Effect(
-            name,
-            len(logs),
-            len(base),
-            loss,
-            difference,
-            interval(difference, parts),
-            p_value(difference, parts),
-            error * detectable_errors(round(df, 1), P_VALUE / len(ideas)),
-        )
-        effects.append(e)
-        if timed:
-            ratios = [
-                math.log(a.final.step_avg_ms / b.final.step_avg_ms) for a, b in zip(logs, base)
-            ]
-            ratio, ratio_part = mean_and_part(ratios)
-            e.step_time, e.step_time_interval = (
-                math.exp(ratio),
-                exponentials(interval(ratio, [ratio_part])),
-            )
-            e.step_time_p = p_value(ratio, [ratio_part])
-        if slope:
-            b, (b_variance, b_df) = slope
-            steps = math.log(logs[0].num_steps / base[0].num_steps) - difference / b
-            parts = [(v / b**2, k) for v, k in parts] + [(difference**2 * b_variance / b**4, b_df)]
-            low, high = exponentials(interval(steps, parts))
-            e.steps, e.steps_interval = math.expm1(steps), (low - 1, high - 1)
-            if timed:
-                low, high = exponentials(interval(steps + ratio, [*parts, ratio_part]))
-                e.time, e.time_interval = math.expm1(steps + ratio), (low - 1, high - 1)
-    for e, p, time_p in zip(
-        effects, holm([e.p for e in effects]), holm([e.step_time_p for e in effects])
-    ):
-        e.p_corrected, e.step_time_p_corrected = p, time_p
-    return effects
-
-
-# ----------------------------------------------------------------------------------------------------------
-# The answer
-def short(name: str) -> str:
-    return name if len(name) <= 12 else name[:11] + "~"
-
-
-def percent(x: float | None, bounds: Bounds | None = None) -> str:
-    """Of what is more than the base's."""
-    show = lambda x: f"{x:+.1%}" if x < 10 else "over +1000%"
-    return (
-        "-"
-        if x is None
-        else show(x) + (f" ({show(bounds[0])} to {show(bounds[1])})" if bounds else "")
+    differences = np.array(losses) - np.array(base_losses)
+    verdict, n = decide(differences, slope, until, ideas)
+    differences = differences[:n]
+    mean = float(differences.mean())
+    half = float(half_widths(differences, P_VALUE / ideas)[-1])
+    effect = Effect(
+        name=name,
+        n=n,
+        loss=statistics.fmean(losses[:n]),
+        base_loss=statistics.fmean(base_losses[:n]),
+        difference=mean,
+        difference_interval=(mean - half, mean + half),
+        sd=float(differences.std(ddof=1)),
+        p=p_value(differences),
+        verdict=verdict,
     )
+    if slope is not None:
+        center, half_steps = log_steps(mean, half, slope)
+        effect.steps = relative(center)
+        effect.steps_interval = relative_interval(center, half_steps)
+    return effect
 
 
-def in_words(e: Effect) -> str:
-    n = f"n = {e.n} and {e.base_n}"
-    if e.verdict == "no test":
-        text = f"no test: the losses of neither side have any spread ({n})"
-    elif e.verdict == "no difference shown":
-        text = (
-            f"no difference shown; one of {e.detectable:.4f} or more would have been seen nine times in ten "
-            f"({n})"
-        )
-    else:
-        low, high = sorted(map(abs, e.difference_interval))
-        text = (
-            f"{e.verdict}: loss {abs(e.difference):.4f} {'lower' if e.difference < 0 else 'higher'} "
-            f"({low:.4f} to {high:.4f}; {n})"
-        )
-        if e.steps is not None:
-            text += f"; to the base's loss: steps {percent(e.steps, e.steps_interval)}"
-            text += ", beyond the tenth that was measured" if not 0.9 <= 1 + e.steps <= 1.1 else ""
-        if e.time is not None:
-            text += f", time {percent(e.time, e.time_interval)}"
-            if (
-                e.verdict == "helps"
-                and e.time_interval[0] > 0
-                or e.verdict == "hurts"
-                and e.time_interval[1] < 0
-            ):
-                text += f", so {'later' if e.time > 0 else 'sooner'} there all the same"
-    if e.step_time_p_corrected is not None and e.step_time_p_corrected < P_VALUE:
-        text += f"; time of a step {percent(e.step_time - 1, tuple(bound - 1 for bound in e.step_time_interval))}"
-    return f"{e.name}: {text}"
+def add_times(effect: Effect, log_ratios: np.ndarray | None, slope: Slope | None) -> None:
+    """Adds the step time, and the time to the base's loss.
+
+    log_ratios: log(idea's step time / base's), one for each round of alternating bursts.
+    """
+    if log_ratios is None:
+        return
+    center = float(np.mean(log_ratios))
+    half = float(half_widths(log_ratios, P_VALUE)[-1])
+    effect.step_time = math.exp(center)
+    effect.step_time_interval = (math.exp(center - half), math.exp(min(center + half, 700)))
+    if slope is None or effect.verdict == "identical":
+        return
+    half_loss = effect.difference_interval[1] - effect.difference
+    steps, half_steps = log_steps(effect.difference, half_loss, slope)
+    whole = steps + center + math.log(effect.own_steps)
+    effect.time = relative(whole)
+    effect.time_interval = relative_interval(whole, math.hypot(half_steps, half))
 
 
-def table(groups: dict[str, list[Log]], effects: list[Effect]) -> list[str]:
-    """Lines of about 80 columns, one for each group of logs, the base's first."""
-    rows = [("idea", "n", "loss", "difference", "p", "step time", "steps", "time")]
-    found = {e.name: e for e in effects}
-    for name, logs in groups.items():
-        row = [
-            short(name),
-            str(len(logs)),
-            f"{statistics.fmean(log.final.val_loss for log in logs):.4f}",
-        ]
-        if e := found.get(name):
-            half = lambda bounds, places: (
-                f"{h:.{places}f}" if (h := (bounds[1] - bounds[0]) / 2) < 10 else ">10"
-            )
-            row += [
-                f"{e.difference:+.4f}±{half(e.difference_interval, 4)}",
-                p_text(e.p_corrected),
-                f"{e.step_time:.3f}±{half(e.step_time_interval, 3)}" if e.step_time else "-",
-                percent(e.steps),
-                percent(e.time),
-            ]
-        elif len(rows) == 1:
-            row += ["", "", f"{statistics.fmean(log.final.step_avg_ms for log in logs):.2f} ms"]
-        rows.append(row + [""] * (8 - len(row)))
-    widths = [max(len(row[i]) for row in rows) for i in range(8)]
-    return [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
+# -----------------------------------------------------------------------------
+# Plans
 
 
-def plot_effects(effects: list[Effect], path: Path) -> None:
-    """A row an idea, with intervals: the loss, and what is known of the times. Raises LogError."""
-    from plot import (
-        COLORS,
-        plt,
-        save_figure,
-    )  # takes a second, which a comparison without a picture is spared
+def pairs_for(effect: float, sd: float, ideas: int = 1) -> int:
+    """About how many pairs show an effect of this size, or exclude it if there is none."""
+    n = 2
+    while n < 1_000_000:
+        shrinkage = PRIOR / (PRIOR + n)
+        ratio = n / (n - 1) * (effect / sd) ** 2
+        log_e = (math.log(shrinkage) + n * (math.log1p(ratio) - math.log1p(shrinkage * ratio))) / 2
+        if log_e >= math.log(ideas / P_VALUE):
+            return n
+        n += max(1, n // 100)
+    return n
 
-    panels = [
-        ("difference in loss", "difference", 1, 0),
-        ("time of a step, %", "step_time", 100, 1),
-        ("time to the base's loss, %", "time", 100, 0),
-    ]
-    panels = [panel for panel in panels if all(getattr(e, panel[1]) is not None for e in effects)]
-    figure, axes = plt.subplots(
-        1, len(panels), sharey=True, squeeze=False, figsize=(8, 1.5 + 0.4 * len(effects))
-    )
-    for ax, (title, name, factor, zero) in zip(axes[0], panels):
-        for row, e in enumerate(effects):
-            bounds = [factor * (bound - zero) for bound in getattr(e, f"{name}_interval")]
-            color = "0.45" if bounds[0] <= 0 <= bounds[1] else COLORS[2 if bounds[1] < 0 else 1]
-            ax.plot(bounds, [row, row], color=color, linewidth=2)
-            ax.plot([factor * (getattr(e, name) - zero)], [row], "o", color=color, markersize=5)
-        ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
-        ax.set_title(title)
-        if factor == 100:
-            ax.set_xlim(right=min(ax.get_xlim()[1], 500))  # two runs' intervals may reach anywhere
-    axes[0, 0].set_yticks(range(len(effects)), [f"{e.name}\nn = {e.n}" for e in effects])
-    axes[0, 0].set_ylim(len(effects) - 0.5, -0.5)
-    figure.supxlabel(
-        "idea against the base, 99% intervals; left of the line is better", fontsize=11
-    )
-    save_figure(figure, path)
+
+def most_pairs(effect: float, sd: float, ideas: int = 1) -> int:
+    """The ceiling: twice the pairs with which a fixed test finds this effect nine times in ten, and 12
+    more, because our test can't say anything before that."""
+    z = stats.norm.ppf(1 - P_VALUE / ideas / 2) + stats.norm.ppf(0.9)
+    return 12 + math.ceil(2 * (z * sd / effect) ** 2)

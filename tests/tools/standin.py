@@ -1,9 +1,17 @@
-"""A stand-in for train_gpt.py, which trains nothing: losses and times of known distribution, in a log of its format."""
+"""A stand-in for train_gpt.py that trains nothing: its losses and times have known distributions."""
 
 with open(__file__, newline="", encoding="utf-8") as f:
     SOURCE = f.read()
 
-import argparse, dataclasses, json, math, os, random, sys, time
+import argparse
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
 
 
 class InputError(Exception):
@@ -14,11 +22,15 @@ class InputError(Exception):
 class Hyperparameters:
     num_iterations: int = 100
     val_loss_every: int = 0
-    effect: float = 0.0  # on the loss
-    noise: float = 0.002
-    slower: float = 1.0  # factor of a step's time
-    takes: float = 0.0  # seconds
-    crash: int = -1  # the seed that fails
+    effect: float = 0.0     # on the loss
+    noise: float = 0.002    # standard deviation that is shared by all variants with a seed
+    own_noise: float = 0.001
+    slower: float = 1.0     # factor of a step's time
+    jitter: float = 0.0     # of a step's time
+    takes: float = 0.0      # seconds of a run, apart from its steps
+    crash: int = -1         # the seed that fails
+    kill: int = -1          # the seed that is killed the first time
+    note: str = ""          # a file in which killed runs are noted
     seed: int = 0
 
 
@@ -28,16 +40,16 @@ def parse_arguments(argv):
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.error = fail
-    parser.add_argument("--track", choices=["shakespeare"], default="shakespeare")
+    parser.add_argument("--track", choices=["mini"], default="mini")
     parser.add_argument("--device", choices=["cpu"], default="cpu")
     parser.add_argument("--log_dir", default="logs")
+    parser.add_argument("--num_runs", type=int, default=1)
     parser.add_argument("--checkpoint_dir", default="checkpoints")
     for field in dataclasses.fields(Hyperparameters):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default)
     args = parser.parse_args(argv)
-    return args, Hyperparameters(
-        **{f.name: getattr(args, f.name) for f in dataclasses.fields(Hyperparameters)}
-    )
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(Hyperparameters)}
+    return args, Hyperparameters(**values)
 
 
 def check_hyperparameters(hp, world_size):
@@ -45,37 +57,56 @@ def check_hyperparameters(hp, world_size):
         raise InputError(f"--num_iterations {hp.num_iterations}: must be more than zero")
 
 
+def final_loss(hp):
+    common = random.Random(f"seed {hp.seed}").gauss(0, hp.noise)
+    settings = (hp.seed, hp.num_iterations, hp.effect, hp.slower, os.environ["OMP_NUM_THREADS"])
+    own = random.Random(repr(settings)).gauss(0, hp.own_noise)
+    return 1.5 + hp.effect - 0.123 * math.log(hp.num_iterations / 100) + common + own
+
+
+def header(hp):
+    compiled = os.environ.get("STANDIN_COMPILED", "yes")
+    settings = dict(dataclasses.asdict(hp), track="mini")
+    return [
+        SOURCE,
+        "=" * 100,
+        "Running PyTorch 2.13.0",
+        "CPU: none, 2 cores",
+        f"Compiler: none; flags: -; model compiled: {compiled}",
+        f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}",
+        "=" * 100,
+        f"hyperparameters: {json.dumps(settings)}",
+        f"step:0/{hp.num_iterations} val_loss:5.9000 train_time:0ms step_avg:0.00ms",
+    ]
+
+
+def run(hp, log_dir):
+    if hp.seed == hp.crash:
+        sys.exit("step 7: the loss is not finite")
+    if hp.seed == hp.kill and not os.path.exists(hp.note):
+        open(hp.note, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(hp.takes)
+    n = hp.num_iterations
+    started = time.perf_counter()
+    for step in range(1, n + 1):
+        seconds = 0.001 * hp.slower * math.exp(random.gauss(0, hp.jitter))
+        time.sleep(seconds)
+        ms = 1000 * (time.perf_counter() - started)
+        print(f"step:{step}/{n} train_time:{ms:.3f}ms step_avg:{ms / step:.2f}ms", flush=True)
+    last = f"step:{n}/{n} val_loss:{final_loss(hp):.4f} train_time:{ms:.0f}ms step_avg:{ms / n:.2f}ms"
+    name = f"{random.Random(repr(hp)).getrandbits(64):x}.txt"
+    with open(os.path.join(log_dir, name), "w", newline="", encoding="utf-8") as file:
+        file.write("\n".join([*header(hp), last]) + "\n")
+
+
 def main(argv):
     args, hp = parse_arguments(argv)
     check_hyperparameters(hp, 1)
-    n, draw = hp.num_iterations, random.Random(repr(hp))
-    print("the console", flush=True)
-    time.sleep(hp.takes)
-    if hp.seed == hp.crash:
-        sys.exit("step 7: the loss is not finite")
-    loss = 1.5 + hp.effect - 0.3 * math.log(n / 100) + draw.gauss(0, hp.noise)
-    ms = 40 * hp.slower * math.exp(draw.gauss(0, 0.01))
-    os.makedirs(args.log_dir)
-    with open(
-        os.path.join(args.log_dir, f"{draw.getrandbits(64):x}.txt"),
-        "w",
-        newline="",
-        encoding="utf-8",
-    ) as f:
-        print(
-            SOURCE,
-            "=" * 100,
-            "Running PyTorch 2.13.0",
-            "CPU: none, 2 cores",
-            f"Compiler: none; flags: -; model compiled: {os.environ.get('STANDIN_COMPILED', 'yes')}",
-            f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}",
-            "=" * 100,
-            f"hyperparameters: {json.dumps(dict(dataclasses.asdict(hp), track='shakespeare'))}",
-            f"step:0/{n} val_loss:5.9000 train_time:0ms step_avg:0.00ms",
-            f"step:{n}/{n} val_loss:{loss:.4f} train_time:{n * ms:.0f}ms step_avg:{ms:.2f}ms",
-            sep="\n",
-            file=f,
-        )
+    print("the console", file=sys.stderr, flush=True)
+    os.makedirs(args.log_dir, exist_ok=True)
+    for i in range(args.num_runs):
+        run(dataclasses.replace(hp, seed=hp.seed + i), args.log_dir)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,237 @@
+"""The statistics of the comparison: against scipy, against numerical integration, and by simulation."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import compare_stats
+from compare_stats import Slope, analyse, decide, log_e_values
+
+RESIDUALS = json.loads((Path(__file__).parent / "kept_residuals.json").read_text())["residuals"]
+SLOPE = Slope(-0.123, 0.03, 6)
+SD = 0.0049  # of mini's differences at the same seed
+
+
+# -----------------------------------------------------------------------------
+# Formulas
+
+
+def bayes_factor(differences: np.ndarray) -> float:
+    """The definition: the density of Student's t, averaged over effects of N(0, 1 / 8), over its density
+    without an effect."""
+    n = len(differences)
+    t = stats.ttest_1samp(differences, 0).statistic
+
+    def integrand(effect):
+        return stats.nct.pdf(t, n - 1, effect * math.sqrt(n)) * stats.norm.pdf(effect, 0, 8**-0.5)
+
+    top, _ = integrate.quad(integrand, -3, 3, limit=200)
+    return top / stats.t.pdf(t, n - 1)
+
+
+@pytest.mark.parametrize("n", [2, 5, 20])
+@pytest.mark.parametrize("effect", [0, 0.7, -1.5])
+def test_e_value_is_a_bayes_factor(n, effect):
+    differences = np.random.default_rng(n).normal(effect, 1, n)
+    assert math.exp(log_e_values(differences)[-1]) == pytest.approx(bayes_factor(differences), rel=1e-4)
+
+
+def test_e_values_are_of_each_prefix():
+    differences = np.random.default_rng(0).normal(0.3, 1, (3, 12))
+    together = log_e_values(differences)
+    assert (together[:, 0] == 0).all()
+    for row in range(3):
+        for n in range(2, 13):
+            assert together[row, n - 1] == pytest.approx(log_e_values(differences[row, :n])[-1])
+
+
+def test_interval_has_the_means_that_are_not_rejected():
+    differences = np.random.default_rng(1).normal(0.5, 1, 30)
+    half = compare_stats.half_widths(differences, 0.01)
+    assert np.isinf(half[:11]).all() and np.isfinite(half[11:]).all()  # the first verdict is after 12
+    for n in (12, 30):
+        mean = differences[:n].mean()
+        for bound in (mean - half[n - 1], mean + half[n - 1]):
+            assert log_e_values(differences[:n] - bound)[-1] == pytest.approx(math.log(100))
+
+
+def test_p_value_is_one_over_the_largest_e_value():
+    differences = np.array([-1.0, -1.1, -0.9, -1.2, -1.0, -0.8, 3.0])
+    largest = max(log_e_values(differences[:n])[-1] for n in range(2, 8))
+    assert compare_stats.p_value(differences) == pytest.approx(math.exp(-largest))
+    assert compare_stats.p_value(np.array([1.0, -1.0])) == 1
+
+
+def test_slope_against_scipy():
+    rng = np.random.default_rng(2)
+    level = rng.normal(1.5, 0.01, 6)
+    fewer = level + rng.normal(0.027, 0.002, 6)
+    more = level - rng.normal(0.027, 0.002, 6)
+    slopes = (more - fewer) / (2 * math.log(1.25))
+    expected = stats.ttest_1samp(slopes, 0).confidence_interval(0.99)
+    found = compare_stats.measure_slope(list(fewer), list(more))
+    half = abs(found.value) * found.half_width()
+    assert (found.value - half, found.value + half) == pytest.approx(tuple(expected))
+    assert found.n == 6
+
+
+@pytest.mark.parametrize("fewer, more", [([1.5], [1.4]), ([1.4, 1.41], [1.5, 1.52]), ([1.5, 1.4], [1.4, 1.5])])
+def test_no_slope(fewer, more):
+    """One seed; a loss that rises with the steps; one that doesn't clearly fall."""
+    assert compare_stats.measure_slope(fewer, more) is None
+
+
+def test_steps_and_time_by_hand():
+    """A loss that falls by 0.123 * log(steps): 0.123 * log(1.02) lower is worth 2% of the steps."""
+    rng = np.random.default_rng(3)
+    gain = 0.123 * math.log(1.02)
+    base = rng.normal(1.5, 0.01, 20)
+    noise = rng.normal(0, 1e-5, 20)
+    effect = analyse("x", list(base - gain + noise - noise.mean()), list(base), SLOPE, 0.01)
+    assert effect.verdict == "helps"
+    assert effect.difference == pytest.approx(-gain, abs=1e-5)
+    assert 1 / (1 + effect.steps) == pytest.approx(1.02, abs=1e-4)
+    effect.own_steps = 0.96
+    compare_stats.add_times(effect, np.full(30, math.log(1.05)) + rng.normal(0, 1e-6, 30), SLOPE)
+    assert effect.step_time == pytest.approx(1.05, rel=1e-4)
+    assert 1 + effect.time == pytest.approx(0.96 * 1.05 / 1.02, rel=1e-3)
+
+
+# -----------------------------------------------------------------------------
+# Verdicts
+
+
+def test_verdicts():
+    rng = np.random.default_rng(4)
+    noise = rng.normal(0, SD, 60)
+    noise -= noise.mean()
+    assert decide(noise - 0.01, SLOPE, 0.02, 1)[0] == "helps"
+    assert decide(noise + 0.01, SLOPE, None, 1) == ("hurts", 60)
+    assert decide(noise + 0.01, SLOPE, 0.02, 1)[0] in ("hurts", "not worth it")
+    assert decide(noise, SLOPE, 0.04, 1)[0] == "not worth it"
+    assert decide(noise, SLOPE, 0.001, 1) == ("undecided", 60)
+    assert decide(noise, None, 0.04, 1) == ("undecided", 60)  # nothing is excluded without a slope
+    assert decide(noise, SLOPE, None, 1) == ("undecided", 60)
+    assert decide(np.zeros(9), SLOPE, 0.02, 1) == ("identical", 9)
+
+
+def test_first_verdict_stands():
+    """Pairs after it change nothing, not even the figures."""
+    rng = np.random.default_rng(5)
+    losses = rng.normal(1.49, 0.004, 40)
+    base = rng.normal(1.5, 0.004, 40)
+    whole = analyse("x", list(losses), list(base), SLOPE, 0.02)
+    assert 12 <= whole.n < 40
+    assert analyse("x", list(losses[: whole.n]), list(base[: whole.n]), SLOPE, 0.02) == whole
+    assert analyse("x", list(losses[: whole.n - 1]), list(base[: whole.n - 1]), SLOPE, 0.02).verdict == (
+        "undecided"
+    )
+
+
+def test_more_ideas_need_more_evidence():
+    rng = np.random.default_rng(6)
+    differences = rng.normal(-0.006, SD, 60)
+    alone = decide(differences, SLOPE, 0.02, 1)[1]
+    assert decide(differences, SLOPE, 0.02, 20)[1] > alone
+    narrow = compare_stats.half_widths(differences, 0.01)[-1]
+    assert compare_stats.half_widths(differences, 0.01 / 20)[-1] > narrow
+
+
+# -----------------------------------------------------------------------------
+# Simulations
+
+
+def upper_bound(count: int, n: int) -> float:
+    """The upper end of the 99% interval of a proportion."""
+    return stats.binomtest(count, n).proportion_ci(0.99).high
+
+
+def gaussian(rng, shape):
+    return rng.normal(0, 1, shape)
+
+
+def skewed(rng, shape):
+    """Skewness 0.7. Differences of two losses have none if an idea does nothing at all."""
+    return rng.gamma(8, 1, shape) - 8
+
+
+def strongly_skewed(rng, shape):
+    """Skewness 1.4."""
+    return rng.gamma(2, 1, shape) - 2
+
+
+def kept_residuals(rng, shape):
+    residuals = np.array(RESIDUALS)
+    return rng.choice(residuals - residuals.mean(), shape)
+
+
+@pytest.mark.parametrize(
+    "draw, limit",
+    [(gaussian, 0.015), (skewed, 0.015), (kept_residuals, 0.015), (strongly_skewed, 0.025)],
+)
+def test_false_positives_when_looking_after_each_pair(draw, limit):
+    """20,000 comparisons without an effect, looked at after each of 1,000 pairs."""
+    rng = np.random.default_rng(7)
+    trials = 20_000
+    false = 0
+    for _ in range(0, trials, 1000):
+        log_e = log_e_values(draw(rng, (1000, 1000)))
+        false += int((log_e.max(axis=1) >= math.log(100)).sum())
+    assert upper_bound(false, trials) < limit, false / trials
+
+
+@pytest.mark.parametrize("effect", [-0.02, 0.0])
+def test_two_percent_are_decided_nine_times_in_ten(effect):
+    """With mini's noise: within the limit of pairs, and in about as many as expected."""
+    rng = np.random.default_rng(8)
+    goal = 0.123 * -math.log1p(-0.02)
+    limit = compare_stats.most_pairs(goal, SD)
+    expected = compare_stats.pairs_for(goal, SD)
+    shift = 0.123 * math.log1p(effect)
+    verdicts = []
+    pairs = []
+    for _ in range(1000):
+        verdict, n = decide(rng.normal(shift, SD, limit), SLOPE, 0.02, 1)
+        verdicts.append(verdict)
+        pairs.append(n)
+    right = "helps" if effect else "not worth it"
+    wrong = "not worth it" if effect else "helps"
+    assert verdicts.count(right) > 930
+    assert upper_bound(verdicts.count(wrong), 1000) < 0.025
+    assert 0.8 * expected < np.mean(pairs) < 1.2 * expected
+
+
+def test_intervals_hold_the_truth():
+    """Loss, steps and time, at the moment when the verdict stands."""
+    rng = np.random.default_rng(9)
+    held = {"difference": 0, "steps": 0, "time": 0}
+    trials = 1500
+    gain = 0.123 * math.log1p(-0.03)
+    for _ in range(trials):
+        level = rng.normal(1.5, 0.003, 60)
+        base = level + rng.normal(0, 0.003, 60)
+        idea = level + gain + rng.normal(0, 0.003, 60)
+        fewer = level[:5] + 0.123 * math.log(1.25) + rng.normal(0, 0.003, 5)
+        more = level[:5] - 0.123 * math.log(1.25) + rng.normal(0, 0.003, 5)
+        slope = compare_stats.measure_slope(list(fewer), list(more))
+        effect = analyse("x", list(idea), list(base), slope, 0.02)
+        compare_stats.add_times(effect, rng.normal(math.log(1.01), 0.02, 30), slope)
+        for name, truth in (("difference", gain), ("steps", -0.03), ("time", 0.97 * 1.01 - 1)):
+            low, high = getattr(effect, f"{name}_interval")
+            held[name] += low <= truth <= high
+    for name, count in held.items():
+        assert count >= stats.binom.ppf(0.001, trials, 0.99), (name, count / trials)
+
+
+def test_intervals_are_less_than_twice_as_wide_as_those_for_a_single_look():
+    differences = np.random.default_rng(10).normal(0, SD, 60)
+    interval = stats.ttest_1samp(differences, 0).confidence_interval(0.99)
+    half = (interval.high - interval.low) / 2
+    assert half < compare_stats.half_widths(differences, 0.01)[-1] < 2 * half
