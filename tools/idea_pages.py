@@ -4,7 +4,7 @@ Writes records/mini/IDEAS.md: what the parts of the recipe, and later ideas, do 
     python tools/idea_pages.py                      writes the page from records/mini/ideas/
     python tools/idea_pages.py --measure NAME...    compares these ideas with the recipe first, and
                                                     keeps the results; options that it doesn't know
-                                                    go to compare.py (--runs 8)
+                                                    go to compare.py (--until 1%)
     python tools/idea_pages.py --keep FILE...       keeps the results in FILE first, which
                                                     `./run.sh compare --json FILE` wrote
     python tools/idea_pages.py --size wide --measure NAME...
@@ -42,8 +42,10 @@ import shlex
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from compare import main as compare
-from compare_stats import holm, percent
+from compare_answer import percent
 from log_parsing import LogError, UsageError, run_command, write_file
 from record_pages import RECORDS, markdown_table
 from verify import P_VALUE, p_text
@@ -60,7 +62,7 @@ SIZES = {
     ),
 }
 # Not kept of a comparison, because it depends on the other ideas in the same comparison
-NOT_KEPT = ("name", "words", "verdict", "p_corrected", "step_time_p_corrected")
+NOT_KEPT = ("name", "words", "verdict")
 
 
 # -----------------------------------------------------------------------------
@@ -195,9 +197,21 @@ def verdict_on(idea: dict, p: float | None) -> str:
     return ("agrees" if part_helps else "disagrees") + by
 
 
+def holm(ps: list[float]) -> list[float]:
+    """p-values with Holm's correction (1979): the smallest times n, the next one times n - 1, ..."""
+    corrected = [0.0] * len(ps)
+    largest = 0.0
+    for rank, i in enumerate(np.argsort(ps)):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[i]))
+        corrected[i] = largest
+    return corrected
+
+
 def difference(effect: dict) -> str:
     """A difference in loss with its 99% interval."""
     low, high = effect["difference_interval"]
+    if low is None:
+        return f"{effect['difference']:+.4f}"  # too few pairs for an interval
     return f"{effect['difference']:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
@@ -248,7 +262,8 @@ def columns() -> list[str]:
         "- **n**: the number of runs.",
         "- **difference in loss**: the loss with the change minus the loss of the recipe, with its 99% "
         "interval.",
-        "- **p**: Welch's t-test on the losses, with Holm's correction over the rows of the table.",
+        "- **p**: Welch's t-test on the losses of five runs each, or the paired test of `compare` where n is "
+        "larger, with Holm's correction over the rows of the table.",
         "- **steps**, **time**: how much more (+) or less (-) the change needs to reach the loss of the "
         "recipe. A dash means that there is no estimate.",
         "- **verdict**: whether the mini track agrees with the speedrun, where all of these parts and "
@@ -295,7 +310,7 @@ def sizes_table(ideas: dict[str, dict]) -> list[str]:
                 words,
                 str(there["n"]),
                 difference(there),
-                f"{there['step_time']:.3f}",
+                f"{there['step_time']:.3f}" if there["step_time"] else "-",
                 p_text(there["p"]),
                 "same" if same_sign else "opposite",
             )

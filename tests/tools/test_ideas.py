@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -34,22 +35,21 @@ META = dict(
 
 
 def effect(name, difference, p, **more):
-    half, more = abs(difference) / 2, dict(step_time=1.0) | more
-    return dict(
+    half = abs(difference) / 2
+    found = dict(
         name=name,
         n=5,
-        base_n=5,
         loss=1.5 + difference,
         difference=difference,
         p=p,
-        p_corrected=p,
         steps=difference,
         difference_interval=[difference - half, difference + half],
+        step_time=1.0,
         time=None,
         verdict="helps",
         words="it helps",
-        **more,
     )
+    return found | more
 
 
 def answer(path: Path, *effects):
@@ -206,6 +206,28 @@ def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
     (folder / "a" / "idea.json").write_text(json.dumps(META | dict(does="")))
     with pytest.raises(LogError, match="field does is missing"):
         idea_pages.page(folder)
+
+
+def test_holm():
+    """Against Holm's own procedure: reject from the smallest p on, until one is too large."""
+    assert idea_pages.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        ps = list(rng.uniform(0, 0.2, 5))
+        level = rng.uniform(0.01, 0.3)
+        rejected = set()
+        for k, i in enumerate(np.argsort(ps)):
+            if ps[i] > level / (5 - k):
+                break
+            rejected.add(i)
+        assert {i for i, p in enumerate(idea_pages.holm(ps)) if p <= level} == rejected
+
+
+def test_a_result_without_an_interval(folder, tmp_path):
+    """Fewer than 12 pairs of the new comparison: the difference stands alone."""
+    found = effect("a", 0.02, 0.5, difference_interval=[None, None], step_time=None)
+    idea_pages.keep(answer(tmp_path / "answer.json", found), folder)
+    assert "| +0.0200 |" in idea_pages.page(folder)
 
 
 def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
