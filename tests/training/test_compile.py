@@ -75,6 +75,12 @@ def compiler_line(folder):
     return line
 
 
+# The output projections start at zero, so Muon makes them of rounding errors, too. Measured after 20
+# steps in bf16 on an EPYC (Zen 4), seeds 0 to 2: 0.19 to 0.21 compiled against uncompiled, and 0.13 for
+# another number of threads. Losses differed by 0.0017 at most. With logits capped at 15 instead of 30,
+# it is 0.59, and 0.2 for the loss.
+MAX_WEIGHT_ERROR = 0.4 if train_gpt.activation_dtype(torch.device("cpu")) == torch.bfloat16 else 0.2
+
 # the recipe of mini for 20 steps, validated on two sequences of 12,160 tokens
 TWENTY_STEPS = [
     "--num_iterations",
@@ -102,22 +108,19 @@ def test_mini_compiled_trains_as_uncompiled(shakespeare, tmp_path):
     assert compiler_line(tmp_path / "uncompiled").endswith(
         "model compiled: no (TORCH_COMPILE_DISABLE is set)"
     )
-    losses, expected = val_losses(compiled.stdout), val_losses(uncompiled.stdout)
+    losses = val_losses(compiled.stdout)
+    expected = val_losses(uncompiled.stdout)
     assert list(losses) == [0, 5, 10, 15, 20]
     for step in expected:
-        assert losses[step] == pytest.approx(expected[step], abs=0.02), (
-            f"step {step}: {losses} and {expected}"
-        )
-    weights, right = (
-        trained_weights(tmp_path / "compiled"),
-        trained_weights(tmp_path / "uncompiled"),
-    )
+        assert losses[step] == pytest.approx(expected[step], abs=0.005), f"{losses}, {expected}"
+    weights = trained_weights(tmp_path / "compiled")
+    right = trained_weights(tmp_path / "uncompiled")
     for name in right:
-        if right[name].ndim >= 2:  # scalars amplify rounding: see test_run.py
-            error = (weights[name].double() - right[name].double()).norm() / right[
-                name
-            ].double().norm()
-            assert error < 0.2, f"{name}: {error}"
+        if right[name].ndim < 2:
+            continue  # scalars amplify rounding: see test_run.py
+        difference = weights[name].double() - right[name].double()
+        error = difference.norm() / right[name].double().norm()
+        assert error < MAX_WEIGHT_ERROR, f"{name}: {error}"
 
 
 # Fewer layers make fewer kernels, so these take less time; the kernels are of the same kinds
