@@ -32,7 +32,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,99 +43,24 @@ from compare_answer import (
     answer_for_one,
     effect_as_json,
     finite,
-    goal,
     plot_answer,
     plural,
     progress,
     slope_in_words,
 )
-from compare_runs import RUNS_A_PROCESS, RunError, Setup, Task, Worker
+from compare_late import check_late_idea, late_start
+from compare_plan import Comparison, next_task, pairs_expected, plan_in_words, time_left, undecided
+from compare_runs import RunError, Setup, Task, Worker
 from compare_sources import Variant, check_settings, read_variant, tell_apart, with_steps
-from compare_stats import (
-    FEWEST_SLOPES,
-    LARGEST_SLOPE_ERROR,
-    SLOPE_FACTOR,
-    Effect,
-    Slope,
-    add_times,
-    analyse,
-    measure_slope,
-    most_pairs,
-    pairs_for,
-)
+from compare_stats import SLOPE_FACTOR, Effect
 from compare_steps import LARGEST_ERROR, ROUNDS, half_width, measure_rounds
 from log_parsing import UsageError, run_command, write_file
 from machine import usable_cores
 
-# Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
-USUAL_SD = 0.005
-USUAL_SLOPE = Slope(-0.123, 0.05, FEWEST_SLOPES)
-MOST_SLOPES = 24  # seeds
 REMOVED = {
     "--name": "comparisons have no names any more; all runs are kept together, --list shows them",
     "--no_steps": "the answer is in steps now, so they are always measured; leave it out",
 }
-
-
-@dataclass
-class Comparison:
-    """What is compared, and what is known so far."""
-
-    args: argparse.Namespace
-    setup: Setup
-    base: Variant
-    ideas: list[Variant]
-    fewer: Variant  # the base with fewer steps
-    more: Variant
-    jobs: int
-    runs: dict[str, dict] = field(default_factory=dict)  # name -> seed -> log
-    workers: list[Worker] = field(default_factory=list)
-    made: int = 0      # runs in this session
-    started: float = 0.0
-    log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> rounds
-    notes: list[str] = field(default_factory=list)
-
-    def variants(self) -> list[Variant]:
-        return [self.base, *self.ideas, self.fewer, self.more]
-
-    def losses(self, variant: Variant, most: int | None = None) -> list[float]:
-        """Final losses of the seeds from the first one on, up to the first that is missing."""
-        logs = self.runs[variant.name]
-        losses = []
-        seed = self.args.seed
-        while seed in logs and (most is None or len(losses) < most):
-            losses.append(logs[seed].final.val_loss)
-            seed += 1
-        return losses
-
-    def slope(self) -> Slope | None:
-        return measure_slope(self.losses(self.fewer), self.losses(self.more))
-
-    def pairs(self, idea: Variant) -> tuple[list[float], list[float]]:
-        """Losses of the idea and of the base at the same seeds."""
-        losses = self.losses(idea, self.args.runs)
-        base_losses = self.losses(self.base, self.args.runs)
-        n = min(len(losses), len(base_losses))
-        return losses[:n], base_losses[:n]
-
-    def effects(self) -> list[Effect]:
-        """The effects of the ideas that have two pairs or more."""
-        slope = self.slope()
-        found = []
-        for idea in self.ideas:
-            losses, base_losses = self.pairs(idea)
-            if len(losses) < 2:
-                continue
-            until = None if self.args.runs else self.args.until
-            effect = analyse(idea.name, losses, base_losses, slope, until, len(self.ideas))
-            steps = idea.num_iterations()
-            if steps is not None:
-                effect.own_steps = steps / self.base.num_iterations()
-            ratios = self.log_ratios.get(idea.name)
-            if ratios:
-                add_times(effect, np.array(ratios), slope)
-            found.append(effect)
-        return found
 
 
 # -----------------------------------------------------------------------------
@@ -151,6 +76,14 @@ def parse_percent(text: str) -> float:
     value = float(text.removesuffix("%")) / 100
     if not 0.001 <= value <= 0.5:
         raise argparse.ArgumentTypeError(f"{text}: must be between 0.1% and 50%")
+    return value
+
+
+def parse_start(text: str) -> float:
+    """ "70%" or "70" as 0.7."""
+    value = float(text.removesuffix("%")) / 100
+    if not 0.5 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 50% and less than 100%")
     return value
 
 
@@ -175,6 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--idea", metavar=kind, action="append", help="any number; default: the working tree")
     percents = {"type": parse_percent, "metavar": "X%%"}
     add("--until", default=0.02, help="the gain in steps that matters; default: 2%%", **percents)
+    start = {"type": parse_start, "metavar": "X%%", "dest": "start"}
+    add("--from", help="for late ideas: start at the base's checkpoint after X%% of its steps", **start)
     add("--hours", type=float, metavar="H", help="stop after this time; default: no limit")
     add("--runs", type=parse_count, metavar="N", help="exactly N pairs, whatever they say")
     add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
@@ -229,6 +164,8 @@ def check_arguments(args: argparse.Namespace, common: list[str]) -> None:
         fail("--hours must be more than zero")
     if args.aa and args.idea:
         fail("--aa compares the base with itself; leave out --idea")
+    if args.start and (args.aa or args.nproc_per_node > 1):
+        fail("--from needs an --idea, and runs of one process")
     if args.json:
         check_output_file(args.json, "")
     if args.plot:
@@ -283,8 +220,13 @@ def set_up(args: argparse.Namespace, variants: list[Variant], lock: int) -> Comp
     facts = compare_runs.machine_facts(on_gpu(variants), threads, args.nproc_per_node)
     facts["data"] = compare_runs.data_facts(variants)
     base, *ideas = variants
+    from_step = 0
+    if args.start:
+        from_step = late_start(args.start, base, ideas)
+        ideas = [replace(idea, from_step=from_step) for idea in ideas]
     return Comparison(
         args=args,
+        from_step=from_step,
         setup=Setup(facts, threads, args.nproc_per_node, lock),
         base=base,
         ideas=ideas,
@@ -292,150 +234,6 @@ def set_up(args: argparse.Namespace, variants: list[Variant], lock: int) -> Comp
         more=with_steps(base, SLOPE_FACTOR),
         jobs=jobs,
     )
-
-
-# -----------------------------------------------------------------------------
-# Plans
-
-
-def undecided(c: Comparison) -> list[Variant]:
-    """The ideas that need more runs."""
-    if c.args.runs:
-        return [idea for idea in c.ideas if len(c.pairs(idea)[0]) < c.args.runs]
-    verdicts = {effect.name: effect for effect in c.effects()}
-    waiting = []
-    for idea in c.ideas:
-        effect = verdicts.get(idea.name)
-        if effect is None:
-            waiting.append(idea)
-        elif effect.verdict == "identical" and effect.n < RUNS_A_PROCESS:
-            waiting.append(idea)
-        elif effect.verdict == "undecided" and effect.n < pair_limit(c, effect):
-            waiting.append(idea)
-    return waiting
-
-
-def goal_in_loss(c: Comparison) -> float:
-    """The loss that --until is worth."""
-    slope = c.slope() or USUAL_SLOPE
-    return abs(slope.value) * -np.log1p(-c.args.until)
-
-
-def pair_limit(c: Comparison, effect: Effect) -> int:
-    return most_pairs(goal_in_loss(c), max(effect.sd, 1e-6), len(c.ideas))
-
-
-def pairs_expected(c: Comparison) -> int:
-    """About how many pairs it takes, whether the idea does nothing or is worth --until."""
-    if c.args.runs:
-        return c.args.runs
-    sds = [effect.sd for effect in c.effects() if effect.n >= RUNS_A_PROCESS]
-    return pairs_for(goal_in_loss(c), max([*sds, 1e-6]) if sds else USUAL_SD, len(c.ideas))
-
-
-def slope_needed(c: Comparison) -> bool:
-    """Whether the slope needs more seeds."""
-    n = min(len(c.losses(c.fewer)), len(c.losses(c.more)))
-    if n < FEWEST_SLOPES:
-        return True
-    slope = c.slope()
-    if slope is not None and slope.error <= LARGEST_SLOPE_ERROR:
-        return False
-    return n < MOST_SLOPES
-
-
-def missing_seeds(c: Comparison, variant: Variant, seeds: range) -> list[int]:
-    """The seeds of a variant that no run has and no process is making."""
-    taken = set(c.runs[variant.name])
-    for worker in c.workers:
-        if worker.task.variant is variant:
-            taken.update(worker.task.seeds[worker.kept :])
-    return [seed for seed in seeds if seed not in taken]
-
-
-def task_for(c: Comparison, variant: Variant, seeds: range) -> Task | None:
-    """The first missing seeds that follow each other; None if nothing is missing."""
-    missing = missing_seeds(c, variant, seeds)
-    if not missing:
-        return None
-    count = 1
-    while count < len(missing) and missing[count] == missing[0] + count:
-        count += 1
-    return Task(variant, range(missing[0], missing[0] + count))
-
-
-def next_task(c: Comparison) -> Task | None:
-    """What to run next: the first eight pairs, then the slope, then the pairs that are still needed."""
-    waiting = undecided(c)
-    if not waiting and not c.args.runs:
-        return None
-    first = c.args.seed
-    last = first + (c.args.runs or 1_000_000)
-    done = min((len(c.pairs(idea)[0]) for idea in waiting), default=0)
-    begin = first + done - done % RUNS_A_PROCESS
-    for start in range(begin, min(begin + 2 * RUNS_A_PROCESS, last), RUNS_A_PROCESS):
-        seeds = range(start, min(start + RUNS_A_PROCESS, last))
-        if start > first and slope_needed(c):
-            n = min(len(c.losses(c.fewer)), len(c.losses(c.more)))
-            for variant in (c.fewer, c.more):
-                task = task_for(c, variant, range(first, first + n + FEWEST_SLOPES))
-                if task:
-                    return task
-        for variant in [c.base, *waiting]:
-            task = task_for(c, variant, seeds)
-            if task:
-                return task
-    if slope_needed(c):
-        for variant in (c.fewer, c.more):
-            task = task_for(c, variant, range(first, first + FEWEST_SLOPES))
-            if task:
-                return task
-    return None
-
-
-def seconds_per_run(c: Comparison) -> float | None:
-    """Measured in this session; None before the first run."""
-    if c.made == 0:
-        return None
-    return (time.monotonic() - c.started) / c.made
-
-
-def time_left(c: Comparison) -> str:
-    """In words. Empty before it can be estimated."""
-    seconds = seconds_per_run(c)
-    if seconds is None:
-        return "time unknown"
-    expected = pairs_expected(c)
-    runs = max(0, expected - len(c.losses(c.base)))
-    for idea in undecided(c):
-        runs += max(0, expected - len(c.losses(idea)))
-    minutes = runs * seconds / 60
-    if minutes < 1:
-        return "less than a minute left"
-    if minutes < 120:
-        return f"about {minutes:.0f} min left"
-    return f"about {minutes / 60:.1f} h left"
-
-
-def plan_in_words(c: Comparison) -> str:
-    """What is to come, before the first run."""
-    expected = pairs_expected(c)
-    kept = sum(len(logs) for logs in c.runs.values())
-    seconds = []
-    for variant in c.variants():
-        for log in c.runs[variant.name].values():
-            seconds.append(log.final.train_time_ms / 1000)
-    runs = max(0, expected - len(c.losses(c.base)))
-    runs += sum(max(0, expected - len(c.losses(idea))) for idea in c.ideas)
-    runs += sum(max(0, FEWEST_SLOPES - len(c.losses(v))) for v in (c.fewer, c.more))
-    words = f"about {expected} pairs to see or exclude {goal(c.args.until)}"
-    if c.args.runs:
-        words = f"{expected} pairs"
-    words += f": {plural(runs, 'run')} to make, {kept} kept"
-    if seconds and runs:
-        minutes = 1.15 * runs * np.mean(seconds) / c.jobs / 60
-        words += f", about {max(1, round(minutes))} minutes"
-    return words
 
 
 # -----------------------------------------------------------------------------
@@ -576,6 +374,8 @@ def facts_in_words(c: Comparison) -> list[str]:
     logs = [log for runs in c.runs.values() for log in runs.values()]
     if any(log.uncompiled for log in logs):
         sentences.append("The runs were not compiled (their logs say why).")
+    if c.from_step:
+        sentences.append(f"Runs of the ideas start at the base's checkpoint of step {c.from_step}.")
     sentences += c.notes
     sentences.append(f"{facts['machine']}; {threads} a run, PyTorch {facts['torch']}.")
     return sentences
@@ -647,13 +447,19 @@ def compare_locked(args: argparse.Namespace, variants: list[Variant], lock: int)
     compare_runs.make_room({c.setup.folder(variant) for variant in c.variants()})
     for variant in c.variants():
         c.runs[variant.name] = compare_runs.kept_runs(c.setup, variant)
+    if c.from_step:
+        c.runs[c.base.name] = compare_runs.with_checkpoints(c.setup, c.base, c.from_step)
     compare_runs.check_compiled(c.runs)
     say(c, plan_in_words(c))
     status = 0
     try:
+        for idea in c.ideas:
+            if c.from_step:
+                say(c, f"checking that {idea.name} trains like the base up to step {c.from_step}")
+                check_late_idea(c.setup, c.base, idea, args.seed)
         make_runs(c)
         identical = all(effect.verdict == "identical" for effect in c.effects())
-        if not (args.no_times or args.aa or args.gate or identical):
+        if not (args.no_times or args.aa or args.gate or c.from_step or identical):
             measure_times(c)
     except KeyboardInterrupt:
         status = 130

@@ -169,6 +169,12 @@ def checkpoint_path(setup: Setup, variant: Variant, seed: int, step: int) -> Pat
     return setup.folder(variant) / f"seed{seed}_step{step}.pt"
 
 
+def with_checkpoints(setup: Setup, variant: Variant, step: int) -> dict[int, Log]:
+    """The kept runs of a variant, by seed, that have a checkpoint of this step."""
+    runs = kept_runs(setup, variant)
+    return {seed: runs[seed] for seed in runs if checkpoint_path(setup, variant, seed, step).exists()}
+
+
 def describe(setup: Setup, variant: Variant) -> None:
     """Writes about.json into the variant's folder."""
     about = {"name": variant.name, "options": variant.options, **setup.facts}
