@@ -235,9 +235,9 @@ def plot_answer(
     """Draws the intervals as they narrow, and all effects side by side. Raises FileError."""
     from plot import plt, save_figure  # slow to import, and only needed here
 
-    height = 3.2 + 0.35 * len(effects)
+    height = 4.8 + 0.35 * len(effects)
     figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(8, height), height_ratios=[2.4, 0.4 + 0.35 * len(effects)]
+        2, 1, figsize=(8, height), height_ratios=[3.2, 0.4 + 0.35 * len(effects)]
     )
     for effect in effects:
         d = differences[effect.name][: effect.n]
@@ -250,7 +250,7 @@ def plot_answer(
         label = f"a gain of {goal(until)}"
         top.axhline(100 * -until, color="tab:green", linestyle=":", linewidth=1.2, label=label)
     top.set_xlabel("pairs of runs")
-    top.set_ylabel("steps to the same loss, %")
+    top.set_ylabel("steps, %")
     top.legend(fontsize=9)
     draw_effects(bottom, effects)
     bottom.set_xlabel("steps to the same loss, %, with 99% intervals (left is better)")
