@@ -60,7 +60,10 @@ def headline(effect: Effect, until: float | None) -> str:
         return f"{name} hurts.{needs}"
     if effect.verdict == "not worth it":
         return f"{name} is not worth {goal(until)}: it doesn't save {goal(until)} of the steps."
-    return f"{name}: undecided. No effect is shown, and none is excluded."
+    if known and has_interval(effect):
+        low, high = effect.steps_interval
+        return f"{name}: undecided. It changes the steps by {percent(low)} to {percent(high)}."
+    return f"{name}: undecided."
 
 
 def time_conflict(effect: Effect) -> str:
@@ -243,7 +246,7 @@ def plot_answer(
         d = differences[effect.name][: effect.n]
         draw_narrowing(top, d, short(effect.name, 20), slope, len(effects))
     widest = max(abs(bound) for e in effects for bound in e.steps_interval if math.isfinite(bound))
-    limit = 100 * min(max(4 * widest, 2 * (until or 0.02)), 0.5)
+    limit = 100 * min(max(2 * widest, 2 * (until or 0.02)), 0.5)
     top.set_ylim(-limit, limit)
     top.axhline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
     if until is not None:
