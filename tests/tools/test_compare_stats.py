@@ -11,8 +11,18 @@ from scipy import integrate, stats
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-import compare_stats
-from compare_stats import Slope, analyse, decide, log_e_values
+from compare_stats import (
+    Slope,
+    add_times,
+    analyse,
+    decide,
+    half_widths,
+    log_e_values,
+    measure_slope,
+    most_pairs,
+    p_value,
+    pairs_for,
+)
 
 RESIDUALS = json.loads((Path(__file__).parent / "kept_residuals.json").read_text())["residuals"]
 SLOPE = Slope(-0.123, 0.03, 6)
@@ -30,7 +40,9 @@ def bayes_factor(differences: np.ndarray) -> float:
     t = stats.ttest_1samp(differences, 0).statistic
 
     def integrand(effect):
-        return stats.nct.pdf(t, n - 1, effect * math.sqrt(n)) * stats.norm.pdf(effect, 0, 8**-0.5)
+        density = stats.nct.pdf(t, n - 1, effect * math.sqrt(n))
+        prior = stats.norm.pdf(effect, 0, 8**-0.5)
+        return density * prior
 
     top, _ = integrate.quad(integrand, -3, 3, limit=200)
     return top / stats.t.pdf(t, n - 1)
@@ -40,7 +52,8 @@ def bayes_factor(differences: np.ndarray) -> float:
 @pytest.mark.parametrize("effect", [0, 0.7, -1.5])
 def test_e_value_is_a_bayes_factor(n, effect):
     differences = np.random.default_rng(n).normal(effect, 1, n)
-    assert math.exp(log_e_values(differences)[-1]) == pytest.approx(bayes_factor(differences), rel=1e-4)
+    e_value = math.exp(log_e_values(differences)[-1])
+    assert e_value == pytest.approx(bayes_factor(differences), rel=1e-4)
 
 
 def test_e_values_are_of_each_prefix():
@@ -49,24 +62,31 @@ def test_e_values_are_of_each_prefix():
     assert (together[:, 0] == 0).all()
     for row in range(3):
         for n in range(2, 13):
-            assert together[row, n - 1] == pytest.approx(log_e_values(differences[row, :n])[-1])
+            prefix = differences[row, :n]
+            assert together[row, n - 1] == pytest.approx(log_e_values(prefix)[-1])
 
 
 def test_interval_has_the_means_that_are_not_rejected():
     differences = np.random.default_rng(1).normal(0.5, 1, 30)
-    half = compare_stats.half_widths(differences, 0.01)
-    assert np.isinf(half[:11]).all() and np.isfinite(half[11:]).all()  # the first verdict is after 12
+    half = half_widths(differences, 0.01)
+    assert np.isinf(half[:11]).all()  # the first verdict comes after 12 pairs
+    assert np.isfinite(half[11:]).all()
     for n in (12, 30):
-        mean = differences[:n].mean()
-        for bound in (mean - half[n - 1], mean + half[n - 1]):
-            assert log_e_values(differences[:n] - bound)[-1] == pytest.approx(math.log(100))
+        prefix = differences[:n]
+        for side in (-1, 1):
+            bound = prefix.mean() + side * half[n - 1]
+            log_e = log_e_values(prefix - bound)[-1]
+            assert log_e == pytest.approx(math.log(100))
 
 
 def test_p_value_is_one_over_the_largest_e_value():
     differences = np.array([-1.0, -1.1, -0.9, -1.2, -1.0, -0.8, 3.0])
-    largest = max(log_e_values(differences[:n])[-1] for n in range(2, 8))
-    assert compare_stats.p_value(differences) == pytest.approx(math.exp(-largest))
-    assert compare_stats.p_value(np.array([1.0, -1.0])) == 1
+    largest = 0
+    for n in range(2, 8):
+        largest = max(largest, log_e_values(differences[:n])[-1])
+    assert p_value(differences) == pytest.approx(math.exp(-largest))
+    nothing = np.array([1.0, -1.0])
+    assert p_value(nothing) == 1
 
 
 def test_slope_against_scipy():
@@ -76,16 +96,24 @@ def test_slope_against_scipy():
     more = level - rng.normal(0.027, 0.002, 6)
     slopes = (more - fewer) / (2 * math.log(1.25))
     expected = stats.ttest_1samp(slopes, 0).confidence_interval(0.99)
-    found = compare_stats.measure_slope(list(fewer), list(more))
+    found = measure_slope(list(fewer), list(more))
     half = abs(found.value) * found.half_width()
-    assert (found.value - half, found.value + half) == pytest.approx(tuple(expected))
+    assert found.value - half == pytest.approx(expected.low)
+    assert found.value + half == pytest.approx(expected.high)
     assert found.n == 6
 
 
-@pytest.mark.parametrize("fewer, more", [([1.5], [1.4]), ([1.4, 1.41], [1.5, 1.52]), ([1.5, 1.4], [1.4, 1.5])])
-def test_no_slope(fewer, more):
-    """One seed; a loss that rises with the steps; one that doesn't clearly fall."""
-    assert compare_stats.measure_slope(fewer, more) is None
+NO_SLOPE = {
+    "one seed": ([1.5], [1.4]),
+    "a loss that rises": ([1.4, 1.41], [1.5, 1.52]),
+    "a loss that doesn't clearly fall": ([1.5, 1.4], [1.4, 1.5]),
+}
+
+
+@pytest.mark.parametrize("name", NO_SLOPE)
+def test_no_slope(name):
+    fewer, more = NO_SLOPE[name]
+    assert measure_slope(fewer, more) is None
 
 
 def test_steps_and_time_by_hand():
@@ -94,12 +122,14 @@ def test_steps_and_time_by_hand():
     gain = 0.123 * math.log(1.02)
     base = rng.normal(1.5, 0.01, 20)
     noise = rng.normal(0, 1e-5, 20)
-    effect = analyse("x", list(base - gain + noise - noise.mean()), list(base), SLOPE, 0.01)
+    idea = base - gain + noise - noise.mean()
+    effect = analyse("x", list(idea), list(base), SLOPE, 0.01)
     assert effect.verdict == "helps"
     assert effect.difference == pytest.approx(-gain, abs=1e-5)
     assert 1 / (1 + effect.steps) == pytest.approx(1.02, abs=1e-4)
     effect.own_steps = 0.96
-    compare_stats.add_times(effect, np.full(30, math.log(1.05)) + rng.normal(0, 1e-6, 30), SLOPE)
+    log_ratios = rng.normal(math.log(1.05), 1e-6, 30)
+    add_times(effect, log_ratios, SLOPE)
     assert effect.step_time == pytest.approx(1.05, rel=1e-4)
     assert 1 + effect.time == pytest.approx(0.96 * 1.05 / 1.02, rel=1e-3)
 
@@ -112,14 +142,20 @@ def test_verdicts():
     rng = np.random.default_rng(4)
     noise = rng.normal(0, SD, 60)
     noise -= noise.mean()
-    assert decide(noise - 0.01, SLOPE, 0.02, 1)[0] == "helps"
-    assert decide(noise + 0.01, SLOPE, None, 1) == ("hurts", 60)
-    assert decide(noise + 0.01, SLOPE, 0.02, 1)[0] in ("hurts", "not worth it")
-    assert decide(noise, SLOPE, 0.04, 1)[0] == "not worth it"
+    verdict, n = decide(noise - 0.01, SLOPE, 0.02, 1)
+    assert verdict == "helps"
+    verdict, n = decide(noise + 0.01, SLOPE, 0.02, 1)
+    assert verdict in ("hurts", "not worth it")
+    verdict, n = decide(noise, SLOPE, 0.04, 1)
+    assert verdict == "not worth it"
+    assert n < 60
     assert decide(noise, SLOPE, 0.001, 1) == ("undecided", 60)
-    assert decide(noise, None, 0.04, 1) == ("undecided", 60)  # nothing is excluded without a slope
+    # Without a goal, one look after the last pair; without a slope, no gain is excluded
+    assert decide(noise + 0.01, SLOPE, None, 1) == ("hurts", 60)
     assert decide(noise, SLOPE, None, 1) == ("undecided", 60)
-    assert decide(np.zeros(9), SLOPE, 0.02, 1) == ("identical", 9)
+    assert decide(noise, None, 0.04, 1) == ("undecided", 60)
+    nothing = np.zeros(9)
+    assert decide(nothing, SLOPE, 0.02, 1) == ("identical", 9)
 
 
 def test_first_verdict_stands():
@@ -127,21 +163,25 @@ def test_first_verdict_stands():
     rng = np.random.default_rng(5)
     losses = rng.normal(1.49, 0.004, 40)
     base = rng.normal(1.5, 0.004, 40)
-    whole = analyse("x", list(losses), list(base), SLOPE, 0.02)
+
+    def after(n):
+        return analyse("x", list(losses[:n]), list(base[:n]), SLOPE, 0.02)
+
+    whole = after(40)
     assert 12 <= whole.n < 40
-    assert analyse("x", list(losses[: whole.n]), list(base[: whole.n]), SLOPE, 0.02) == whole
-    assert analyse("x", list(losses[: whole.n - 1]), list(base[: whole.n - 1]), SLOPE, 0.02).verdict == (
-        "undecided"
-    )
+    assert after(whole.n) == whole
+    assert after(whole.n - 1).verdict == "undecided"
 
 
 def test_more_ideas_need_more_evidence():
     rng = np.random.default_rng(6)
     differences = rng.normal(-0.006, SD, 60)
-    alone = decide(differences, SLOPE, 0.02, 1)[1]
-    assert decide(differences, SLOPE, 0.02, 20)[1] > alone
-    narrow = compare_stats.half_widths(differences, 0.01)[-1]
-    assert compare_stats.half_widths(differences, 0.01 / 20)[-1] > narrow
+    _, alone = decide(differences, SLOPE, 0.02, 1)
+    _, together = decide(differences, SLOPE, 0.02, 20)
+    assert together > alone
+    narrow = half_widths(differences, 0.01)
+    wide = half_widths(differences, 0.01 / 20)
+    assert wide[-1] > narrow[-1]
 
 
 # -----------------------------------------------------------------------------
@@ -182,8 +222,9 @@ def test_false_positives_when_looking_after_each_pair(draw, limit):
     trials = 20_000
     false = 0
     for _ in range(0, trials, 1000):
-        log_e = log_e_values(draw(rng, (1000, 1000)))
-        false += int((log_e.max(axis=1) >= math.log(100)).sum())
+        differences = draw(rng, (1000, 1000))
+        largest = log_e_values(differences).max(axis=1)
+        false += int((largest >= math.log(100)).sum())
     assert upper_bound(false, trials) < limit, false / trials
 
 
@@ -192,13 +233,14 @@ def test_two_percent_are_decided_nine_times_in_ten(effect):
     """With mini's noise: within the limit of pairs, and in about as many as expected."""
     rng = np.random.default_rng(8)
     goal = 0.123 * -math.log1p(-0.02)
-    limit = compare_stats.most_pairs(goal, SD)
-    expected = compare_stats.pairs_for(goal, SD)
+    limit = most_pairs(goal, SD)
+    expected = pairs_for(goal, SD)
     shift = 0.123 * math.log1p(effect)
     verdicts = []
     pairs = []
     for _ in range(1000):
-        verdict, n = decide(rng.normal(shift, SD, limit), SLOPE, 0.02, 1)
+        differences = rng.normal(shift, SD, limit)
+        verdict, n = decide(differences, SLOPE, 0.02, 1)
         verdicts.append(verdict)
         pairs.append(n)
     right = "helps" if effect else "not worth it"
@@ -214,24 +256,29 @@ def test_intervals_hold_the_truth():
     held = {"difference": 0, "steps": 0, "time": 0}
     trials = 1500
     gain = 0.123 * math.log1p(-0.03)
+    longer = 0.123 * math.log(1.25)
     for _ in range(trials):
         level = rng.normal(1.5, 0.003, 60)
-        base = level + rng.normal(0, 0.003, 60)
-        idea = level + gain + rng.normal(0, 0.003, 60)
-        fewer = level[:5] + 0.123 * math.log(1.25) + rng.normal(0, 0.003, 5)
-        more = level[:5] - 0.123 * math.log(1.25) + rng.normal(0, 0.003, 5)
-        slope = compare_stats.measure_slope(list(fewer), list(more))
+        base = rng.normal(level, 0.003)
+        idea = rng.normal(level + gain, 0.003)
+        fewer = rng.normal(level[:5] + longer, 0.003)
+        more = rng.normal(level[:5] - longer, 0.003)
+        slope = measure_slope(list(fewer), list(more))
         effect = analyse("x", list(idea), list(base), slope, 0.02)
-        compare_stats.add_times(effect, rng.normal(math.log(1.01), 0.02, 30), slope)
-        for name, truth in (("difference", gain), ("steps", -0.03), ("time", 0.97 * 1.01 - 1)):
+        log_ratios = rng.normal(math.log(1.01), 0.02, 30)
+        add_times(effect, log_ratios, slope)
+        truths = {"difference": gain, "steps": -0.03, "time": 0.97 * 1.01 - 1}
+        for name, truth in truths.items():
             low, high = getattr(effect, f"{name}_interval")
-            held[name] += low <= truth <= high
+            if low <= truth <= high:
+                held[name] += 1
+    fewest = stats.binom.ppf(0.001, trials, 0.99)
     for name, count in held.items():
-        assert count >= stats.binom.ppf(0.001, trials, 0.99), (name, count / trials)
+        assert count >= fewest, (name, count / trials)
 
 
 def test_intervals_are_less_than_twice_as_wide_as_those_for_a_single_look():
     differences = np.random.default_rng(10).normal(0, SD, 60)
     interval = stats.ttest_1samp(differences, 0).confidence_interval(0.99)
     half = (interval.high - interval.low) / 2
-    assert half < compare_stats.half_widths(differences, 0.01)[-1] < 2 * half
+    assert half < half_widths(differences, 0.01)[-1] < 2 * half
