@@ -182,7 +182,8 @@ def slope_task(c: Comparison) -> Task | None:
     if not slope_needed(c):
         return None
     n = min(len(c.losses(c.fewer)), len(c.losses(c.more)))
-    seeds = range(c.args.seed, c.args.seed + n + FEWEST_SLOPES)
+    wanted = n - n % FEWEST_SLOPES + FEWEST_SLOPES  # some of them may be under way
+    seeds = range(c.args.seed, c.args.seed + wanted)
     return task_for(c, c.fewer, seeds) or task_for(c, c.more, seeds)
 
 

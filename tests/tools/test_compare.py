@@ -414,6 +414,17 @@ def test_jobs_share_the_cores(place, monkeypatch):
     assert (found["jobs"], found["threads"]) == (7, 1)
 
 
+def test_slope_runs_under_way_are_not_made_twice(place):
+    """The base has its runs with fewer steps; two of four with more steps are still missing."""
+    found = answer(place, "--idea", "--effect 0.1", "--runs", "2")
+    paths = {name: [run["path"] for run in group] for name, group in found["runs"].items()}
+    for path in paths["worktree with 125 steps"][2:]:
+        Path(path).unlink()
+    again = answer(place, "--idea", "--effect 0.1", "--runs", "2")
+    assert again["runs_made"] == 2
+    assert len(again["runs"]["worktree with 80 steps"]) == compare_stats.FEWEST_SLOPES
+
+
 # -----------------------------------------------------------------------------
 # Late ideas, with train_gpt.py itself
 
