@@ -1,4 +1,9 @@
-"""The page of ideas: it is what the kept results say, and the patches of its rows apply to the script as it is."""
+"""
+Tests for tools/idea_pages.py.
+
+The page of ideas must match the results in the repository. Every patch on the page must still apply
+to the training script.
+"""
 
 import functools
 import json
@@ -20,9 +25,9 @@ from log_parsing import LogError, UsageError
 from train_gpt import TRACKS
 from util import SCRIPT, random_tokens, run_forked, write_shard
 
-CURRENT = {
-    name: idea for name, idea in idea_pages.read_ideas(idea_pages.FOLDER).items() if idea["current"]
-}
+IDEAS = idea_pages.read_ideas(idea_pages.FOLDER)
+CURRENT = {name: idea for name, idea in IDEAS.items() if idea["current"]}
+PATCHED = {idea["patch"]: name for name, idea in CURRENT.items() if idea["patch"].exists()}
 META = dict(
     part="soft-cap",
     change="none",
@@ -35,6 +40,7 @@ META = dict(
 
 
 def effect(name, difference, p, **more):
+    """The effect of one idea, as `compare --json` writes it."""
     half = abs(difference) / 2
     found = dict(
         name=name,
@@ -53,38 +59,49 @@ def effect(name, difference, p, **more):
 
 
 def answer(path: Path, *effects):
-    """What `compare --json` writes, as far as the page reads it."""
-    runs = {
-        name: [dict(path="/a/b.txt", seed=i, val_loss=1.5, step_avg_ms=70.0) for i in range(5)]
-        for name in ["base", *(e["name"] for e in effects)]
-    }
-    path.write_text(
-        json.dumps(
-            dict(
-                machine="a CPU, 2 cores",
-                torch="2.13.0",
-                threads=1,
-                processes=1,
-                jobs=2,
-                folder="/x",
-                base="base",
-                ideas=list(effects),
-                runs=runs,
-            )
-        )
+    """Writes the parts of `compare --json`'s output that the page reads."""
+    runs = {}
+    for name in ["base", *(e["name"] for e in effects)]:
+        runs[name] = [
+            dict(path="/a/b.txt", seed=i, val_loss=1.5, step_avg_ms=70.0) for i in range(5)
+        ]
+    found = dict(
+        machine="a CPU, 2 cores",
+        torch="2.13.0",
+        threads=1,
+        processes=1,
+        jobs=2,
+        folder="/x",
+        base="base",
+        ideas=list(effects),
+        runs=runs,
     )
+    path.write_text(json.dumps(found))
     return path
+
+
+def describe(folder, name, **fields):
+    """Writes the idea.json of one idea: META with these fields changed. None drops a field."""
+    changed = META | fields
+    kept = {key: value for key, value in changed.items() if value is not None}
+    (folder / name / "idea.json").write_text(json.dumps(kept))
+
+
+def idea_rows(text):
+    """The rows of a table that are about ideas, each as a list of its columns."""
+    lines = [line for line in text.splitlines() if "(ideas/" in line]
+    return [[column.strip(" |") for column in line.split(" | ")] for line in lines]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    for i, name in enumerate(["b", "a", "c", "d"]):
-        (tmp_path / "ideas" / name).mkdir(parents=True)
-        part = "gelu" if name in "cd" else f"part {name}"
-        (tmp_path / "ideas" / name / "idea.json").write_text(
-            json.dumps(META | dict(part=part, rank=i))
-        )
-    return tmp_path / "ideas"
+    """A folder of four ideas. c and d are two ways to do without the same part."""
+    ideas = tmp_path / "ideas"
+    parts = dict(b="part b", a="part a", c="gelu", d="gelu")
+    for rank, (name, part) in enumerate(parts.items()):
+        (ideas / name).mkdir(parents=True)
+        describe(ideas, name, part=part, rank=rank)
+    return ideas
 
 
 def test_page_says_what_was_measured(folder, tmp_path):
@@ -99,15 +116,11 @@ def test_page_says_what_was_measured(folder, tmp_path):
     text = (tmp_path / "IDEAS.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ") and "(ideas/" in line]
     assert [re.search(r"ideas/(\w)/", row)[1] for row in rows] == ["b", "a", "c", "d"]  # by rank
-    # Holm over all rows: 1e-5 x 4, 1e-4 x 3, 0.002 x 2, 0.5 x 1
+    # Holm's correction covers all rows: 1e-5 x 4, 1e-4 x 3, 0.002 x 2, 0.5 x 1
     assert [row.split(" | ")[5] for row in rows] == ["0.0040", "0.0003", "4.0e-05", "0.5000"]
-    assert [row.split(" | ")[8].strip(" |") for row in rows] == [
-        "disagrees",
-        "agrees",
-        "agrees",
-        "not seen",
-    ]
-    # of the two ways to do without the part "gelu", the better one, d, is not seen
+    verdicts = [row.split(" | ")[8].strip(" |") for row in rows]
+    assert verdicts == ["disagrees", "agrees", "agrees", "not seen"]
+    # c and d both drop the part "gelu". The better one, d, counts, and its effect is not seen.
     assert "\n4 of 4 changes to the recipe were measured" in text
     assert "**helps too: 1, not seen: 1, hurts: 1**" in text
     assert "/a/b.txt" not in (folder / "a" / "result.json").read_text()
@@ -129,20 +142,18 @@ def test_page_says_what_was_measured(folder, tmp_path):
     ],
 )
 def test_what_saves_time_is_judged_by_time(folder, tmp_path, interval, adds, verdict):
-    (folder / "a" / "idea.json").write_text(json.dumps(META | dict(adds=adds, saves=True)))
-    idea_pages.keep(
-        answer(tmp_path / "answer.json", effect("a", -0.02, 1e-9, time_interval=interval)), folder
-    )
+    describe(folder, "a", adds=adds, saves=True)
+    measured = effect("a", -0.02, 1e-9, time_interval=interval)
+    idea_pages.keep(answer(tmp_path / "answer.json", measured), folder)
     text = idea_pages.page(folder)
     assert f"| {verdict} |" in text
-    assert sum(f"{words} 1" in text for words in ("helps too:", "not seen:", "hurts:")) == 1
+    counted = [words for words in ("helps too:", "not seen:", "hurts:") if f"{words} 1" in text]
+    assert len(counted) == 1
 
 
 def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path):
     for name in "cd":
-        (folder / name / "idea.json").write_text(
-            json.dumps(META | dict(part=name, adds=True, later=True, does="gates."))
-        )
+        describe(folder, name, part=name, adds=True, later=True, does="gates.")
     text = idea_pages.page(folder)
     assert text.count("Nothing has been measured yet. 2 changes are ready") == 2
     found = answer(
@@ -159,16 +170,13 @@ def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path
     assert "| 0.0040 |" in later
     assert "| 2.0e-05 |" in later
     assert "(ideas/a/)" not in later
-    assert [
-        line.split(" | ")[8].strip(" |") for line in later.splitlines() if "(ideas/" in line
-    ] == ["agrees", "disagrees"]
+    assert [row[8] for row in idea_rows(later)] == ["agrees", "disagrees"]
     assert "- **c** (section 4, `GPT`): gates." in later.split("## What the later ideas do")[1]
-    (folder / "d" / "idea.json").write_text(
-        json.dumps(META | dict(part="d", adds=True, later=True, muon=True, entered="muon_d"))
-    )
+
+    describe(folder, "d", part="d", adds=True, later=True, muon=True, entered="muon_d")
     text = idea_pages.page(folder)
     later, muon = text.split("## Later ideas\n")[1].split("## Later ideas about Muon\n")
-    assert "| 0.0040 |" in later  # now the only one of its table
+    assert "| 0.0040 |" in later  # c is now the only measured idea in its table
     assert "(ideas/d/)" not in later
     assert "The mini track now uses: none." in later
     assert "The mini track now uses: d (`muon_d`)." in muon
@@ -178,16 +186,24 @@ def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path
 
 
 def test_another_size_has_a_table_of_its_own(folder, tmp_path):
-    idea_pages.keep(
-        answer(tmp_path / "answer.json", effect("a", 0.02, 1e-4), effect("b", 0.01, 1e-4)), folder
+    path = tmp_path / "answer.json"
+    found = answer(
+        path,
+        effect("a", 0.02, 1e-4),
+        effect("b", 0.01, 1e-4),
     )
+    idea_pages.keep(found, folder)
     before = idea_pages.page(folder)
-    wide = effect("a", 0.03, 0.0123, step_time=1.5), effect("b", -0.02, 0.3, step_time=0.9)
-    idea_pages.keep(
-        answer(tmp_path / "answer.json", *wide, effect("c", 0.1, 0.3)), folder, "wide"
-    )  # c: not at the track's
+    wide = answer(
+        path,
+        effect("a", 0.03, 0.0123, step_time=1.5),
+        effect("b", -0.02, 0.3, step_time=0.9),
+        effect("c", 0.1, 0.3),  # c was not measured at the size of the track
+    )
+    idea_pages.keep(wide, folder, "wide")
     rest, table = idea_pages.page(folder).split("## Other sizes")
-    assert before.startswith(rest) and rest != before  # the other tables stay as they are
+    assert before.startswith(rest)  # the other tables stay as they are
+    assert rest != before
     rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines() if "(ideas/" in line]
     assert [row[3:] for row in sorted(rows)] == [
         ["5", "+0.0300 (+0.0150 to +0.0450)", "1.500", "0.0123", "same"],
@@ -198,18 +214,21 @@ def test_another_size_has_a_table_of_its_own(folder, tmp_path):
 def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
     with pytest.raises(LogError, match="e: .*idea.json is missing"):
         idea_pages.keep(answer(tmp_path / "answer.json", effect("e", 0.02, 1e-4)), folder)
-    (folder / "a" / "idea.json").write_text(
-        json.dumps({k: v for k, v in META.items() if k != "options"})
-    )
+    describe(folder, "a", options=None)
     with pytest.raises(LogError, match="needs `options`, or an idea.patch"):
         idea_pages.page(folder)
-    (folder / "a" / "idea.json").write_text(json.dumps(META | dict(does="")))
+    describe(folder, "a", does="")
     with pytest.raises(LogError, match="field does is missing"):
         idea_pages.page(folder)
 
 
 def test_holm():
-    """Against Holm's own procedure: reject from the smallest p on, until one is too large."""
+    """
+    Checks the adjusted p-values against Holm's own procedure.
+
+    The procedure rejects hypotheses from the smallest p upwards, and stops at the first p that is
+    too large.
+    """
     assert idea_pages.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -220,37 +239,40 @@ def test_holm():
             if ps[i] > level / (5 - k):
                 break
             rejected.add(i)
-        assert {i for i, p in enumerate(idea_pages.holm(ps)) if p <= level} == rejected
+        adjusted = idea_pages.holm(ps)
+        assert {i for i, p in enumerate(adjusted) if p <= level} == rejected
 
 
 def test_a_result_without_an_interval(folder, tmp_path):
-    """Fewer than 12 pairs of the new comparison: the difference stands alone."""
+    """With fewer than 12 pairs there is no interval. The page then shows the difference alone."""
     found = effect("a", 0.02, 0.5, difference_interval=[None, None], step_time=None)
     idea_pages.keep(answer(tmp_path / "answer.json", found), folder)
     assert "| +0.0200 |" in idea_pages.page(folder)
 
 
 def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
-    """With compare.py's answer made up: what it is asked for, and that a failure files nothing."""
-    for name in "ac":  # c is a patch alone
-        (folder / name / "idea.patch").write_text("")
-    (folder / "c" / "idea.json").write_text(
-        json.dumps({k: v for k, v in META.items() if k != "options"} | dict(rank=2))
-    )
-    asked = []
+    """
+    A fake compare.py returns a made-up answer. The test checks the arguments that it gets.
 
-    def compared(status, words):
+    If compare.py fails, no result is saved.
+    """
+    for name in "ac":
+        (folder / name / "idea.patch").write_text("")
+    describe(folder, "c", options=None, rank=2)  # c has a patch and no options
+    asked = []
+    status = 1
+
+    def fake_compare(words):
         asked[:] = words
         answer(Path(words[-1]), effect("a", 0.02, 1e-4), effect("b", 0.03, 1e-4))
         return status
 
-    monkeypatch.setattr(idea_pages, "compare", lambda words: compared(1, words))
-    assert idea_pages.main(["--measure", "a", "b", "--runs", "8", "--folder", str(folder)]) == 1
+    monkeypatch.setattr(idea_pages, "compare", fake_compare)
+    rest = ["--runs", "8", "--folder", str(folder)]
+    assert idea_pages.main(["--measure", "a", "b", *rest]) == 1
     assert not (folder / "a" / "result.json").exists()
-    monkeypatch.setattr(idea_pages, "compare", lambda words: compared(0, words))
-    assert (
-        idea_pages.main(["--measure", "a", "b", "c", "--runs", "8", "--folder", str(folder)]) == 0
-    )
+    status = 0
+    assert idea_pages.main(["--measure", "a", "b", "c", *rest]) == 0
     assert asked[:-1] == [
         "--track",
         "mini",
@@ -267,11 +289,14 @@ def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
     ]
     assert "helps too: 2" in (tmp_path / "IDEAS.md").read_text()
     assert idea_pages.main(["--size", "wide", "--measure", "a", "--folder", str(folder)]) == 0
-    assert asked[:-4] == ["--track", "mini", *idea_pages.RECIPE, *idea_pages.SIZES["wide"][1]]
+    assert asked[:-4] == [
+        "--track",
+        "mini",
+        *idea_pages.RECIPE,
+        *idea_pages.SIZES["wide"][1],
+    ]
     assert asked[-3] == f"a={folder}/a/idea.patch --seed 1"
-    (folder / "a" / "idea.json").write_text(
-        json.dumps(META | dict(current=False))
-    )  # its patch need not apply any more
+    describe(folder, "a", current=False)  # the patch of such an idea may be out of date
     assert idea_pages.as_idea("a", idea_pages.read_ideas(folder)["a"]) == "a=--seed 1"
     assert (folder / "a" / "wide.json").exists()
     assert "## Other sizes" in (tmp_path / "IDEAS.md").read_text()
@@ -282,88 +307,106 @@ def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
 
 
 def test_the_page_is_current():
-    assert (idea_pages.FOLDER.parent / "IDEAS.md").read_text() == idea_pages.page(
-        idea_pages.FOLDER
-    ), "python tools/idea_pages.py writes it"
+    page = (idea_pages.FOLDER.parent / "IDEAS.md").read_text()
+    hint = "run `python tools/idea_pages.py` to update it"
+    assert page == idea_pages.page(idea_pages.FOLDER), hint
+
+
+# Small data and four steps. The model is that of mini, because patches depend on its layers and
+# heads.
+FOUR_STEPS = dict(
+    train_files="train.bin",
+    val_files="val.bin",
+    val_tokens=256,
+    val_seq_len=256,
+    batch_tokens=512,
+    train_seq_len=256,
+    num_iterations=4,
+    warmup_steps=0,
+)
+
+# The activations must be bf16 on every CPU, and a patch must not change that. For example, a
+# parameter of shape (1,) in the residual stream turns them into float32. That is a different model,
+# and almost twice as slow.
+IN_BF16 = {
+    "    return torch.float32\n": "    return torch.bfloat16\n",
+    "return F.linear(x, ": "assert x.dtype == torch.bfloat16\n        return F.linear(x, ",
+    "    book.result()": "    save_model(Path('weights'), model, hp)\n    book.result()",
+}
 
 
 @functools.cache
 def weights_of(source: bytes, options: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """What four steps of mini, with sequences of two blocks, make of the weights."""
+    """The weights after four steps of mini, with sequences of two blocks."""
     source = source.decode()
-    # activations in bf16 on every CPU, and so they must stay: a parameter of shape (1,) in the residual stream, say, turns
-    # them into float32, which is another model, and nearly twice as slow
-    for old, new in (
-        ("    return torch.float32\n", "    return torch.bfloat16\n"),
-        ("return F.linear(x, ", "assert x.dtype == torch.bfloat16\n        return F.linear(x, "),
-        ("    book.result()", "    save_model(Path('weights'), model, hp)\n    book.result()"),
-    ):
+    for old, new in IN_BF16.items():
         assert source.count(old) == 1
         source = source.replace(old, new)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        (folder / "train_gpt.py").write_text(source)
+        script = folder / "train_gpt.py"
+        script.write_text(source)
         for part, size in (("train", 2400), ("val", 300)):
             write_shard(folder / f"{part}.bin", random_tokens(size, seed=0))
-        settings = dict(
-            train_files="train.bin",
-            val_files="val.bin",
-            val_tokens=256,
-            val_seq_len=256,
-            batch_tokens=512,
-            train_seq_len=256,
-            num_iterations=4,
-            warmup_steps=0,
-        )  # of mini: patches count on its layers and heads
-        words = [f"--{k}={v}" for k, v in settings.items()]
-        ran = run_forked(
-            ["--track", "mini", *words, *options], folder, script=folder / "train_gpt.py"
-        )
+        words = [f"--{k}={v}" for k, v in FOUR_STEPS.items()]
+        ran = run_forked(["--track", "mini", *words, *options], folder, script=script)
         assert ran.returncode == 0, ran.stderr
         assert "step:4/4 val_loss:" in ran.stdout
         return safetensors.torch.load_file(folder / "weights")
 
 
-@pytest.mark.parametrize(
-    "name",
-    {idea["patch"]: name for name, idea in CURRENT.items() if idea["patch"].exists()}.values(),
-)
+@pytest.mark.parametrize("name", PATCHED.values())
 def test_patches_of_current_ideas_apply_and_train(name):
-    """And train something else than the script: a patch that was refreshed may have lost what it was for."""
+    """
+    A patched script must train other weights than the script itself.
+
+    A patch can lose its effect when somebody adapts it to a newer script.
+    """
     source = SCRIPT.read_bytes()
     idea = compare_sources.read_variant(idea_pages.as_idea(name, CURRENT[name]), source, [])
-    pairs = zip(idea.options[::2], idea.options[1::2])
-    known = [
-        word for pair in pairs if pair[0][2:] in vars(TRACKS["mini"]) for word in pair
-    ]  # the others are the patch's
-    changed, base = weights_of(idea.source, tuple(idea.options)), weights_of(source, tuple(known))
+    known = []  # options that the script has without the patch
+    for option, value in zip(idea.options[::2], idea.options[1::2]):
+        if option[2:] in vars(TRACKS["mini"]):
+            known += [option, value]
+    changed = weights_of(idea.source, tuple(idea.options))
+    base = weights_of(source, tuple(known))
     assert changed.keys() != base.keys() or any(
         not torch.equal(t, base[key]) for key, t in changed.items()
     )
 
 
+PRINT_HYPERPARAMETERS = b"""\
+    hp = parse_arguments(sys.argv[1:])[1]
+    sys.exit(check_hyperparameters(hp, 1) or print(hp))
+"""
+
+
 def test_options_of_current_ideas_change_something(tmp_path):
-    """Against the same source without them. Forked, as each new interpreter would import torch for seconds."""
-    source, track = SCRIPT.read_bytes(), ["--track", "mini"]
-    made = [
+    """
+    Compares the hyperparameters with and without the options of each idea.
+
+    The script runs in forked processes. A new interpreter would spend seconds on importing torch.
+    """
+    source = SCRIPT.read_bytes()
+    track = ["--track", "mini"]
+    variants = [
         compare_sources.read_variant(idea_pages.as_idea(name, idea), source, track)
         for name, idea in CURRENT.items()
         if "options" in idea
     ]
-    start, script = b"    status = main(sys.argv[1:])\n", tmp_path / "train_gpt.py"
-    say = b"    hp = parse_arguments(sys.argv[1:])[1]\n    sys.exit(check_hyperparameters(hp, 1) or print(hp))\n"
+    start = b"    status = main(sys.argv[1:])\n"
+    script = tmp_path / "train_gpt.py"
 
     @functools.cache
     def settings(source, options):
         assert source.count(start) == 1
-        script.write_bytes(source.replace(start, say))
+        script.write_bytes(source.replace(start, PRINT_HYPERPARAMETERS))
         ran = run_forked(options, tmp_path, script=script)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 
-    assert made
-    for variant in made:
+    assert variants
+    for variant in variants:
         changed = settings(variant.source, tuple(variant.options))
-        assert "Hyperparameters(track='mini'" in changed and changed != settings(
-            variant.source, tuple(track)
-        ), variant.name
+        assert "Hyperparameters(track='mini'" in changed, variant.name
+        assert changed != settings(variant.source, tuple(track)), variant.name
