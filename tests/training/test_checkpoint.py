@@ -1,4 +1,8 @@
-"""Runs that survive: checkpoints, resume, signals, full disks, dead ranks. All with real processes, really killed."""
+"""
+Tests of checkpoints and of what can interrupt a run: signals, full disks, processes that die.
+
+The tests start real processes and really kill them.
+"""
 
 import io
 import json
@@ -36,7 +40,8 @@ from util import (
     write_shard,
 )
 
-STEPS, EVERY = 12, 3  # of a run, and from one checkpoint to the next
+STEPS = 12  # of a run
+EVERY = 3  # steps from one checkpoint to the next
 TINY = dict(
     num_layers=4,
     num_heads=2,
@@ -54,21 +59,18 @@ TINY = dict(
     warmup_steps=0,
     sequences_per_pass=2,
 )
-IN_FLOAT32 = dict(
-    scalar_lr=0.0
-)  # with float32(): runs on other numbers of processes agree (see test_run.py)
+# With this and float32(), runs on different numbers of processes agree: see test_run.py
+IN_FLOAT32 = dict(scalar_lr=0.0)
 
 
 def options(folder, *more, **changes):
-    values = (
-        dict(
-            train_files=folder / "tiny_train_*.bin",
-            val_files=folder / "tiny_val_*.bin",
-            muon_beta2=0.9,
-            **TINY,
-        )
-        | changes
-    )  # NorMuon: the optimizer with the most to keep
+    values = dict(
+        train_files=folder / "tiny_train_*.bin",
+        val_files=folder / "tiny_val_*.bin",
+        muon_beta2=0.9,  # NorMuon is the optimizer with the most state to save
+        **TINY,
+    )
+    values |= changes
     return [
         "--track",
         "mini",
@@ -82,7 +84,7 @@ def options(folder, *more, **changes):
 
 
 def write_shards(folder):
-    """Two shards of 8 and of 40 steps."""
+    """Writes one shard for 8 training steps and one for 40, and one for validation."""
     write_shard(folder / "tiny_train_000000.bin", random_tokens(8 * 512 + 100, seed=1))
     write_shard(folder / "tiny_train_000001.bin", random_tokens(40 * 512 + 1, seed=2))
     write_shard(folder / "tiny_val_000000.bin", random_tokens(512 + 1, seed=3))
@@ -94,22 +96,23 @@ def shards(tmp_path_factory):
     return write_shards(tmp_path_factory.mktemp("shards"))
 
 
-# ---------------------------------------------------------------------------------------- processes and their faults
-A_LONG_TIME = 3600  # s: what takes so long has not happened, however busy the machine, when wait_until() gives up
+# --------------------------------------------------------------- processes and their faults
+A_LONG_TIME = 3600  # s, much longer than wait_until() waits, even on a busy machine
 
 
 def wait_until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            pytest.fail(f"waited {seconds} s in vain")
+            pytest.fail(f"the condition is still false after {seconds} s")
         time.sleep(0.005)
 
 
 def rank_main(rank, world_size, port, argv, folder, console, hook):
-    """main() in a process of its own, with its exit code; `hook` breaks something first."""
+    """Runs main() in this process and exits with its code. `hook` breaks something first."""
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{console}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        file = os.open(f"{console}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
     torch.set_num_threads(1)
     os.environ.update(rank_env(rank, world_size, port))
     os.chdir(folder)
@@ -159,7 +162,7 @@ class Job:
             os.kill(p.pid, number)
 
     def wait(self):
-        """The exit codes of all ranks."""
+        """Waits until all ranks have ended. Returns their exit codes."""
         try:
             wait_until(self.done)
         finally:
@@ -173,18 +176,19 @@ class Job:
         return self
 
     def fails(self, *says):
-        """Ends with code 2 and one line, which says all this."""
+        """Checks that the job ends with code 2 and one error line, which matches all of `says`."""
         codes = self.wait()
         assert codes[0] == 2, (codes, self.err)
         lines = [s for s in self.err.splitlines() if not s.startswith("warning: ")]
-        assert len(lines) == 1 and lines[0].startswith("error: "), self.err
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("error: "), self.err
         for text in says:
             assert re.search(text, lines[0]), (text, lines[0])
         return self
 
 
 def steps_of(text):
-    """How many training steps a log or a terminal's text shows."""
+    """The number of training steps in a log or in the text of a terminal."""
     return len(re.findall(r"^step:\d+/\d+ train_time", text, re.M))
 
 
@@ -193,10 +197,15 @@ def float32():
 
 
 def before_step(step, action, then=None):
-    """Have the process do action(model) right before step number `step`."""
+    """Makes this process call action(model) right before step number `step`.
+
+    `then` is another hook, which is called at once.
+    """
     if then:
         then()
-    plain_schedules, plain_step, seen = train_gpt.set_schedules, train_gpt.train_step, []
+    plain_schedules = train_gpt.set_schedules
+    plain_step = train_gpt.train_step
+    seen = []
 
     def set_schedules(optimizers, step, hp):
         seen.append(step)
@@ -207,29 +216,40 @@ def before_step(step, action, then=None):
             action(model)
         return plain_step(model, *args)
 
-    train_gpt.set_schedules, train_gpt.train_step = set_schedules, train_step
+    train_gpt.set_schedules = set_schedules
+    train_gpt.train_step = train_step
 
 
 def slow_steps(seconds):
+    """Makes each step take so many seconds longer."""
     plain = train_gpt.train_step
-    train_gpt.train_step = lambda *args: (time.sleep(seconds), plain(*args))[1]
+
+    def train_step(*args):
+        time.sleep(seconds)
+        return plain(*args)
+
+    train_gpt.train_step = train_step
 
 
 def pause(step, go):
-    """Wait in that step until the file `go` is there."""
+    """Makes that step wait until the file `go` exists."""
     before_step(step, lambda _: wait_until(go.exists))
 
 
 def signal_in_step(job, step, go, number):
-    """That signal to a job that pauses in that step, which then goes on."""
+    """Sends a signal to a job that pauses in that step, and then lets the job continue."""
     wait_until(lambda: job.steps() >= step)
     job.signal(number)
     go.touch()
 
 
 def slow_writing():
-    """A checkpoint takes about as long as the steps between two, as a large one on a slow disk does."""
-    plain_save, plain_fsync = torch.save, os.fsync
+    """Imitates a large checkpoint on a slow disk.
+
+    Writing a checkpoint then takes about as long as the training steps until the next one.
+    """
+    plain_save = torch.save
+    plain_fsync = os.fsync
 
     def save(state, file):
         whole = io.BytesIO()
@@ -239,38 +259,43 @@ def slow_writing():
             file.flush()
             time.sleep(0.01)
 
+    def fsync(fd):
+        plain_fsync(fd)
+        time.sleep(0.02)
+
     torch.save = save
-    os.fsync = lambda fd: (plain_fsync(fd), time.sleep(0.02))[0]
+    os.fsync = fsync
 
 
 def checkpoints(folder):
-    """{step: path} of the only run's checkpoints under folder/checkpoints."""
-    runs = list((folder / "checkpoints").glob("*")) if (folder / "checkpoints").exists() else []
+    """{step: path} of the checkpoints under folder/checkpoints, which has one run at most."""
+    runs = list((folder / "checkpoints").glob("*"))
     assert len(runs) <= 1
     return {int(f.stem[4:]): f for run in runs for f in sorted(run.glob("step*.pt"))}
 
 
 def contents(folder):
-    return {
-        f.name: f.read_bytes()
-        for f in folder.rglob("*")
-        if f.is_file() and not f.name.startswith("console")
-    }
+    """{name: bytes} of all files but the consoles."""
+    files = [f for f in folder.rglob("*") if f.is_file()]
+    return {f.name: f.read_bytes() for f in files if not f.name.startswith("console")}
+
+
+TIMES = r"train_time:\S+ step_avg:\S+|[\d.,]+ (s|tokens/s)\b"
 
 
 def trace(log):
-    """A log but for its times and what only an interruption leaves."""
+    """The parts of a log that an interruption must not change: not the times and a few lines."""
     header, machine, run = log.split("\n" + "=" * 100 + "\n")
     lines = [
-        s for s in run.splitlines() if not re.match("warm-up|resume|checkpoint|peak memory", s)
+        re.sub(TIMES, "", line)
+        for line in run.splitlines()
+        if not re.match("warm-up|resume|checkpoint|peak memory", line)
     ]
-    return [header, machine] + [
-        re.sub(r"train_time:\S+ step_avg:\S+|[\d.,]+ (s|tokens/s)\b", "", s) for s in lines
-    ]
+    return [header, machine] + lines
 
 
 def same(a, b):
-    """Equality of nested containers, bit for bit in tensors."""
+    """Whether two nested containers are equal. Tensors must agree bit for bit."""
     if torch.is_tensor(a):
         return torch.is_tensor(b) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -286,14 +311,14 @@ def weights(folder):
 
 
 def assert_same_run(folder, reference):
-    """The same log but for times, and the same final weights, bit for bit."""
+    """Checks that two runs have the same log, except for times, and the same final weights."""
     assert trace(read_log(folder)) == trace(read_log(reference))
     assert same(weights(folder), weights(reference))
 
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    """The folder of a run that nothing interrupted."""
+    """The folder of a run that was not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     Job(options(shards, "--save_checkpoint"), folder).succeeds()
     return folder
@@ -301,7 +326,7 @@ def whole(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(shards, tmp_path_factory):
-    """The folder of the same run, killed in its 8th step; checkpoints at 3 and 6."""
+    """The folder of the same run, killed in its 8th step. It has checkpoints of steps 3 and 6."""
     folder = tmp_path_factory.mktemp("killed")
     job = Job(options(shards, "--save_checkpoint"), folder, hook=partial(before_step, 7, kill_self))
     assert job.wait() == [-signal.SIGKILL]
@@ -311,7 +336,7 @@ def killed(shards, tmp_path_factory):
 
 @pytest.fixture
 def stopped(killed, tmp_path):
-    """A copy of that folder, to go on with or to spoil."""
+    """A copy of that folder, which a test can resume or damage."""
     return shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
 
 
@@ -324,9 +349,13 @@ def resume(shards, folder, *more, where="latest", hook=None, world_size=1, **cha
     return Job(argv, folder, hook=hook, world_size=world_size)
 
 
-# ---------------------------------------------------------------------------------------- what a run leaves
+# --------------------------------------------------------------- what a run leaves
 def test_checkpoints_of_a_whole_run(whole, shards, tmp_path):
-    """The newest two, each named in the log; nothing half-written; and they change nothing in the training."""
+    """
+    A run keeps its two newest checkpoints, and no half-written file. The log names each checkpoint.
+
+    A run without checkpoints has the same losses.
+    """
     log = read_log(whole)
     (run,) = (whole / "checkpoints").iterdir()
     assert run.name == next((whole / "logs").iterdir()).stem
@@ -340,17 +369,13 @@ def test_checkpoints_of_a_whole_run(whole, shards, tmp_path):
 
     plain = [a for a in options(shards) if a not in ("--checkpoint_every", str(EVERY))]
     Job(plain, tmp_path).succeeds()
-    assert val_losses(read_log(tmp_path)) == val_losses(log) and list(val_losses(log)) == [
-        0,
-        4,
-        8,
-        12,
-    ]
+    assert val_losses(read_log(tmp_path)) == val_losses(log)
+    assert list(val_losses(log)) == [0, 4, 8, 12]
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_final_model_is_safetensors(whole, shards):
-    """Weights and hyperparameters from that file alone give the validation loss that the log ends with."""
+    """The weights and hyperparameters in that file alone give the final loss in the log."""
     (path,) = (whole / "checkpoints").glob("*/model.safetensors")
     with safetensors.safe_open(path, "pt") as f:
         metadata = f.metadata()
@@ -370,52 +395,89 @@ def test_final_model_is_safetensors(whole, shards):
 
 
 def slow_fsync():
-    """The clock is put forward: what all else really takes is nothing against that."""
-    clock, plain, ahead = time.perf_counter, os.fsync, []
-    time.perf_counter = lambda: clock() + sum(ahead)
-    os.fsync = lambda fd: (ahead.append(A_LONG_TIME), plain(fd))[1]
+    """Puts the clock an hour forward at each fsync(). All else is short compared with that."""
+    clock = time.perf_counter
+    plain = os.fsync
+    ahead = []
+
+    def perf_counter():
+        return clock() + sum(ahead)
+
+    def fsync(fd):
+        ahead.append(A_LONG_TIME)
+        return plain(fd)
+
+    time.perf_counter = perf_counter
+    os.fsync = fsync
 
 
 def test_checkpoints_are_not_timed(shards, tmp_path):
     Job(options(shards, num_iterations=6), tmp_path, hook=slow_fsync).succeeds()
     log = read_log(tmp_path)
     written = [float(s) for s in re.findall(r"^checkpoint: .* in (\S+) s", log, re.M)]
-    assert len(written) >= 2 and min(written) >= A_LONG_TIME
+    assert len(written) >= 2
+    assert min(written) >= A_LONG_TIME
     times = list(map(int, re.findall(r"train_time:(\d+)ms", log)))
-    assert times == sorted(times) and times[-1] < 1000 * A_LONG_TIME, times
+    assert times == sorted(times), times
+    assert times[-1] < 1000 * A_LONG_TIME, times
 
 
-# ---------------------------------------------------------------------------------------- kill -9
+# --------------------------------------------------------------- kill -9
+def wait_for_a_random_moment(job, rng):
+    """Waits for 0 to 6 steps, or only until the job starts, and then for a part of a second."""
+    steps = rng.randrange(-1, 7)
+
+    def there():
+        if job.done():
+            return True
+        if steps < 0:  # while it starts
+            return True
+        return job.steps() >= steps and bool(job.out)
+
+    wait_until(there)
+    longest = 0.4 if steps == 0 else 0.1
+    time.sleep(rng.uniform(0, longest))
+
+
+def remove_run(folder):
+    """Removes what a run leaves, so that the next run starts from the beginning."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    shutil.rmtree(folder / "logs", ignore_errors=True)
+
+
 def test_kill_9_at_20_random_moments(shards, tmp_path_factory, capsys):
-    """Runs are killed and resumed until 20 kills are done; every run that ends is the uninterrupted one bit for bit."""
+    """
+    Kills and resumes runs until there were 20 kills.
+
+    Every run that reaches its end must agree with the uninterrupted run bit for bit.
+    """
     rng = random.Random()
     steps = dict(num_iterations=24, warmup_steps=1)
     argv = options(shards, "--save_checkpoint", **steps) + ["--checkpoint_every", "2"]
-    reference, folder = tmp_path_factory.mktemp("reference"), tmp_path_factory.mktemp("killed")
+    reference = tmp_path_factory.mktemp("reference")
+    folder = tmp_path_factory.mktemp("killed")
     Job(argv, reference).succeeds()
-    kills = writing = runs = 0
+    kills = 0
+    writing = 0  # how many of the kills hit a checkpoint that was being written
+    runs = 0
     while runs == 0 or kills < 20:
-        job = Job(
-            argv + ["--resume", "latest"] * bool(checkpoints(folder)), folder, hook=slow_writing
-        )
-        after = rng.randrange(-1, 7)  # steps; -1: while it starts
-        wait_until(lambda: job.done() or job.steps() >= after and (after < 0 or job.out))
-        time.sleep(rng.uniform(0, 0.1 if after else 0.4))
+        more = ["--resume", "latest"] if checkpoints(folder) else []
+        job = Job(argv + more, folder, hook=slow_writing)
+        wait_for_a_random_moment(job, rng)
         if kills < 20 and not job.done():
             job.signal(signal.SIGKILL)
             if job.wait() == [-signal.SIGKILL]:
                 kills += 1
-                writing += bool(list(folder.rglob("*.tmp")))
-                for file in checkpoints(folder).values():  # one that is there is whole
-                    train_gpt.read_checkpoint(str(file), "")
-        if not checkpoints(folder):  # it had not come to the first one: there is nothing to resume
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            shutil.rmtree(folder / "logs", ignore_errors=True)
+                if list(folder.rglob("*.tmp")):
+                    writing += 1
+                for file in checkpoints(folder).values():
+                    train_gpt.read_checkpoint(str(file), "")  # raises if the file is incomplete
+        if not checkpoints(folder):  # killed before its first checkpoint: nothing to resume
+            remove_run(folder)
         elif job.wait() == [0]:
             runs += 1
             assert_same_run(folder, reference)
-            shutil.rmtree(folder / "checkpoints")
-            shutil.rmtree(folder / "logs")
+            remove_run(folder)
         else:
             assert job.wait() == [-signal.SIGKILL], job.err
     with capsys.disabled():
@@ -423,11 +485,12 @@ def test_kill_9_at_20_random_moments(shards, tmp_path_factory, capsys):
             f"\n{kills} times kill -9, {writing} of them while a checkpoint was being written; "
             f"{runs} runs ended, each with the uninterrupted run's losses and weights bit for bit"
         )
-    assert kills == 20 and writing > 0
+    assert kills == 20
+    assert writing > 0
 
 
 def kill_in(name):
-    """kill -9 where the final files are written: `name` is the one in the making."""
+    """Kills the process when it is about to put the file `name` in place."""
     plain = os.replace
 
     def replace(old, new):
@@ -439,10 +502,13 @@ def kill_in(name):
 
 
 def test_kill_9_before_the_final_model_is_there(shards, whole, tmp_path):
-    """All steps are done and saved: what is resumed has only the end of its log and this file to write."""
-    job = Job(
-        options(shards, "--save_checkpoint"), tmp_path, hook=partial(kill_in, "model.safetensors")
-    )
+    """
+    The run is killed after its last step, whose checkpoint is already saved.
+
+    The resumed run only writes the end of the log and the final model.
+    """
+    hook = partial(kill_in, "model.safetensors")
+    job = Job(options(shards, "--save_checkpoint"), tmp_path, hook=hook)
     assert job.wait() == [-signal.SIGKILL]
     assert not list(tmp_path.rglob("model.safetensors"))
     resume(shards, tmp_path).succeeds()
@@ -450,7 +516,7 @@ def test_kill_9_before_the_final_model_is_there(shards, whole, tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-# ---------------------------------------------------------------------------------------- signals
+# --------------------------------------------------------------- signals
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_then_resume_is_the_same_run(number, shards, whole, tmp_path):
     go = tmp_path / "console go"
@@ -459,14 +525,14 @@ def test_signal_then_resume_is_the_same_run(number, shards, whole, tmp_path):
     assert job.wait() == [128 + number]
     assert job.err == ""
     last = max(checkpoints(tmp_path))
-    assert last == job.steps() < STEPS  # the step was finished, and is saved
+    assert last == job.steps() < STEPS  # the run finished the step and saved it
     before = read_log(tmp_path)
     resume(shards, tmp_path).succeeds()
     log = read_log(tmp_path)
     assert_same_run(tmp_path, whole)
     assert re.search(rf"^resume: from step {last}\b", log, re.M)
     times = list(map(int, re.findall(r"train_time:(\d+)ms", log)))
-    assert times == sorted(times), "training time goes on where it was"
+    assert times == sorted(times), "the training time must continue from the checkpoint"
     assert log.startswith(before[: before.rindex("checkpoint: ")])
 
 
@@ -491,20 +557,17 @@ def test_second_signal_exits_at_once(number, shards, tmp_path):
     assert not checkpoints(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------- resume
+# --------------------------------------------------------------- resume
 def test_resume_after_a_kill_is_the_same_run(shards, whole, stopped):
     resume(shards, stopped).succeeds()
     assert_same_run(stopped, whole)
-    assert same(
-        *(
-            torch.load(checkpoints(f)[STEPS], weights_only=True)["optimizers"]
-            for f in (stopped, whole)
-        )
-    )
+    resumed = torch.load(checkpoints(stopped)[STEPS], weights_only=True)
+    expected = torch.load(checkpoints(whole)[STEPS], weights_only=True)
+    assert same(resumed["optimizers"], expected["optimizers"])
 
 
 def test_resume_a_file_or_a_folder(shards, whole, stopped):
-    """The older file is taken when it is named; a run's folder means its newest."""
+    """--resume takes any checkpoint, or the folder of a run, which means its newest checkpoint."""
     folder = checkpoints(stopped)[6].parent
     shutil.copytree(stopped, stopped / "copy", ignore=shutil.ignore_patterns("console*", "copy"))
     resume(shards, stopped, where=checkpoints(stopped)[3]).succeeds()
@@ -528,18 +591,21 @@ def test_nothing_to_resume(shards, tmp_path):
 
 
 def test_saved_on_4_processes_resumed_on_1_and_2(shards, tmp_path):
-    """Muon's momentum lives on its owner's rank: it finds its new ones. Losses agree but for rounding."""
+    """
+    Each rank keeps the momentum of the matrices that it owns.
+
+    With another number of ranks, the matrices have other owners. The losses agree except for
+    rounding.
+    """
+    argv = options(shards, "--save_checkpoint", **IN_FLOAT32)
     one = tmp_path / "1"
-    Job(options(shards, "--save_checkpoint", **IN_FLOAT32), one, hook=float32).succeeds()
+    Job(argv, one, hook=float32).succeeds()
     want = val_losses(read_log(one))
     four = tmp_path / "4"
-    codes = Job(
-        options(shards, "--save_checkpoint", **IN_FLOAT32),
-        four,
-        world_size=4,
-        hook=partial(before_step, 6, exit_self, float32),
-    ).wait()
-    assert codes == [7] * 4 and list(checkpoints(four)) == [3, 6]
+    exit_before_step_6 = partial(before_step, 6, exit_self, float32)
+    codes = Job(argv, four, world_size=4, hook=exit_before_step_6).wait()
+    assert codes == [7] * 4
+    assert list(checkpoints(four)) == [3, 6]
     for world_size in (1, 2, 4):
         folder = tmp_path / f"4 then {world_size}"
         shutil.copytree(four, folder, ignore=shutil.ignore_patterns("console*"))
@@ -549,14 +615,9 @@ def test_saved_on_4_processes_resumed_on_1_and_2(shards, tmp_path):
         assert got == pytest.approx(want, abs=2e-4), world_size
         log = read_log(folder)
         assert re.search(rf"^resume: from step 6, on {world_size} process", log, re.M)
-        if world_size == 4:  # the same number: bit for bit
+        if world_size == 4:  # the same number of ranks as before: bit for bit
             whole4 = tmp_path / "whole 4"
-            Job(
-                options(shards, "--save_checkpoint", **IN_FLOAT32),
-                whole4,
-                world_size=4,
-                hook=float32,
-            ).succeeds()
+            Job(argv, whole4, world_size=4, hook=float32).succeeds()
             assert_same_run(folder, whole4)
 
 
@@ -567,10 +628,9 @@ def exit_self(_):
 def test_other_hyperparameters_are_listed(shards, stopped):
     before = contents(stopped)
     job = resume(shards, stopped, muon_lr=0.125, head_lr=0.5)
-    before_lr = train_gpt.TRACKS["mini"].muon_lr
-    job.fails(
-        f"muon_lr: {before_lr} in the checkpoint, 0.125 now", "head_lr", "0.5", "--resume_force"
-    )
+    muon_lr = train_gpt.TRACKS["mini"].muon_lr
+    change = f"muon_lr: {muon_lr} in the checkpoint, 0.125 now"
+    job.fails(change, "head_lr", "0.5", "--resume_force")
     assert "embed_lr" not in job.err
     assert contents(stopped) == before
 
@@ -590,19 +650,19 @@ def test_other_source_is_listed(shards, stopped):
     [("muon_lr", 0.125, "blocks.0.mlp.c_fc.weight"), ("head_lr", 0.125, "lm_head.weight")],
 )
 def test_resume_force_is_recorded(name, value, key, shards, whole, stopped):
-    """What was changed by force counts from there on, and the log says that it was."""
+    """The changed setting takes effect from the checkpoint on, and the log names the change."""
     resume(shards, stopped, "--resume_force", hook=other_source, **{name: value}).succeeds()
     (line,) = re.findall(r"^resume: .*", read_log(stopped), re.M)
-    assert "resume_force" in line and "no record" in line and "source" in line and name in line
+    for words in ("resume_force", "no record", "source", name):
+        assert words in line
     assert val_losses(read_log(stopped))[4] == val_losses(read_log(whole))[4]
     assert not same(weights(stopped)[key], weights(whole)[key])
 
 
 def test_resume_force_with_another_model_is_one_line(shards, stopped):
     before = contents(stopped / "checkpoints")
-    resume(shards, stopped, "--resume_force", model_dim=64, head_dim=32).fails(
-        "model_dim|checkpoint"
-    )
+    job = resume(shards, stopped, "--resume_force", model_dim=64, head_dim=32)
+    job.fails("model_dim|checkpoint")
     assert contents(stopped / "checkpoints") == before
 
 
@@ -611,7 +671,7 @@ def test_negative_checkpoint_every_is_refused(shards, tmp_path):
     assert contents(tmp_path) == {}
 
 
-# ---------------------------------------------------------------------------------------- damaged and hostile files
+# --------------------------------------------------------------- damaged and hostile files
 def flip(path, at):
     data = bytearray(path.read_bytes())
     data[int(at)] ^= 0x10
@@ -632,39 +692,72 @@ class Hostile:
         return open, (self.victim, "w")
 
 
+def flip_in_the_middle(path):
+    flip(path, path.stat().st_size / 2)
+
+
+def cut_in_half(path):
+    truncate(path, 0.5)
+
+
+def cut_a_few_bytes(path):
+    os.truncate(path, path.stat().st_size - 20)
+
+
+def make_empty(path):
+    truncate(path, 0)
+
+
+def hostile(path):
+    return Hostile(path.with_name("victim"))
+
+
+def hostile_file(path):
+    torch.save(hostile(path), path)
+
+
+def hostile_entry(path):
+    state = torch.load(path, weights_only=True)
+    state["step"] = hostile(path)
+    torch.save(state, path)
+
+
+def hostile_in_the_old_format(path):
+    torch.save(hostile(path), path, _use_new_zipfile_serialization=False)
+
+
+def hostile_pickle(path):
+    path.write_bytes(pickle.dumps(hostile(path)))
+
+
+def other_content(path):
+    torch.save(dict(model=torch.ones(3)), path)
+
+
 DAMAGE = {
-    "a bit flipped in the middle": lambda path: flip(path, path.stat().st_size / 2),
-    "cut in half": lambda path: truncate(path, 0.5),
-    "a few bytes short": lambda path: os.truncate(path, path.stat().st_size - 20),
-    "empty": lambda path: truncate(path, 0),
-    "hostile, as torch.save makes it": lambda path: torch.save(
-        Hostile(path.with_name("victim")), path
-    ),
-    "hostile, among the rest": lambda path: torch.save(
-        torch.load(path, weights_only=True) | dict(step=Hostile(path.with_name("victim"))), path
-    ),
-    "hostile, in the old format": lambda path: torch.save(
-        Hostile(path.with_name("victim")), path, _use_new_zipfile_serialization=False
-    ),
-    "hostile, a bare pickle": lambda path: path.write_bytes(
-        pickle.dumps(Hostile(path.with_name("victim")))
-    ),
-    "another program's": lambda path: torch.save(dict(model=torch.ones(3)), path),
+    "a bit flipped in the middle": flip_in_the_middle,
+    "cut in half": cut_in_half,
+    "a few bytes short": cut_a_few_bytes,
+    "empty": make_empty,
+    "hostile, as torch.save makes it": hostile_file,
+    "hostile, among the rest": hostile_entry,
+    "hostile, in the old format": hostile_in_the_old_format,
+    "hostile, a bare pickle": hostile_pickle,
+    "another program's": other_content,
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_checkpoint_is_refused(kind, shards, stopped, whole):
-    """The one before it is still there, and can be named."""
+    """The earlier checkpoint is still there, and a user can resume from it by its name."""
     newest = checkpoints(stopped)[6]
     DAMAGE[kind](newest)
     assert not list(stopped.rglob("victim"))
-    with pytest.raises(
-        train_gpt.InputError, match=r"step000006\.pt is damaged .*try the one before"
-    ) as error:
+    says = r"step000006\.pt is damaged .*try the one before"
+    with pytest.raises(train_gpt.InputError, match=says) as error:
         train_gpt.read_checkpoint(str(newest.parent), "")
     assert "\n" not in str(error.value)
-    if kind in ("a bit flipped in the middle", "hostile, among the rest"):  # all the way
+    if kind in ("a bit flipped in the middle", "hostile, among the rest"):  # these with whole runs
         before = contents(stopped)
         resume(shards, stopped).fails(r"step000006\.pt is damaged")
         assert contents(stopped) == before
@@ -674,34 +767,42 @@ def test_damaged_checkpoint_is_refused(kind, shards, stopped, whole):
 
 
 def test_damage_anywhere_is_noticed_or_harmless(whole, tmp_path):
-    """Bits flipped and ends cut off at random: either the file is refused, or what is loaded is what was saved."""
+    """
+    Flips bits and cuts off ends at random.
+
+    Either the file is refused, or the loaded checkpoint is the one that was saved.
+    """
     original = checkpoints(whole)[STEPS]
-    want, size = train_gpt.read_checkpoint(str(original), ""), original.stat().st_size
-    rng, refused, path = random.Random(0), 0, tmp_path / "step000012.pt"
+    want = train_gpt.read_checkpoint(str(original), "")
+    size = original.stat().st_size
+    rng = random.Random(0)
+    path = tmp_path / "step000012.pt"
+    refused = 0
     for trial in range(60):
         shutil.copy(original, path)
-        flip(path, rng.randrange(size)) if trial % 2 else os.truncate(path, rng.randrange(size))
+        cut = trial % 2 == 0
+        damage = os.truncate if cut else flip
+        damage(path, rng.randrange(size))
         try:
             assert same(train_gpt.read_checkpoint(str(path), ""), want)
-            assert trial % 2, "a truncated file was taken"
+            assert not cut, "a truncated file was accepted"
         except train_gpt.InputError:
             refused += 1
     assert refused > 40
 
 
-# ---------------------------------------------------------------------------------------- full disks, unwritable places
+# --------------------------------------------------------------- full disks, unwritable places
 def file_size_limit(limit):
-    """No file beyond `limit` bytes: a write then fails as on a full disk."""
+    """Allows no file of more than `limit` bytes. Writes then fail as they do on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
 def test_full_disk_for_a_checkpoint(shards, stopped, whole):
     before = contents(stopped / "checkpoints")
     limit = min(map(len, before.values())) - 1000
-    resume(shards, stopped, hook=partial(file_size_limit, limit)).fails(
-        "can't write", r"step000009\.pt"
-    )
-    assert contents(stopped / "checkpoints") == before  # the earlier ones, and nothing half-written
+    job = resume(shards, stopped, hook=partial(file_size_limit, limit))
+    job.fails("can't write", r"step000009\.pt")
+    assert contents(stopped / "checkpoints") == before  # and no half-written file
     resume(shards, stopped).succeeds()
     assert_same_run(stopped, whole)
 
@@ -717,12 +818,16 @@ def test_full_disk_for_the_log(shards, stopped, whole):
 
 
 def limit_at_step(step, file):
-    """From that step on, `file` (and every other of its size) can't grow."""
+    """From that step on, `file` can't grow, and no other file can grow beyond its size."""
     before_step(step, lambda _: file_size_limit(file.stat().st_size))
 
 
 def test_full_disk_for_the_console(shards, stopped):
-    """`> run.out` on the disk that is full; by an interpreter that buffers, and tries once more when it ends."""
+    """
+    A run prints to a file on a full disk.
+
+    The interpreter buffers its output here, and tries to write it once more when it ends.
+    """
     before = contents(stopped / "checkpoints")
     with open("/dev/full", "w") as full:
         ran = run_script(
@@ -742,13 +847,12 @@ def test_full_disk_for_the_console(shards, stopped):
 def test_unwritable_folder_is_one_line_before_training(option, place, shards, tmp_path):
     (tmp_path / "file").write_text("")
     where = {"a file": "file", "no place for files": "/proc/nosuch"}[place]
-    job = Job(options(shards, "--save_checkpoint") + [option, where], tmp_path).fails(
-        f"can't write {where}"
-    )
-    assert job.steps() == 0, "found only after training"
+    job = Job(options(shards, "--save_checkpoint") + [option, where], tmp_path)
+    job.fails(f"can't write {where}")
+    assert job.steps() == 0, "the run must fail before it trains"
 
 
-# ---------------------------------------------------------------------------------------- failures under way
+# --------------------------------------------------------------- failures in the middle of a run
 def poison_loss(model):
     if os.environ["RANK"] == "1":
         model.lm_head.weight.data[0, 0] = math.nan
@@ -761,8 +865,12 @@ def poison_gradient(model):
 
 @pytest.mark.parametrize("what, says", [(poison_loss, "step 8: "), (poison_gradient, "step 8: ")])
 def test_non_finite_stops_all_ranks_and_names_the_step(what, says, shards, tmp_path):
-    """On the second of two ranks alone: both stop, and the line names the step. A gradient is averaged over the ranks, and
-    spoils the weights of all: the validation after that step shows it."""
+    """
+    Something goes wrong on the second of two ranks. Both ranks stop, and the error names the step.
+
+    Gradients are averaged over the ranks, so a bad gradient spoils the weights of both. The
+    validation after that step shows it.
+    """
     job = Job(options(shards), tmp_path, world_size=2, hook=partial(before_step, 7, what))
     job.fails(says, "not finite")
     assert job.processes[1].exitcode not in (0, None)
@@ -773,30 +881,33 @@ def test_non_finite_stops_all_ranks_and_names_the_step(what, says, shards, tmp_p
 
 
 def poison_update(model):
-    """A loss and a gradient that are finite, and an update that isn't."""
+    """Makes the update of the weights NaN. The loss and the gradients stay finite."""
     plain = torch.optim.Adam.step
-    torch.optim.Adam.step = lambda self: (
-        plain(self),
-        self.param_groups[0]["params"][0].data.fill_(math.nan),
-    )[0]
+
+    def step(self):
+        plain(self)
+        self.param_groups[0]["params"][0].data.fill_(math.nan)
+
+    torch.optim.Adam.step = step
 
 
 def test_non_finite_validation_stops(shards, tmp_path):
-    """The last update spoils the weights: only the last validation sees it."""
-    job = Job(
-        options(shards, "--save_checkpoint"),
-        tmp_path,
-        hook=partial(before_step, STEPS - 1, poison_update),
-    )
+    """The last update spoils the weights. Only the last validation can notice it."""
+    hook = partial(before_step, STEPS - 1, poison_update)
+    job = Job(options(shards, "--save_checkpoint"), tmp_path, hook=hook)
     job.fails(rf"step {STEPS}\b", "not finite")
-    assert "target" not in job.out and not list(tmp_path.rglob("model.safetensors"))
+    assert "target" not in job.out
+    assert not list(tmp_path.rglob("model.safetensors"))
 
 
 def test_no_checkpoint_of_spoiled_weights(shards, tmp_path):
-    """The last update before a checkpoint spoils them, and no loss has shown it yet: the newest one is still good."""
-    job = Job(
-        options(shards, val_loss_every=0), tmp_path, hook=partial(before_step, 5, poison_update)
-    )
+    """
+    The last update before a checkpoint spoils the weights, and no loss has shown it yet.
+
+    These weights are not saved. The newest checkpoint is still good.
+    """
+    hook = partial(before_step, 5, poison_update)
+    job = Job(options(shards, val_loss_every=0), tmp_path, hook=hook)
     job.fails("step 6: ", "not finite")
     assert list(checkpoints(tmp_path)) == [3]
     assert train_gpt.read_checkpoint(str(checkpoints(tmp_path)[3]), "")["step"] == 3
@@ -810,15 +921,12 @@ def cut(path, _):
     os.truncate(path, 2000)
 
 
-# The second shard's first step is step 8; a file is opened for every batch.
+# Step 8 is the first to read the second shard. The file is opened again for every batch.
 @pytest.mark.parametrize("step, action", [(4, delete), (10, delete), (10, cut)])
 def test_shard_spoiled_under_a_running_job(step, action, tmp_path):
     spoiled = write_shards(tmp_path) / "tiny_train_000001.bin"
-    job = Job(
-        options(tmp_path),
-        tmp_path / "run",
-        hook=partial(before_step, step, partial(action, spoiled)),
-    )
+    hook = partial(before_step, step, partial(action, spoiled))
+    job = Job(options(tmp_path), tmp_path / "run", hook=hook)
     job.fails(re.escape(str(spoiled)))
     assert job.steps() >= 8
     for path in checkpoints(tmp_path / "run").values():
@@ -826,35 +934,30 @@ def test_shard_spoiled_under_a_running_job(step, action, tmp_path):
 
 
 def test_shard_spoiled_for_one_rank(tmp_path):
-    """Rank 1 alone reads tokens outside the vocabulary: it says so."""
+    """Rank 1 alone reads tokens outside the vocabulary, and its error says so."""
     spoiled = write_shards(tmp_path) / "tiny_train_000001.bin"
-    job = Job(
-        options(tmp_path),
-        tmp_path / "run",
-        world_size=2,
-        hook=partial(before_step, 8, partial(spoil_for_rank_1, spoiled)),
-    )
+    hook = partial(before_step, 8, partial(spoil_for_rank_1, spoiled))
+    job = Job(options(tmp_path), tmp_path / "run", world_size=2, hook=hook)
     codes = job.wait()
     assert all(codes), codes
-    (line,) = [
-        s
-        for s in job.err.splitlines()
-        if s.startswith("error: ") and "lost another process" not in s
-    ]
-    assert str(spoiled) in line and "vocabulary" in line
+    errors = [line for line in job.err.splitlines() if line.startswith("error: ")]
+    (error,) = [line for line in errors if "lost another process" not in line]
+    assert str(spoiled) in error
+    assert "vocabulary" in error
     assert "Traceback" not in job.err
 
 
 def spoil_for_rank_1(path, model):
-    """The file changes when rank 0 has read its share of the next batch, and rank 1 has not."""
-    plain, has_read = train_gpt.read_tokens, path.with_name("rank 0 has read")
+    """Changes the file after rank 0 has read its part of the next batch, and before rank 1 does."""
+    plain = train_gpt.read_tokens
+    has_read = path.with_name("rank 0 has read")
 
     def read_tokens(*args):
         if os.environ["RANK"] == "1":
             wait_until(has_read.exists)
-            path.write_bytes(
-                path.read_bytes()[:1024] + b"\xff\xff" * ((path.stat().st_size - 1024) // 2)
-            )
+            header = path.read_bytes()[:1024]
+            tokens = (path.stat().st_size - 1024) // 2
+            path.write_bytes(header + b"\xff\xff" * tokens)
         tokens = plain(*args)
         has_read.touch()
         return tokens
@@ -862,31 +965,48 @@ def spoil_for_rank_1(path, model):
     train_gpt.read_tokens = read_tokens
 
 
-# ---------------------------------------------------------------------------------------- torchrun
+# --------------------------------------------------------------- torchrun
 SLOW = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import torch
-torch.compile = lambda f=None, **_: f or (lambda f: f)  # as TORCH_COMPILE_DISABLE has it, without seconds of imports
+
+# Does what TORCH_COMPILE_DISABLE does, but without importing the compiler for seconds
+torch.compile = lambda f=None, **_: f or (lambda f: f)
 import train_gpt
+
+slow_step = float(os.environ.get("SLOW", "0"))
+slow_disk = float(os.environ.get("SLOW_DISK", "0"))
+quick_steps = int(os.environ.get("QUICK_STEPS", "0"))
+plain_step = train_gpt.train_step
+plain_fsync = os.fsync
+steps = 0
+
+def train_step(*args):
+    global steps
+    steps += 1
+    if steps > quick_steps:
+        time.sleep(slow_step)
+    return plain_step(*args)
+
+def fsync(fd):
+    time.sleep(slow_disk)
+    return plain_fsync(fd)
+
 if "FLOAT32" in os.environ:
     train_gpt.CPU_FLAGS = set()
-step, fsync, steps = train_gpt.train_step, os.fsync, []
-def train_step(*args):
-    steps.append(step)
-    time.sleep(float(os.environ.get("SLOW", "0")) if len(steps) > int(os.environ.get("QUICK_STEPS", "0")) else 0)
-    return step(*args)
 train_gpt.train_step = train_step
-os.fsync = lambda fd: (time.sleep(float(os.environ.get("SLOW_DISK", "0"))), fsync(fd))[1]
+os.fsync = fsync
 sys.exit(train_gpt.main(sys.argv[1:]))
 """
 
 
 def launcher_main(argv, folder, console, environment):
-    """In a forked process: what a shell does for `torchrun argv`."""
+    """Runs `torchrun argv` in a forked process, as a shell would."""
     os.setsid()
     for number in (1, 2):
-        os.dup2(os.open(console, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
+        file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        os.dup2(file, number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -894,34 +1014,37 @@ def launcher_main(argv, folder, console, environment):
 
 
 def torchrun(argv, folder, *launcher, **environment):
-    """torchrun in a process group of its own, as a shell would have it; the script is the real one, made slow."""
+    """Starts torchrun with a slowed-down script, in its own process group, as a shell does."""
     folder.mkdir(exist_ok=True)
     (folder / "slow.py").write_text(SLOW.format(root=str(ROOT)))
-    (folder / "console.txt").write_text("")
-    process = forkserver().Process(
-        target=launcher_main,
-        args=(
-            [*launcher, "slow.py", *map(str, argv)],
-            str(folder),
-            str(folder / "console.txt"),
-            env(**environment),
-        ),
-    )
+    console = folder / "console.txt"
+    console.write_text("")
+    command = [*launcher, "slow.py", *map(str, argv)]
+    arguments = (command, str(folder), str(console), env(**environment))
+    process = forkserver().Process(target=launcher_main, args=arguments)
     process.start()
     return process
 
 
 def workers(launcher):
-    """{rank: pid} of torchrun's processes."""
+    """{rank: pid} of the processes that torchrun started."""
     ranks = {}
     for task in Path("/proc").glob("[0-9]*"):
         try:
-            if int((task / "stat").read_text().rsplit(")", 1)[1].split()[1]) == launcher.pid:
-                rank = re.search(r"(?:^|\0)RANK=(\d+)", (task / "environ").read_text())
-                ranks |= {int(rank[1]): int(task.name)} if rank else {}
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            parent = int(after_name(task)[1])
+            if parent != launcher.pid:
+                continue
+            rank = re.search(r"(?:^|\0)RANK=(\d+)", (task / "environ").read_text())
+            if rank:
+                ranks[int(rank[1])] = int(task.name)
+        except (FileNotFoundError, ProcessLookupError):  # the process has just ended
             pass
     return ranks
+
+
+def after_name(task):
+    """The fields after the name in /proc/PID/stat: the state, the parent and more."""
+    return (task / "stat").read_text().rsplit(")", 1)[1].split()
 
 
 def shows(folder, text):
@@ -929,7 +1052,7 @@ def shows(folder, text):
 
 
 def ends(launcher):
-    """The code of a job that ends; nothing of it is left over either way."""
+    """Waits for the end of a job and returns its exit code. Kills all that is left of it."""
     pids = [launcher.pid, *workers(launcher).values()]
     try:
         wait_until(lambda: not launcher.is_alive())
@@ -944,20 +1067,22 @@ def ends(launcher):
 
 
 STANDALONE = ("--standalone", "--nproc_per_node=2")
-KILLED = "forcefully exiting"  # what torchrun says when it kills a process that ignored its signal for 30 s
+# torchrun prints this when it kills a process that ignored its signal for 30 s
+KILLED = "forcefully exiting"
+# four quick steps, then slow ones
+SLOW_LATER = dict(QUICK_STEPS="4", SLOW="1")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_under_torchrun_then_resume(number, shards, tmp_path):
-    """The launcher is signalled, as by `kill` or by Ctrl-C, and passes it on."""
-    job = torchrun(
-        options(shards, "--save_checkpoint"), tmp_path, *STANDALONE, QUICK_STEPS="4", SLOW="1"
-    )
+    """The launcher gets a signal, as from `kill` or Ctrl-C, and passes it on to the ranks."""
+    job = torchrun(options(shards, "--save_checkpoint"), tmp_path, *STANDALONE, **SLOW_LATER)
     wait_until(lambda: shows(tmp_path, "^step:4/"))
     os.killpg(job.pid, number)
-    assert ends(job) != 0 and not shows(tmp_path, KILLED)
-    last, log = max(checkpoints(tmp_path)), read_log(tmp_path)
-    assert 4 <= last == steps_of(log) < STEPS
+    assert ends(job) != 0
+    assert not shows(tmp_path, KILLED)
+    last = max(checkpoints(tmp_path))
+    assert 4 <= last == steps_of(read_log(tmp_path)) < STEPS
     assert not list(tmp_path.rglob("*.tmp"))
     resume(shards, tmp_path, world_size=2).succeeds()
     Job(options(shards, "--save_checkpoint"), tmp_path / "whole", world_size=2).succeeds()
@@ -966,27 +1091,28 @@ def test_signal_under_torchrun_then_resume(number, shards, tmp_path):
 
 @pytest.mark.parametrize("launcher_too", [True, False])
 def test_every_process_signalled_under_torchrun(launcher_too, shards, tmp_path):
-    """As batch systems do: the ranks get it from there, and again from torchrun, be it that it was signalled as well
-    or that it saw the first rank leave. The checkpoint takes its time, and is still there in the end."""
-    job = torchrun(
-        options(shards) + ["--checkpoint_every", "0"],
-        tmp_path,
-        *STANDALONE,
-        QUICK_STEPS="4",
-        SLOW="1",
-        SLOW_DISK="2",
-    )
+    """
+    Batch systems send a signal to each process. The ranks then get it twice.
+
+    torchrun sends the second one, because it got the signal itself, or because it saw that the
+    first rank ended. Writing the checkpoint takes a while. It must be complete in the end.
+    """
+    argv = options(shards) + ["--checkpoint_every", "0"]
+    job = torchrun(argv, tmp_path, *STANDALONE, **SLOW_LATER, SLOW_DISK="2")
     wait_until(lambda: shows(tmp_path, "^step:4/"))
-    for pid in [*workers(job).values()] + [job.pid] * launcher_too:
+    pids = list(workers(job).values())
+    if launcher_too:
+        pids.append(job.pid)
+    for pid in pids:
         os.kill(pid, signal.SIGTERM)
         time.sleep(0.1)
-    assert ends(job) != 0 and not shows(tmp_path, KILLED)
-    log = read_log(tmp_path)
-    assert max(checkpoints(tmp_path)) == steps_of(log) >= 4
+    assert ends(job) != 0
+    assert not shows(tmp_path, KILLED)
+    assert max(checkpoints(tmp_path)) == steps_of(read_log(tmp_path)) >= 4
 
 
 def test_second_signal_under_torchrun(shards, tmp_path):
-    """A step that would take an hour: two Ctrl-C, and nothing of the job is left long before."""
+    """A step would take an hour. After two Ctrl-C, all processes end long before that."""
     job = torchrun(options(shards), tmp_path, *STANDALONE, SLOW=str(A_LONG_TIME))
     wait_until(lambda: shows(tmp_path, "^step:0/"))
     pids = workers(job).values()
@@ -1000,24 +1126,26 @@ def test_second_signal_under_torchrun(shards, tmp_path):
         for pid in filter(alive, pids):
             os.kill(pid, signal.SIGKILL)
         job.kill()
-    assert job.exitcode != 0 and not checkpoints(tmp_path) and not shows(tmp_path, KILLED)
+    assert job.exitcode != 0
+    assert not checkpoints(tmp_path)
+    assert not shows(tmp_path, KILLED)
 
 
 def alive(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return after_name(Path(f"/proc/{pid}"))[0] != "Z"
     except FileNotFoundError:
         return False
 
 
 def test_killed_rank_takes_the_job_down(shards, tmp_path):
-    job = torchrun(
-        options(shards, "--save_checkpoint"), tmp_path, *STANDALONE, QUICK_STEPS="4", SLOW="1"
-    )
+    job = torchrun(options(shards, "--save_checkpoint"), tmp_path, *STANDALONE, **SLOW_LATER)
     wait_until(lambda: shows(tmp_path, "^step:4/"))
     os.kill(workers(job)[1], signal.SIGKILL)
-    assert ends(job) != 0 and not shows(tmp_path, KILLED)
-    assert shows(tmp_path, "SIGKILL") and shows(tmp_path, r"rank\s*: 1\b")
+    assert ends(job) != 0
+    assert not shows(tmp_path, KILLED)
+    assert shows(tmp_path, "SIGKILL")
+    assert shows(tmp_path, r"rank\s*: 1\b")
     assert list(checkpoints(tmp_path)) == [3]
     resume(shards, tmp_path, world_size=2).succeeds()
     assert list(val_losses(read_log(tmp_path))) == [0, 4, 8, 12]
@@ -1026,27 +1154,20 @@ def test_killed_rank_takes_the_job_down(shards, tmp_path):
 def test_two_nodes_of_two_processes_train_as_one_process(shards, tmp_path):
     argv = options(shards, **IN_FLOAT32, num_iterations=8)
     one = Job(argv, tmp_path / "one", hook=float32).succeeds()
-    port = free_port()
-    nodes = [
-        torchrun(
-            argv,
-            tmp_path / f"node{i}",
-            "--nnodes=2",
-            "--nproc_per_node=2",
-            "--rdzv_backend=c10d",
-            f"--rdzv_endpoint=127.0.0.1:{port}",
-            "--local_addr=127.0.0.1",
-            FLOAT32="1",
-        )
-        for i in (0, 1)
+    launcher = [
+        "--nnodes=2",
+        "--nproc_per_node=2",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=127.0.0.1:{free_port()}",
+        "--local_addr=127.0.0.1",
     ]
+    nodes = [torchrun(argv, tmp_path / f"node{i}", *launcher, FLOAT32="1") for i in (0, 1)]
     codes = [ends(node) for node in nodes]
     texts = [(tmp_path / f"node{i}" / "console.txt").read_text() for i in (0, 1)]
     assert codes == [0, 0], texts
     logs = list(tmp_path.glob("node*/logs/*.txt"))
-    assert len(logs) == 1, "rank 0 alone writes it"
+    assert len(logs) == 1, "only rank 0 may write a log"
     log = logs[0].read_text()
     assert '"world_size": 4' in log
-    assert val_losses(log) == pytest.approx(val_losses(one.out), abs=2e-4) and list(
-        val_losses(log)
-    ) == [0, 4, 8]
+    assert val_losses(log) == pytest.approx(val_losses(one.out), abs=2e-4)
+    assert list(val_losses(log)) == [0, 4, 8]
