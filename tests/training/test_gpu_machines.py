@@ -1,4 +1,8 @@
-"""Imitates machines with GPUs: unusable, old, AMD's, with little free memory. Needs no GPU."""
+"""
+Tests with imitated GPUs: unusable ones, old ones, AMD's, and some with little memory.
+
+The tests need no GPU.
+"""
 
 import argparse
 import fnmatch
@@ -28,7 +32,7 @@ CPU = torch.device("cpu")
         (["/dev/nvidia0"], "GPU-8f", True),
         (["/dev/nvidia0"], "", False),
         (["/dev/nvidia0"], "-1", False),
-        (["/dev/nvidiactl", "/dev/nvidia-uvm"], None, False),  # a driver without a GPU
+        (["/dev/nvidiactl", "/dev/nvidia-uvm"], None, False),  # a driver, but no GPU
         ([], None, False),
     ],
 )
@@ -49,8 +53,9 @@ def test_unusable_gpu(monkeypatch, files, hidden_by, unusable):
     assert not train_gpt.unusable_gpu()
 
 
-# A process on a machine with one NVIDIA GPU. PyTorch is built for CUDA %(cuda)r, and the driver is
-# too old for it. The messages are PyTorch's (c10/cuda/CUDAFunctions.cpp, torch/cuda/__init__.py).
+# Runs the script as on a machine with one NVIDIA GPU whose driver is too old. PyTorch is built for
+# CUDA %(cuda)r. The messages are those of PyTorch (c10/cuda/CUDAFunctions.cpp and
+# torch/cuda/__init__.py).
 OLD_DRIVER = """
 import glob, sys, warnings
 import torch
@@ -87,7 +92,7 @@ sys.exit(train_gpt.main(sys.argv[1:]))
 
 @pytest.fixture
 def old_driver(tmp_path, monkeypatch):
-    """Runs the script with some arguments where the driver is too old."""
+    """A function that runs the script on such a machine."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def run(*args, cuda="13.0", **options):
@@ -125,7 +130,11 @@ def test_an_unusable_gpu_with_several_processes_is_one_line(old_driver):
 
 
 def test_the_cpu_can_be_chosen_beside_an_unusable_gpu(old_driver):
-    """--device cpu and an empty CUDA_VISIBLE_DEVICES go on, here to the shards that are missing."""
+    """
+    --device cpu or an empty CUDA_VISIBLE_DEVICES lets the script continue.
+
+    Here it then stops because its shards are missing.
+    """
     missing = ("--train_files", "nothing_*.bin")
     assert_one_line(old_driver("--device", "cpu", *missing), "no shards match nothing_*.bin")
     done = old_driver(*missing, CUDA_VISIBLE_DEVICES="")
@@ -134,12 +143,15 @@ def test_the_cpu_can_be_chosen_beside_an_unusable_gpu(old_driver):
 
 def test_help_beside_an_unusable_gpu(old_driver):
     done = old_driver("--help")
-    assert done.returncode == 0 and "--num_iterations" in done.stdout and done.stderr == ""
+    assert done.returncode == 0
+    assert "--num_iterations" in done.stdout
+    assert done.stderr == ""
 
 
 def test_no_gpu_at_all():
     args, hp = train_gpt.parse_arguments([])
-    assert args.device == "cpu" and hp == TRACKS["mini"]
+    assert args.device == "cpu"
+    assert hp == TRACKS["mini"]
     with pytest.raises(InputError, match="can't use a GPU of this machine.*--device cpu"):
         train_gpt.check_gpus()
 
@@ -159,7 +171,7 @@ CARDS = {
 
 @pytest.fixture
 def cards(monkeypatch):
-    """cards("H100", "T4"): the GPUs that PyTorch finds."""
+    """A function: after cards("H100", "T4"), PyTorch finds these two GPUs."""
 
     def set_up(*names, capabilities=CARDS):
         def capability(i):
@@ -222,7 +234,11 @@ def test_an_old_gpu_is_one_line_before_the_data_is_looked_at(cards, monkeypatch,
 
 @pytest.mark.parametrize("capability", [(9, 4), (7, 0)])
 def test_amd_trains_with_a_bf16_head(cards, monkeypatch, capability):
-    """A capability is another thing there: an MI300 has 9.4. Its FP8 is float8_e4m3fnuz."""
+    """
+    On AMD's GPUs, the compute capability means something else: an MI300 has 9.4.
+
+    Their FP8 format is float8_e4m3fnuz, which our head doesn't support.
+    """
     cards("MI300X", capabilities={"MI300X": capability})
     monkeypatch.setattr(torch.version, "hip", "7.0.51831")
     train_gpt.check_gpus()
@@ -230,10 +246,11 @@ def test_amd_trains_with_a_bf16_head(cards, monkeypatch, capability):
 
 
 class RecordingGPT:
-    """In GPT's place: what build_model asks for."""
+    """Takes the place of GPT, and stores the arguments that build_model passes."""
 
     def __init__(self, hp, dtype, use_fp8):
-        self.dtype, self.use_fp8 = dtype, use_fp8
+        self.dtype = dtype
+        self.use_fp8 = use_fp8
 
     def to(self, device):
         return self
@@ -262,7 +279,7 @@ def test_which_head_the_model_gets(cards, monkeypatch, name, hip, fp8, wanted):
 
 # ------------------------------------------------ rules for GPUs
 def scaled_mm_takes(hp):
-    """Whether PyTorch's own checks of shapes allow the FP8 head's three products."""
+    """Whether PyTorch accepts the shapes of the three matrix products of the FP8 head."""
 
     def product(m, k, n):
         a = torch.empty(m, k, dtype=torch.float8_e4m3fn, device="meta")
@@ -270,7 +287,9 @@ def scaled_mm_takes(hp):
         scale = torch.empty((), device="meta")
         torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
 
-    tokens, channels, vocabulary = hp.train_seq_len, hp.model_dim, hp.padded_vocab_size
+    tokens = hp.train_seq_len
+    channels = hp.model_dim
+    vocabulary = hp.padded_vocab_size
     try:
         product(tokens, channels, vocabulary)  # the logits
         product(tokens, vocabulary, channels)  # the gradient of the input
@@ -297,7 +316,7 @@ def test_the_rule_for_fp8_is_pytorchs(cards, model_dim, vocab_size):
         says = rf"--model_dim {model_dim}: .*multiple of 16; .*--fp8 false"
         with pytest.raises(InputError, match=says):
             train_gpt.check_hyperparameters(hp, 1, "cuda")
-    train_gpt.check_hyperparameters(replace(hp, fp8=False), 1, "cuda")  # the remedy
+    train_gpt.check_hyperparameters(replace(hp, fp8=False), 1, "cuda")  # what the error suggests
     train_gpt.check_hyperparameters(hp, 1)
     cards("A100")  # no FP8
     train_gpt.check_hyperparameters(hp, 1, "cuda")
@@ -314,7 +333,7 @@ def test_the_rule_for_heads(cards):
 
 # ------------------------------------------------ the memory that is free
 def check_fit(rank, world_size, free_mib, wanted):
-    """Each rank sees another free memory, of its own GPU; all get the same length."""
+    """Each rank sees the free memory of its own GPU. All ranks must choose the same length."""
     torch.cuda.mem_get_info = lambda device: (free_mib[rank] * 2**20, 10**12)
     args = argparse.Namespace(fit_memory=True)
     hp = train_gpt.fit_to_memory(args, TRACKS["fineweb"], World(rank, world_size, CPU), {})
@@ -331,7 +350,7 @@ def test_all_ranks_take_the_smallest_free_memory(free_mib, wanted, tmp_path):
 
 
 def test_no_length_breaks_the_sharing_of_a_step():
-    """If some processes can share the track's sequences, they can share the shorter ones too."""
+    """If some processes can share the sequences of the track, they can share shorter ones, too."""
     for mib in (40_000, 20_000, 10_000):
         hp = train_gpt.fitted(TRACKS["fineweb"], mib)
         for world_size in (1, 2, 4, 8):
@@ -365,8 +384,12 @@ sys.exit(train_gpt.main(sys.argv[1:]))
 
 
 def test_a_run_on_gpus_with_different_free_memory(tmp_path):
-    """Two ranks agree and train. Resumed with more memory, the run keeps its length. An option that
-    asks for another length is refused."""
+    """
+    Two ranks agree on a length and train.
+
+    When the run is resumed with more memory, it keeps its length. An option that asks for another
+    length is refused.
+    """
     script = tmp_path / "script.py"
     script.write_text(FREE_MEMORY % dict(root=str(ROOT)), encoding="utf-8")
     write_shard(tmp_path / "train_0.bin", random_tokens(8 * 1024 + 1, seed=1))
@@ -414,16 +437,21 @@ def test_a_run_on_gpus_with_different_free_memory(tmp_path):
 # ------------------------------------------------ other systems
 def test_windows_is_refused_in_one_line(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        f"import sys; sys.platform = 'win32'; sys.path.insert(0, {str(ROOT)!r}); import train_gpt"
-    )
+    lines = [
+        "import sys",
+        "sys.platform = 'win32'",
+        f"sys.path.insert(0, {str(ROOT)!r})",
+        "import train_gpt",
+    ]
+    script.write_text("\n".join(lines))
     done = run_forked([], tmp_path, script=script)
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 1
+    assert done.stdout == ""
     assert re.fullmatch(r"error: .*WSL\n", done.stderr)
 
 
 def test_macos_counts_memory_in_bytes(monkeypatch):
-    """One number that the system gives: KiB on Linux, bytes on macOS."""
+    """The system reports the peak memory in KiB on Linux, and in bytes on macOS."""
     import resource
 
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**30))
@@ -439,7 +467,7 @@ NAN, INF = math.nan, math.inf
 
 
 def check_votes(rank, world_size, losses, signals, wanted):
-    """Each rank sees its own losses of steps 1, 2, ... and its own signal. All ranks decide the same."""
+    """Each rank sees its own losses of steps 1, 2, ... and its own signal. All decide the same."""
     world = World(rank, world_size, CPU)
     train_gpt.stop_signal = signals[rank]
     first_bad_step = torch.tensor(math.inf, dtype=torch.float64)
