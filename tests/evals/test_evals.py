@@ -1,7 +1,9 @@
 """
-Tests of evals/. The forward passes with a cache are compared with those of the training scripts,
-the HellaSwag scores with hand-made answers and with transformers. A server on loopback plays the
-hub.
+Tests of evals/.
+
+They compare the forward passes with a cache with those of the training scripts, and the HellaSwag
+scores with hand-made answers and with transformers. A local server takes the place of the Hugging
+Face hub.
 """
 import contextlib
 import dataclasses
@@ -56,14 +58,17 @@ SPEEDRUN = replace(
 
 @torch.no_grad()
 def randomized(model):
-    """Gives every weight a random value, so that a swap of two would show. Logits are far enough
-    apart for a clear greedy choice."""
+    """
+    Gives every weight a random value, so that a swap of two weights would be noticed.
+
+    The logits are far enough apart for a clear greedy choice.
+    """
     rng = torch.Generator().manual_seed(5)
     for name, p in model.named_parameters():
         values = torch.randn(p.shape, generator=rng)
         if p.ndim < 2:
             p.copy_(0.5 + 0.3 * values)
-        elif "wte" in name:  # tied to the head: with large values, each token would predict itself
+        elif "wte" in name:  # shared with the head: large values make each token predict itself
             p.copy_(0.1 * values)
         elif "emb" in name or "wpe" in name:
             p.copy_(values)
@@ -101,7 +106,7 @@ def metadata_of(name, **changes):
 
 
 def save(name, folder, **changes):
-    """Saves a random model -> the path of its model.safetensors."""
+    """Saves a random model. Returns the path of its model.safetensors."""
     model = CHECKPOINTS[name]().model
     path = folder / "model.safetensors"
     if name == "gpt2":
@@ -143,7 +148,7 @@ def test_speedrun_forward_is_the_models_own(max_window, long_layers, free_layers
     window = train_gpt.get_window_blocks(hp.num_iterations, hp)
     window = torch.tensor(window, dtype=torch.int32)
     logits = models.speedrun_forward(model, inputs)
-    for row in range(2):  # one by one: a mean over both would hide a swap
+    for row in range(2):  # one by one, because a mean over both would hide a swap
         expected = model(inputs[row:row + 1].int(), targets[row:row + 1], window).item()
         loss = F.cross_entropy(logits[row], targets[row]).item()
         assert loss == pytest.approx(expected, rel=1e-4)
@@ -175,7 +180,7 @@ def test_cached_logits_are_those_of_the_whole_text(name):
 
 
 def greedy(checkpoint, prompt, n, use_cache):
-    """-> (n, B) tokens"""
+    """Generates n tokens greedily. Returns a tensor (n, B)."""
     tokens = models.generate(checkpoint, prompt, n, temperature=0, use_cache=use_cache)
     return torch.stack(list(tokens))
 
@@ -183,14 +188,14 @@ def greedy(checkpoint, prompt, n, use_cache):
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("prompt_length, max_tokens", [(1, 60), (10, 100), (250, 20)])
 def test_greedy_decoding_with_and_without_cache(name, prompt_length, max_tokens):
-    """Beyond GPT-2's context of 64 tokens too, and with end-of-text tokens in the prompt."""
+    """Some texts exceed GPT-2's context of 64 tokens. The prompts have end-of-text tokens."""
     checkpoint = CHECKPOINTS[name]()
     prompt = text(3, prompt_length, eot_every=8)
     cached = greedy(checkpoint, prompt, max_tokens, use_cache=True)
     assert torch.equal(cached, greedy(checkpoint, prompt, max_tokens, use_cache=False))
     assert cached.shape == (max_tokens, 3)
-    assert len(cached.unique()) > 3, "a text that only repeats itself would always agree"
-    if name == "gpt2" and prompt_length + max_tokens <= 64:  # the training script's own sampling
+    assert len(cached.unique()) > 3, "the text only repeats itself, so the comparison says nothing"
+    if name == "gpt2" and prompt_length + max_tokens <= 64:  # the training script can do it, too
         whole = checkpoint.model.generate(prompt, max_tokens, temperature=0)
         assert torch.equal(cached.T, whole[:, prompt_length:])
 
@@ -208,8 +213,11 @@ def test_speedrun_context_restarts_alike():
     ("speedrun", 900, 4, 512),  # one of the five layers has no attention
 ])
 def test_a_token_costs_one_query(name, max_tokens, layers, most_keys, monkeypatch):
-    """With a cache, each step after the first runs the layers on one token, against at most the
-    window's keys."""
+    """
+    With a cache, each step after the first runs the layers on one token.
+
+    Its query sees no more keys than the window has.
+    """
     checkpoint = CHECKPOINTS[name]()
     attention = F.scaled_dot_product_attention
     queries = []
@@ -228,8 +236,11 @@ def test_a_token_costs_one_query(name, max_tokens, layers, most_keys, monkeypatc
 
 
 def test_sampling_follows_the_distribution():
-    """The frequencies of the tokens are the softmax of the top_k logits at that temperature.
-    Padding tokens never occur."""
+    """
+    Tokens are as frequent as the softmax of the top_k logits at that temperature says.
+
+    Padding tokens never occur.
+    """
     logits = torch.full((1, 1, 320), 9.0)
     logits[..., :257] = torch.linspace(-1, 1, 257)[torch.randperm(257)]
 
@@ -282,7 +293,7 @@ def test_bfloat16_embeddings_are_evaluated_in_float32(tmp_path):
 
 
 def test_old_models_without_ngrams_load(tmp_path):
-    """Models saved when train_gpt.py had n-gram embeddings have two settings more."""
+    """Earlier versions of train_gpt.py had n-gram embeddings, and saved two more settings."""
     path = save("speedrun", tmp_path, max_ngram=1, ngram_rows=65536)
     assert models.load(str(path)).model.hp.num_layers == 5
 
@@ -291,7 +302,8 @@ def test_old_models_with_ngrams_are_refused(tmp_path):
     path = save("speedrun", tmp_path, max_ngram=5, ngram_rows=32768)
     with pytest.raises(InputError, match=r"n-gram embeddings \(max_ngram 5\)") as e:
         models.load(str(path))
-    assert str(e.value).startswith(f"{path}: ") and "\n" not in str(e.value)
+    assert str(e.value).startswith(f"{path}: ")
+    assert "\n" not in str(e.value)
 
 
 WIDTH = {"gpt2": "n_embd", "speedrun": "model_dim"}
@@ -374,14 +386,15 @@ def test_sample_from_the_command_line(tmp_path):
     assert all(c.isprintable() or c in "\n\t" for c in first.stdout)
 
     one = run_forked([tmp_path, "--n", 1, "--prompt", "Ay"], cwd=tmp_path, script=SAMPLE)
-    assert one.returncode == 0 and one.stdout.startswith("Ay")
+    assert one.returncode == 0
+    assert one.stdout.startswith("Ay")
     bad = run_forked([tmp_path, "--temperature", -1], cwd=tmp_path, script=SAMPLE)
     assert bad.returncode == 2
     assert bad.stderr == "error: --temperature must be at least 0, not -1.0\n"
 
 
 def test_samples_are_the_generators_tokens(tmp_path, monkeypatch, capsys):
-    """Greedy text from the script is the decoded bytes of generate(), up to an end-of-text."""
+    """The script prints the decoded bytes that generate() yields, up to an end-of-text token."""
     import sample
     checkpoint = speedrun_checkpoint()
     save("speedrun", tmp_path)
@@ -396,7 +409,11 @@ def test_samples_are_the_generators_tokens(tmp_path, monkeypatch, capsys):
 
 
 def test_a_text_ends_at_end_of_text(tmp_path, monkeypatch, capsys):
-    """Characters of several tokens, a control character, and one that max_tokens cuts off."""
+    """
+    A text can have characters of several tokens, and control characters.
+
+    It can also end within a character, because of max_tokens.
+    """
     import sample
     save("speedrun", tmp_path)
     steps = [[0xC3, 65], [0xA9, 256], [27, 66], [0xE2, 67]]
@@ -409,14 +426,14 @@ def test_a_text_ends_at_end_of_text(tmp_path, monkeypatch, capsys):
 
 
 def test_offline_nothing_is_downloaded(tmp_path, monkeypatch, capsys):
-    """--offline with GPT-2's vocabulary, or OpenAI's weights, that are not on this machine."""
+    """With --offline, missing files are an error: GPT-2's vocabulary, or OpenAI's weights."""
     import sample
     sys.path.append(str(ROOT / "data"))
     import gpt2_bpe
-    gpt2_bpe.fetch_vocabulary()  # for the second half, which needs the weights alone
+    gpt2_bpe.fetch_vocabulary()  # in the second half, only the weights may be missing
 
     def never(*_):
-        raise AssertionError("downloads")
+        raise AssertionError("sample.py tries to download something")
 
     config = replace(GPT2_BYTES, vocab_size=50257, padded_vocab_size=50257)
     train_gpt2.save_model(train_gpt2.GPT(config), tmp_path / "model.safetensors")
@@ -437,7 +454,7 @@ def test_offline_nothing_is_downloaded(tmp_path, monkeypatch, capsys):
 # HellaSwag
 
 def bigram(table):
-    """A logits_fn: the loss of token b after token a is -log(table[a][b])."""
+    """Returns a logits_fn. The loss of token b after token a is -log(table[a][b])."""
     logits = torch.tensor(table).log()
 
     def logits_fn(ids):
@@ -461,7 +478,7 @@ def test_endings_are_scored_as_by_hand():
     rows = hellaswag_scoring.tokenize(item, words, context=10)
     assert rows == [([3, 0, 1], 1), ([3, 0, 1, 1, 1, 1], 4), ([3, 0, 3], 1), ([3, 0, 1, 2], 2)]
     sums, means = hellaswag_scoring.ending_losses(logits_fn, rows, 4, "cpu")
-    # 0.69, 1.09, 1.39 and 2.77; divided by the lengths, 0.69, 0.27, 1.39 and 1.39
+    # The sums are 0.69, 1.09, 1.39 and 2.77; the means are 0.69, 0.27, 1.39 and 1.39
     expected = torch.tensor([
         math.log(2),
         math.log(2) + 3 * math.log(8 / 7),
@@ -499,7 +516,8 @@ def test_padding_and_other_vocabulary_rows_do_not_count():
 
 
 def random_items(n):
-    pieces = "A man is sitting on a roof. He starts pulling up shingles, then he waves below".split()
+    sentences = "A man is sitting on a roof. He starts pulling up shingles, then he waves below"
+    pieces = sentences.split()
     rng = torch.Generator().manual_seed(1)
 
     def draw(length):
@@ -515,7 +533,11 @@ def random_items(n):
 
 
 def transformers_losses(model, item):
-    """Each ending alone and unpadded, its loss by labels of -100 -> (4, 2): sums and means."""
+    """
+    The sum and the mean of the loss of each ending, a tensor (4, 2).
+
+    Each ending is evaluated alone and without padding. Labels of -100 leave out the context.
+    """
     context = list(item["ctx"].encode())
     losses = []
     for ending in item["endings"]:
@@ -562,7 +584,7 @@ def test_summary_has_standard_errors():
 
 
 def make_items():
-    """Rows as the hub has them, with labels that are strings."""
+    """Rows like those on the hub, whose labels are strings."""
     rows = []
     for i in range(13):
         endings = ["here", "there and back", "gone now", "it"]
@@ -622,7 +644,8 @@ def test_two_processes_count_as_one(tmp_path):
     assert one.stderr == ""
     bad = run_forked([tmp_path, "--data", "nothing.jsonl"], cwd=tmp_path, script=HELLASWAG)
     assert bad.returncode == 2
-    assert bad.stderr.startswith("error: nothing.jsonl: ") and bad.stderr.count("\n") == 1
+    assert bad.stderr.startswith("error: nothing.jsonl: ")
+    assert bad.stderr.count("\n") == 1
 
 
 # -----------------------------------------------------------------------------
@@ -660,7 +683,7 @@ def hub(files):
         server.server_close()
 
 
-# hellaswag.py, with a smallest member of the family that is smaller still
+# Runs hellaswag.py, but "gpt2" is an even smaller model
 LAUNCHER = f"""\
 import runpy, sys
 sys.path.insert(0, {str(ROOT / 'evals')!r})
@@ -671,7 +694,11 @@ runpy.run_path({str(HELLASWAG)!r}, run_name='__main__')
 
 
 def test_weights_and_items_from_the_hub(tmp_path):
-    """`hellaswag.py gpt2` with nothing but a hub: OpenAI's vocabulary, but two thin layers."""
+    """
+    `hellaswag.py gpt2` downloads the weights and the items from the hub.
+
+    The model has OpenAI's vocabulary, but only two thin layers.
+    """
     theirs = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16))
     theirs.save_pretrained(tmp_path)
     write_items(tmp_path)
@@ -694,6 +721,8 @@ def test_weights_and_items_from_the_hub(tmp_path):
         result = run_script(args, cwd=tmp_path, script=launcher, **settings)
         missing = run_forked(["gpt2-medium"], cwd=tmp_path, script=launcher, **settings)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.startswith("hellaswag acc:") and result.stdout.endswith(" items:4\n")
+    assert result.stdout.startswith("hellaswag acc:")
+    assert result.stdout.endswith(" items:4\n")
     assert missing.returncode == 2
-    assert missing.stderr.startswith("error: cannot download gpt2-medium from the Hugging Face hub")
+    message = "error: cannot download gpt2-medium from the Hugging Face hub"
+    assert missing.stderr.startswith(message)
