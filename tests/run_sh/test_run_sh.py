@@ -1,4 +1,8 @@
-"""run.sh: environments, packages, interruptions, GPUs. All that it starts is a stub."""
+"""
+Tests of run.sh: environments, packages, interruptions, GPUs.
+
+All programs that it starts are stubs.
+"""
 
 import ast
 import os
@@ -35,14 +39,14 @@ def checkout(tmp_path):
 
 
 def run_sh(checkout, *arguments, **changes):
-    return run(
-        ["./run.sh", *arguments], checkout, environment(checkout.parent, **changes), timeout=120
-    )
+    variables = environment(checkout.parent, **changes)
+    return run(["./run.sh", *arguments], checkout, variables, timeout=120)
 
 
 def assert_trains(done):
     assert done.code == 0, done.output
-    assert "stub trains" in done.output and "Traceback" not in done.output, done.output
+    assert "stub trains" in done.output, done.output
+    assert "Traceback" not in done.output, done.output
 
 
 def assert_line(done, *words, code=2):
@@ -51,14 +55,14 @@ def assert_line(done, *words, code=2):
 
 
 # -----------------------------------------------------------------------------
-# .venv and what is in it
+# .venv and its packages
 
 
 def test_a_second_start_installs_nothing(checkout):
     first = run_sh(checkout, "--seed", "3")
     assert_trains(first)
     assert "stub trains ['--seed', '3']" in first.output
-    assert len(calls(checkout.parent)) == 2  # PyTorch, and all of the requirements
+    assert len(calls(checkout.parent)) == 2  # one for PyTorch, one for all requirements
     again = run_sh(checkout)
     assert_trains(again)
     assert again.output.splitlines()[0] == "run.sh: training on the CPU"
@@ -80,14 +84,16 @@ def test_commands_install_what_they_need(checkout):
     assert_trains(run_sh(checkout))
     assert "tools_package" not in os.listdir(next((checkout / ".venv").rglob("site-packages")))
     done = run_sh(checkout, "compare", "--runs", "2")
-    assert done.code == 0 and "stub compares ['--runs', '2']" in done.output, done.output
+    assert done.code == 0, done.output
+    assert "stub compares ['--runs', '2']" in done.output, done.output
     assert "installing tools_package==1.0\n" in done.output
     assert_trains(run_sh(checkout, "--num_runs", "2"))
 
 
 def imported_packages(*scripts):
-    """The packages that scripts import, wherever they do: not Python's own, nor ours."""
-    ours = {path.stem for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
+    """The packages that scripts import anywhere in their code, without Python's own and ours."""
+    ours = {path.stem for path in ROOT.glob("*/*.py")}
+    ours |= {path.stem for path in ROOT.glob("*.py")}
     names = set()
     for script in scripts:
         for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
@@ -114,7 +120,11 @@ def test_requirements_name_what_is_imported():
 
 
 def test_pytorch_is_imported_while_the_data_is_made(checkout):
-    """Once more than by training, after an installation alone."""
+    """
+    After an installation, run.sh imports PyTorch while it makes the data.
+
+    Training imports it, too. So this run imports it twice, and the next one once.
+    """
     mark = checkout.parent / "imports"
     torch = f"open({str(mark)!r}, 'a').write('x')\n"
     assert_trains(run_sh(checkout, TORCH=torch, DATA_SECONDS="1"))
@@ -127,13 +137,14 @@ def test_pytorch_is_imported_while_the_data_is_made(checkout):
 
 
 def test_an_environment_of_the_users_own_stays(checkout):
-    """Made by hand, with another version: it has no file that says it is ready, but it is whole."""
+    """An environment that was made by hand has no file `ready`. If it is complete, it stays."""
     assert_trains(run_sh(checkout))
     (checkout / ".venv" / "ready").unlink()
     (checkout / ".venv" / "mine").write_text("")
     calls(checkout.parent)
     assert_trains(run_sh(checkout))
-    assert (checkout / ".venv" / "mine").exists() and (checkout / ".venv" / "ready").exists()
+    assert (checkout / ".venv" / "mine").exists()
+    assert (checkout / ".venv" / "ready").exists()
     assert calls(checkout.parent) == []
 
 
@@ -157,7 +168,7 @@ def test_what_an_interruption_left_is_repaired(checkout, damage):
     done = run_sh(checkout)
     assert_trains(done)
     again = "making the virtual environment .venv again, as it is incomplete" in done.output
-    assert again == (damage != "no metadata")  # then PyTorch alone is installed
+    assert again == (damage != "no metadata")  # without metadata, only PyTorch is installed again
     assert (checkout / ".venv" / "ready").exists()
 
 
@@ -170,10 +181,10 @@ def test_the_active_environment_is_used_as_it_is(checkout):
     assert_trains(done)
     assert f"{theirs}/bin/python" in done.output
     assert not (checkout / ".venv").exists()
-    write(checkout.parent / "old" / "python", "#!/bin/sh\nexit 3\n", executable=True)
-    done = run_sh(
-        checkout, VIRTUAL_ENV="/their/environment", PATH=f"{checkout.parent / 'old'}:{path}"
-    )
+
+    old = checkout.parent / "old"
+    write(old / "python", "#!/bin/sh\nexit 3\n", executable=True)
+    done = run_sh(checkout, VIRTUAL_ENV="/their/environment", PATH=f"{old}:{path}")
     assert_line(done, "/their/environment", "3.11", "deactivate")
 
 
@@ -201,9 +212,10 @@ def test_the_systems_pytorch_is_used(checkout, version):
     site = system_torch(checkout, version)
     done = run_sh(checkout)
     assert_trains(done)
-    assert f"the system's PyTorch {version}\n" in done.output and f"{site}/torch" in done.output
+    assert f"the system's PyTorch {version}\n" in done.output
+    assert f"{site}/torch" in done.output
     assert "include-system-site-packages = true" in (checkout / ".venv" / "pyvenv.cfg").read_text()
-    assert len(calls(checkout.parent)) == 1  # of the others
+    assert len(calls(checkout.parent)) == 1  # for the other packages
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "1.13.1", "2.10.0a0+git12"])
@@ -256,7 +268,8 @@ def test_pypi_where_that_index_is_down(checkout):
     done = run_sh(checkout, INDEX_IS_DOWN="1")
     assert_trains(done)
     assert torch_calls(checkout) == []
-    assert "http://torch.invalid/cpu doesn't answer" in done.output and "up to 5 GB" in done.output
+    assert "http://torch.invalid/cpu doesn't answer" in done.output
+    assert "up to 5 GB" in done.output
 
 
 @pytest.mark.parametrize(
@@ -272,7 +285,8 @@ def test_the_users_settings_of_pip_come_first(checkout, setting):
     done = run_sh(checkout, PIP_SETTINGS=f"global.timeout='60'\n{setting}", INDEX_IS_DOWN="1")
     assert_trains(done)
     assert torch_calls(checkout) == []
-    assert "pip settings" in done.output and "doesn't answer" not in done.output
+    assert "pip settings" in done.output
+    assert "doesn't answer" not in done.output
 
 
 def test_other_settings_of_pip_do_not(checkout):
@@ -298,13 +312,12 @@ def test_with_an_amd_gpu_it_is_rocms(checkout):
     done = run_sh(checkout, "--track", "mini", USABLE="1", TORCH_HIP="7.2")
     assert_trains(done)
     (call,) = torch_calls(checkout)
-    assert (
-        "--index-url http://torch.invalid/rocm7.2 torch==2.13.0" in call and "--no-deps" not in call
-    )
+    assert "--index-url http://torch.invalid/rocm7.2 torch==2.13.0" in call
+    assert "--no-deps" not in call
 
 
 # -----------------------------------------------------------------------------
-# What goes wrong
+# Failures
 
 
 @pytest.mark.parametrize(
@@ -340,26 +353,25 @@ def test_pip_fails(checkout, error, words):
 
 def test_pips_chatter_is_not_shown(checkout):
     pip = checkout.parent / "bin" / "pip" / "__main__.py"
-    pip.write_text(
-        pip.read_text()
-        + "\nprint('WARNING: Location is ignored', file=sys.stderr)\nprint('Collecting')\n"
-    )
+    chatter = "\nprint('WARNING: Location is ignored', file=sys.stderr)\nprint('Collecting')\n"
+    pip.write_text(pip.read_text() + chatter)
     done = run_sh(checkout)
     assert_trains(done)
-    assert "WARNING" not in done.output and "Collecting" not in done.output
+    assert "WARNING" not in done.output
+    assert "Collecting" not in done.output
     assert len(done.output.splitlines()) <= 6, done.output
 
 
 def test_data_that_fails_says_so_itself(checkout):
     write(checkout / "data" / "shakespeare.py", "import sys\nsys.exit('error: no wheel')\n")
     done = run_sh(checkout)
-    assert (
-        done.code == 1 and done.output.endswith("error: no wheel\n") and "trains" not in done.output
-    )
+    assert done.code == 1
+    assert done.output.endswith("error: no wheel\n")
+    assert "trains" not in done.output
 
 
 # -----------------------------------------------------------------------------
-# Interruptions, and two at once
+# Interruptions, and two runs at the same time
 
 PHASES = {
     "VENV_SECONDS": "making the virtual environment",
@@ -369,14 +381,14 @@ PHASES = {
 
 
 def start_until(checkout, words, **changes):
-    """Start run.sh and wait until it says these words. -> the process"""
+    """Starts run.sh and waits until it prints these words. Returns the process."""
     process = start(["./run.sh"], checkout, environment(checkout.parent, **changes))
     said = ""
     for line in process.stdout:
         said += line
         if words in line:
             return process
-    raise AssertionError(f"never said {words!r}: {said}")
+    raise AssertionError(f"run.sh has not printed {words!r}, only: {said}")
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -396,7 +408,11 @@ def test_a_signal_breaks_nothing(checkout, phase, number, code):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_moment(checkout, number, code):
-    """Ever later, until a run trains: none says more than that it was stopped."""
+    """
+    Sends the signal later and later, until a run gets as far as the training.
+
+    A stopped run must print nothing but one line that says so.
+    """
     delay = 0.02
     while True:
         process = start(["./run.sh"], checkout, environment(checkout.parent, TRAIN_SECONDS="0"))
@@ -406,11 +422,8 @@ def test_a_signal_at_any_moment(checkout, number, code):
         if "training on" in done.output:
             break
         assert done.code in (code, -number), done.output
-        said = [
-            line
-            for line in done.output.splitlines()
-            if not re.match("run.sh: (making|installing|waiting)", line)
-        ]
+        progress = "run.sh: (making|installing|waiting)"
+        said = [line for line in done.output.splitlines() if not re.match(progress, line)]
         assert len(said) <= 1, done.output
         delay *= 1.3
     assert_trains(run_sh(checkout))
@@ -431,7 +444,7 @@ def test_two_at_once(checkout):
     assert_trains(finish(first))
     assert_trains(second)
     assert second.output.startswith("run.sh: waiting for another ./run.sh")
-    assert len(calls(checkout.parent)) == 2  # one installation
+    assert len(calls(checkout.parent)) == 2  # only one of the two installed packages
 
 
 def test_nobody_waits_for_training(checkout):
@@ -439,7 +452,8 @@ def test_nobody_waits_for_training(checkout):
     first = start_until(checkout, "stub trains", TRAIN_SECONDS="60")
     second = run_sh(checkout)
     assert_trains(second)
-    assert first.poll() is None and "waiting" not in second.output
+    assert first.poll() is None
+    assert "waiting" not in second.output
     kill_group(first, signal.SIGKILL)
     finish(first)
 
@@ -458,14 +472,14 @@ def test_any_path(tmp_path, name):
     checkout = make_checkout(tmp_path, name)
     done = run_sh(checkout)
     assert_trains(done)
-    executable, module = re.search(
-        r"stub trains \[\] (.*/bin/python) (.*torch.__init__.py)", done.output
-    ).groups()
+    paths = r"stub trains \[\] (.*/bin/python) (.*torch.__init__.py)"
+    executable, module = re.search(paths, done.output).groups()
     if name.startswith("plain"):
         assert executable == f"{checkout}/.venv/bin/python"
         assert not (tmp_path / "home").exists()
     else:
-        assert name not in executable and name not in module
+        assert name not in executable
+        assert name not in module
         assert Path(module).samefile(next((checkout / ".venv").rglob("torch/__init__.py")))
     assert "installing" not in run_sh(checkout).output
 
@@ -473,18 +487,19 @@ def test_any_path(tmp_path, name):
 def test_a_special_path_where_no_link_can_be_made(tmp_path):
     checkout = make_checkout(tmp_path, "with space")
     (tmp_path / "file").write_text("")
-    for changes in (
+    choices = [
         dict(HOME="/dev/null"),
         dict(HOME=None),
         dict(XDG_CACHE_HOME=f"{tmp_path}/a b"),
-    ):
+    ]
+    for changes in choices:
         done = run_sh(checkout, **changes)
         assert_trains(done)
         assert f"{checkout}/.venv/bin/python" in done.output
 
 
 def test_a_colon_in_the_path(tmp_path):
-    """Python's venv refuses it."""
+    """Python's venv refuses such a path."""
     assert_line(run_sh(make_checkout(tmp_path, "a:b")), "a:b has a colon", "move")
 
 
@@ -499,7 +514,7 @@ def test_called_from_elsewhere(checkout):
 
 @pytest.fixture
 def with_gpus(checkout):
-    """A checkout with its packages, on a machine whose nvidia-smi lists two GPUs."""
+    """A checkout with installed packages, on a machine whose nvidia-smi lists two GPUs."""
     assert_trains(run_sh(checkout))
     write_program(checkout.parent, "nvidia-smi", NVIDIA_SMI)
     return checkout
@@ -532,18 +547,17 @@ def test_an_amd_gpu_that_pytorch_cannot_use(checkout):
 
 
 def test_gpus_are_used(with_gpus):
-    """The launcher is a stub as well."""
+    """run.sh starts torchrun. The launcher is a stub, too."""
     site = next((with_gpus / ".venv").rglob("site-packages"))
     write(
         site / "torch" / "distributed" / "run.py",
         "import sys\nprint('stub launches', sys.argv[1:])\n",
     )
     done = run_sh(with_gpus, "--seed", "1", USABLE="2", TORCH_CUDA="13.0")
-    assert done.code == 0 and "run.sh: training on 2 of 2 GPUs" in done.output, done.output
-    assert (
-        "stub launches ['--standalone', '--nproc_per_node=2', 'train_gpt.py', '--seed', '1']"
-        in done.output
-    )
+    assert done.code == 0, done.output
+    assert "run.sh: training on 2 of 2 GPUs" in done.output, done.output
+    words = ["--standalone", "--nproc_per_node=2", "train_gpt.py", "--seed", "1"]
+    assert f"stub launches {words}" in done.output
     assert (with_gpus / "data" / "fineweb10B").exists()
 
 
@@ -551,7 +565,7 @@ def test_gpus_are_used(with_gpus):
     "gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4), (3, "mini", 2)]
 )
 def test_as_many_processes_as_fit(tmp_path, monkeypatch, gpus, track, processes):
-    """The question that run.sh asks of the real train_gpt.py."""
+    """run.sh asks train_gpt.py for the number of processes. Here it is the real train_gpt.py."""
     text = (ROOT / "run.sh").read_text(encoding="utf-8")
     question = re.search(r"^ask_processes='\n(.*?)^'$", text, re.M | re.S)[1]
     monkeypatch.setattr(sys, "argv", ["-c", str(gpus), "--track", track])
@@ -565,13 +579,13 @@ def test_as_many_processes_as_fit(tmp_path, monkeypatch, gpus, track, processes)
 
 
 def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(checkout):
-    """A file where the folder should be: nothing can be written to it, whoever asks."""
+    """There is a file where the folder should be. Even root can't write files into it."""
     write(checkout.parent / "file", "")
     done = run_sh(checkout, TORCHINDUCTOR_CACHE_DIR=checkout.parent / "file")
     assert_trains(done)
     home = checkout.parent / "home" / ".cache" / "torchinductor"
     assert f"compiled code goes to {home}, as {checkout.parent / 'file'}" in done.output
-    assert list(home.iterdir()) == []  # the probe is gone
+    assert list(home.iterdir()) == []  # run.sh has removed its test file
 
 
 def test_a_folder_that_holds_compiled_code_is_kept(checkout):
@@ -582,7 +596,11 @@ def test_a_folder_that_holds_compiled_code_is_kept(checkout):
 
 
 def test_our_environment_keeps_compiled_modules(checkout):
-    """Containers often set PYTHONDONTWRITEBYTECODE, with which every start compiles all of PyTorch's modules again."""
+    """
+    Containers often set PYTHONDONTWRITEBYTECODE.
+
+    Then Python would compile all modules of PyTorch again at every start.
+    """
     assert_trains(run_sh(checkout, PYTHONDONTWRITEBYTECODE="1"))
     site = next((checkout / ".venv").rglob("site-packages"))
     assert list((site / "torch").rglob("*.pyc"))
