@@ -390,7 +390,7 @@ def test_a_document_is_a_scene(built):
             assert b"\n**" in document  # somebody speaks
             headings = list(SCENE_HEADING.finditer(document))
             assert len(headings) in (1, 2)
-            # there are two only if nobody speaks between them
+            # A second heading is only allowed if nobody speaks before it
             assert b"\n**" not in document[:headings[-1].start()]
 
 
@@ -398,7 +398,7 @@ def test_shakespeare_skips_whole_shards_and_replaces_others(built, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(built[0], out)
     times = modification_times(out)
-    # nothing to do needs no network: pip would fail here
+    # All shards are there, so the script needs no network. With these settings, pip would fail.
     offline = {
         "PIP_INDEX_URL": "http://127.0.0.1:9/",
         "PIP_RETRIES": "0",
@@ -425,7 +425,7 @@ def test_a_wheel_with_another_hash_is_not_used():
 
 
 # -----------------------------------------------------------------------------
-# cached_fineweb10B.py, against a server that plays the hub
+# cached_fineweb10B.py, with a local server in place of the hub
 
 class Hub(http.server.ThreadingHTTPServer):
     """

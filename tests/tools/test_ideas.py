@@ -312,8 +312,7 @@ def test_the_page_is_current():
     assert page == idea_pages.page(idea_pages.FOLDER), hint
 
 
-# Small data and four steps. The model is that of mini, because patches depend on its layers and
-# heads.
+# The data are small, but the model is that of mini: patches depend on its layers and heads.
 FOUR_STEPS = dict(
     train_files="train.bin",
     val_files="val.bin",

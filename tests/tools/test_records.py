@@ -50,7 +50,8 @@ SMI_HEAD = (
     "| NVIDIA-SMI 535.183.06             Driver Version: 535.183.06   CUDA Version: 12.2     |"
 )
 SMI = "\n".join([SMI_HEAD, *(SMI_ROW.format(i=i) for i in range(8))])
-FASTER = (90_000, 90_300, 89_900, 90_200)  # training times in ms; make_runs() takes about 100 s
+# Training times in ms. The runs of make_runs() take about 100 s by default.
+FASTER = (90_000, 90_300, 89_900, 90_200)
 
 
 def our_log(
@@ -677,7 +678,7 @@ def test_a_valid_submission(tmp_path):
     assert data["summary"]["p_value"] == pytest.approx(expected)
     assert run("verify.py", "runs", "--target", "1.48", cwd=tmp_path).returncode == 1
     assert run("verify.py", "runs", "--target", "nan", cwd=tmp_path).returncode == 2
-    # If one of the given logs is missing, the others are not enough
+    # If one of the given logs is missing, the result is not valid
     assert run("verify.py", "runs", "missing.txt", cwd=tmp_path).returncode == 2
     done = run("verify.py", "runs", "missing.txt", "--json", cwd=tmp_path)
     assert not json.loads(done.stdout)["valid"]

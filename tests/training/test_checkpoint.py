@@ -40,7 +40,7 @@ from util import (
     write_shard,
 )
 
-STEPS = 12  # of a run
+STEPS = 12  # training steps of a run
 EVERY = 3  # steps from one checkpoint to the next
 TINY = dict(
     num_layers=4,
@@ -430,7 +430,7 @@ def wait_for_a_random_moment(job, rng):
     def there():
         if job.done():
             return True
-        if steps < 0:  # while it starts
+        if steps < 0:  # a moment while the job starts
             return True
         return job.steps() >= steps and bool(job.out)
 
@@ -757,7 +757,8 @@ def test_damaged_checkpoint_is_refused(kind, shards, stopped, whole):
     with pytest.raises(train_gpt.InputError, match=says) as error:
         train_gpt.read_checkpoint(str(newest.parent), "")
     assert "\n" not in str(error.value)
-    if kind in ("a bit flipped in the middle", "hostile, among the rest"):  # these with whole runs
+    # Only two kinds are also tested with whole runs, which take longer
+    if kind in ("a bit flipped in the middle", "hostile, among the rest"):
         before = contents(stopped)
         resume(shards, stopped).fails(r"step000006\.pt is damaged")
         assert contents(stopped) == before
@@ -802,7 +803,7 @@ def test_full_disk_for_a_checkpoint(shards, stopped, whole):
     limit = min(map(len, before.values())) - 1000
     job = resume(shards, stopped, hook=partial(file_size_limit, limit))
     job.fails("can't write", r"step000009\.pt")
-    assert contents(stopped / "checkpoints") == before  # and no half-written file
+    assert contents(stopped / "checkpoints") == before  # there is no half-written file
     resume(shards, stopped).succeeds()
     assert_same_run(stopped, whole)
 
@@ -1069,7 +1070,7 @@ def ends(launcher):
 STANDALONE = ("--standalone", "--nproc_per_node=2")
 # torchrun prints this when it kills a process that ignored its signal for 30 s
 KILLED = "forcefully exiting"
-# four quick steps, then slow ones
+# The first four steps are quick, the others are slow
 SLOW_LATER = dict(QUICK_STEPS="4", SLOW="1")
 
 
