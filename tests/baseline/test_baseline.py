@@ -1,6 +1,8 @@
 """
-Tests of baseline/: the model against transformers, micro-batches against one large batch, two
-processes against one, its data against train_gpt.py's.
+Tests of baseline/.
+
+They compare the model with transformers, micro-batches with one large batch, two processes with
+one, and the data with those of train_gpt.py.
 """
 import dataclasses
 import gc
@@ -44,7 +46,7 @@ import train_gpt2
 from train_gpt2 import GPT, GPTConfig, Hyperparameters, InputError
 
 CPU = torch.device("cpu")
-# A model that trains in a second. In float32, so that sums in another order agree closely.
+# A model that trains in a second. It uses float32, so that sums in another order agree closely.
 TINY = {
     "n_layer": 2,
     "n_head": 2,
@@ -78,7 +80,7 @@ def command_line(**changes):
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """An empty folder to run in, with byte shards: two for training, one for validation."""
+    """The current folder of the test. It has byte shards: two for training, one for validation."""
     folder = tmp_path / "data" / "shakespeare"
     folder.mkdir(parents=True)
     write_shard(folder / "shakespeare_train_000000.bin", random_tokens(1500, seed=0))
@@ -93,7 +95,7 @@ def newest(paths):
 
 
 def run_here(folder, **changes):
-    """Calls main() in this process. -> the text of its log"""
+    """Calls main() in this process. Returns the text of its log."""
     train_gpt2.main(command_line(**changes))
     return newest((folder / "logs").glob("*.txt")).read_text()
 
@@ -112,12 +114,17 @@ def hf_model(n_layer, n_head, n_embd):
     )
     model = GPT2LMHeadModel(config).eval()
     for p in model.parameters():
-        p.normal_(std=0.2)  # biases and LayerNorm gains too: 0 and 1 would hide a mistake
+        p.normal_(std=0.2)  # also biases and LayerNorm gains, because 0 and 1 would hide mistakes
     return model
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("n_layer, n_head, n_embd", [(1, 1, 16), (2, 2, 32), (3, 4, 48), (2, 5, 40)])
+@pytest.mark.parametrize("n_layer, n_head, n_embd", [
+    (1, 1, 16),
+    (2, 2, 32),
+    (3, 4, 48),
+    (2, 5, 40),
+])
 def test_logits_are_those_of_transformers(tmp_path, n_layer, n_head, n_embd):
     theirs = hf_model(n_layer, n_head, n_embd)
     theirs.save_pretrained(tmp_path)
@@ -132,8 +139,11 @@ def test_logits_are_those_of_transformers(tmp_path, n_layer, n_head, n_embd):
 
 
 def test_openai_keys_must_match(tmp_path):
-    """OpenAI's own files have no prefix and two mask buffers a layer. Any other difference is
-    named."""
+    """
+    OpenAI's own files have no prefix, and two mask buffers in each layer.
+
+    Any other difference is an error that names the key.
+    """
     hf_model(2, 2, 32).save_pretrained(tmp_path)
     good = {}
     for key, tensor in load_file(tmp_path / "model.safetensors").items():
@@ -161,7 +171,10 @@ def test_openai_keys_must_match(tmp_path):
         (good | {"h.2.ln_1.weight": torch.ones(32)}, "unexpected key h.2.ln_1.weight"),
         (without_bias, "h.0.attn.c_attn.bias is missing"),
         (good | {"h.1.mlp.c_fc.weight": torch.ones(128, 32)}, "h.1.mlp.c_fc.weight has shape"),
-        (good | {"lm_head.weight": good["wte.weight"] + 1}, "lm_head.weight differs from the token"),
+        (
+            good | {"lm_head.weight": good["wte.weight"] + 1},
+            "lm_head.weight differs from the token",
+        ),
     ]:
         with pytest.raises(InputError, match=re.escape(message)):
             load(bad)
@@ -219,7 +232,7 @@ def test_encoding():
 # Settings
 
 def test_mini_is_the_mini_of_train_gpt():
-    """Losses compare only if the data, the target and the sequence length are the same."""
+    """Losses can be compared only if the data, the target and the sequence length are the same."""
     ours = train_gpt2.TRACKS["mini"]
     theirs = train_gpt.TRACKS["mini"]
     for name in ("train_files", "val_files", "val_tokens", "target_val_loss", "vocab_size"):
@@ -289,8 +302,8 @@ def test_four_micro_steps_are_one_large_batch():
     parts, loss4, norm4 = one_step(tiny_hp(micro_batch=4), inputs, targets)
     assert loss4 == pytest.approx(loss, rel=1e-6)
     assert norm4 == pytest.approx(norm, rel=1e-5)
-    # Adam's first step is about lr * sign(gradient), and rounding flips a few signs of gradients
-    # near zero. So the mean difference is checked and not the largest.
+    # Adam's first step is about lr * sign(gradient). Rounding changes the sign of a few gradients
+    # near zero, so the test checks the mean difference and not the largest.
     pairs = zip(whole.parameters(), parts.parameters())
     differences = torch.cat([(a - b).flatten().abs() for a, b in pairs])
     assert differences.mean() < 1e-3 * tiny_hp().learning_rate
@@ -318,7 +331,7 @@ def test_gradient_norm_is_clipped_and_true():
 
 @torch.no_grad()
 def set_weights(model):
-    """The same weights whatever the padding of the vocabulary."""
+    """Sets the same weights, whether the vocabulary is padded or not."""
     for name, p in model.named_parameters():
         rng = torch.Generator().manual_seed(len(name))
         rows = 320 if name == "wte.weight" else len(p)
@@ -355,8 +368,8 @@ def test_training_batches_are_those_of_the_main_script(workplace, world_size):
             hp.train_files, hp.batch_tokens, rank, world_size, 257
         )
         theirs = list(theirs)
-        assert len(theirs) == 2 + 5  # 1500 and 2600 tokens in batches of 512 plus one
-        theirs.append(theirs[0])  # after the last shard comes the first
+        assert len(theirs) == 2 + 5  # the shards have 1500 and 2600 tokens, a batch needs 512 + 1
+        theirs.append(theirs[0])  # after the last shard, the first one is read again
         for (x, y), (inputs, targets) in zip(ours, theirs):
             assert torch.equal(x.flatten(), inputs.long())
             assert torch.equal(y.flatten(), targets)
@@ -408,8 +421,10 @@ def test_the_log(workplace, capsys):
     log = run_here(workplace, samples=1)
     source, machine, rest = log.split("\n" + "=" * 100 + "\n", 2)
     assert source == SCRIPT.read_text()
-    assert "Running PyTorch" in machine and "cores" in machine
-    assert str(workplace) not in rest and str(ROOT) not in rest
+    assert "Running PyTorch" in machine
+    assert "cores" in machine
+    assert str(workplace) not in rest
+    assert str(ROOT) not in rest
 
     lines = rest.strip().splitlines()
     settings = json.loads(lines[0].removeprefix("hyperparameters: "))
@@ -475,7 +490,7 @@ def test_two_processes_are_one(workplace):
 
 
 def main_then_what_is_left(rank, port, folder):
-    """Runs one rank's main(). When it leaves the process group, no DDP object may exist."""
+    """Runs main() of one rank. When it leaves the process group, no DDP object may exist."""
     os.environ.update(rank_env(rank, 2, port))
     os.chdir(folder)
     leave = dist.destroy_process_group
@@ -493,8 +508,11 @@ def main_then_what_is_left(rank, port, folder):
 
 
 def test_the_group_ends_after_what_uses_it(workplace):
-    """A reducer that outlives the group joins gloo's threads while it holds the GIL, and a thread
-    may be waiting for the GIL."""
+    """
+    DDP's reducer must not outlive the process group.
+
+    Otherwise it waits for gloo's threads while it holds the GIL, and a thread may need the GIL.
+    """
     start_processes(main_then_what_is_left, 2, free_port(), str(workplace))
 
 
@@ -511,12 +529,13 @@ def test_loss_falls_on_a_tiny_corpus(workplace):
         target_val_loss=1.0,
     )
     losses = val_losses(log)
-    assert losses[0] > 5 and losses[120] < 1.0
+    assert losses[0] > 5
+    assert losses[120] < 1.0
     assert "\ntarget 1.0: met at step 120 after " in log
 
 
 def test_compiled_run_agrees(workplace):
-    """The one run with torch.compile, in a process of its own, has the same losses."""
+    """A compiled run has the losses of an uncompiled one. It is the only compiled run here."""
     result = run_script(
         command_line(compile=True, n_layer=1),
         cwd=workplace,
@@ -558,7 +577,8 @@ def test_hellaswag_during_training(workplace, monkeypatch):
 def test_impossible_settings(workplace, changes, message):
     with pytest.raises(InputError) as e:
         train_gpt2.check(tiny_hp(**changes), world_size=1)
-    assert message in str(e.value) and "\n" not in str(e.value)
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("header, message", [
@@ -584,7 +604,7 @@ def test_tokens_outside_the_vocabulary(workplace):
     (run_forked, {"learning_rate": 1e30, "val_loss_every": 0}, "error: step "),
 ])
 def test_errors_are_one_line(workplace, run, changes, message):
-    """From the command line: a bad setting, and a loss that becomes infinite."""
+    """Runs the script with a bad setting, and with one that makes the loss infinite."""
     result = run(command_line(**changes), cwd=workplace, script=SCRIPT)
     assert result.returncode == 2
     assert result.stderr.startswith(message), result.stderr
@@ -633,7 +653,7 @@ SMI = """+-----+
     ("cat <<'EOF'\n" + SMI + "EOF", "2x NVIDIA H100 80GB HBM3"),
 ])
 def test_a_gpu_with_and_without_nvidia_smi(tmp_path, monkeypatch, script, found):
-    """The log names the GPUs in any case, so that the tools know the hardware. It has no paths."""
+    """The log always names the GPUs, so that the tools know the hardware. It contains no paths."""
     sys.path.append(str(ROOT / "tools"))
     import log_parsing
     if script is not None:
@@ -650,7 +670,7 @@ def test_a_gpu_with_and_without_nvidia_smi(tmp_path, monkeypatch, script, found)
 
 
 def test_peak_memory_on_other_systems(monkeypatch):
-    """Linux counts KiB, macOS counts bytes, and Windows has no such module."""
+    """Linux counts in KiB, macOS counts in bytes, and Windows has no module `resource`."""
     usage = types.SimpleNamespace(ru_maxrss=3 * 2**20)
     resource = types.SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
     monkeypatch.setitem(sys.modules, "resource", resource)
@@ -661,7 +681,7 @@ def test_peak_memory_on_other_systems(monkeypatch):
     assert train_gpt2.peak_memory_mib(CPU) is None
 
 
-# prints the variable when torch is about to be imported
+# Prints the variable when torch is about to be imported
 WATCH_TORCH = f"""\
 import os, sys
 sys.path.append({str(BASELINE)!r})
@@ -683,7 +703,11 @@ import train_gpt2
     ("native", "native"),
 ])
 def test_what_the_baseline_compiles_for(mine, wanted):
-    """The same as train_gpt.py, and before torch is imported. The user's own setting stays."""
+    """
+    The baseline sets the same variable as train_gpt.py, before it imports torch.
+
+    A user's own setting stays.
+    """
     environment = dict(os.environ)
     environment.pop("TORCHINDUCTOR_CPP_MARCH", None)
     if mine is not None:
