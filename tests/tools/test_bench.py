@@ -1,4 +1,4 @@
-"""tools/bench.py and tools/flops.py on a CPU: FLOPs, tables, errors and a whole benchmark."""
+"""Tests of tools/bench.py and tools/flops.py on a CPU: FLOPs, tables, errors, a whole benchmark."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def test_visible_pairs(num_seqs, length, eot_every, window):
 def test_model_flops_against_pytorch():
     """PyTorch's FlopCounterMode counts the products with weights as mm, and the attention as bmm.
 
-    It counts all pairs that the portable attention computes. The model's FLOPs only have visible ones.
+    PyTorch counts all pairs that the portable attention computes. We only count visible pairs.
     """
     window = 4
     tokens = torch.randint(0, 299, (1, 512), dtype=torch.int32)
@@ -79,7 +79,7 @@ def test_model_flops_against_pytorch():
     counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     assert set(counts) == {"aten.mm", "aten.bmm"}
     docs = torch.zeros(512, dtype=torch.int32)
-    # two layers have the long window of 4 blocks, three the short one of 2
+    # Two layers have the long window of 4 blocks. Three have the short one of 2 blocks.
     pairs = 2 * flops.visible_pairs(docs, 4) + 3 * flops.visible_pairs(docs, 2)
     attention = 12 * 2 * 16 * pairs
     assert flops.model_flops(TINY, docs, window) == counts["aten.mm"] + attention
@@ -87,7 +87,7 @@ def test_model_flops_against_pytorch():
 
 
 def test_model_flops_of_fineweb_by_hand():
-    """One document of 128 tokens is one block: 128 * 129 / 2 pairs in each of eleven layers."""
+    """One document of 128 tokens is one block. It has 128 * 129 / 2 pairs in each of 11 layers."""
     attention_weights = 11 * 4 * 768 * 768
     mlp_weights = 12 * 8 * 768 * 768
     head_weights = 768 * 50304
@@ -148,7 +148,7 @@ def measured(tmp_path_factory):
 
 
 def numbers(row):
-    """The last four cells: ms, GFLOP, GFLOP/s and % of peak."""
+    """The last four cells of a row: ms, GFLOP, GFLOP/s and % of peak."""
     cells = row.split()[-4:]
     return [float(cell.replace(",", "")) for cell in cells]
 
@@ -157,14 +157,15 @@ def test_figures_agree(measured):
     _, figures = measured
     assert figures["micro-step tokens"] == 256
     assert figures["step tokens"] == 512
-    for name in (
+    positive = [
         "forward ms",
         "backward ms",
         "optimizer ms",
         "step ms",
         "first step s",
         "allocated MiB",
-    ):
+    ]
+    for name in positive:
         assert figures[name] > 0
     both = figures["forward ms"] + figures["backward ms"]
     assert figures["forward+backward ms"] == pytest.approx(both)
@@ -233,7 +234,14 @@ def test_table_of_kernels(measured):
 
 
 # -----------------------------------------------------------------------------
-# Its pieces
+# Single functions
+
+
+def id_of(value):
+    """A test is named after its options, and not after the message."""
+    if isinstance(value, list):
+        return " ".join(value)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -249,13 +257,14 @@ def test_table_of_kernels(measured):
         (["--device", "cpu", "--head_dim", "30"], "--head_dim 30"),
         (["--device", "cpu", "--no_such_option", "1"], "no_such_option"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=id_of,
 )
 def test_bad_input_is_one_line(args, message, capsys):
     assert bench.run_benchmark(bench.bench, args) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
     assert message in err
 
 

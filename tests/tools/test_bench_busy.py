@@ -1,4 +1,9 @@
-"""tools/bench_busy.py: which processes run when, that they all end, and a whole benchmark."""
+"""
+Tests of tools/bench_busy.py.
+
+They check which processes run at the same time, and that all of them end. One test runs a whole
+benchmark.
+"""
 
 import argparse
 import contextlib
@@ -41,17 +46,19 @@ for _ in sys.stdin:
 
 
 def state_of(pid):
-    """The kernel's letter for a process's state, such as R, S or T; "" if it has ended."""
+    """The state of a process as a letter of the kernel, such as R, S or T; "" if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
     state = text.rpartition(")")[2].split()[0]
-    return "" if state == "Z" else state
+    if state == "Z":
+        return ""
+    return state
 
 
 def wait_for(condition):
-    """Fails if the condition isn't true within a minute: the machine may be busy."""
+    """Fails if the condition isn't true within a minute. On a busy machine, it may take a while."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
@@ -64,7 +71,8 @@ def processes(monkeypatch):
 
     The stepping processes are stand-ins without PyTorch that answer at once.
     """
-    stepping, busy = [], []
+    stepping = []
+    busy = []
     start_busy_process = bench_busy.busy_process
 
     @contextlib.contextmanager
@@ -89,7 +97,10 @@ def processes(monkeypatch):
 
 
 def test_each_setting_is_timed_alone(processes, monkeypatch):
-    """Each measurement has its number of busy processes, and the other settings are stopped."""
+    """While one setting is timed, the processes of the others are stopped.
+
+    Each measurement has its number of busy processes.
+    """
     stepping, busy = processes
     counts = []
     answer = bench_busy.answer
@@ -104,23 +115,19 @@ def test_each_setting_is_timed_alone(processes, monkeypatch):
         return counts[-1]
 
     monkeypatch.setattr(bench_busy, "answer", count_busy)
-    args = argparse.Namespace(busy=2, rounds=3, openmp=["A=1"])
+    args = argparse.Namespace(
+        busy=2,
+        rounds=3,
+        openmp=["A=1"],
+    )
     medians = bench_busy.time_beside_others(args, [])
     assert list(medians) == [bench_busy.OWN, bench_busy.DEFAULT, "A=1"]
     for by_busy in medians.values():
         assert by_busy == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
-    assert counts[3:] == 3 * [
-        0,
-        0,
-        0,
-        1,
-        1,
-        1,
-        2,
-        2,
-        2,
-    ]  # the first 3 are the answers after compiling
-    assert len(stepping) == 3 and len(busy) == 9
+    a_round = [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert counts[3:] == 3 * a_round  # the first three are the answers after compiling
+    assert len(stepping) == 3
+    assert len(busy) == 9
     assert not any(state_of(process.pid) for process in [*stepping, *busy])
 
 
@@ -133,7 +140,7 @@ def fork_and_wait(stepping, busy, monkeypatch):
         if len(busy) == 2:  # in the second round
             pids = [str(process.pid) for process in [*stepping, *busy]]
             os.write(writer, " ".join(pids).encode())
-            while True:  # signal.pause() would miss a signal that came right before it
+            while True:  # signal.pause() would miss a signal that comes right before it
                 time.sleep(0.01)
         return answer(process, setting)
 
@@ -155,13 +162,14 @@ def test_busy_processes_end_with_the_benchmark(number, processes, monkeypatch):
     stepping, busy = processes
     pid, children = fork_and_wait(stepping, busy, monkeypatch)
     last_busy = children[-1]
-    assert len(children) == 4 and state_of(last_busy)
+    assert len(children) == 4
+    assert state_of(last_busy)
     os.kill(pid, number)
     os.waitpid(pid, 0)
     wait_for(lambda: state_of(last_busy) == "")
     if number != signal.SIGKILL:
         assert not any(map(state_of, children))
-    for child in filter(state_of, children):  # after SIGKILL, stopped processes remain
+    for child in filter(state_of, children):  # after SIGKILL, stopped processes still exist
         os.kill(child, signal.SIGKILL)
 
 
@@ -172,9 +180,9 @@ def test_a_stepping_process_that_fails_is_an_error():
 
 
 def test_environment_of_the_stepping_processes(monkeypatch):
-    """Only the setting decides how threads wait; all other variables are inherited.
+    """Only the setting decides how threads wait. The processes inherit all other variables.
 
-    Variables for the compiler must be inherited where PyTorch is loaded before train_gpt.py.
+    They need those for the compiler, because they load PyTorch before train_gpt.py.
     """
     monkeypatch.setattr(bench_busy, "child", lambda code, env: env)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
@@ -204,12 +212,13 @@ def test_bad_busy_options(args, message, capsys):
     assert run_benchmark(bench_busy.bench_busy, ["--device", "cpu", *args]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
     assert message in err
 
 
 def check_rows(rows, medians):
-    """Compares the table's rows with the rounds' medians of the JSON file."""
+    """Compares the rows of the table with the medians of the rounds in the JSON file."""
     for setting, by_busy in medians.items():
         alone = sorted(by_busy[0])[1]
         for name, next_to, times in zip((setting, ""), ("alone", "1 busy"), by_busy):
@@ -228,11 +237,15 @@ def check_rows(rows, medians):
 
 
 def test_busy_on_the_cpu(tmp_path, monkeypatch, capfd):
-    """OpenMP itself prints its settings. Its default is 300,000 spins, and must stay that although
-    the environment and train_gpt.py set others."""
-    monkeypatch.setattr(
-        train_gpt, "start_world", lambda name: train_gpt.World(0, 1, torch.device(name))
-    )
+    """OpenMP prints its own settings. By default, its threads spin 300,000 times.
+
+    The benchmark must use this default, though the environment and train_gpt.py set other values.
+    """
+
+    def start_world(name):
+        return train_gpt.World(0, 1, torch.device(name))
+
+    monkeypatch.setattr(train_gpt, "start_world", start_world)
     for name, value in env(OMP_DISPLAY_ENV="VERBOSE", OMP_WAIT_POLICY="ACTIVE").items():
         monkeypatch.setenv(name, value)
     before = signal.getsignal(signal.SIGTERM)
@@ -242,7 +255,8 @@ def test_busy_on_the_cpu(tmp_path, monkeypatch, capfd):
     signal.signal(signal.SIGTERM, before)
     out, err = capfd.readouterr()
     spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", err)
-    assert len(spins) == 2 and spins[1] == "300000"
+    assert len(spins) == 2
+    assert spins[1] == "300000"
     assert all(len(line) <= 80 for line in out.splitlines())
     medians = json.loads(path.read_text())["busy ms"]
     assert list(medians) == [bench_busy.OWN, bench_busy.DEFAULT]

@@ -1,4 +1,4 @@
-"""tools/gpu_report.py without a GPU: its stages, its judgement, and the row that it adds."""
+"""Tests of tools/gpu_report.py without a GPU: its stages, its verdict, and the row that it adds."""
 
 import sys
 
@@ -16,9 +16,13 @@ LOSSES = {step: round(10.8258 / (1 + step / 100), 4) for step in range(0, 201, 2
 
 
 def test_table_row():
-    row = gpu_report.table_row(
-        {"date": "2000-01-01", "change": "a | b\nc", "step ms": 1234.5678, "allocated MiB": 7}
-    )
+    figures = {
+        "date": "2000-01-01",
+        "change": "a | b\nc",
+        "step ms": 1234.5678,
+        "allocated MiB": 7,
+    }
+    row = gpu_report.table_row(figures)
     cells = [cell.strip() for cell in row.replace("\\|", "/").strip("|").split("|")]
     expected = {column: "-" for column in gpu_report.COLUMNS}
     expected["date"] = "2000-01-01"
@@ -38,7 +42,8 @@ def test_rows_are_added_to_the_table_that_ends_hopper_md(tmp_path):
     *old, first, second = path.read_text().splitlines()
     assert old == before.splitlines()
     assert old[-1].startswith("|")  # the file ends with the table
-    assert "| first |" in first and "| second |" in second
+    assert "| first |" in first
+    assert "| second |" in second
     assert list(tmp_path.iterdir()) == [path]
     path.write_text("another table\n")
     with pytest.raises(InputError, match="columns"):
@@ -58,7 +63,10 @@ def test_judge():
 
 
 def test_stages(tmp_path, monkeypatch, capsys):
-    """Stages run one by one or all at once, none twice. A stage that fails leaves no result."""
+    """Stages can run one by one or all at once. None runs twice.
+
+    A stage that fails leaves no result.
+    """
     page = tmp_path / "HOPPER.md"
     before = gpu_report.HOPPER.read_text()
     page.write_text(before)
@@ -123,7 +131,8 @@ def test_bad_report_options(args, message, tmp_path, monkeypatch, capsys):
     assert run_benchmark(gpu_report.gpu_report, ["--device", "cpu", *args]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
     assert message in err
 
 
