@@ -1,4 +1,4 @@
-"""The script as its user runs it: logs, bad input, world sizes, warm-up, a short real run."""
+"""Tests of whole runs: logs, bad input, numbers of processes, warm-up, the default run of mini."""
 
 import copy
 import math
@@ -61,23 +61,26 @@ TINY = dict(
 )
 
 
-# Until the zero-initialized projections have moved, the loss does not depend on the scale of the residual stream: the
-# gradients of the scalars are zero but for rounding, and Adam's small epsilon makes full steps of that noise. Runs that
-# differ in rounding alone are therefore compared with the scalars at rest.
+# Some projections start at zero. Until they have moved, the loss does not depend on the scale of
+# the residual stream, so the gradients of the scalars are only rounding errors. Adam's small
+# epsilon turns them into full steps. So the scalars are not trained in tests that compare runs with
+# different rounding.
 NO_SCALARS = dict(scalar_lr=0.0)
 
 
 def options(folder, **changes):
-    values = (
-        dict(train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin", **TINY)
-        | changes
+    values = dict(
+        train_files=folder / "tiny_train_*.bin",
+        val_files=folder / "tiny_val_*.bin",
+        **TINY,
     )
+    values |= changes
     return ["--track", "mini", "--device", "cpu", *(f"--{k}={v}" for k, v in values.items())]
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Two training shards, a validation shard, and two more that hold an odd number of sequences each: 7 and 9."""
+    """Two training shards, a validation shard, and two validation shards of 7 and 9 sequences."""
     folder = tmp_path_factory.mktemp("shards")
     write_shard(folder / "tiny_train_000000.bin", random_tokens(4 * 1024 + 300, seed=1))
     write_shard(folder / "tiny_train_000001.bin", random_tokens(3 * 1024 + 1, seed=2))
@@ -89,7 +92,10 @@ def shards(tmp_path_factory):
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    """A CPU without native bf16: runs that differ in rounding alone then agree to the last printed digits."""
+    """Imitates a CPU without native bf16.
+
+    In float32, runs that differ only in rounding agree to the last printed digits.
+    """
     monkeypatch.setattr(train_gpt, "CPU_FLAGS", set())
 
 
@@ -102,36 +108,35 @@ def main_child(rank, argv, folder, world_size, port):
 
 
 def spawn_main(world_size, folder, argv):
-    """What torchrun does, without its seconds of imports: main() in `world_size` processes, in float32."""
+    """Runs main() in `world_size` processes, in float32. This starts faster than torchrun."""
     folder.mkdir(exist_ok=True)
     start_processes(main_child, world_size, argv, str(folder), world_size, free_port())
 
 
 def run_here(argv, folder, monkeypatch):
-    """Run main() in this process, in `folder`; returns its log."""
+    """Runs main() in this process, in `folder`. Returns its log."""
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
     assert train_gpt.main(argv) == 0
     return read_log(folder)
 
 
-# ---------------------------------------------------------------------------------------- one training, many ways
+# --------------------------------------------------------------- one training, many ways
 def assert_same_losses(got, want, tolerance=2e-4):
     assert got.keys() == want.keys()
     for step in want:
-        assert got[step] == pytest.approx(want[step], abs=tolerance), (
-            f"step {step}: {got} and {want}"
-        )
+        expected = pytest.approx(want[step], abs=tolerance)
+        assert got[step] == expected, f"step {step}: {got} and {want}"
 
 
 @pytest.fixture(scope="module")
 def one_process(shards, tmp_path_factory):
-    """Validation losses of one process in float32."""
+    """The validation losses of one process in float32."""
+    folder = tmp_path_factory.mktemp("one")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(train_gpt, "CPU_FLAGS", set())
-        return val_losses(
-            run_here(options(shards, **NO_SCALARS), tmp_path_factory.mktemp("one"), monkeypatch)
-        )
+        log = run_here(options(shards, **NO_SCALARS), folder, monkeypatch)
+    return val_losses(log)
 
 
 def test_training_learns_from_an_exact_start(one_process):
@@ -147,31 +152,39 @@ def test_world_sizes_give_the_same_losses(shards, one_process, world_size, tmp_p
 
 
 def test_validation_shards_of_odd_lengths(shards, one_process, tmp_path):
-    """7 sequences, then 9: on two processes the 7th and the 8th are in one step, and the mean is still of all 16."""
-    argv = options(
-        shards, **NO_SCALARS | dict(num_iterations=2, val_files=shards / "odd_val_*.bin")
-    )
+    """
+    The validation shards have 7 and 9 sequences.
+
+    Two processes evaluate the 7th and the 8th sequence together. The mean must include all 16.
+    """
+    changes = dict(num_iterations=2, val_files=shards / "odd_val_*.bin")
+    argv = options(shards, **NO_SCALARS, **changes)
     spawn_main(1, tmp_path / "1", argv)
     spawn_main(2, tmp_path / "2", argv)
     assert_same_losses(val_losses(read_log(tmp_path / "2")), val_losses(read_log(tmp_path / "1")))
 
 
 def test_torchrun(shards, tmp_path):
-    """The launcher of the official run; in this machine's own precision, so only roughly the same losses."""
+    """
+    Starts the run with torchrun, as for the official record.
+
+    It uses the precision of this machine, so the losses are only roughly those of the other tests.
+    """
     done = run_script(options(shards, num_iterations=2), tmp_path, nproc=2)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = val_losses(done.stdout)
-    assert list(losses) == [0, 2] and losses == val_losses(read_log(tmp_path))
-    assert losses[0] == pytest.approx(math.log(384), abs=2e-4) and losses[2] < losses[0]
+    assert list(losses) == [0, 2]
+    assert losses == val_losses(read_log(tmp_path))
+    assert losses[0] == pytest.approx(math.log(384), abs=2e-4)
+    assert losses[2] < losses[0]
 
 
 @pytest.mark.parametrize("per_pass", [1, 3, 8])
 def test_sequences_per_pass_changes_no_loss(
     shards, one_process, per_pass, tmp_path, monkeypatch, in_float32
 ):
-    log = run_here(
-        options(shards, **NO_SCALARS, sequences_per_pass=per_pass), tmp_path, monkeypatch
-    )
+    argv = options(shards, **NO_SCALARS, sequences_per_pass=per_pass)
+    log = run_here(argv, tmp_path, monkeypatch)
     assert_same_losses(val_losses(log), one_process)
 
 
@@ -181,12 +194,17 @@ def test_same_seed_same_run_other_seed_other_run(
     again = val_losses(run_here(options(shards, **NO_SCALARS), tmp_path / "a", monkeypatch))
     other = val_losses(run_here(options(shards, **NO_SCALARS, seed=1), tmp_path / "b", monkeypatch))
     assert again == one_process
-    assert other[0] == one_process[0] and other[6] != one_process[6]
+    assert other[0] == one_process[0]
+    assert other[6] != one_process[6]
 
 
 def test_num_runs_are_the_runs_that_each_seed_gives(shards, tmp_path, monkeypatch, capsys):
-    """Three counted runs in one process: each bitwise (weights, state, losses) what --seed gives alone, each with a
-    log of its own; then n, mean and standard deviation of the logged losses."""
+    """
+    --num_runs 3 does three runs in one process, each with a log of its own.
+
+    Weights, optimizer states and losses are bit for bit those of a single run with that --seed. The
+    last line has the number of runs, and the mean and standard deviation of their final losses.
+    """
     argv = options(shards, warmup_steps=2) + ["--save_checkpoint"]
     (tmp_path / "all").mkdir()
     monkeypatch.chdir(tmp_path / "all")
@@ -197,10 +215,12 @@ def test_num_runs_are_the_runs_that_each_seed_gives(shards, tmp_path, monkeypatc
         run = log.read_text()
         seed = int(re.search(r'"seed": (\d+)', run)[1])
         alone = run_here([*argv, "--seed", str(seed)], tmp_path / str(seed), monkeypatch)
-        assert val_losses(run) == val_losses(alone) and len(val_losses(run)) > 1
-        (ours,) = (tmp_path / "all" / "checkpoints" / log.stem).glob("step*.pt")
-        (theirs,) = (tmp_path / str(seed) / "checkpoints").glob("*/step*.pt")
-        ours, theirs = (torch.load(path, weights_only=True) for path in (ours, theirs))
+        assert val_losses(run) == val_losses(alone)
+        assert len(val_losses(run)) > 1
+        (path,) = (tmp_path / "all" / "checkpoints" / log.stem).glob("step*.pt")
+        (path_alone,) = (tmp_path / str(seed) / "checkpoints").glob("*/step*.pt")
+        ours = torch.load(path, weights_only=True)
+        theirs = torch.load(path_alone, weights_only=True)
         for part in ("model", "optimizers"):
             assert_identical(ours[part], theirs[part])
         losses.append(val_losses(run)[6])
@@ -225,23 +245,21 @@ def test_shorter_sequences_keep_the_tokens_of_a_step(tmp_path, monkeypatch, shar
     log = run_here(full + ["--train_seq_len", "128"], tmp_path / "half", monkeypatch)
     assert [tokens for tokens, _ in seen[:2]] == [tokens for tokens, _ in seen[2:]]
     assert [n for _, n in seen] == [8, 8, 16, 16]
-    line = next(
-        line
-        for line in log.split("=" * 100)[2].splitlines()
-        if line.startswith("train_seq_len 128")
-    )
-    assert "same tokens per step" in line and line in capsys.readouterr().out
+    run = log.split("=" * 100)[2]
+    lines = [line for line in run.splitlines() if line.startswith("train_seq_len 128")]
+    assert "same tokens per step" in lines[0]
+    assert lines[0] in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------- machines
+# --------------------------------------------------------------- machines
 def test_log_header_without_nvidia_smi(monkeypatch):
-    """It names the GPUs all the same, in words that verify.py reads."""
+    """Without nvidia-smi, the header still names the GPUs, in a form that verify.py can read."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setenv("PATH", "")
     header = train_gpt.log_header(TRACKS["fineweb"], World(0, 8, torch.device("cuda")))
-    assert (
-        find_hardware(header.rpartition(f"{'=' * 100}\nRunning")[2]) == "8x NVIDIA H100 80GB HBM3"
-    )
+    separator = "=" * 100
+    machine = header.rpartition(f"{separator}\nRunning")[2]
+    assert find_hardware(machine) == "8x NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize(
@@ -258,45 +276,44 @@ def test_the_default_fits_the_free_memory(monkeypatch, mib, seq_len):
 
     assert train_gpt.parse_arguments([])[1] == TRACKS["fineweb"]
     assert fit() == replace(TRACKS["fineweb"], train_seq_len=seq_len)
-    assert fit("--train_seq_len", "1024").train_seq_len == 1024  # whoever asks gets it
+    assert fit("--train_seq_len", "1024").train_seq_len == 1024  # an explicit option stays
     assert fit("--train_seq_len=49152") == TRACKS["fineweb"]
     assert fit("--track", "mini") == TRACKS["mini"]
     assert fit("--device", "cpu") == TRACKS["mini"]
 
 
 def test_out_of_memory_is_one_line(monkeypatch, capsys):
+    message = "CUDA out of memory. Tried to allocate 24.56 GiB.\nGPU 0 has ..."
+
     def full(args, hp):
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 24.56 GiB.\nGPU 0 has ..."
-        )
+        raise torch.OutOfMemoryError(message)
 
     monkeypatch.setattr(train_gpt, "train", full)
     assert train_gpt.main([]) == 2
     error = capsys.readouterr().err
-    assert (
-        error.startswith("error: rank 0: the GPU's memory is full; halve --train_seq_len")
-        and error.count("\n") == 1
-    )
+    assert error.startswith("error: rank 0: the GPU's memory is full; halve --train_seq_len")
+    assert error.count("\n") == 1
 
 
-# ---------------------------------------------------------------------------------------- warm-up
+# --------------------------------------------------------------- warm-up
 def state_of(model, optimizers):
-    """Everything that training changes: parameters, gradients, both optimizers' state and settings."""
-    return copy.deepcopy(
-        dict(
-            weights=dict(model.named_parameters()),
-            buffers=dict(model.named_buffers()),
-            grads={n: p.grad for n, p in model.named_parameters()},
-            optimizers=[o.state_dict() for o in optimizers],
-            rng=torch.get_rng_state(),
-        )
+    """A copy of all that training changes: parameters, gradients, optimizers, random numbers."""
+    state = dict(
+        weights=dict(model.named_parameters()),
+        buffers=dict(model.named_buffers()),
+        grads={n: p.grad for n, p in model.named_parameters()},
+        optimizers=[o.state_dict() for o in optimizers],
+        rng=torch.get_rng_state(),
     )
+    return copy.deepcopy(state)
 
 
 def assert_identical(a, b, where="state"):
+    """Compares nested containers. Tensors must agree bit for bit."""
     assert type(a) is type(b), where
     if torch.is_tensor(a):
-        assert a.dtype == b.dtype and torch.equal(a, b), where
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), where
         for k in a:
@@ -312,9 +329,8 @@ def assert_identical(a, b, where="state"):
 def check_warm_up(rank, world_size):
     world = World(rank, world_size, torch.device("cpu"))
     hp = replace(TRACKS["mini"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3))
-    tokens = torch.randint(
-        0, 257, (3, 1024 // world_size + 1), generator=torch.Generator().manual_seed(rank)
-    )
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(0, 257, (3, 1024 // world_size + 1), generator=generator)
     after = []
     for warm in (True, False):
         model = build_model(hp, world)
@@ -337,12 +353,11 @@ def check_warm_up(rank, world_size):
                 world,
             )
         after.append(state_of(model, optimizers))
-    assert not torch.equal(
-        before["weights"]["lm_head.weight"], after[0]["weights"]["lm_head.weight"]
-    )
-    assert_identical(
-        *after
-    )  # nor does it hide anywhere else: training goes on as if it had not been
+    head_before = before["weights"]["lm_head.weight"]
+    head_after = after[0]["weights"]["lm_head.weight"]
+    assert not torch.equal(head_before, head_after)
+    with_warm_up, without = after
+    assert_identical(with_warm_up, without)
 
 
 def test_warm_up_leaves_no_trace():
@@ -354,43 +369,66 @@ def test_warm_up_leaves_no_trace_on_two_processes(tmp_path):
 
 
 def test_warm_up_trains_and_validates_whatever_the_lengths(monkeypatch):
-    """Also where a step has as many tokens as a validation sequence: both graphs are needed once the clock runs."""
-    world, calls = World(0, 1, torch.device("cpu")), []
-    hp = replace(
-        TRACKS["mini"], **TINY | dict(long_window_layers=(0, 3), warmup_steps=3, val_seq_len=1024)
-    )
+    """
+    Here a training step has as many tokens as a validation sequence.
+
+    The warm-up must still do both, because each has a compiled graph of its own.
+    """
+    world = World(0, 1, torch.device("cpu"))
+    changes = dict(long_window_layers=(0, 3), warmup_steps=3, val_seq_len=1024)
+    hp = replace(TRACKS["mini"], **TINY | changes)
     assert hp.val_seq_len == hp.batch_tokens // world.size
-    for name in ("train_step", "evaluate"):
+    calls = []
+
+    def recorded(name):
         plain = getattr(train_gpt, name)
-        monkeypatch.setattr(
-            train_gpt, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1]
-        )
+
+        def function(*args):
+            calls.append(name)
+            return plain(*args)
+
+        return function
+
+    for name in ("train_step", "evaluate"):
+        monkeypatch.setattr(train_gpt, name, recorded(name))
     model = build_model(hp, world)
     warm_up(model, build_optimizers(model, hp), GradientBuckets(model.parameters()), hp, world)
     assert calls == ["train_step"] * 3 + ["evaluate"]
 
 
 def test_only_training_is_timed(shards, tmp_path, monkeypatch):
-    """By a clock that is put forward: 10,000 s for warm-up and each validation, which must not be seen, and 1,000 s
-    for each step. What they really take, be the machine ever so busy, is nothing against that."""
-    clock, ahead = time.perf_counter, [0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + sum(ahead))
+    """
+    The test puts the clock forward.
 
-    def takes(seconds, function):
-        return lambda *args, **kwargs: (ahead.append(seconds), function(*args, **kwargs))[1]
+    The warm-up and each validation seem to take 10,000 s, which must not count. Each step seems to
+    take 1,000 s. The real times are short compared with that, even on a busy machine.
+    """
+    clock = time.perf_counter
+    ahead = [0]
 
+    def perf_counter():
+        return clock() + sum(ahead)
+
+    def takes(seconds, plain):
+        def function(*args, **kwargs):
+            ahead.append(seconds)
+            return plain(*args, **kwargs)
+
+        return function
+
+    monkeypatch.setattr(time, "perf_counter", perf_counter)
     monkeypatch.setattr(train_gpt, "warm_up", takes(10_000, train_gpt.warm_up))
     monkeypatch.setattr(train_gpt, "evaluate", takes(10_000, train_gpt.evaluate))
     monkeypatch.setattr(train_gpt, "train_step", takes(1_000, lambda *args: torch.ones(())))
     log = run_here(options(shards, num_iterations=2, val_loss_every=1), tmp_path, monkeypatch)
-    assert (
-        ahead.count(1_000) == 1 + 2 and ahead.count(10_000) == 1 + 1 + 3
-    )  # the first of each in the warm-up
+    assert ahead.count(1_000) == 1 + 2  # one step in the warm-up, two in the run
+    assert ahead.count(10_000) == 1 + 1 + 3  # the warm-up, its validation, three in the run
     times = [int(t) for t in re.findall(r"^step:2/2 .*?train_time:(\d+)ms", log, re.M)]
-    assert len(times) == 2 and all(2_000_000 <= t < 3_000_000 for t in times), times
+    assert len(times) == 2, times
+    assert all(2_000_000 <= t < 3_000_000 for t in times), times
 
 
-# ---------------------------------------------------------------------------------------- the log
+# --------------------------------------------------------------- the log
 NUMBER = r"\d+\.\d{4}"
 VALIDATION_LINE = re.compile(
     rf"step:(\d+)/6 val_loss:{NUMBER} train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
@@ -406,7 +444,7 @@ def check_header(source, machine):
 
 
 def check_step_lines(lines):
-    """Of a run of six steps with a validation after every second one. Times never decrease."""
+    """Checks the lines of a run of six steps, with a validation after every second one."""
     kinds = ["val" if "val_loss" in line else "train" for line in lines]
     steps = [int(line[5]) for line in lines]
     assert kinds == "val train train val train train val train train val".split()
@@ -423,7 +461,7 @@ def check_step_lines(lines):
 
 
 def check_verdict(verdict, losses):
-    """The line about the target of 5.9."""
+    """Checks the line about the target of 5.9."""
     met = next(step for step in losses if losses[step] <= 5.9)
     assert "5.9" in verdict
     assert re.search(rf"\bmet\b.*\bstep {met}\b", verdict)
@@ -471,65 +509,73 @@ def test_target_not_met_and_a_word_level_track(shards, tmp_path, monkeypatch, ca
     out = capsys.readouterr().out
     assert re.findall(r"^step:(\d+)/2 val_loss", out, re.M) == ["2"]  # 0: only at the end
     (verdict,) = [s for s in out.splitlines() if s.startswith("target")]
-    assert "not met" in verdict and "bits per byte" not in verdict
+    assert "not met" in verdict
+    assert "bits per byte" not in verdict
 
 
 def test_a_step_replaces_the_one_before_on_a_terminal(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     log = run_here(options(shards), tmp_path, monkeypatch)
     out = capsys.readouterr().out
-    assert re.search(r"^step:6/6 train_time", log, re.M) and "\r" not in log
-    screen = []  # what a terminal shows in the end
+    assert re.search(r"^step:6/6 train_time", log, re.M)
+    assert "\r" not in log
+    screen = []  # the lines that a terminal shows in the end
     for line in out.split("\n"):
         screen.append("")
         for text in line.split("\r"):
             screen[-1] = text + screen[-1][len(text) :]
     assert not any(re.match(r"step:\d+/6 train_time", line) for line in screen)
     assert list(val_losses("\n".join(screen))) == [0, 2, 4, 6]
-    assert [line.rstrip() for line in screen if "val_loss:" in line] == re.findall(
-        r"^step.*val_loss:.*", log, re.M
-    )
+    shown = [line.rstrip() for line in screen if "val_loss:" in line]
+    assert shown == re.findall(r"^step.*val_loss:.*", log, re.M)
 
 
 def test_the_log_can_be_run_again(shards, tmp_path, monkeypatch):
-    """What stands above the first line of 100 = is a program: this one."""
+    """The text above the first line of 100 = is the script itself."""
     log = run_here(options(shards, num_iterations=1, val_loss_every=0), tmp_path, monkeypatch)
     script = tmp_path / "again.py"
     script.write_text(log.split("\n" + "=" * 100 + "\n")[0])
     done = run_forked(["--help"], tmp_path, script=script)
-    assert done.returncode == 0 and "--num_iterations" in done.stdout
+    assert done.returncode == 0
+    assert "--num_iterations" in done.stdout
 
 
-# ---------------------------------------------------------------------------------------- the command line
+# --------------------------------------------------------------- the command line
 def test_help_lists_every_field_with_type_and_default(capsys):
     with pytest.raises(SystemExit) as exit:
         train_gpt.main(["--track", "fineweb", "--help"])
     assert exit.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     for name, field in train_gpt.Hyperparameters.__dataclass_fields__.items():
-        if name == "track":  # an option of its own, as it chooses all these defaults
+        if name == "track":  # --track is not a hyperparameter: it chooses their defaults
             continue
         default = getattr(TRACKS["fineweb"], name)
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        entry = out.split(f"hyperparameters", 1)[1].split(f"--{name} ", 1)[1].split(" --", 1)[0]
+        shown = str(default)
+        if isinstance(default, tuple):
+            shown = ",".join(map(str, default))
+        hyperparameters = out.split("hyperparameters", 1)[1]
+        entry = hyperparameters.split(f"--{name} ", 1)[1].split(" --", 1)[0]
         assert shown in entry, f"{name}: {entry}"
         assert (field.type.__name__ in entry) or isinstance(default, tuple), f"{name}: {entry}"
-        help = " ".join(field.metadata["help"].split())  # a field without one fails here
-        assert help and help in entry, f"{name}: {entry}"
+        help = " ".join(field.metadata["help"].split())  # a field without help fails here
+        assert help, name
+        assert help in entry, f"{name}: {entry}"
     for flag in ("--track", "--device", "--log_dir"):
         assert flag in out
 
 
 def test_a_new_field_just_works(tmp_path):
-    """Somebody adds weight_decay to a copy of the file, without a help text."""
+    """Somebody adds the field weight_decay to a copy of the script, without a help text."""
     source = SCRIPT.read_text()
     field = '    seed: int = setting(0, "seed of the initial weights")\n'
     assert field in source
     script = tmp_path / "changed.py"
     script.write_text(source.replace(field, field + "    weight_decay: float = 0.0\n"))
     program = (
-        "import changed, sys; hp = changed.parse_arguments(sys.argv[1:])[1]; "
-        "changed.check_hyperparameters(hp, 1); print(hp.weight_decay)"
+        "import changed, sys\n"
+        "hp = changed.parse_arguments(sys.argv[1:])[1]\n"
+        "changed.check_hyperparameters(hp, 1)\n"
+        "print(hp.weight_decay)\n"
     )
     for argv, value in (([], "0.0"), (["--weight_decay", "0.1"], "0.1")):
         done = subprocess.run(
@@ -571,8 +617,9 @@ def test_every_field_is_an_option():
         assert train_gpt.parse_arguments([])[1] == TRACKS["mini"]
 
 
-# ---------------------------------------------------------------------------------------- bad input
-BAD_OPTIONS = {  # name: (what is changed, what the line must say)
+# --------------------------------------------------------------- bad input
+# {name: (the changed options, a part of the error line)}
+BAD_OPTIONS = {
     "no training shards": (dict(train_files="nothing_*.bin"), "nothing_*.bin"),
     "no validation shards": (dict(val_files="nothing_*.bin"), "nothing_*.bin"),
     "the command that makes shards": (dict(train_files="nothing_*.bin"), "data/shakespeare.py"),
@@ -604,21 +651,22 @@ BAD_OPTIONS = {  # name: (what is changed, what the line must say)
 
 
 def refused(argv, capsys):
-    """main()'s exit code and the lines on stderr, when it is to refuse its input."""
+    """Runs main() with bad input. Returns its exit code and the lines on stderr."""
     try:
         code = train_gpt.main(argv)
     except SystemExit as e:
         code = e.code
     out, err = capsys.readouterr()
-    assert "step:" not in out, "training had begun"
+    assert "step:" not in out, "the script began to train"
     return code, err.splitlines()
 
 
 def assert_one_line(code, lines, says, folder):
     assert code == 2
     assert len(lines) == 1, lines
-    assert "error: " in lines[0] and says in lines[0], lines[0]
-    assert not (folder / "logs").exists(), "a log of a run that never was"
+    assert "error: " in lines[0], lines[0]
+    assert says in lines[0], lines[0]
+    assert not (folder / "logs").exists(), "the script wrote a log, though it did not run"
 
 
 @pytest.mark.parametrize("name", BAD_OPTIONS)
@@ -652,16 +700,13 @@ def test_cuda_that_is_absent_is_one_line(shards, tmp_path, monkeypatch, capsys):
 def test_bad_shard_is_one_line(kind, shards, tmp_path, monkeypatch, capsys):
     tokens = random_tokens(7 * 1024 + 1, seed=0)
     path = tmp_path / "tiny_train_000000.bin"
-    write_shard(
-        path,
-        tokens,
-        **{
-            "magic": dict(magic=1),
-            "version": dict(version=2),
-            "size": dict(count=10**6),
-            "empty": {},
-        }[kind],
-    )
+    headers = {
+        "magic": dict(magic=1),
+        "version": dict(version=2),
+        "size": dict(count=10**6),
+        "empty": {},
+    }
+    write_shard(path, tokens, **headers[kind])
     if kind == "empty":
         path.write_bytes(b"")
     monkeypatch.chdir(tmp_path)
@@ -671,9 +716,8 @@ def test_bad_shard_is_one_line(kind, shards, tmp_path, monkeypatch, capsys):
 def test_unwritable_log_folder_is_one_line(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    assert_one_line(
-        *refused(options(shards) + ["--log_dir", "file"], capsys), "can't write file/", tmp_path
-    )
+    code, lines = refused(options(shards) + ["--log_dir", "file"], capsys)
+    assert_one_line(code, lines, "can't write file/", tmp_path)
 
 
 def test_world_size_that_does_not_divide_says_which_do(shards, tmp_path, monkeypatch, capsys):
@@ -689,24 +733,22 @@ def test_non_finite_loss_stops_the_run(shards, tmp_path, monkeypatch, capsys):
     argv = options(shards, head_lr=3e38, val_loss_every=0)
     assert train_gpt.main(argv) == 2
     out, err = capsys.readouterr()
-    assert re.fullmatch(
-        r"error: step [12]: the loss is not finite. If you raised a learning rate, lower it.*\n",
-        err,
-    ), err
-    assert "step:6/6" not in out and "target" not in out
+    line = r"error: step [12]: the loss is not finite. If you raised a learning rate, lower it.*\n"
+    assert re.fullmatch(line, err), err
+    assert "step:6/6" not in out
+    assert "target" not in out
 
 
 def test_a_bad_input_as_a_subprocess(tmp_path):
-    """The real exit code, and nothing but the line, even without data in sight."""
+    """Checks the real exit code, and that the script prints nothing but the line."""
     done = run_script(["--track", "mini", "--train_files", "nothing_*.bin"], tmp_path)
     assert done.returncode == 2
-    assert done.stdout == "" and re.fullmatch(
-        r"error: .*nothing_\*\.bin.*data/shakespeare\.py.*\n", done.stderr
-    )
+    assert done.stdout == ""
+    assert re.fullmatch(r"error: .*nothing_\*\.bin.*data/shakespeare\.py.*\n", done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 
-# ---------------------------------------------------------------------------------------- checkpoint
+# --------------------------------------------------------------- checkpoint
 def test_checkpoint_holds_the_trained_model(shards, tmp_path, monkeypatch):
     run_here(options(shards, num_iterations=2) + ["--save_checkpoint"], tmp_path, monkeypatch)
     (path,) = (tmp_path / "checkpoints").glob("*/step*.pt")
@@ -717,7 +759,7 @@ def test_checkpoint_holds_the_trained_model(shards, tmp_path, monkeypatch):
     assert model.lm_head.weight.any()
 
 
-# ---------------------------------------------------------------------------------------- the real thing
+# --------------------------------------------------------------- the default run
 @pytest.fixture(scope="module")
 def shakespeare():
     folder = ROOT / "data" / "shakespeare"
@@ -727,8 +769,12 @@ def shakespeare():
 
 
 def test_mini_meets_its_target(shakespeare, tmp_path):
-    """The default run, compiled, as a newcomer starts it. Losses of different seeds differ by about 0.003; the
-    bound leaves room for the rounding of other CPUs."""
+    """
+    Runs mini as a new user does: compiled, with its default settings.
+
+    The losses of different seeds differ by about 0.003. The bound leaves room for the rounding of
+    other CPUs.
+    """
     hp = TRACKS["mini"]
     done = run_script(["--track", "mini", "--device", "cpu"], tmp_path, TORCH_COMPILE_DISABLE="0")
     assert done.returncode == 0, done.stderr[-3000:]
