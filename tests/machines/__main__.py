@@ -1,12 +1,12 @@
 """
-What happens on other people's machines: imitates each, and prints a table of how it went.
+Imitates other people's machines, and prints a table of what happens on each.
 
-    python tests/machines                  all cases: about twenty minutes on two cores
-    python tests/machines --only network   those whose situation has this word
-    python tests/machines --list           the situations, without running them
+    python tests/machines                  runs all cases: about twenty minutes on two cores
+    python tests/machines --only network   runs the situations that contain this word
+    python tests/machines --list           lists the situations without running them
 
 Cases that are not about installation use the Python that runs this command, with its packages.
-Exit status: 0 all that could run were right, 1 one failed.
+The exit status is 0 if no case failed, and 1 otherwise.
 """
 
 import argparse
@@ -19,11 +19,13 @@ from table import print_table
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Imitate other machines, and print how the program does there."
-    )
+    description = "Imitate other machines, and print what happens on each."
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--only", default="", metavar="WORD", help="only situations that contain this word"
+        "--only",
+        default="",
+        metavar="WORD",
+        help="only situations that contain this word",
     )
     parser.add_argument("--list", action="store_true", help="list the situations and exit")
     args = parser.parse_args()
@@ -39,9 +41,10 @@ def main() -> int:
     if not cases:
         print(f"error: no situation contains {args.only!r}; --list shows them", file=sys.stderr)
         return 2
-    # a shell's background job ignores Ctrl-C, and so would all that the cases start and interrupt
+    # Background jobs of a shell ignore Ctrl-C, and so would the processes that the cases interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    return 1 if print_table(cases) else 0
+    failed = print_table(cases)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A checkout in which run.sh is real and all that it starts is a stub, with a PATH of its own."""
+"""Makes a checkout with the real run.sh. All programs that it starts are stubs."""
 
 import os
 import shutil
@@ -39,8 +39,8 @@ PROGRAMS = [
     "wc",
 ]
 
-# `python3 -m venv` without the seconds that the real pip takes. It sleeps where an interruption
-# leaves no pip.
+# Imitates `python3 -m venv`, without the seconds that the real pip takes. It sleeps at a place
+# where an interruption leaves no pip.
 PYTHON = """#!/bin/sh
 real={real}
 if [ "$1 $2" = "-m venv" ]; then
@@ -55,8 +55,8 @@ fi
 exec "$real" "$@"
 """
 
-# A pip that notes what it is asked in $CALLS, and installs stubs of packages. It sleeps where an
-# interruption leaves a package half installed.
+# Imitates pip: it writes its arguments to $CALLS, and installs stubs of packages. It sleeps at a
+# place where an interruption leaves a package half installed.
 PIP = """
 import json, os, pathlib, sys, sysconfig, time
 
@@ -92,7 +92,7 @@ elif arguments[0] == "install":
             install(argument)
 """
 
-# What the stub of PyTorch says of GPUs: $USABLE can be used
+# Imitates PyTorch, which can use $USABLE GPUs
 TORCH = """
 import os
 class cuda:
@@ -135,18 +135,18 @@ def write(path: Path, text: str, executable=False) -> Path:
 
 
 def write_amd_gpu(folder: Path, mib: int) -> None:
-    """The files of AMD's driver, for a GPU of this size."""
+    """Writes the files of AMD's driver, for a GPU of this size."""
     write(folder / "dev" / "kfd", "")
     write(folder / "graphics" / "card1" / "device" / "mem_info_vram_total", f"{mib * 2**20}\n")
 
 
 def write_program(folder: Path, name: str, text: str) -> Path:
-    """A shell script among the programs of the checkouts in `folder`."""
+    """Writes a shell script next to the other programs for the checkouts in `folder`."""
     return write(folder / "bin" / name, f"#!/bin/sh\n{text}\n", executable=True)
 
 
 def make_checkout(folder: Path, name="checkout") -> Path:
-    """folder/name with run.sh and stubs; folder/bin with the programs that it may use."""
+    """Makes folder/name with run.sh and stubs, and folder/bin with the programs that it may use."""
     checkout = folder / name
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
@@ -178,7 +178,7 @@ def make_checkout(folder: Path, name="checkout") -> Path:
 
 
 def environment(folder: Path, **changes) -> dict:
-    """Variables under which run.sh finds the stubs alone; None removes one."""
+    """Environment variables with which run.sh finds only the stubs. None removes a variable."""
     (folder / "dev").mkdir(exist_ok=True)
     variables = dict(
         PATH=folder / "bin",
@@ -195,10 +195,12 @@ def environment(folder: Path, **changes) -> dict:
 
 
 def calls(folder: Path) -> list[str]:
-    """What pip was asked, but for questions; each call once read is forgotten."""
+    """The installations that pip was asked for, since the last call of this function."""
     file = folder / "calls"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    file.unlink(missing_ok=True)
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    file.unlink()
     return [line for line in lines if line.startswith("install")]
 
 
@@ -216,7 +218,7 @@ esac"""
 
 
 def system_torch(checkout, version):
-    """A base Python with a PyTorch of its own: on a path that run.sh can't unset."""
+    """Makes a base Python with a PyTorch of its own, on a path that run.sh can't unset."""
     site = checkout.parent / "system"
     write(site / "torch" / "__init__.py", "from_system = True\n")
     write(
@@ -227,7 +229,7 @@ def system_torch(checkout, version):
     subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", base], check=True)
     next(base.rglob("site-packages")).joinpath("system.pth").write_text(f"{site}\n")
     shim = checkout.parent / "bin" / "python3"
-    # a virtual environment can't pass its packages on to another: a .pth file stands for that
+    # A virtual environment can't pass its packages on to another one, so a .pth file does it
     text = shim.read_text().replace(sys._base_executable, str(base / "bin" / "python"))
     text = text.replace(
         "    sleep",
@@ -239,7 +241,7 @@ def system_torch(checkout, version):
 
 
 def without_ensurepip(checkout, has_pip):
-    """A Python as Debian packages it. Its pip knows --python."""
+    """Imitates the Python of Debian, which lacks ensurepip. Its pip knows --python."""
     shim = checkout.parent / "bin" / "python3"
     pip = checkout.parent / "bin" / "pip"
     answers = f"""
@@ -257,7 +259,7 @@ esac
 
 
 def write_wheel(folder: Path, name: str, version: str, files: dict) -> None:
-    """A wheel for any Python and machine, of {path: text}."""
+    """Writes a wheel for any Python and machine, from files {path: text}."""
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     wheel = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -270,7 +272,7 @@ def write_wheel(folder: Path, name: str, version: str, files: dict) -> None:
 
 
 def use_real_pip(folder: Path, python=None) -> dict:
-    """Let run.sh use a real Python. -> variables by which its pip takes folder/wheels alone."""
+    """Lets run.sh use a real Python. Returns variables with which pip only uses folder/wheels."""
     shim = folder / "bin" / "python3"
     shim.unlink()
     shim.symlink_to(python or sys._base_executable)

@@ -1,4 +1,4 @@
-"""Machines on which run.sh has to find its way: Pythons, networks, disks, interruptions."""
+"""Cases about run.sh: machines with other Pythons, networks and disks, and interruptions."""
 
 import functools
 import http.server
@@ -46,13 +46,14 @@ from table import (
 
 
 def stub_trained(done: Done) -> Outcome:
-    """run.sh came as far as training, with stubs of the packages."""
+    """run.sh must have started the training, with stubs of the packages."""
     ok = done.code == 0 and "stub trains" in done.output and "Traceback" not in done.output
-    return Outcome(ok, "starts training (stubs)" if ok else f"exit {done.code}", done.last_line)
+    what = "starts training (stubs)" if ok else f"exit {done.code}"
+    return Outcome(ok, what, done.last_line)
 
 
 def says(done: Done, words: str, outcome: Outcome) -> Outcome:
-    """The outcome, if the words were said; the last line is the one that has them."""
+    """Like `outcome`, but a line of the output must also have these words."""
     lines = [line for line in done.output.splitlines() if words in line]
     if not outcome.ok:
         return outcome
@@ -62,7 +63,7 @@ def says(done: Done, words: str, outcome: Outcome) -> Outcome:
 
 
 def copy_repository(folder: Path) -> Path:
-    """What a fresh clone has, with changes that are not committed yet."""
+    """Copies the files that a fresh clone has, with changes that are not committed yet."""
     names = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -78,7 +79,15 @@ def copy_repository(folder: Path) -> Path:
 
 
 def needs_git() -> str:
-    return "" if (ROOT / ".git").exists() and shutil.which("git") else "this is no git checkout"
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        return ""
+    return "this is no git checkout"
+
+
+def needs_flock() -> str:
+    if shutil.which("flock"):
+        return ""
+    return "there is no flock"
 
 
 # -----------------------------------------------------------------------------
@@ -88,17 +97,20 @@ def needs_git() -> str:
 def fresh_clone(folder: Path) -> Outcome:
     checkout = copy_repository(folder / "clone")
     options = write_tiny_shards(folder)
-    return trained(
-        run(["./run.sh", *options], checkout, clean_environment(TORCH_COMPILE_DISABLE=1))
-    )
+    settings = clean_environment(TORCH_COMPILE_DISABLE=1)
+    return trained(run(["./run.sh", *options], checkout, settings))
 
 
 def special_path(folder: Path) -> Outcome:
-    """Compiled: the compiler stumbles over such paths. The packages are links to this Python's."""
+    """Compilers fail in such paths, so this run is compiled.
+
+    The packages are hard links to those of this Python.
+    """
     checkout = copy_repository(folder / "the machine's own folder")
     subprocess.run(["cp", "-al", sys.prefix, checkout / ".venv"], check=True)
     options = write_tiny_shards(folder)
-    options += ["--num_iterations=2", "--warmup_steps=0"]  # what follows compiles less
+    options += ["--num_iterations=2", "--warmup_steps=0"]
+    # A smaller model compiles faster
     options += ["--num_layers=1", "--long_window_layers=0", "--num_value_embeds=0"]
     settings = clean_environment(
         HOME=folder / "home",
@@ -120,7 +132,7 @@ def cannot_link_environment() -> str:
 
 
 def with_junk(folder: Path, **changes) -> Outcome:
-    """The real program in this Python's environment, with variables that would break it."""
+    """Runs the real script in the environment of this Python. The variables could break it."""
     write(folder / "junk" / "random.py", "raise SystemExit('junk')\n")
     write(folder / "junk" / "torch.py", "raise SystemExit('junk')\n")
     checkout = copy_repository(folder / "clone")
@@ -149,13 +161,13 @@ def junk_variables(folder: Path) -> Outcome:
 
 
 def wait_for(path: Path, pattern: str, process) -> None:
-    """Wait until a file appears below `path`."""
+    """Waits until a file appears below `path`."""
     while not list(path.glob(pattern)) and process.poll() is None:
         time.sleep(0.02)
 
 
 def interrupted(folder: Path, pattern: str, number: int) -> Outcome:
-    """A signal to the group as soon as a file is there, then the next run. The pip is real."""
+    """Sends a signal as soon as a file is there, and then runs run.sh again, with the real pip."""
     checkout = make_checkout(folder)
     settings = environment(folder, **use_real_pip(folder))
     process = start(["./run.sh"], checkout, settings)
@@ -164,9 +176,8 @@ def interrupted(folder: Path, pattern: str, number: int) -> Outcome:
     done = finish(process)
     if done.code == 0:
         return Outcome(False, "it was over before the signal", done.last_line)
-    if number != signal.SIGKILL and not re.search(
-        r"^run\.sh: stopped by .*\n\Z", done.output, re.M
-    ):
+    stopped = re.search(r"^run\.sh: stopped by .*\n\Z", done.output, re.M)
+    if number != signal.SIGKILL and not stopped:
         return Outcome(False, f"exit {done.code} without a line", done.last_line)
     return stub_trained(run(["./run.sh"], checkout, settings))
 
@@ -176,7 +187,7 @@ TORCH_BEGUN = ".venv/lib/python*/site-packages/torch/part_1*.py"
 
 
 def at_any_moment(folder: Path) -> Outcome:
-    """SIGTERM to the group, ever later, until a run trains before it comes."""
+    """Sends SIGTERM later and later, until a run gets as far as the training."""
     checkout = make_checkout(folder)
     delay = 0.05
     while True:
@@ -186,11 +197,8 @@ def at_any_moment(folder: Path) -> Outcome:
         done = finish(process)
         if "training on" in done.output:
             break
-        lines = [
-            line
-            for line in done.output.splitlines()
-            if not re.match("run.sh: (making|installing|waiting)", line)
-        ]
+        progress = "run.sh: (making|installing|waiting)"
+        lines = [line for line in done.output.splitlines() if not re.match(progress, line)]
         if done.code not in (143, -signal.SIGTERM) or len(lines) > 1:
             return Outcome(False, f"exit {done.code}", done.last_line)
         delay *= 1.5
@@ -238,7 +246,7 @@ def read_only(folder: Path) -> Outcome:
 
 
 def local_index(folder: Path):
-    """PyTorch's index on this machine: a server of folder/index. -> its address"""
+    """Starts a local server in place of PyTorch's index. Returns its address."""
     (folder / "index" / "cpu" / "torch").mkdir(parents=True)
     for wheel in (folder / "wheels").glob("torch-*"):
         shutil.copy(wheel, folder / "index" / "cpu" / "torch")
@@ -253,7 +261,7 @@ def local_index(folder: Path):
     return f"http://127.0.0.1:{server.server_address[1]}"
 
 
-# No way to PyPI, but one to this machine: nothing large is downloaded by mistake
+# Only this machine can be reached, and not PyPI, so nothing large is downloaded by mistake
 NO_PYPI = dict(https_proxy="http://127.0.0.1:1", no_proxy="127.0.0.1")
 
 
@@ -268,16 +276,15 @@ def cpu_index(folder: Path) -> Outcome:
 
 
 def silent_index(folder: Path) -> Outcome:
-    """It takes connections and says nothing. PyPI comes next, which is out of reach here."""
+    """The index accepts connections, but never answers. run.sh then tries PyPI, and fails here."""
     checkout = make_checkout(folder)
     use_real_pip(folder)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        done = run(
-            ["./run.sh"], checkout, environment(folder, SPEEDRUN_TORCH_INDEX=address, **NO_PYPI)
-        )
+        settings = environment(folder, SPEEDRUN_TORCH_INDEX=address, **NO_PYPI)
+        done = run(["./run.sh"], checkout, settings)
     return says(done, "doesn't answer, so PyTorch's build is PyPI's", one_line(done, "network"))
 
 
@@ -301,7 +308,7 @@ def pip_settings(folder: Path) -> Outcome:
 
 
 def find_python(version: str) -> str | None:
-    """A Python of this version that runs: on the PATH, or pyenv's."""
+    """The path of a working Python of this version, on the PATH or from pyenv, or None."""
     found = [
         shutil.which(f"python{version}"),
         f"/usr/bin/python{version}",
@@ -321,13 +328,15 @@ def old_python(folder: Path, version="3.10") -> Outcome:
     python = folder / "bin" / "python3"
     python.unlink()
     python.symlink_to(find_python(version))
-    return one_line(
-        run(["./run.sh"], checkout, environment(folder)), "3.11 or later", version, code=2
-    )
+    done = run(["./run.sh"], checkout, environment(folder))
+    return one_line(done, "3.11 or later", version, code=2)
 
 
 def new_python(folder: Path, version: str) -> Outcome:
-    """Beside an older python3, under its own name. With stubs: real packages would be gigabytes."""
+    """A new Python has its own name, next to an older python3.
+
+    The packages are stubs, because the real ones would be gigabytes.
+    """
     checkout = make_checkout(folder)
     settings = environment(folder, **use_real_pip(folder, find_python(version)))
     (folder / "bin" / "python3").rename(folder / "bin" / f"python{version}")
@@ -336,6 +345,12 @@ def new_python(folder: Path, version: str) -> Outcome:
     if not (checkout / ".venv" / "lib" / f"python{version}").exists():
         return Outcome(False, "another Python", done.last_line)
     return stub_trained(done)
+
+
+def needs_python(version: str) -> str:
+    if find_python(version):
+        return ""
+    return f"no Python {version} here"
 
 
 def python_cases() -> list[Case]:
@@ -347,7 +362,7 @@ def python_cases() -> list[Case]:
                 "a line",
                 functools.partial(old_python, version=version),
                 True,
-                lambda version=version: "" if find_python(version) else f"no Python {version} here",
+                functools.partial(needs_python, version),
             )
         )
     for version in ("3.11", "3.12", "3.13"):
@@ -357,7 +372,7 @@ def python_cases() -> list[Case]:
                 "trains",
                 functools.partial(new_python, version=version),
                 False,
-                lambda version=version: "" if find_python(version) else f"no Python {version} here",
+                functools.partial(needs_python, version),
             )
         )
     return cases
@@ -390,9 +405,8 @@ def old_driver(folder: Path) -> Outcome:
     checkout = make_checkout(folder)
     write_program(folder, "nvidia-smi", NVIDIA_SMI)
     settings = environment(folder, USABLE="0", TORCH_CUDA="13.0", DRIVER="550.54.15")
-    return one_line(
-        run(["./run.sh"], checkout, settings), "driver 580 or later", "550.54.15", code=2
-    )
+    done = run(["./run.sh"], checkout, settings)
+    return one_line(done, "driver 580 or later", "550.54.15", code=2)
 
 
 def amd_gpu(folder: Path) -> Outcome:
@@ -447,7 +461,7 @@ CASES = [
         "two ./run.sh at once in a fresh clone",
         "waits",
         two_at_once,
-        cannot=lambda: "" if shutil.which("flock") else "there is no flock",
+        cannot=needs_flock,
     ),
     Case(
         "no network, fresh clone",

@@ -1,4 +1,4 @@
-"""The table of machines: cases that imitate one each, and the helpers that judge how it went."""
+"""The table of machines. Each case imitates one machine, and helpers judge the outcome."""
 
 import os
 import re
@@ -38,22 +38,29 @@ TINY = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case went: in words for the table, and the last line that the user sees."""
+    """The outcome of a case: words for the table, and the last line that a user sees."""
 
     ok: bool
     what: str
     last_line: str = ""
 
 
+def no_reason() -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Case:
-    """A machine. `run` gets an empty folder; `cannot` says why it can't be imitated here, or ""."""
+    """A machine. `run` gets an empty folder.
+
+    `cannot` returns the reason why this machine can't be imitated here, or "".
+    """
 
     situation: str
     wanted: str
     run: Callable[[Path], Outcome]
-    fast: bool = False  # takes less than 10 s: it belongs to the test suite too
-    cannot: Callable[[], str] = lambda: ""
+    fast: bool = False  # takes less than 10 s, so the test suite runs it, too
+    cannot: Callable[[], str] = no_reason
 
 
 # -----------------------------------------------------------------------------
@@ -62,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Done:
-    """A command that ended: its exit status and all that it wrote, stdout and stderr in order."""
+    """A command that has ended: its exit status, and all that it wrote to stdout and stderr."""
 
     code: int
     output: str
@@ -74,7 +81,10 @@ class Done:
 
 
 def clean_environment(**changes) -> dict:
-    """This process's variables without ranks, environments and Python's; None removes one."""
+    """The environment variables of this process, with changes. None removes a variable.
+
+    Variables about ranks, virtual environments and Python are left out.
+    """
     unwanted = {
         "RANK",
         "WORLD_SIZE",
@@ -99,7 +109,7 @@ def clean_environment(**changes) -> dict:
 
 
 def start(command, folder, env=None) -> subprocess.Popen:
-    """Start a command as the leader of a process group, as a shell does."""
+    """Starts a command as the leader of a process group, as a shell does."""
     environment = clean_environment() if env is None else env
     return subprocess.Popen(
         [str(part) for part in command],
@@ -116,7 +126,7 @@ def start(command, folder, env=None) -> subprocess.Popen:
 
 
 def finish(process, timeout=600) -> Done:
-    """Wait for a started command. One that takes too long is killed, and its status is 124."""
+    """Waits for a started command. Kills it if it takes too long; its status is then 124."""
     try:
         output, _ = process.communicate(timeout=timeout)
         return Done(process.returncode, output)
@@ -127,7 +137,7 @@ def finish(process, timeout=600) -> Done:
 
 
 def kill_group(process, number) -> None:
-    """Send a signal to all processes of a started command."""
+    """Sends a signal to all processes of a started command."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
@@ -139,22 +149,22 @@ def run(command, folder, env=None, timeout=600) -> Done:
 
 
 def write_tiny_shards(folder) -> list[str]:
-    """Write small shards into `folder`. -> train_gpt.py's options for a training of seconds."""
+    """Writes small shards into `folder`. Returns options of train_gpt.py for a run of seconds."""
     from util import random_tokens, write_shard  # imports torch
 
     write_shard(folder / "tiny_train_000000.bin", random_tokens(7 * 1024, seed=1))
     write_shard(folder / "tiny_val_000000.bin", random_tokens(16 * 128 + 1, seed=3))
-    options = dict(
-        TINY, train_files=folder / "tiny_train_*.bin", val_files=folder / "tiny_val_*.bin"
+    options = TINY | dict(
+        train_files=folder / "tiny_train_*.bin",
+        val_files=folder / "tiny_val_*.bin",
     )
     return ["--track", "mini", *(f"--{name}={value}" for name, value in options.items())]
 
 
 def trained(done: Done) -> Outcome:
-    """It trained: exit status 0, and the last validation loss is lower than the first."""
-    losses = [
-        float(loss) for loss in re.findall(r"^step:\d+/\d+ val_loss:(\S+)", done.output, re.M)
-    ]
+    """The command must have trained: status 0, and a last validation loss below the first."""
+    found = re.findall(r"^step:\d+/\d+ val_loss:(\S+)", done.output, re.M)
+    losses = [float(loss) for loss in found]
     if done.code != 0:
         return Outcome(False, f"exit {done.code}", done.last_line)
     if len(losses) < 2 or not losses[-1] < losses[0]:
@@ -163,7 +173,7 @@ def trained(done: Done) -> Outcome:
 
 
 def one_line(done: Done, *words: str, code: int | None = None) -> Outcome:
-    """It ended with one line that says why: an error with these words, and no traceback."""
+    """The command must have ended with one error line with these words, and no traceback."""
     errors = re.findall(r"^(?:run\.sh: )?error: .*$", done.output, re.M)
     last_line = errors[-1] if errors else done.last_line
     if done.code == 0 or (code is not None and done.code != code):
@@ -183,11 +193,13 @@ def one_line(done: Done, *words: str, code: int | None = None) -> Outcome:
 
 
 def cannot_unshare(*options: str) -> str:
-    """Why unshare with these options doesn't work here, or ""."""
+    """The reason why unshare with these options doesn't work here, or ""."""
     if shutil.which("unshare") is None:
         return "there is no unshare"
     done = subprocess.run(["unshare", *options, "true"], capture_output=True, text=True)
-    return "" if done.returncode == 0 else f"unshare {' '.join(options)} isn't allowed here"
+    if done.returncode == 0:
+        return ""
+    return f"unshare {' '.join(options)} isn't allowed here"
 
 
 # -----------------------------------------------------------------------------
@@ -195,7 +207,10 @@ def cannot_unshare(*options: str) -> str:
 
 
 def run_case(case: Case) -> tuple[str, float, str]:
-    """Run a case in an empty folder. -> "ok: ...", "FAILED: ...", "not run: ..."; seconds; line."""
+    """Runs a case in an empty folder.
+
+    Returns "ok: ...", "FAILED: ..." or "not run: ...", then the seconds, and the last line.
+    """
     reason = case.cannot()
     if reason:
         return f"not run: {reason}", 0.0, ""
@@ -203,7 +218,7 @@ def run_case(case: Case) -> tuple[str, float, str]:
     folder = Path(tempfile.mkdtemp(prefix="machine-"))
     try:
         outcome = case.run(folder)
-    except Exception as e:  # the table goes on: a broken case is a failed one
+    except Exception as e:  # a broken case counts as failed, and the next case follows
         outcome = Outcome(False, type(e).__name__, str(e))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -211,11 +226,11 @@ def run_case(case: Case) -> tuple[str, float, str]:
     return f"{word}: {outcome.what}", time.perf_counter() - begun, outcome.last_line
 
 
-WIDTHS = (34, 10, 28, 4, 40)  # of the columns: 120 with the spaces between them
+WIDTHS = (34, 10, 28, 4, 40)  # of the columns; 120 characters with the spaces between them
 
 
 def format_row(*cells: str) -> str:
-    """A row of the table, whose cells are wrapped."""
+    """A row of the table. Long cells are wrapped."""
     columns = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, WIDTHS)]
     height = max(len(column) for column in columns)
     lines = []
@@ -226,22 +241,20 @@ def format_row(*cells: str) -> str:
 
 
 def print_table(cases: list[Case]) -> int:
-    """Run the cases, print a row for each. -> the number of those that failed."""
+    """Runs the cases and prints a row for each. Returns the number of failed cases."""
     print(format_row("situation", "wanted", "outcome", "s", "last line"))
     failed = 0
     not_run = 0
     begun = time.perf_counter()
     for case in cases:
         what, seconds, last_line = run_case(case)
-        print(
-            format_row(case.situation, case.wanted, what, f"{seconds:.0f}", last_line), flush=True
-        )
+        row = format_row(case.situation, case.wanted, what, f"{seconds:.0f}", last_line)
+        print(row, flush=True)
         if what.startswith("FAILED"):
             failed += 1
         if what.startswith("not run"):
             not_run += 1
     passed = len(cases) - failed - not_run
-    print(
-        f"{passed} ok, {failed} failed, {not_run} not run, in {time.perf_counter() - begun:.0f} s"
-    )
+    seconds = time.perf_counter() - begun
+    print(f"{passed} ok, {failed} failed, {not_run} not run, in {seconds:.0f} s")
     return failed

@@ -1,4 +1,4 @@
-"""Machines on which train_gpt.py itself has to find its way: compilers, folders, signals, cores."""
+"""Cases about train_gpt.py: machines with other compilers, folders, signals and cores."""
 
 import os
 import re
@@ -27,7 +27,10 @@ WARNING = "warning: training without torch.compile"
 
 
 def train(folder, *prefix, more=(), timeout=600, **environment):
-    """A tiny training, compiled, with a compile cache of its own. `prefix` stands before the command."""
+    """Does a tiny compiled run, with a compile cache of its own.
+
+    `prefix` is a command that starts the run.
+    """
     options = write_tiny_shards(folder)
     settings = {"TORCHINDUCTOR_CACHE_DIR": folder / "cache"} | environment
     command = [*prefix, sys.executable, ROOT / "train_gpt.py", "--device", "cpu", *options, *more]
@@ -35,7 +38,7 @@ def train(folder, *prefix, more=(), timeout=600, **environment):
 
 
 def compiled(done) -> Outcome:
-    """It trained, and with compiled code."""
+    """The run must have trained with compiled code."""
     outcome = trained(done)
     if outcome.ok and WARNING in done.output:
         return Outcome(False, "trained uncompiled", done.last_line)
@@ -43,7 +46,7 @@ def compiled(done) -> Outcome:
 
 
 def uncompiled(done, *words) -> Outcome:
-    """It trained without compiled code, and said why in one line with these words."""
+    """The run must have trained without compiled code, with one warning with these words."""
     outcome = trained(done)
     warnings = [line for line in done.output.splitlines() if line.startswith(WARNING)]
     if not outcome.ok:
@@ -57,7 +60,7 @@ def uncompiled(done, *words) -> Outcome:
 
 
 def shim(folder, text):
-    """A compiler that is a shell script."""
+    """Writes a shell script that takes the place of the compiler."""
     folder = folder / "bin"
     folder.mkdir()
     script = folder / "g++"
@@ -71,7 +74,9 @@ def shim(folder, text):
 
 
 def cannot_compile() -> str:
-    return "" if shutil.which("g++") else "there is no g++"
+    if shutil.which("g++"):
+        return ""
+    return "there is no g++"
 
 
 def unknown_cpu(folder):
@@ -79,9 +84,8 @@ def unknown_cpu(folder):
 
 
 def no_compiler(folder):
-    return uncompiled(
-        train(folder, CXX="no-such-compiler"), "no working C++ compiler", "apt install g++"
-    )
+    done = train(folder, CXX="no-such-compiler")
+    return uncompiled(done, "no working C++ compiler", "apt install g++")
 
 
 def no_python_headers(folder):
@@ -100,9 +104,11 @@ def compiler_crashes(folder):
 
 
 def wrong_code(folder):
-    """A constant of the code is changed: logits are capped at half of what they should be."""
+    """The compiler changes a constant in the code: logits are capped at 15 instead of 30."""
     spoil = (
-        'for file in "$@"; do case "$file" in *.cpp) sed -i "s/(30[.]0)/(15.0)/g" "$file";; esac; done\n'
+        'for file in "$@"; do\n'
+        '    case "$file" in *.cpp) sed -i "s/(30[.]0)/(15.0)/g" "$file" ;; esac\n'
+        "done\n"
         'exec g++ "$@"'
     )
     return uncompiled(train(folder, CXX=shim(folder, spoil)), "makes wrong code", "GCC 14")
@@ -113,7 +119,10 @@ def wrong_code(folder):
 
 
 def mounted(kind, folder):
-    """The prefix of a command that sees `folder` as a file system of its own: "noexec", "ro" or "size=20m"."""
+    """Words that start a command with a separate file system at `folder`.
+
+    kind: "noexec", "ro" or "size=20m"
+    """
     folder.mkdir()
     return [
         "unshare",
@@ -126,7 +135,7 @@ def mounted(kind, folder):
 
 
 def cache_on(kind, *words):
-    """A case whose compile cache is on such a file system; the warning must have the words."""
+    """A case with the compile cache on such a file system. The warning must have these words."""
 
     def case(folder):
         cache = folder / "mounted"
@@ -137,7 +146,7 @@ def cache_on(kind, *words):
 
 
 def run_sh_elsewhere(folder):
-    """run.sh puts compiled code into another folder, so training goes on compiled."""
+    """run.sh puts compiled code into another folder, so the run is compiled."""
     cache = folder / "mounted"
     options = write_tiny_shards(folder)
     environment = clean_environment(
@@ -172,9 +181,8 @@ full_disk = cache_on("size=100k", "disk is full")
 
 
 def stopped(done, code) -> Outcome:
-    lines = [
-        line for line in done.output.splitlines() if not line.startswith(("logs/", "compiling"))
-    ]
+    progress = ("logs/", "compiling")
+    lines = [line for line in done.output.splitlines() if not line.startswith(progress)]
     ok = done.code == code and len(lines) == 1 and "stopped before the first step" in lines[0]
     return Outcome(ok, f"{len(lines)} lines, exit {done.code}", done.last_line)
 
@@ -239,21 +247,33 @@ exit 99
 
 
 def half_a_core(folder):
-    """As a container sees it: its own control group is at the top."""
+    """Limits the run to half a core. As in a container, its own control group is at the top."""
     done, log = train_and_read_log(folder, "unshare", "-m", "sh", "-c", QUOTA_SHELL, "sh")
     return with_threads(trained(done), log, 1)
 
 
 def cannot_limit() -> str:
     reason = cannot_unshare("-m")
-    done = None if reason else run(["unshare", "-m", "sh", "-c", QUOTA_SHELL, "sh", "true"], "/")
-    return reason or ("" if done.code == 0 else "no control group can be made here")
+    if reason:
+        return reason
+    done = run(["unshare", "-m", "sh", "-c", QUOTA_SHELL, "sh", "true"], "/")
+    if done.code == 0:
+        return ""
+    return "no control group can be made here"
 
 
 def cannot_use_8_cores() -> str:
     """PyTorch never uses more threads than there are cores."""
     cores = len(os.sched_getaffinity(0))
-    return "" if cores >= 8 else f"this machine has {cores} cores"
+    if cores >= 8:
+        return ""
+    return f"this machine has {cores} cores"
+
+
+def cannot_use_arm() -> str:
+    if os.uname().machine == "x86_64":
+        return "this is an x86-64 CPU"
+    return ""
 
 
 def eight_cores(folder):
@@ -262,7 +282,7 @@ def eight_cores(folder):
 
 
 def no_vector_extensions(folder):
-    """/proc/cpuinfo without AVX512 and AMX, and PyTorch's own kernels held to AVX2."""
+    """/proc/cpuinfo has no AVX512 and no AMX, and PyTorch's own kernels only use AVX2."""
     info = re.sub(r" (avx512|amx)\w*", "", open("/proc/cpuinfo", encoding="utf-8").read())
     (folder / "cpuinfo").write_text(info, encoding="utf-8")
     hide = f'mount --bind "{folder}/cpuinfo" /proc/cpuinfo && exec "$@"'
@@ -271,13 +291,13 @@ def no_vector_extensions(folder):
 
 
 def c_locale(folder):
-    """Python then chooses UTF-8 by itself."""
+    """In this locale, Python chooses UTF-8 by itself."""
     done, _ = train_and_read_log(folder, LC_ALL="C", PYTHONUTF8=None)
     return trained(done)
 
 
 def ascii_locale(folder):
-    """PyTorch reads a file of its own in the locale's encoding, and fails."""
+    """PyTorch reads one of its own files in the encoding of the locale, and fails."""
     done, _ = train_and_read_log(folder, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     return one_line(done, "PYTHONUTF8=1")
 
@@ -293,13 +313,17 @@ def busy_machine(folder):
 
 
 def two_processes(folder):
-    """Both must go on uncompiled when one of them can't compile."""
+    """When one of two processes can't compile, both must train without compiled code."""
     options = write_tiny_shards(folder)
     crash = (
-        'case "$1" in --version|-v) exec g++ "$@";; esac\n[ "$RANK" = 0 ] && exec g++ "$@"\nexit 4'
+        'case "$1" in --version|-v) exec g++ "$@";; esac\n'
+        '[ "$RANK" = 0 ] && exec g++ "$@"\n'
+        "exit 4"
     )
     environment = clean_environment(
-        TORCHINDUCTOR_CACHE_DIR=folder / "cache", CXX=shim(folder, crash), GLOO_SOCKET_IFNAME="lo"
+        TORCHINDUCTOR_CACHE_DIR=folder / "cache",
+        CXX=shim(folder, crash),
+        GLOO_SOCKET_IFNAME="lo",
     )
     command = [
         sys.executable,
@@ -371,7 +395,7 @@ CASES = [
         "ARM",
         "trains",
         one_core,
-        cannot=lambda: "this is an x86-64 CPU" if os.uname().machine == "x86_64" else "",
+        cannot=cannot_use_arm,
     ),
     Case("C locale", "trains", c_locale),
     Case("ASCII forced on Python", "a line", ascii_locale, fast=True),

@@ -1,4 +1,8 @@
-"""The quick ones of the imitated machines; `python tests/machines` runs all."""
+"""
+Runs ./run.sh on imitations of other machines, on those that are quick.
+
+`python tests/machines` runs all of them.
+"""
 
 import sys
 from pathlib import Path
@@ -13,8 +17,13 @@ from table import Case, Done, Outcome, format_row, one_line, print_table, traine
 CASES = install.CASES + training.CASES
 
 
+FAST = [case for case in CASES if case.fast]
+
+
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.fast], ids=lambda case: case.situation
+    "case",
+    FAST,
+    ids=[case.situation for case in FAST],
 )
 def test_machine(case, tmp_path):
     reason = case.cannot()
@@ -53,11 +62,15 @@ def test_the_table_counts_and_wraps(capsys):
     def crash(folder):
         raise ValueError("broken")
 
+    def long_line(folder):
+        return Outcome(True, "line, exit 2", "error: " + "word " * 40)
+
+    def fail(folder):
+        return Outcome(False, "exit 1")
+
     cases = [
-        Case(
-            "one", "a line", lambda folder: Outcome(True, "line, exit 2", "error: " + "word " * 40)
-        ),
-        Case("two", "trains", lambda folder: Outcome(False, "exit 1")),
+        Case("one", "a line", long_line),
+        Case("two", "trains", fail),
         Case("three", "trains", crash),
         Case("four", "trains", crash, cannot=lambda: "no such machine"),
     ]
@@ -65,7 +78,6 @@ def test_the_table_counts_and_wraps(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 120
     assert lines[-1].startswith("1 ok, 2 failed, 1 not run")
-    assert any("FAILED: ValueError" in line for line in lines) and any(
-        "no such machine" in line for line in lines
-    )
+    assert any("FAILED: ValueError" in line for line in lines)
+    assert any("no such machine" in line for line in lines)
     assert format_row("a", "b", "c", "1", "").split() == ["a", "b", "c", "1"]
