@@ -1,4 +1,9 @@
-"""tools/machine.py and the baseline's copy: cores under a cgroup's quota, from files written by hand; text in any locale."""
+"""
+Tests of tools/machine.py, and of the same functions in the baseline.
+
+They count the cores under the quota of a cgroup, whose files the tests write, and print text in any
+locale.
+"""
 
 import os
 import subprocess
@@ -19,7 +24,8 @@ def write_files(root, files):
         path.write_text(text, encoding="utf-8")
 
 
-V2, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu/"
+V2 = "proc/self/cgroup"
+V1 = "sys/fs/cgroup/cpu/"
 
 
 @pytest.mark.parametrize(
@@ -39,12 +45,12 @@ V2, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu/"
                 "sys/fs/cgroup/a.slice/cpu.max": "300000 100000\n",
                 "sys/fs/cgroup/a.slice/b/cpu.max": "max 100000\n",
             },
-            3,
-        ),  # the group around it
+            3,  # the limit of the group around it
+        ),
         (
             {V2: "0::/a.slice/b\n", "sys/fs/cgroup/a.slice/c/cpu.max": "300000 100000\n"},
-            8,
-        ),  # another group
+            8,  # another group has this limit
+        ),
         ({V2: "0::/../../b\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
         (
             {
@@ -104,10 +110,14 @@ def test_cores_of_the_baseline_follow_the_quota(tmp_path, monkeypatch, files, co
 
 
 def test_text_in_the_c_locale(tmp_path):
-    """What the terminal cannot show becomes a question mark; arguments are UTF-8 all the same."""
+    """A terminal shows a question mark for other characters. Arguments are still read as UTF-8."""
     code = (
-        "import sys; sys.path.append(sys.argv[1]); import machine; machine.show_any_text()\n"
-        "print('a ± b', sys.argv[2], machine.readable('plain'), ascii(machine.readable(sys.argv[2])))"
+        "import sys\n"
+        "sys.path.append(sys.argv[1])\n"
+        "import machine\n"
+        "machine.show_any_text()\n"
+        "readable = ascii(machine.readable(sys.argv[2]))\n"
+        "print('a ± b', sys.argv[2], machine.readable('plain'), readable)\n"
     )
     (tmp_path / "x.py").write_text(code, encoding="utf-8")
     done = subprocess.run(

@@ -1,4 +1,8 @@
-"""The data generator against plain slicing of the shards' tokens, and each way a shard can be wrong."""
+"""
+Tests of the data generator.
+
+They compare its batches with slices of the tokens, and give it shards that are wrong in many ways.
+"""
 
 import struct
 
@@ -26,7 +30,10 @@ def generator(pattern, batch_size, rank=0, world_size=1, vocab_size=VOCAB):
 
 
 def expected(tokens, batch_size):
-    """The (inputs, targets) of all global batches. Trailing tokens of a shard that don't fill a batch are dropped."""
+    """The (inputs, targets) of all global batches.
+
+    If the last tokens of a shard don't fill a batch, they are dropped.
+    """
     for shard in tokens:
         pos = 0
         end = batch_size
@@ -41,7 +48,8 @@ def expected(tokens, batch_size):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_slices_are_disjoint_and_cross_shards(tmp_path, world_size):
     batch = 32
-    # 3 batches and a rest; exactly one batch (33 tokens); one token too few for a batch; exactly 4 batches
+    # Three batches and a rest, exactly one batch (33 tokens), one token too few for a batch, and
+    # exactly four batches
     pattern, tokens = shards(tmp_path, [110, 33, 32, 129])
     ranks = [generator(pattern, batch, r, world_size) for r in range(world_size)]
     want = list(expected(tokens, batch))
@@ -89,6 +97,7 @@ def raw(path, header, body=b""):
 
 
 GOOD = struct.pack("<100H", *range(100))
+# Functions that write a bad shard at a path
 BAD_SHARDS = {
     "magic": lambda p: raw(p, (20240519, 1, 100), GOOD),
     "version": lambda p: raw(p, (20240520, 2, 100), GOOD),

@@ -1,4 +1,4 @@
-"""Learning rate, momentum and window at their corners, in exact fractions."""
+"""Tests of the learning rate, the momentum and the window, in exact fractions."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -23,26 +23,31 @@ HP = TRACKS["fineweb"]
 
 
 def test_official_values():
-    assert (HP.num_iterations, HP.cooldown_frac, HP.train_seq_len, HP.batch_tokens) == (
-        1770,
-        0.4,
-        49152,
-        393216,
-    )
-    assert (HP.val_tokens, HP.val_seq_len, HP.val_loss_every) == (10485760, 262144, 125)
-    assert (HP.vocab_size, HP.num_layers, HP.num_heads, HP.head_dim, HP.model_dim) == (
-        50257,
-        12,
-        6,
-        128,
-        768,
-    )
-    assert (HP.head_lr, HP.embed_lr, HP.scalar_lr, HP.muon_lr) == (0.22, 0.6, 0.04, 0.05)
-    assert (HP.max_window, HP.num_value_embeds, HP.save_checkpoint) == (1728, 3, False)
-    assert tuple(HP.long_window_layers) == (0, 4, 7, 11) and tuple(HP.attn_free_layers) == (7,)
+    assert HP.num_iterations == 1770
+    assert HP.cooldown_frac == 0.4
+    assert HP.train_seq_len == 49152
+    assert HP.batch_tokens == 393216
+    assert HP.val_tokens == 10485760
+    assert HP.val_seq_len == 262144
+    assert HP.val_loss_every == 125
+    assert HP.vocab_size == 50257
+    assert HP.num_layers == 12
+    assert HP.num_heads == 6
+    assert HP.head_dim == 128
+    assert HP.model_dim == 768
+    assert HP.head_lr == 0.22
+    assert HP.embed_lr == 0.6
+    assert HP.scalar_lr == 0.04
+    assert HP.muon_lr == 0.05
+    assert HP.max_window == 1728
+    assert HP.num_value_embeds == 3
+    assert HP.save_checkpoint is False
+    assert tuple(HP.long_window_layers) == (0, 4, 7, 11)
+    assert tuple(HP.attn_free_layers) == (7,)
     assert HP.train_files == "data/fineweb10B/fineweb_train_*.bin"
     assert HP.val_files == "data/fineweb10B/fineweb_val_*.bin"
-    assert HP.target_val_loss == 3.28 and TRACKS["mini"].target_val_loss == 1.50
+    assert HP.target_val_loss == 3.28
+    assert TRACKS["mini"].target_val_loss == 1.50
 
 
 @pytest.mark.parametrize(
@@ -50,8 +55,8 @@ def test_official_values():
     [
         (0, 1.0),
         (600, 1.0),
-        (1062, 1.0),  # 60% of 1770 is 1062: the last step at the full rate
-        (1416, 0.55),  # half of the cooldown
+        (1062, 1.0),  # 60% of 1770 steps: the last step at the full rate
+        (1416, 0.55),  # in the middle of the cooldown
         (1769, 0.1 + 0.9 * (1 / 708)),  # the last step
         (1770, 0.1),
     ],
@@ -69,9 +74,8 @@ def test_learning_rate_falls_linearly_from_the_corner():
 
 def test_learning_rate_that_falls_from_the_start():
     hp = replace(HP, num_iterations=10, cooldown_frac=1.0)
-    assert [get_lr(s, hp) for s in range(10)] == pytest.approx(
-        [1 - 0.09 * s for s in range(10)], abs=1e-12
-    )
+    want = [1 - 0.09 * s for s in range(10)]
+    assert [get_lr(s, hp) for s in range(10)] == pytest.approx(want, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +91,15 @@ def test_window(iterations):
     for step in range(iterations + 1):
         want = max(1, ceil(Fraction(1728 * step, iterations) / 128))
         assert get_window_blocks(step, hp) == want, f"step {step} of {iterations}"
-    assert get_window_blocks(0, hp) == 1 and get_window_blocks(iterations, hp) == 14
+    assert get_window_blocks(0, hp) == 1
+    assert get_window_blocks(iterations, hp) == 14
 
 
 def test_optimizers_and_what_each_trains():
     model = GPT(TINY)
     adam, muon = build_optimizers(model, TINY)
-    assert isinstance(adam, torch.optim.Adam) and isinstance(muon, Muon)
+    assert isinstance(adam, torch.optim.Adam)
+    assert isinstance(muon, Muon)
     names = {id(p): n for n, p in model.named_parameters()}
     groups = {g["lr"]: sorted(names[id(p)] for p in g["params"]) for g in adam.param_groups}
     assert groups == {
@@ -101,15 +107,17 @@ def test_optimizers_and_what_each_trains():
         0.6: ["embed.weight", *(f"value_embeds.{i}.weight" for i in range(3))],
         0.04: sorted(n for n, p in model.named_parameters() if p.ndim < 2),
     }
-    assert all(
-        g["betas"] == (0.8, 0.95) and g["eps"] == 1e-10 and g["weight_decay"] == 0 and g["fused"]
-        for g in adam.param_groups
-    )
+    for group in adam.param_groups:
+        assert group["betas"] == (0.8, 0.95)
+        assert group["eps"] == 1e-10
+        assert group["weight_decay"] == 0
+        assert group["fused"]
     matrices = [names[id(p)] for g in muon.param_groups for p in g["params"]]
-    assert sorted(matrices) == sorted(
-        n for n, p in model.named_parameters() if "blocks" in n and p.ndim >= 2
-    )
-    assert all(g["lr"] == 0.05 and g["ns_steps"] == 5 for g in muon.param_groups)
+    want = [n for n, p in model.named_parameters() if "blocks" in n and p.ndim >= 2]
+    assert sorted(matrices) == sorted(want)
+    for group in muon.param_groups:
+        assert group["lr"] == 0.05
+        assert group["ns_steps"] == 5
 
 
 def test_every_parameter_is_in_exactly_one_group():
@@ -118,20 +126,21 @@ def test_every_parameter_is_in_exactly_one_group():
     with pytest.raises(ValueError, match="gate is in 0 optimizer groups"):
         build_optimizers(model, TINY)
     model = GPT(TINY)
-    model.blocks[0].embed = torch.nn.Parameter(torch.zeros(4, 4))  # Muon's and Adam's
+    model.blocks[0].embed = torch.nn.Parameter(torch.zeros(4, 4))  # both Muon and Adam train it
     with pytest.raises(ValueError, match="blocks.0.embed is in 2 optimizer groups"):
         build_optimizers(model, TINY)
 
 
 def test_schedules_reach_the_optimizers():
     hp = replace(TINY, num_iterations=100)
-    optimizers = adam, muon = build_optimizers(GPT(hp), hp)
-    for step in (0, 80, 99, 10):  # each is set from the initial rate, not from the one before
+    optimizers = build_optimizers(GPT(hp), hp)
+    adam, muon = optimizers
+    # Rates follow from the initial rates and not from those before, so steps may come in any order
+    for step in (0, 80, 99, 10):
         set_schedules(optimizers, step, hp)
         factor = get_lr(step, hp)
-        assert [g["lr"] for g in adam.param_groups] == pytest.approx(
-            [0.22 * factor, 0.6 * factor, 0.04 * factor]
-        )
+        want = [0.22 * factor, 0.6 * factor, 0.04 * factor]
+        assert [g["lr"] for g in adam.param_groups] == pytest.approx(want)
         for g in muon.param_groups:
             assert g["lr"] == pytest.approx(0.05 * factor)
             assert g["momentum"] == pytest.approx(0.85 + 0.1 * step / 300)
