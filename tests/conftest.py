@@ -1,4 +1,4 @@
-"""Settings of all tests: where modules are found, and that nothing is compiled unless a test asks for it."""
+"""Settings for all tests: the module path, and no compilation unless a test asks for it."""
 
 import os
 import signal
@@ -14,7 +14,8 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "training"), str(TEST
 
 import pytest
 
-# The slowest tests, which compile or wait for torchrun. They start first, and the others fill the gaps.
+# The slowest tests compile a model or wait for torchrun. They start first, and other processes run
+# the short ones meanwhile.
 LONGEST = [
     "test_mini_meets_its_target",
     "test_generic_tuning",
@@ -29,7 +30,7 @@ LONGEST = [
 
 
 def pytest_configure(config):
-    """Reports wrong paths. With several processes, pytest doesn't do that itself."""
+    """Reports paths that don't exist. With several processes, pytest doesn't do that."""
     for path in config.args:
         if not (config.invocation_params.dir / path.split("::")[0]).exists():
             raise pytest.UsageError(f"file or directory not found: {path}")
@@ -49,17 +50,18 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _seed():
-    import torch  # here, because the process that starts the others doesn't need it
+    import torch  # not at the top, because pytest's main process doesn't need it
 
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _signal_handlers():
-    """Removes the handlers that main() has set in an earlier test, so that forked processes don't have them."""
+    """Removes signal handlers of an earlier main(), so that forked processes don't have them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-# Background jobs of a shell ignore SIGINT, and so would the processes that the tests interrupt
+# Background jobs of a shell ignore SIGINT. Without this line, the processes that tests interrupt
+# would ignore it, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

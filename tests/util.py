@@ -1,4 +1,4 @@
-"""Helpers of the tests: shards, runs of the script in other processes, and gloo processes on one machine."""
+"""Helpers for tests: writing shards, running the script in other processes, gloo groups."""
 
 import itertools
 import multiprocessing
@@ -35,7 +35,7 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 
 def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
-    """n tokens with an end of text about every `eot_every`."""
+    """n random tokens, with an end-of-text about every `eot_every` tokens."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, eot, (n,), generator=g)
     tokens[torch.rand(n, generator=g) < 1 / eot_every] = eot
@@ -44,7 +44,7 @@ def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
 
 
 def env(**extra):
-    """The environment of a subprocess: one thread, the loopback network, no rank."""
+    """The environment variables of a subprocess: one thread, the loopback network, no rank."""
     e = dict(os.environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         e.pop(name, None)
@@ -108,7 +108,10 @@ def forkserver():
 
 
 def wait_for_processes(processes, timeout):
-    """Waits until all have ended or one has failed. Returns the first exit status that isn't 0, or None."""
+    """Waits until all processes have ended, or one has failed.
+
+    Returns the first exit status that isn't 0, or None.
+    """
     end = time.monotonic() + timeout
     while True:
         alive = [p for p in processes if p.exitcode is None]
@@ -143,7 +146,7 @@ def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
         failed = None
         try:
             failed = wait_for_processes(processes, timeout)
-            if failed is not None:  # the others may have something to say about it
+            if failed is not None:  # the others may still print an error about it
                 for process in processes:
                     process.join(10)
         finally:
@@ -163,7 +166,10 @@ def redirect(descriptor, path):
 
 
 def _as_main(argv, cwd, environment, console):
-    """In a forked process: does what `python argv[0] argv[1] ...` does in that folder and environment."""
+    """Does what `python argv[0] argv[1] ...` does in that folder and environment.
+
+    It runs in a forked process.
+    """
     redirect(1, f"{console}.out")
     redirect(2, f"{console}.err")
     os.environ.clear()
@@ -171,7 +177,7 @@ def _as_main(argv, cwd, environment, console):
     os.chdir(cwd)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # Our folders are on the path of the tests, but not on the script's
+    # The tests have our folders on their path, but the script must not have them
     ours = {str(ROOT), *map(str, ROOT.iterdir())}
     theirs = [p for p in sys.path if p not in ours]
     sys.path = [str(Path(argv[0]).parent), *theirs]
@@ -184,10 +190,10 @@ _ports = itertools.cycle(range(_first_port, _first_port + 64))
 
 
 def free_port():
-    """A port that nobody listens on.
+    """A port that no process listens on.
 
-    Each test process has 64 ports of its own, outside the range from which the system assigns ports. So none is
-    taken before it is used.
+    Each test process has 64 ports of its own, outside the range from which the system assigns
+    ports. So no other process takes the port before it is used.
     """
     for port in itertools.islice(_ports, 64):
         with socket.socket() as s:

@@ -1,4 +1,4 @@
-"""FlexAttention with the block mask, compiled, against the portable attention and the dense definition."""
+"""Compares compiled FlexAttention with the portable attention and with the dense definition."""
 
 import math
 
@@ -8,7 +8,8 @@ import torch
 from train_gpt import attention, document_ids, flex_block_mask, portable_mask
 
 EOT = 50256
-# (tokens, mean document length, window in blocks): the training length last, with the first and the last window
+# (tokens, mean document length, window in blocks)
+# The last cases have the length of the training, with its first and its last window
 CASES = [
     (1024, 60, 1),
     (1024, 10**9, 3),
@@ -52,7 +53,10 @@ def as_window(blocks, device):
 
 
 def assert_near(got, want, tolerance):
-    """The error of each row (a head's vector at a position) is below `tolerance` times the largest row."""
+    """The error of each row is below `tolerance` times the largest row.
+
+    A row is the vector of one head at one position.
+    """
     assert got.isfinite().all()
     error = (got.double() - want.double()).norm(dim=-1)
     largest = want.double().norm(dim=-1).max()
@@ -110,7 +114,10 @@ def test_flex_equals_portable_forward_and_backward(length, every, blocks, device
 
 @pytest.mark.parametrize("length,every,blocks", CASES)
 def test_flex_equals_the_definition(length, every, blocks, device):
-    """All rows of short sequences. Of long ones, random rows and those at the edges of blocks."""
+    """Checks all rows of short sequences.
+
+    In long sequences, it checks random rows and those at the edges of blocks.
+    """
     docs, (q, k, v, _) = case(length, every, device)
     got = flex(q, k, v, docs, as_window(blocks, device))
     rows = torch.arange(length, device=device)

@@ -1,4 +1,4 @@
-"""The head and its loss in FP8 on a GPU's matrix units, against float32 and bf16."""
+"""Compares the head and its loss in FP8, on the matrix units of a GPU, with float32 and bf16."""
 
 import pytest
 import torch
@@ -27,8 +27,9 @@ def error(got, want):
 def loss_and_gradients(logits, targets, dim, grad_s):
     """The loss, summed over tokens, and its gradient with respect to the logits, twice.
 
-    First in bf16, then in the e5m2 values that the op makes of it, in units of grad_s. Works on 4,096 tokens
-    at a time, because all at once need tens of GB.
+    The first gradient is in bf16. The second is rounded to e5m2 as the op does it, in units of
+    grad_s. The function works on 4,096 tokens at a time, because all tokens together would need
+    tens of GB.
     """
     loss = 0
     grads = []

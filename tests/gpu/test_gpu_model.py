@@ -1,4 +1,8 @@
-"""The model and whole runs on a GPU, against float32 on the CPU, without graph breaks or recompilations."""
+"""
+Tests of the model and of whole runs on a GPU.
+
+They compare the model with float32 on the CPU, and allow no graph breaks and no recompilations.
+"""
 
 import math
 from dataclasses import replace
@@ -18,7 +22,7 @@ from train_gpt import (
 )
 from util import random_tokens, read_log, run_script, val_losses, write_shard
 
-# The layers and the head dimension of fineweb, 1,024 tokens, and widths that are multiples of 16, as FP8 needs
+# The layers and the head dimension of fineweb, with 1,024 tokens. FP8 needs multiples of 16.
 SMALL = replace(
     TRACKS["fineweb"],
     vocab_size=1000,
@@ -41,7 +45,10 @@ def batch(hp, seed, num_seqs=1):
 
 
 def model_of(hp, dtype, use_fp8=False):
-    """A model with the same random weights for each dtype, rounded to bf16. No weight is zero, so none hides a mistake."""
+    """A model with the same random weights for each dtype, rounded to bf16.
+
+    No weight is zero, because zeros could hide mistakes.
+    """
     torch.manual_seed(0)
     model = GPT(hp, dtype, use_fp8)
     with torch.no_grad():
@@ -70,8 +77,9 @@ def test_loss_and_gradients_equal_the_cpus_in_float32(blocks, use_fp8, device):
     model.compile(dynamic=False)
     got_loss, got = loss_and_gradients(model, inputs.to(device), targets.to(device), blocks)
     assert got_loss == pytest.approx(want_loss, rel=2e-3)
-    # The gradient of a scalar is a sum over all activations, and in bf16 much of it is rounding. So scalars are
-    # judged on the scale of all of them (bf16 on a CPU has errors up to 0.27 there, and 0.02 in matrices).
+    # The gradient of a scalar is a sum over all activations. In bf16, much of it is rounding error.
+    # So the errors of scalars are compared with the norm of all scalars. On a CPU, bf16 has errors
+    # up to 0.27 there, and 0.02 in matrices.
     all_scalars = torch.cat([gradient for gradient in want.values() if gradient.ndim < 2])
     matrix_tolerance = 0.15 if use_fp8 else 0.05
     for name, gradient in want.items():
@@ -83,11 +91,12 @@ def test_loss_and_gradients_equal_the_cpus_in_float32(blocks, use_fp8, device):
 
 
 def test_no_graph_break_and_no_recompile_as_the_window_grows(device):
-    """Training steps with accumulation and evaluations, over every window of a run."""
+    """Trains with accumulation, and evaluates, with every window of a run."""
     world = World(rank=0, size=1, device=device)
     hp = replace(SMALL, num_iterations=12)
     model = GPT(hp, torch.bfloat16, use_fp8=True).to(device)
-    optimizers, buckets = build_optimizers(model, hp), GradientBuckets(model.parameters())
+    optimizers = build_optimizers(model, hp)
+    buckets = GradientBuckets(model.parameters())
     compiled = torch.compile(model, dynamic=False)
     inputs, targets = (t.to(device).flatten() for t in batch(hp, 1, num_seqs=2))
     torch._dynamo.utils.counters.clear()
@@ -125,7 +134,7 @@ RUN = dict(
 
 @pytest.mark.parametrize("fp8", ["true", "false"])
 def test_runs_agree_however_a_step_is_accumulated(fp8, tmp_path):
-    """One process, a step in 8 micro-steps, twice, and in 2."""
+    """Runs a step as 8 micro-steps, twice, and as 2 micro-steps, in one process."""
     write_shard(tmp_path / "train_0.bin", random_tokens(22 * 2048 + 1, seed=1))
     write_shard(tmp_path / "val_0.bin", random_tokens(4096 + 1, seed=2))
     losses = []
@@ -150,5 +159,5 @@ def test_runs_agree_however_a_step_is_accumulated(fp8, tmp_path):
     assert first[0] == pytest.approx(math.log(384), abs=1e-4)
     assert first[20] < first[10] < first[0]
     for other in (second, wide):
-        # Sums of gradients are in bf16, and atomic additions come in any order
+        # Gradients are added in bf16, and the order of atomic additions can vary
         assert other == pytest.approx(first, abs=0.02)

@@ -1,4 +1,4 @@
-"""Rotary embedding, block masks and attention, against dense definitions in float64."""
+"""Compares rotary embedding, block masks and attention with dense definitions in float64."""
 
 import math
 
@@ -29,7 +29,10 @@ def random_input(num_seqs, length, eot_every, seed):
 
 
 def dense_mask(tokens, window_blocks):
-    """The definition, pair by pair: (T, T), True where the query sees the key. T runs over all sequences."""
+    """The definition of the mask, pair by pair.
+
+    Returns (T, T), True where the query sees the key. T counts the tokens of all sequences.
+    """
     num_seqs, length = tokens.shape
     pos = torch.arange(num_seqs * length)
     seq = pos // length
@@ -73,8 +76,10 @@ def assert_close(got, want, rtol, atol):
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
-# (sequences, tokens each, mean document length, window in blocks): one block, windows beyond the sequence,
-# documents shorter than a block and longer than the sequence, sequences shorter than the window.
+# (sequences, tokens in each, mean document length, window in blocks)
+#
+# There are sequences of one block, windows longer than the sequence, and documents that are shorter
+# than a block or longer than the sequence.
 CASES = [
     (1, 128, 40, 1),
     (1, 256, 10**9, 1),
@@ -99,7 +104,7 @@ def test_block_size():
 def test_document_ids(case):
     num_seqs, length, every, _ = case
     tokens = random_input(num_seqs, length, every, seed=1)
-    tokens[0, -1] = EOT  # next to a sequence's start
+    tokens[0, -1] = EOT  # right before the start of a sequence
     docs = document_ids(tokens, EOT)
     assert docs.shape == (num_seqs * length,)
     starts = tokens == EOT
@@ -110,7 +115,10 @@ def test_document_ids(case):
 
 
 def tiles(num_blocks, indices):
-    """The (query positions, key positions) of all listed blocks, (128,) each. No block may be listed twice."""
+    """The (query positions, key positions) of all blocks in a list, (128,) each.
+
+    No block may be in the list twice.
+    """
     counts = num_blocks.flatten().tolist()
     rows = indices.flatten(0, -3)[0]
     found = []
@@ -125,7 +133,7 @@ def tiles(num_blocks, indices):
 
 
 def mask_of_tile(mask_mod, q, k):
-    """What the mask function says, (128, 128)."""
+    """The values of the mask function, (128, 128)."""
     zero = torch.tensor(0)
 
     def row(i):
@@ -162,7 +170,7 @@ def test_flex_block_mask(case):
     assert tuple(bm.BLOCK_SIZE) == (128, 128)
     assert bm.kv_num_blocks.numel() == bm.full_kv_num_blocks.numel() == n
     assert torch.equal(read_block_mask(bm, total), want)
-    # Blocks that are entirely visible are full, so the fast path is taken
+    # Blocks that are entirely visible must be full blocks, which take the fast path
     tiled = want.view(n, 128, n, 128).transpose(1, 2)
     entirely = tiled.flatten(2).all(-1)
     assert bm.full_kv_num_blocks.sum() == entirely.sum()
@@ -173,7 +181,7 @@ def test_flex_block_mask(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_flex_block_mask_for_backward(case):
-    """The lists of queries are those that PyTorch makes of the lists of keys."""
+    """PyTorch must make the same lists of queries from our lists of keys."""
     _, bm = flex_case(case)
     theirs = BlockMask.from_kv_blocks(
         bm.kv_num_blocks,
@@ -286,7 +294,7 @@ def test_portable_attention_is_linear_in_length():
         tokens = random_input(1, total, 500, seed=10)
         inputs = [x.requires_grad_() for x in qkv(total, 1, 16, seed=11)]
         counter = FlopCounterMode(display=False)
-        # The counter doesn't know the fused attention of CPUs
+        # The counter doesn't know the fused attention for CPUs
         with Largest() as largest, counter, sdpa_kernel(SDPBackend.MATH):
             mask = make_mask(tokens, 2)
             out = attention(*inputs, mask, 0.12)
@@ -302,7 +310,7 @@ def test_portable_attention_is_linear_in_length():
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", CASES[2:5] + CASES[7:9])
 def test_portable_equals_flex_attention_forward(case):
-    """FlexAttention's own forward. PyTorch builds its block mask from the definition."""
+    """Compares with FlexAttention, whose block mask PyTorch builds from the definition."""
     num_seqs, length, every, window = case
     tokens = random_input(num_seqs, length, every, seed=14)
     total = num_seqs * length
@@ -323,7 +331,7 @@ def test_portable_equals_flex_attention_forward(case):
 
 @torch._dynamo.config.patch(disable=False)
 def test_compiled_flex_attention_with_our_block_mask():
-    """The CUDA path's code on the CPU, forward only: one compiled graph serves every window."""
+    """Runs the code for CUDA on the CPU, forward only. One compiled graph serves all windows."""
     graphs = []
 
     def counted(graph, example_inputs):
@@ -347,7 +355,10 @@ def test_compiled_flex_attention_with_our_block_mask():
 
 
 def rotate(x, head_dim):
-    """Rotary embedding in float64, by complex numbers: the pair (x_i, x_{i + D/2}) turns by -position * frequency."""
+    """Rotary embedding in float64, with complex numbers.
+
+    The pair (x_i, x_{i + D/2}) is rotated by -position * frequency.
+    """
     exponents = torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
     rotated = (1 / 1024) ** exponents
     not_rotated = torch.zeros_like(rotated)

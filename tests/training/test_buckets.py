@@ -1,4 +1,4 @@
-"""Gradient buckets on two gloo processes: what is in them, when they are reduced, and what comes out."""
+"""Tests of gradient buckets: their contents, when they are reduced, and the reduced gradients."""
 
 from dataclasses import replace
 
@@ -49,7 +49,8 @@ def test_every_parameter_is_in_one_bucket():
 def test_default_size_on_the_official_model():
     with torch.device("meta"):
         buckets = GradientBuckets(GPT(train_gpt.TRACKS["fineweb"]).parameters())
-    # Tables larger than a bucket have one each. The matrices share buckets that are about full.
+    # Each table is larger than a bucket, and has one of its own. The matrices share buckets, which
+    # are almost full.
     limit = 25 * 2**20
     for bucket in buckets.buckets:
         if len(bucket) > 1:
@@ -60,7 +61,7 @@ def test_default_size_on_the_official_model():
 
 
 def test_filled_in_the_order_of_backward():
-    """In a chain of layers, the last one's gradient comes first, so it is in the first bucket."""
+    """In a chain of layers, the last gradient is ready first, so it is in the first bucket."""
     layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(10)]
     weights = [layer.weight for layer in layers]
     buckets = GradientBuckets(weights, bucket_bytes=2 * 8 * 8 * 4)
@@ -91,7 +92,7 @@ def record_events(model):
 
 
 def check_reduced_in_place(reduced, buckets):
-    """Each bucket is reduced once, and the gradients are views of what is reduced: nothing is copied back."""
+    """Each bucket is reduced once. The gradients are views of it, so nothing is copied back."""
     assert len(reduced) == len(buckets)
     for flat, bucket in zip(reduced, buckets):
         assert flat.numel() == sum(p.numel() for p in bucket)
@@ -104,7 +105,7 @@ def check_reduced_in_place(reduced, buckets):
 
 
 def check_overlap(events, num_buckets):
-    """Most buckets are reduced while other gradients are still to come."""
+    """Most buckets are reduced before all gradients are ready."""
     kinds = [kind for kind, _ in events]
     last_ready = max(i for i, kind in enumerate(kinds) if kind == "ready")
     early = kinds[:last_ready].count("reduce")
@@ -114,7 +115,7 @@ def check_overlap(events, num_buckets):
 
 
 def check_values(model, want):
-    """The mean over all sequences, equal on all ranks. Embedding tables are bf16."""
+    """Gradients are the mean over all sequences, and equal on all ranks. Embeddings are bf16."""
     grads = []
     for name, p in model.named_parameters():
         tolerance = 1e-5 if p.dtype == torch.float32 else 1e-2
@@ -124,7 +125,7 @@ def check_values(model, want):
     own = torch.cat(grads)
     first = own.clone()
     dist.broadcast(first, 0)
-    assert torch.equal(own, first), "ranks disagree"
+    assert torch.equal(own, first), "the ranks have different gradients"
 
 
 def bucket_child(rank, world_size):

@@ -1,4 +1,8 @@
-"""The head and its loss in FP8, against definitions in float64 applied to the operands as the ops quantized them."""
+"""
+Tests of the head and its loss in FP8.
+
+The reference is in float64. It gets the operands as the ops have quantized them.
+"""
 
 import math
 from dataclasses import replace
@@ -26,7 +30,7 @@ head_loss_backward = torch.ops.nanogpt.head_loss_backward
 
 
 def head_inputs(tokens, dim, out, seed, spread=1.0):
-    """An input after RMS norm, a head weight, targets, and the scales of input, weight and gradient.
+    """An input after RMS norm, a head weight, targets, and scales of input, weight and gradient.
 
     With a spread of 20, most logits are in the flat ends of the soft-cap.
     """
@@ -49,7 +53,7 @@ def capped(logits, dim):
 
 
 def plain_loss(logits, targets, dim):
-    """Summed over tokens, in the dtype of the logits."""
+    """The loss, summed over tokens, in the dtype of the logits."""
     return F.cross_entropy(capped(logits, dim), targets, reduction="sum")
 
 
@@ -62,7 +66,11 @@ def assert_close(got, want, rtol, atol=0.0):
 
 
 def assert_nearest_e4m3(full, f8, scale):
-    """The error is at most half a unit of a 3-bit mantissa, or half the smallest subnormal number (2^-9)."""
+    """
+    Checks that every number is rounded to the nearest e4m3 number.
+
+    The error is at most half a unit of the 3-bit mantissa, or half the smallest subnormal (2^-9).
+    """
     scaled = full.double() / scale
     error = (f8.double() - scaled).abs()
     assert (error <= scaled.abs() * (2**-4 + 2**-8) + 2**-10).all()
@@ -81,7 +89,7 @@ def test_forward(tokens, dim, out, spread):
     assert (w_f8.dtype, w_f8.shape) == (E4M3, w.shape)
     assert_nearest_e4m3(x, x_f8, x_s)
     assert_nearest_e4m3(w, w_f8, w_s)
-    # The product of the dequantized operands, except for the order of the sum and one rounding to bf16
+    # The product of the dequantized operands, up to the order of the sum and one rounding to bf16
     x8 = dequantize(x_f8, x_s)
     w8 = dequantize(w_f8, w_s)
     want = x8 @ w8.T
@@ -113,7 +121,7 @@ def test_backward(tokens, dim, out, spread, grad):
     assert (grad_x.dtype, grad_x.shape) == (torch.bfloat16, x.shape)
     assert (grad_w.dtype, grad_w.shape) == (torch.float32, w.shape)
 
-    # An identity in place of x returns the gradient of the logits as the op quantizes it
+    # With an identity matrix in place of x, the op returns its quantized gradient of the logits
     eye = torch.eye(tokens).to(E4M3)
     _, transposed = head_loss_backward(
         grad,
@@ -131,7 +139,8 @@ def test_backward(tokens, dim, out, spread, grad):
     assert_close(scaled, scaled.to(E5M2).double(), rtol=1e-6)
     exact = logits.double().requires_grad_()
     (plain_loss(exact, targets, dim) * grad).backward()
-    # Half a unit of a 2-bit mantissa, half the smallest subnormal number, and float32's error near p = 1
+    # Half a unit of the 2-bit mantissa, half the smallest subnormal number, and the error of
+    # float32 near p = 1
     error = (g - exact.grad).abs()
     room = exact.grad.abs() * (2**-3 + 2**-8)
     assert (error <= room + grad_s * 2**-17 + 1e-6 * grad).all()
@@ -169,7 +178,7 @@ def test_autograd_reaches_both_operands():
 
 
 def test_ops_are_well_formed():
-    """Fake kernels and the registration of autograd, checked by PyTorch."""
+    """PyTorch checks the fake kernels and the registration of autograd."""
     x, w, targets, *scales = head_inputs(32, 64, 48, 6)
     torch.library.opcheck(
         head_loss.default,

@@ -1,4 +1,6 @@
-"""The whole model: shapes, counts, initial loss, and a plain float64 re-implementation of its forward pass."""
+"""
+Tests of the whole model: shapes, counts, the initial loss, and a plain implementation in float64.
+"""
 
 import math
 from dataclasses import replace
@@ -90,12 +92,13 @@ def reference_mlp(params, i, x):
 
 
 def reference_logits(params, hp, seq, window_blocks, long_layers, free_layers):
-    """The forward pass of one sequence (S,), from the specification, in the dtype of the parameters."""
+    """The forward pass of one sequence (S,), in the dtype of the parameters."""
     long_mask = visible_pairs(seq, hp, window_blocks)
     short_mask = visible_pairs(seq, hp, max(1, window_blocks // 2))
     n = hp.num_layers
     num_skips = n // 2
-    first_decoder = n - num_skips  # of an odd number of layers, the middle one has no skip connection
+    # With an odd number of layers, the middle one has no skip connection
+    first_decoder = n - num_skips
     ve = [params[f"value_embeds.{i}.weight"][seq] for i in range(hp.num_value_embeds)]
     ve = ve + [None] * (n - 2 * len(ve)) + ve
     x0 = rms_norm(params["embed.weight"][seq])  # (S, dim)
@@ -117,7 +120,7 @@ def reference_logits(params, hp, seq, window_blocks, long_layers, free_layers):
 
 
 def reference_losses(params, hp, inputs, targets, window_blocks, long_layers, free_layers):
-    """One loss per token, sequence by sequence."""
+    """The loss of each token, sequence by sequence."""
     losses = []
     for seq, target in zip(inputs.long(), targets):
         logits = reference_logits(params, hp, seq, window_blocks, long_layers, free_layers)
@@ -130,7 +133,7 @@ def double_parameters(model):
 
 
 def assert_same_gradients(model, exact):
-    """`exact` are the parameters of the reference, with their gradients."""
+    """Compares with `exact`: the parameters of the reference, with their gradients."""
     for name, p in model.named_parameters():
         want = exact[name].grad
         if want is None or not want.any():  # the value embeddings of a layer without them
@@ -182,7 +185,7 @@ def test_loss_and_gradients_equal_the_plain_model(window, num_seqs):
 
 
 def test_mini_equals_the_plain_model():
-    """Another depth, other value embeddings, other windows."""
+    """mini has another depth, other value embeddings and other windows."""
     hp = TRACKS["mini"]
     model = randomize(GPT(hp, dtype=torch.float32)).eval()
     inputs, targets = batch(hp, 2, 256)
@@ -220,8 +223,11 @@ def test_initial_loss_of_the_byte_track():
 
 
 def fineweb_shapes():
-    """Every parameter of the official model, from the specification's sizes."""
-    dim, vocab, padded, layers = 768, 50257, 50304, 12
+    """{name: shape} of the parameters of the official model."""
+    dim = 768
+    vocab = 50257
+    padded = 50304
+    layers = 12
     shapes = {"embed.weight": (vocab, dim), "lm_head.weight": (padded, dim), "skip_weights": (6,)}
     for i in range(3):
         shapes[f"value_embeds.{i}.weight"] = (vocab, dim)
@@ -274,7 +280,11 @@ def test_initial_values():
 
 
 def test_value_embeddings_feed_the_layers_of_the_specification():
-    """Layers 0, 1, 2 and 9, 10, 11 use tables 0, 1, 2. A table is used if changing it changes the loss."""
+    """
+    Layers 0, 1, 2 and 9, 10, 11 use tables 0, 1, 2.
+
+    A layer uses a table if a change of the table changes the loss.
+    """
     model = randomize(GPT(TINY, dtype=torch.float32)).eval()
     inputs, targets = batch(TINY, 1, 256)
 

@@ -1,4 +1,9 @@
-"""Newton-Schulz against the singular value decomposition, and Muon against a plain loop on 1, 2 and 4 processes."""
+"""
+Tests of Muon.
+
+They compare Newton-Schulz with the singular value decomposition, and Muon on 1, 2 and 4 processes
+with a plain loop.
+"""
 
 from unittest import mock
 
@@ -27,7 +32,7 @@ def with_singular_values(rows, cols, values, seed):
 
 
 def quintic(values, steps=5):
-    """What the iteration does to singular values.
+    """The singular values after the iteration.
 
     It divides them by the Frobenius norm, then repeats s -> a s + b s^3 + c s^5.
     """
@@ -96,7 +101,8 @@ def test_batched_and_scale_free():
     assert not zeropower_via_newtonschulz5(zeros).any()  # no division by zero
 
 
-# Shapes of a small model: stacked QKV, projections, an MLP pair, and numels that leave ranks without work.
+# Shapes of a small model: stacked QKV, projections, an MLP. For some shapes, there are fewer
+# matrices than ranks.
 SHAPES = [
     (3, 32, 16),
     (16, 32),
@@ -158,7 +164,10 @@ def orthogonalize(x):
 
 
 def normalize(x, mean, beta2):
-    """NorMuon of one matrix: equalizes the rows of tall and square matrices, and the columns of wide ones."""
+    """NorMuon of one matrix.
+
+    It equalizes the rows of tall and square matrices, and the columns of wide ones.
+    """
     rows, cols = x.shape
     dim = 1 if rows >= cols else 0
     square = (x**2).mean(dim, keepdim=True)
@@ -168,7 +177,7 @@ def normalize(x, mean, beta2):
 
 
 def plain_muon(beta2=0.0):
-    """The definition, one matrix at a time, in float64."""
+    """Muon by its definition, one matrix at a time, in float64."""
     params = [initial(i, s).double() for i, s in enumerate(SHAPES)]
     momenta = [torch.zeros_like(p) for p in params]
     means = {}
@@ -226,7 +235,7 @@ def test_each_rank_keeps_the_momentum_of_its_own_parameters_and_batches_shapes(t
 
 
 def counting(name):
-    """Replaces a function of train_gpt by a mock that calls it."""
+    """Replaces a function of train_gpt with a mock that calls the function."""
     return mock.patch.object(train_gpt, name, wraps=getattr(train_gpt, name))
 
 
