@@ -881,6 +881,33 @@ def test_non_finite_stops_all_ranks_and_names_the_step(what, says, shards, tmp_p
         assert all(t.isfinite().all() for t in state["model"].values())
 
 
+def record_last_step(folder):
+    """Writes how many steps this rank has started to a file of its own."""
+    plain = train_gpt.train_step
+    steps = 0
+
+    def train_step(*args):
+        nonlocal steps
+        steps += 1
+        (folder / f"steps{os.environ['RANK']}").write_text(str(steps))
+        return plain(*args)
+
+    train_gpt.train_step = train_step
+
+
+def test_non_finite_loss_stops_all_ranks_after_the_same_step(shards, tmp_path):
+    """
+    The second of two ranks gets a NaN in step 8, far from any validation.
+
+    The next vote starts after step 10, and is read when the following one starts.
+    """
+    hook = partial(before_step, 7, poison_loss, then=partial(record_last_step, tmp_path))
+    argv = options(shards, num_iterations=20, val_loss_every=0) + ["--checkpoint_every", "0"]
+    Job(argv, tmp_path, world_size=2, hook=hook).fails("step 8: ", "not finite")
+    steps = [int((tmp_path / f"steps{rank}").read_text()) for rank in range(2)]
+    assert steps == [15, 15]
+
+
 def poison_update(model):
     """Makes the update of the weights NaN. The loss and the gradients stay finite."""
     plain = torch.optim.Adam.step
