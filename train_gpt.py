@@ -1396,7 +1396,9 @@ class GradientBuckets:
         self.missing[index] -= 1
         if self.missing[index] == 0 and dist.is_initialized():
             bucket = self.buckets[index]
-            flat = torch.cat([p.grad.flatten() for p in bucket])
+            flat = bucket[0].grad.flatten()  # a view: a bucket of one gradient isn't copied
+            if len(bucket) > 1:
+                flat = torch.cat([p.grad.flatten() for p in bucket])
             grads = flat.split([p.numel() for p in bucket])
             for p, grad in zip(bucket, grads):
                 p.grad = grad.view_as(p)

@@ -172,6 +172,28 @@ def test_reduced_once_a_step_overlapping_backward(world_size, tmp_path):
     spawn(bucket_child, world_size, tmp_path)
 
 
+def one_gradient_child(rank, world_size):
+    layer = torch.nn.Linear(4, 2)
+    came = {}  # the address of each gradient before any bucket sees it
+    for name, p in layer.named_parameters():
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: came.update({name: p.grad.data_ptr()})
+        )
+    buckets = GradientBuckets(layer.parameters(), bucket_bytes=1)
+    assert [len(bucket) for bucket in buckets.buckets] == [1, 1]
+    buckets.last_micro_step = True
+    layer(torch.full((1, 4), float(rank))).sum().backward()
+    buckets.wait()
+    for name, p in layer.named_parameters():
+        assert p.grad.data_ptr() == came[name], name
+    assert torch.equal(layer.weight.grad, torch.full((2, 4), float(sum(range(world_size)))))
+    assert torch.equal(layer.bias.grad, torch.full((2,), float(world_size)))
+
+
+def test_a_bucket_of_one_gradient_is_not_copied(tmp_path):
+    spawn(one_gradient_child, 2, tmp_path)
+
+
 def test_one_process_keeps_gradients_as_they_come():
     layer = torch.nn.Linear(4, 4, bias=False)
     buckets = GradientBuckets(layer.parameters())
