@@ -263,11 +263,25 @@ def test_log_header_without_nvidia_smi(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mib, seq_len",
-    [(80 * 1024, 49152), (23_500, 24576), (16_376, 12288), (12_282, 12288), (8_192, 12288)],
+    "card, mib, seq_len",
+    [
+        ((9, 0), 80 * 1024, 49152),  # with an FP8 head
+        ((8, 9), 23_500, 24576),
+        ((8, 9), 16_376, 12288),
+        ((8, 9), 12_282, 12288),
+        ((8, 9), 8_192, 12288),
+        ((8, 0), 40_000, 49152),  # with a bf16 head, which takes less memory
+        ((8, 6), 27_000, 49152),
+        ((8, 6), 23_500, 24576),
+        ((8, 6), 15_800, 24576),
+        ((8, 6), 11_700, 12288),
+        ((8, 6), 8_192, 12288),
+    ],
 )
-def test_the_default_fits_the_free_memory(monkeypatch, mib, seq_len):
+def test_the_default_fits_the_free_memory(monkeypatch, card, mib, seq_len):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "a card")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (mib * 2**20, 10**12))
 
     def fit(*argv):
