@@ -160,7 +160,8 @@ def progress(effects: list[Effect], wanted: int, time_left: str) -> str:
     """The line that is shown during the runs: the idea with the fewest pairs of those still undecided."""
     waiting = [effect for effect in effects if effect.verdict == "undecided"]
     if not waiting:
-        return "decided"
+        identical = [effect for effect in effects if effect.verdict == "identical"]
+        return f"the losses are identical so far, {time_left}" if identical else "decided"
     effect = min(waiting, key=lambda effect: effect.n)
     words = f"{short(effect.name, 16)}: {effect.n} of about {wanted} pairs"
     if effect.steps is not None and has_interval(effect):

@@ -209,6 +209,7 @@ def test_identical_losses(place):
     (place / "train_gpt.py").write_text(source)
     status, out, err = run("--idea", "same=--slower 1.2")
     assert (status, out) == (0, "same: the losses are identical in all 8 pairs.\n")
+    assert "identical so far" in err and "decided" not in err
 
 
 # -----------------------------------------------------------------------------
