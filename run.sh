@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh [train_gpt.py arguments]   everything on a fresh machine: packages, data, training
 # ./run.sh compare [arguments]        the same for "does my idea help?": tools/compare.py
+# ./run.sh screen [arguments]         the same for many settings or ideas at once: tools/screen.py
 # ./run.sh test [pytest arguments]    the same for the tests
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -68,7 +69,7 @@ work=$(mktemp -d 2>/dev/null) ||
 # ---- What the arguments say ----------------------------------------------------------------------
 command=train
 case "${1:-}" in
-    compare | test)
+    compare | screen | test)
         command=$1
         shift ;;
 esac
@@ -514,7 +515,7 @@ become() {
 requirements=(requirements.txt)
 if [ "$command" = test ]; then
     requirements+=({tools,data,evals,tests}/requirements.txt)
-elif [ "$command" = compare ]; then
+elif [ "$command" != train ]; then
     requirements+=(tools/requirements.txt)
 fi
 lock
@@ -542,8 +543,8 @@ if [ -z "$own_data$help" ]; then
     get_data
 fi
 
-if [ "$command" = compare ]; then
-    script=$PWD/tools/compare.py
+if [ "$command" != train ]; then
+    script=$PWD/tools/$command.py
     cd "$OLDPWD"  # patches and scripts are named as the caller sees them
     become "$python" "$script" "$@"
 fi

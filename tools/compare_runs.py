@@ -95,15 +95,29 @@ def output_of(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def cpu_facts() -> dict[str, str]:
+def cpu_line(name: str) -> str:
+    """The first value of this name in /proc/cpuinfo; "" if there is none."""
     info = ""
     with contextlib.suppress(OSError):
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    model = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*: (.*)", info, re.MULTILINE)
-    flags_digest = hashlib.sha256(flags[1].encode()).hexdigest()[:16] if flags else ""
+    found = re.search(rf"^(?:{name})\s*: (.*)", info, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def activation_dtype(on_gpu: bool) -> str:
+    """The dtype of train_gpt.py's activations on this machine."""
+    flags = cpu_line("flags|Features").split()
+    if on_gpu or {"avx512_bf16", "amx_bf16", "bf16"} & set(flags):
+        return "bfloat16"
+    return "float32"
+
+
+def cpu_facts() -> dict[str, str]:
+    model = cpu_line("model name") or platform.machine()
+    flags = cpu_line("flags|Features")
+    flags_digest = hashlib.sha256(flags.encode()).hexdigest()[:16] if flags else ""
     return {
-        "machine": f"{model[1] if model else platform.machine()}, {usable_cores()} cores",
+        "machine": f"{model}, {usable_cores()} cores",
         "instruction sets": flags_digest,
     }
 

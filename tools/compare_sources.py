@@ -206,18 +206,23 @@ def ask_settings(variants: list[Variant], script: Path, processes: int) -> None:
         variant.settings = answer
 
 
-def check_other_script(variant: Variant, script: Path) -> None:
+def check_other_script(variant: Variant, script: Path, many_runs: bool) -> None:
     """Raises UsageError if a script that isn't ours lacks an option that the runs need."""
+    needed = ["--log_dir", "--seed", "--num_iterations"]
+    if many_runs:
+        needed.append("--num_runs")
     text = ""
     if b"--log_dir" in variant.source:  # don't run a script that may not know --help
         text = ask_script(variant.name, script, *variant.options, "--help")
-    for option in ("--log_dir", "--seed", "--num_iterations", "--num_runs"):
+    for option in needed:
         if option not in text:
             raise UsageError(f"{variant.name}: this script has no option {option}, which compare needs")
 
 
-def check_settings(variants: list[Variant], processes: int) -> None:
-    """Lets each source check its options, and fills in the settings. Raises UsageError."""
+def check_settings(variants: list[Variant], processes: int, many_runs: bool = True) -> None:
+    """Lets each source check its options, and fills in the settings. Raises UsageError.
+
+    Without `many_runs`, other scripts need no option --num_runs."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         for source in dict.fromkeys(variant.source for variant in variants):
@@ -228,7 +233,7 @@ def check_settings(variants: list[Variant], processes: int) -> None:
                 ask_settings(group, script, processes)
                 continue
             for variant in group:
-                check_other_script(variant, script)
+                check_other_script(variant, script, many_runs)
 
 
 def tell_apart(variants: list[Variant]) -> None:

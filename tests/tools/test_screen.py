@@ -1,0 +1,439 @@
+"""The screen: its design against direct definitions, its fit against numpy and scipy, and the command on a
+stand-in whose effects are known."""
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import integrate, optimize, stats
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import compare_runs
+import compare_sources
+import log_parsing
+import screen
+import screen_design
+from compare_stats import Slope
+from screen_design import Contrast, add_steps, fit, interval_half_width, make_design, pairs_of_group
+from test_compare import patch_of
+from util import random_tokens, write_shard
+
+STANDIN = Path(__file__).resolve().parent / "standin.py"
+
+# -----------------------------------------------------------------------------
+# Design
+
+
+@pytest.mark.parametrize("factors", range(5, 17))
+def test_design(factors):
+    """All configurations differ, factors are orthogonal, and no pair of factors looks like a factor."""
+    design = make_design(factors)
+    assert design.shape == (32, factors)
+    assert set(design.flat) == {-1, 1}
+    assert len({tuple(row) for row in design}) == 32
+    assert (design.sum(axis=0) == 0).all()
+    assert (design.T @ design == 32 * np.eye(factors)).all()
+    for i, j in itertools.combinations(range(factors), 2):
+        assert not (design.T @ (design[:, i] * design[:, j])).any()
+
+
+@pytest.mark.parametrize("factors", [5, 9, 16])
+def test_groups_of_pairs(factors):
+    """Pairs have the same product in the design exactly if they are in the same group."""
+    design = make_design(factors)
+    columns = screen_design.group_columns()
+    found = []
+    for group in range(1, 16):
+        for i, j in pairs_of_group(group, factors):
+            assert (design[:, i] * design[:, j] == columns[:, group - 1]).all()
+            found.append((i, j))
+    assert sorted(found) == list(itertools.combinations(range(factors), 2))
+    assert len({tuple(column) for column in columns.T}) == 15
+
+
+@pytest.mark.parametrize("factors", [9, 16])
+def test_separating_order(factors):
+    """In the new order, the pairs of the group have different products."""
+    design = make_design(factors)
+    for group in range(1, 16):
+        order = screen_design.separating_order(group, factors)
+        assert sorted(order) == list(range(factors))
+        pairs = pairs_of_group(group, factors)
+        place = {factor: column for column, factor in enumerate(order)}
+        products = {tuple(design[:, place[i]] * design[:, place[j]]) for i, j in pairs}
+        assert len(products) == len(pairs)
+
+
+# -----------------------------------------------------------------------------
+# Fit
+
+
+@pytest.mark.parametrize("factors", [5, 16])
+def test_fit_is_least_squares(factors):
+    """Against numpy's solution for a matrix with a column for each block, factor and group."""
+    rng = np.random.default_rng(factors)
+    losses = rng.normal(1.5, 0.004, (3, 32)) + np.array([[0.01], [0], [-0.02]])
+    design = make_design(factors)
+    losses += 0.002 * design[:, 1] + 0.003 * design[:, 0] * design[:, 1]
+    blocks = np.repeat(np.eye(3), 32, axis=0)
+    columns = np.hstack([design, screen_design.group_columns()])
+    # Columns of the Hadamard matrix that no factor uses are noise to neither model
+    unused = np.setdiff1d(range(16), screen_design.COLUMNS[:factors])
+    spare = screen_design.hadamard(16)[:, unused]
+    columns = np.hstack([columns, np.concatenate([spare, -spare])])
+    matrix = np.hstack([blocks, np.tile(columns, (3, 1))])
+    solution, residual, rank, _ = np.linalg.lstsq(matrix, losses.ravel(), rcond=None)
+    fitted = fit(losses, factors)
+    expected = 2 * solution[3:]  # coefficients of -1 and +1
+    assert [c.difference for c in fitted.factors] == pytest.approx(expected[:factors])
+    assert [c.difference for c in fitted.groups] == pytest.approx(expected[factors : factors + 15])
+    assert fitted.sd == pytest.approx(math.sqrt(residual[0] / (96 - rank)))
+
+
+@pytest.mark.parametrize("blocks, contrasts", [(2, 16), (4, 5), (6, 15)])
+def test_interval_is_where_the_bayes_factor_is_the_limit(blocks, contrasts):
+    """The density of Student's t averaged over effects of N(0, sd^2 / 8), over its density without one."""
+    freedom = 31 * (blocks - 1)
+    weight = 8 * blocks
+
+    def bayes_factor(t):
+        def integrand(effect):
+            prior = stats.norm.pdf(effect, 0, 8**-0.5)
+            return stats.nct.pdf(t, freedom, effect * math.sqrt(weight)) * prior
+
+        top, _ = integrate.quad(integrand, -3, 3, limit=200)
+        return top / stats.t.pdf(t, freedom)
+
+    t = optimize.brentq(lambda t: math.log(bayes_factor(t) * 0.01 / contrasts), 1, 8)
+    half = interval_half_width(0.004, freedom, 32 * blocks, contrasts)
+    assert half == pytest.approx(0.004 * t / math.sqrt(weight), rel=1e-3)
+
+
+def test_false_positives_when_looking_after_every_block():
+    """4,000 screens in which no factor does anything, with looks after each of 40 blocks."""
+    rng = np.random.default_rng(0)
+    wrong = 0
+    screens = 4000
+    design = make_design(16)
+    for trial in range(screens):
+        losses = rng.normal(0, 1, (40, 32))
+        count = np.arange(1, 41)
+        sums = np.cumsum(losses, axis=0)
+        effects = sums @ design / 16 / count[:, None]
+        centered = losses - losses.mean(axis=1, keepdims=True)
+        squares = np.cumsum((centered**2).sum(axis=1))
+        means = np.cumsum(centered, axis=0) / count[:, None]
+        squares -= count * (means**2).sum(axis=1)
+        if trial < 3:  # these sums are those of fit
+            for n in (2, 3, 40):
+                fitted = fit(losses[:n], 16)
+                assert fitted.factors[3].difference == pytest.approx(effects[n - 1, 3])
+                assert fitted.sd**2 == pytest.approx(squares[n - 1] / (31 * (n - 1)))
+        for n in range(2, 41):
+            sd = math.sqrt(squares[n - 1] / (31 * (n - 1)))
+            if abs(effects[n - 1]).max() > interval_half_width(sd, 31 * (n - 1), 32 * n, 16):
+                wrong += 1
+                break
+    upper = stats.binomtest(wrong, screens).proportion_ci(0.99).high
+    assert upper < 0.015
+
+
+def contrast_of(difference, half_width) -> Contrast:
+    contrast = Contrast(difference, half_width)
+    add_steps(contrast, Slope(-0.14, 0.01, 20))
+    return contrast
+
+
+@pytest.mark.parametrize(
+    "difference, half_width, switch, setting",
+    [
+        (-0.003, 0.001, "helps", "high is better"),
+        (0.003, 0.001, "hurts", "low is better"),
+        (0.0002, 0.0008, "not worth it", "no matter"),
+        (0.001, 0.0015, "not worth it", "undecided"),
+        (-0.001, 0.0015, "undecided", "undecided"),
+        (-0.001, math.inf, "undecided", "undecided"),
+    ],
+)
+def test_verdict(difference, half_width, switch, setting):
+    contrast = contrast_of(difference, half_width)
+    assert screen_design.verdict(contrast, 0.01, is_switch=True) == switch
+    assert screen_design.verdict(contrast, 0.01, is_switch=False) == setting
+
+
+# -----------------------------------------------------------------------------
+# The command
+
+NAMES = "abcde"
+EFFECTS = {"a": -0.03, "b": 0.02, "c": 0.0, "d": 0.0, "e": 0.0}
+
+
+def definition(**changes) -> str:
+    """Five factors, which add what they say to the loss. `changes`: other lines for a factor."""
+    lines = ['options = "--num_iterations 20"', "seed = 7"]
+    for name in NAMES:
+        default = f'low = "--{name} 0.001"\nhigh = "--{name} {EFFECTS[name] + 0.001}"'
+        if EFFECTS[name] == 0:
+            default = f'high = "--{name} 1e-9"'
+        lines += ["[[factor]]", f'name = "{name}"', changes.get(name, default)]
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a stand-in that has an option for each factor; d and e act together."""
+    source = STANDIN.read_text()
+    fields = "".join(f"    {name}: float = 0.0\n" for name in NAMES)
+    together = "+ (0.05 if hp.d > 0 and hp.e > 0 else 0)"
+    total = "+".join(f"hp.{name}" for name in NAMES)
+    for old, new in [
+        ("    effect: float = 0.0 ", fields + "    effect: float = 0.0 "),
+        ("(hp.seed, hp.num_iterations,", f"(hp.seed, {total}, hp.c, hp.d, hp.e, hp.num_iterations,"),
+        ("hp.effect - 0.123", f"hp.effect + {total} {together} - 0.123"),
+    ]:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (tmp_path / "train_gpt.py").write_text(source)
+    (tmp_path / "screens" / "first").mkdir(parents=True)
+    (tmp_path / "screens" / "first" / "screen.toml").write_text(definition())
+    for module in (compare_runs, compare_sources):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs" / "compare")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments) -> tuple[int, str, str]:
+    """Runs screen.py in this process on the first definition. Returns exit status, output and errors."""
+    out = io.StringIO()
+    err = io.StringIO()
+    words = ["screen.py", "screens/first/screen.toml", *map(str, arguments)]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", words)
+            with pytest.raises(SystemExit) as end:
+                log_parsing.run_command(screen.main)
+    assert "Traceback" not in err.getvalue(), err.getvalue()
+    return end.value.code, out.getvalue(), err.getvalue()
+
+
+def blocks(place) -> list[Path]:
+    return sorted((place / "screens" / "first").glob("seed*.json"))
+
+
+def test_screen(place):
+    """Known effects, kept blocks, the answer in words, as JSON and as a picture."""
+    status, out, err = run()
+    assert (status, out) == (0, "first: no block is finished yet.\n")
+    status, out, err = run("--blocks", 2)
+    assert status == 0, err
+    assert "2 blocks to make: 68 runs" in err
+    assert len(blocks(place)) == 2
+    status, out, err = run("--blocks", 3, "--json", "o.json", "--plot", "o.png")
+    assert status == 0
+    assert "1 block to make: 34 runs" in err
+    assert max(len(line) for line in out.splitlines()) <= 80
+    assert "3 blocks of 32 runs, seeds 7, 8, 9" in out
+    (answer,) = json.loads((place / "o.json").read_text())
+    factors = {factor["name"]: factor for factor in answer["factors"]}
+    for name, effect in EFFECTS.items():
+        both = 0.025 if name in "de" else 0  # the effect of one is averaged over the other
+        difference = factors[name]["difference"]
+        assert abs(difference - effect - both) < factors[name]["half_width"], name
+    assert factors["a"]["verdict"] == "high is better"
+    assert factors["b"]["verdict"] == "low is better"
+    assert factors["d"]["verdict"] == "hurts"
+    low, high = factors["a"]["steps_interval"]
+    assert low < math.expm1(-0.03 / 0.123) < high
+    assert answer["sd"] == pytest.approx(0.001, rel=0.4)
+    (group,) = [group for group in answer["groups"] if group["found"]]
+    assert group["pairs"] == [["d", "e"]]
+    assert group["difference"] == pytest.approx(0.025, abs=0.002)
+    assert "Pairs that act together: d x e." in out
+    assert (place / "o.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_blocks(place):
+    """The losses of a block are those of its runs, and each run has the settings of its configuration."""
+    assert run("--blocks", 1)[0] == 0
+    (path,) = blocks(place)
+    block = json.loads(path.read_text())
+    assert block["seed"] == 7
+    assert block["dtype"] in ("bfloat16", "float32")
+    kept = [log_parsing.parse_log(p) for p in (place / "logs/compare/runs").glob("*/seed7.txt")]
+    losses = sorted(log.final.val_loss for log in kept)
+    assert losses == sorted([*block["losses"], block["fewer"], block["more"]])
+    by_settings = {}
+    for log in kept:
+        values = tuple(log.hyperparameters[name] for name in NAMES)
+        by_settings[values] = log.final.val_loss
+    for row, loss in zip(make_design(5), block["losses"]):
+        values = [EFFECTS[name] + 0.001 if side > 0 else 0.001 for name, side in zip("ab", row)]
+        values += [1e-9 if side > 0 else 0.0 for side in row[2:]]
+        assert by_settings[tuple(values)] == loss
+    # Runs are kept, too, so a lost block costs nothing
+    path.unlink()
+    status, out, err = run("--blocks", 1)
+    assert status == 0
+    assert "1 block to make: 0 runs" in err
+    assert blocks(place) == [path]
+
+
+def test_blocks_that_do_not_belong_together(place):
+    assert run("--blocks", 2)[0] == 0
+    path = blocks(place)[0]
+    block = json.loads(path.read_text())
+    block["dtype"] = "float16"
+    path.write_text(json.dumps(block))
+    out = run()[1]
+    assert "1 block of 32 runs, seeds 8" in out
+    assert f"1 block of 32 runs, seeds 7, {block['dtype']}" in out
+    block["factors"][0]["name"] = "other"
+    path.write_text(json.dumps(block))
+    assert "seeds 7" not in run()[1]
+    with open(place / "train_gpt.py", "a") as file:
+        file.write("# changed\n")
+    assert "of another source or other settings than now" in " ".join(run()[1].split())
+    path.write_text("{")
+    status, out, err = run()
+    assert status == 2
+    assert err.startswith("error: ")
+    assert "delete it" in err
+
+
+def test_a_failing_configuration(place):
+    """It is named, and finished runs are kept. So the next command makes only the others."""
+    (place / "screens/first/screen.toml").write_text(definition(c='high = "--crash 7"'))
+    status, out, err = run("--blocks", 1)
+    assert status == 1
+    assert "a run failed: configuration" in err
+    assert re.search(r"high: (\w, )*c[,)]", err)
+    assert not blocks(place)
+    kept = len(list((place / "logs/compare/runs").glob("*/seed7.txt")))
+    assert run("--blocks", 1)[0] == 1
+    assert len(list((place / "logs/compare/runs").glob("*/seed7.txt"))) >= kept
+
+
+def test_a_killed_run(place):
+    note = place / "note"
+    options = f'"--kill 8 --note {note} --num_iterations 20"'
+    text = definition().replace('"--num_iterations 20"', options)
+    (place / "screens/first/screen.toml").write_text(text)
+    status, out, err = run("--blocks", 2)
+    assert status == 0, err
+    assert note.exists()
+    assert len(blocks(place)) == 2
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("options =", "Invalid value"),
+        ("seeds = 3\n" + definition(), "there is no key seeds"),
+        (definition().replace("seed = 7", 'seed = "7"'), "seed must be a int"),
+        ('options = ""\n[[factor]]\nname = "a"\nhigh = "--a 1"', "1 factors; a screen has 5 to 16"),
+        (definition().replace('name = "b"', 'name = "a"'), "there are two factors a"),
+        (definition(b='high = "--a 3"'), "--a is set by a and by b"),
+        (definition(b='high = "--num_iterations 3"'), "--num_iterations is set by options and by b"),
+        (definition(b='high = "--seed 3"'), "screen.py gives this option to the runs itself"),
+        (definition(b='high = "--nothing 3"'), "b, high: unrecognized arguments"),
+        (definition(b='high = "--b 0"'), "b: its two sides are the same"),
+        (definition(b='low = "--b 0"'), "b: give high, or a patch"),
+        (definition(b='high = "--b 1'), "Illegal character"),
+        (definition(b="high = \"--b '1\""), "No closing quotation"),
+        (definition(b='patch = "none.patch"'), "there is no file none.patch"),
+        (definition().replace("seed = 7", 'seed = 7\nuntil = "x"'), "must be a percentage"),
+    ],
+)
+def test_bad_definition(place, text, message):
+    (place / "screens/first/screen.toml").write_text(text)
+    status, out, err = run("--blocks", 1)
+    assert status == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not (place / "logs").exists()
+
+
+def test_bad_arguments(place):
+    for arguments, message in [
+        (["--blocks", "0"], "must be at least 1"),
+        (["--until", "0%"], "must be a percentage"),
+        (["--json", "no/folder.json"], "its folder doesn't exist"),
+        (["--check"], "nothing to check"),
+    ]:
+        status, out, err = run(*arguments)
+        assert status == 2
+        assert message in err
+        assert len(err.splitlines()) == 1
+
+
+def test_two_screens_at_once(place):
+    compare_runs.FOLDER.mkdir(parents=True)
+    with open(compare_runs.FOLDER / "lock", "wb") as lock:
+        screen.fcntl.flock(lock, screen.fcntl.LOCK_EX)
+        status, out, err = run("--blocks", 1)
+    assert status == 2
+    assert "another comparison or screen is running" in err
+
+
+def test_patches(place):
+    """A factor can be a patch. Patches that don't apply together are refused."""
+    source = (place / "train_gpt.py").read_text()
+    old = "    return 1.5 + "
+    patch = patch_of("train_gpt.py", source, source.replace(old, "    return 0.04 + 1.5 + "))
+    (place / "c.patch").write_text(patch)
+    (place / "d.patch").write_text(patch.replace("0.04", "0.05"))
+    text = definition(c='patch = "c.patch"')
+    (place / "screens/first/screen.toml").write_text(text)
+    status, out, err = run("--blocks", 2, "--json", "o.json")
+    assert status == 0, err
+    (answer,) = json.loads((place / "o.json").read_text())
+    (factor,) = [factor for factor in answer["factors"] if factor["name"] == "c"]
+    assert factor["difference"] == pytest.approx(0.04, abs=0.002)
+    assert factor["verdict"] == "hurts"
+    text = definition(c='patch = "c.patch"', d='patch = "d.patch"')
+    (place / "screens/first/screen.toml").write_text(text)
+    status, out, err = run("--blocks", 2)
+    assert status == 2
+    assert "d: d.patch after c: the patch doesn't apply" in err
+    assert "combine the patches by hand" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_check_of_switches(tmp_path, monkeypatch):
+    """Trains train_gpt.py with switches, and patched: the weights must be the same bit for bit."""
+    source = (ROOT / "train_gpt.py").read_text()
+    (tmp_path / "train_gpt.py").write_text(source)
+    for old, new, name in [("0.05, \"Muon's", "0.06, \"Muon's", "muon"), ("=0.1,\n", "=0.2,\n", "head")]:
+        assert source.count(old) == 1
+        patch = patch_of("train_gpt.py", source, source.replace(old, new))
+        (tmp_path / f"{name}.patch").write_text(patch)
+    for part, size in (("train", 2400), ("val", 300)):
+        write_shard(tmp_path / f"{part}.bin", random_tokens(size, seed=0))
+    lines = [
+        'options = "--track mini --train_files train.bin --val_files val.bin --val_tokens 256 '
+        "--val_seq_len 256 --train_seq_len 256 --batch_tokens 256 --sequences_per_pass 1 "
+        '--warmup_steps 0"'
+    ]
+    for name in ("scalar_lr", "embed_lr", "adam_beta1"):
+        lines += ["[[factor]]", f'name = "{name}"', f'high = "--{name} 0.1234"']
+    for name, high in (("muon", "--muon_lr 0.06"), ("head", "--head_lr 0.21")):
+        lines += ["[[factor]]", f'name = "{name}"', f'high = "{high}"', f'patch = "{name}.patch"']
+    (tmp_path / "screens/first").mkdir(parents=True)
+    (tmp_path / "screens/first/screen.toml").write_text("\n".join(lines))
+    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run("--check")
+    assert status == 1, err
+    off, muon, head = out.splitlines()
+    assert (off, muon) == ("all off: equal", "muon: equal")
+    assert head.startswith("head: differs in ")

@@ -1,0 +1,415 @@
+"""
+What are many settings or ideas worth? Measures up to 16 of them at once, in 32 configurations.
+
+    ./run.sh screen records/mini/screens/NAME/screen.toml --blocks 16    goes on until there are 16 blocks
+    ./run.sh screen records/mini/screens/NAME/screen.toml                shows what is known so far
+    ./run.sh screen records/mini/screens/NAME/screen.toml --check        are the switches like the patches?
+
+A block is one seed in all configurations. screen_blocks.py explains the definition, screen_design.py
+the design and the statistics.
+
+Finished blocks are kept beside the definition, and single runs in logs/compare/runs/. Stop whenever you
+like: the same command goes on, also on another day and on another machine. Looking often doesn't make
+wrong answers more likely. Only losses are compared, not the time of a step.
+
+Exit status: 0 done, 1 a run failed or a switch differs from its patch, 2 bad input, 130 interrupted.
+"""
+
+import argparse
+import fcntl
+import functools
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import compare
+import compare_runs
+import compare_sources
+from compare_answer import plural
+from compare_runs import RunError, Setup, Task, Worker
+from compare_sources import environment, patched
+from compare_stats import measure_slope
+from log_parsing import UsageError, run_command, write_file
+from screen_answer import Result, answer, plot_result, result_as_json
+from screen_blocks import Block, Screen, read_blocks, read_percent, read_screen, same_factors, write_block
+from screen_design import add_steps, fit
+
+BLOCKS_AT_ONCE = 2  # a process makes the runs of this many seeds, because only the first one compiles
+CHECK_OPTIONS = ["--num_iterations", "4", "--val_loss_every", "0", "--save_checkpoint", "true"]
+
+
+@dataclass
+class Session:
+    """The runs of one command."""
+
+    screen: Screen
+    setup: Setup
+    dtype: str  # of the activations
+    jobs: int
+    runs: dict[str, dict] = field(default_factory=dict)  # name -> seed -> log
+    workers: list[Worker] = field(default_factory=list)
+    made: int = 0
+    to_make: int = 0
+    started: float = 0.0
+
+
+# -----------------------------------------------------------------------------
+# Arguments
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="screen.py",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def fail(message):
+        raise UsageError(f"{message}; --help lists all options")
+
+    parser.error = fail
+    add = parser.add_argument
+    add("definition", type=Path, metavar="SCREEN.toml", help="the definition of the screen")
+    add("--blocks", type=compare.parse_count, metavar="N", help="make blocks until there are N")
+    add("--until", metavar="X%%", help="the gain in steps that matters; default: the definition's")
+    add("--jobs", type=compare.parse_count, metavar="N", help="runs at a time; default: one per core")
+    add("--check", action="store_true", help="compare the script's switches with the patches, and exit")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the effects and their intervals")
+    return parser
+
+
+def read_arguments(argv: list[str]) -> argparse.Namespace:
+    """Raises UsageError."""
+    args = make_parser().parse_args(argv)
+    args.nproc_per_node = 1
+    if args.json:
+        compare.check_output_file(args.json, "")
+    if args.plot:
+        compare.check_output_file(args.plot, ".png")
+    return args
+
+
+# -----------------------------------------------------------------------------
+# Display
+
+
+def say(text: str) -> None:
+    """A line on standard error. On a terminal, the next one replaces it."""
+    if sys.stderr.isatty():
+        print(f"\r{text[:79].ljust(79)}", end="", file=sys.stderr, flush=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def show_progress(session: Session, seeds: list[int]) -> None:
+    """What is done, and when the end is expected. On a pipe, only after every eighth run."""
+    if not sys.stderr.isatty() and session.made % 8:
+        return
+    words = f"{session.screen.name}: seeds {seeds[0]} to {seeds[-1]}, {session.made} of "
+    words += f"{session.to_make} runs made"
+    if session.made >= 2 * session.jobs:
+        seconds = (time.monotonic() - session.started) / session.made
+        left = seconds * (session.to_make - session.made)
+        end = time.strftime("%H:%M", time.localtime(time.time() + left))
+        words += f", {left / 60:.0f} min left, until {end}"
+    say(words)
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+
+def split_seeds(missing: list[int], most: int) -> list[range]:
+    """Seeds that follow each other, at most `most` together."""
+    ranges = []
+    for seed in missing:
+        last = ranges[-1] if ranges else None
+        if last and last.stop == seed and len(last) < most:
+            ranges[-1] = range(last.start, seed + 1)
+        else:
+            ranges.append(range(seed, seed + 1))
+    return ranges
+
+
+def missing_tasks(session: Session, seeds: list[int]) -> list[Task]:
+    """The runs that these blocks still need."""
+    tasks = []
+    for variant in session.screen.variants():
+        at_once = BLOCKS_AT_ONCE if variant.settings is not None else 1
+        missing = [seed for seed in seeds if seed not in session.runs[variant.name]]
+        tasks += [Task(variant, part) for part in split_seeds(missing, at_once)]
+    return tasks
+
+
+def collect_runs(session: Session, tasks: list[Task]) -> bool:
+    """Reads what the processes have finished. Returns whether there are new runs. Raises RunError.
+
+    What a killed process left undone goes back to `tasks`."""
+    new = False
+    for worker in list(session.workers):
+        logs = session.runs[worker.task.variant.name]
+        before = len(logs)
+        ended = compare_runs.collect(session.setup, worker, logs)
+        session.made += len(logs) - before
+        new = new or len(logs) > before
+        if ended:
+            session.workers.remove(worker)
+            shutil.rmtree(worker.folder, ignore_errors=True)
+            left = worker.task.seeds[worker.kept :]
+            if left:
+                tasks.insert(0, Task(worker.task.variant, left, second_try=True))
+    return new
+
+
+def make_runs(session: Session, seeds: list[int]) -> None:
+    """Makes the missing runs of these blocks. Raises RunError and UsageError."""
+    tasks = missing_tasks(session, seeds)
+    try:
+        while tasks or session.workers:
+            while tasks and len(session.workers) < session.jobs:
+                session.workers.append(compare_runs.start(session.setup, tasks.pop(0)))
+            time.sleep(0.1)
+            if collect_runs(session, tasks):
+                compare_runs.check_compiled(session.runs)
+                show_progress(session, seeds)
+    finally:
+        for worker in session.workers:
+            compare_runs.stop(session.setup, worker)
+        session.workers.clear()
+
+
+def make_block(session: Session, seed: int) -> Block:
+    """The block of a seed whose runs are all there."""
+    screen = session.screen
+    facts = session.setup.facts
+    losses = {name: logs[seed].final.val_loss for name, logs in session.runs.items()}
+    return Block(
+        seed=seed,
+        losses=[losses[variant.name] for variant in screen.configurations],
+        fewer=losses[screen.fewer.name],
+        more=losses[screen.more.name],
+        factors=[asdict(factor) for factor in screen.factors],
+        digest=screen.digest(),
+        dtype=session.dtype,
+        torch=facts["torch"],
+        compiled=not session.runs[screen.fewer.name][seed].uncompiled,
+        machine=facts["machine"],
+        threads=facts["threads"],
+        compiler=" ".join(facts["compiler"]),
+    )
+
+
+def seeds_to_make(session: Session, count: int) -> list[int]:
+    """The seeds of the blocks that are missing until there are `count`. Raises UsageError."""
+    screen = session.screen
+    ours = (screen.digest(), session.dtype, session.setup.facts["torch"])
+    done = set()
+    for block in read_blocks(screen):
+        if (block.digest, block.dtype, block.torch) == ours:
+            done.add(block.seed)
+    seeds = []
+    seed = screen.seed
+    while len(done) + len(seeds) < count:
+        if seed not in done:
+            seeds.append(seed)
+        seed += 1
+    return seeds
+
+
+def make_blocks(session: Session, seeds: list[int]) -> None:
+    """Makes the blocks of these seeds, a few at a time. Raises RunError, UsageError and FileError."""
+    session.started = time.monotonic()
+    session.to_make = sum(len(task.seeds) for task in missing_tasks(session, seeds))
+    say(f"{plural(len(seeds), 'block')} to make: {plural(session.to_make, 'run')}")
+    for start in range(0, len(seeds), BLOCKS_AT_ONCE):
+        part = seeds[start : start + BLOCKS_AT_ONCE]
+        make_runs(session, part)
+        for seed in part:
+            write_block(session.screen, make_block(session, seed))
+
+
+def make_session(args: argparse.Namespace, screen: Screen, lock: int) -> Session:
+    """Raises UsageError."""
+    variants = screen.variants()
+    gpu = compare.on_gpu(variants)
+    jobs = compare.number_of_jobs(args, variants)
+    threads = compare.threads_of_a_process(args, jobs)
+    facts = compare_runs.machine_facts(gpu, threads, 1)
+    facts["data"] = compare_runs.data_facts(variants)
+    session = Session(screen, Setup(facts, threads, 1, lock), compare_runs.activation_dtype(gpu), jobs)
+    compare_runs.make_room({session.setup.folder(variant) for variant in variants})
+    for variant in variants:
+        session.runs[variant.name] = compare_runs.kept_runs(session.setup, variant)
+    return session
+
+
+def run_locked(args: argparse.Namespace, screen: Screen) -> None:
+    """Makes the missing blocks while no other comparison runs in this checkout.
+
+    Raises RunError, UsageError, FileError and OSError."""
+    compare_runs.FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(compare_runs.FOLDER / "lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"another comparison or screen is running in {compare_runs.FOLDER}; wait until it has ended"
+            ) from None
+        shutil.rmtree(compare_runs.FOLDER / "working", ignore_errors=True)
+        session = make_session(args, screen, lock.fileno())
+        make_blocks(session, seeds_to_make(session, args.blocks))
+
+
+# -----------------------------------------------------------------------------
+# The switches of a script
+
+
+@functools.cache
+def weights_of(source: bytes, options: tuple[str, ...]) -> dict:
+    """The weights after four uncompiled steps, tensors by name. Raises RunError."""
+    from safetensors.torch import load_file  # slow to import, and only needed here
+
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "train_gpt.py"
+        script.write_bytes(source)
+        folders = ["--log_dir", f"{folder}/logs", "--checkpoint_dir", f"{folder}/checkpoints"]
+        done = subprocess.run(
+            [sys.executable, str(script), *options, *CHECK_OPTIONS, *folders],
+            cwd=compare_sources.ROOT,
+            env=environment(TORCH_COMPILE_DISABLE="1"),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        found = list(Path(folder).glob("checkpoints/*/model.safetensors"))
+        if done.returncode != 0 or not found:
+            last = (done.stderr.splitlines() or ["no weights were saved"])[-1]
+            raise RunError(f"error: a run with {' '.join(options)} failed: {last}")
+        return load_file(found[0])
+
+
+def differing_weight(weights: dict, expected: dict) -> str:
+    """The name of a weight that isn't bit for bit as expected; "" if there is none."""
+    for name, values in expected.items():
+        if name not in weights or not values.equal(weights[name]):
+            return name
+    return ""
+
+
+def check_switches(screen: Screen) -> int:
+    """Trains with all switches off, and with each one alone, beside train_gpt.py and its patches.
+
+    Returns the exit status. Raises RunError and UsageError."""
+    switches = [factor for factor in screen.factors if factor.patch and factor.high]
+    if not switches:
+        raise UsageError("no factor has a switch and a patch, so there is nothing to check")
+    plain = (compare_sources.ROOT / "train_gpt.py").read_bytes()
+    script = screen.base.source
+    status = 0
+    for factor in [None, *switches]:
+        name = "all off"
+        source = plain
+        switch = []
+        if factor is not None:
+            name = factor.name
+            source = patched((compare_sources.ROOT / factor.patch).resolve(), plain)
+            switch = shlex.split(factor.high)
+        weights = weights_of(script, (*screen.options, *switch))
+        different = differing_weight(weights, weights_of(source, tuple(screen.options)))
+        if different:
+            status = 1
+            print(f"{name}: differs in {different}", flush=True)
+        else:
+            print(f"{name}: equal", flush=True)
+    return status
+
+
+# -----------------------------------------------------------------------------
+# The answer
+
+
+def results(screen: Screen, until: float) -> list[Result]:
+    """The fit of each group of blocks that belong together, the largest group first. Raises UsageError."""
+    groups = {}
+    for block in read_blocks(screen):
+        if same_factors(screen, block):
+            groups.setdefault(block.group(), []).append(block)
+    found = []
+    for blocks in sorted(groups.values(), key=len, reverse=True):
+        fitted = fit(np.array([block.losses for block in blocks]), len(screen.factors))
+        slope = measure_slope([block.fewer for block in blocks], [block.more for block in blocks])
+        if slope is not None:
+            for contrast in [*fitted.factors, *fitted.groups]:
+                add_steps(contrast, slope)
+        found.append(Result(screen.factors, blocks, fitted, slope, until))
+    return found
+
+
+def report(args: argparse.Namespace, screen: Screen) -> None:
+    """Prints the answer, and writes what was asked for. Raises FileError and UsageError."""
+    until = read_percent(args.until) if args.until else screen.until
+    found = results(screen, until)
+    if not found:
+        print(f"{screen.name}: no block is finished yet.")
+        return
+    for number, result in enumerate(found):
+        if number:
+            print()
+        current = result.blocks[0].digest == screen.digest()
+        print("\n".join(answer(screen.name, result, current)))
+    if args.json:
+        answers = [result_as_json(result) for result in found]
+        write_file(args.json, json.dumps(answers, indent=1, allow_nan=False).encode())
+    if args.plot:
+        plot_result(screen.name, found[0], args.plot)
+
+
+def screen_command(argv: list[str]) -> int:
+    args = read_arguments(argv)
+    screen = read_screen(args.definition)
+    if args.check:
+        return check_switches(screen)
+    status = 0
+    if args.blocks:
+        try:
+            run_locked(args, screen)
+        except KeyboardInterrupt:
+            status = 130
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+    report(args, screen)
+    if status:
+        print("Interrupted; the same command goes on from here.")
+    return status
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status. Errors of runs and of files are shown here, all others by run_command."""
+    try:
+        return screen_command(argv)
+    except RunError as e:
+        print(e, file=sys.stderr)
+        return 1
+    except OSError as e:  # a full disk, or a folder that can't be written
+        where = e.filename or "logs/compare"
+        print(f"error: {where}: {(e.strerror or str(e)).lower()}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; finished runs are kept, and the same command goes on", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run_command(main)

@@ -1,0 +1,193 @@
+"""The answer of screen.py: as a table, as JSON and as a plot."""
+
+import math
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from compare_answer import finite, goal, percent, percent_interval, plural, short, slope_in_words
+from compare_stats import Slope
+from screen_blocks import Block, Factor
+from screen_design import Contrast, Fit, pairs_of_group, separating_order, verdict
+
+WIDTH = 80
+
+
+@dataclass
+class Result:
+    """Blocks that belong together, and what they say."""
+
+    factors: list[Factor]
+    blocks: list[Block]
+    fit: Fit
+    slope: Slope | None
+    until: float
+
+    def verdict(self, index: int) -> str:
+        return verdict(self.fit.factors[index], self.until, self.factors[index].is_switch)
+
+    def by_size(self) -> list[int]:
+        """Indices of the factors, the largest effect first."""
+        contrasts = self.fit.factors
+        return sorted(range(len(contrasts)), key=lambda i: -abs(contrasts[i].difference))
+
+
+# -----------------------------------------------------------------------------
+# Words
+
+
+def sides(factor: Factor) -> str:
+    """What is compared, without the names of the options: "0.04, 0.06"."""
+    if factor.is_switch:
+        return "off, on"
+    low = " ".join(word for word in factor.low.split() if not word.startswith("--"))
+    high = " ".join(word for word in factor.high.split() if not word.startswith("--"))
+    return f"{low}, {high}"
+
+
+def table(result: Result) -> list[str]:
+    rows = [("factor", "low, high", "loss", "steps", "interval", "verdict")]
+    for index in result.by_size():
+        factor = result.factors[index]
+        contrast = result.fit.factors[index]
+        interval = "-"
+        if contrast.steps_interval is not None:
+            interval = percent_interval(contrast.steps_interval)
+        row = (
+            short(factor.name, 20),
+            short(sides(factor), 14),
+            f"{contrast.difference:+.4f}",
+            percent(contrast.steps),
+            interval,
+            result.verdict(index),
+        )
+        rows.append(row)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:5], widths[2:5])]
+        lines.append("  ".join([*cells, row[5]]))
+    return lines
+
+
+def group_in_words(result: Result, group: int) -> list[str]:
+    """What an interaction may be, and which screen tells its pairs apart."""
+    factors = result.factors
+    contrast = result.fit.groups[group - 1]
+    pairs = pairs_of_group(group, len(factors))
+    if not pairs:
+        return []
+    names = ", ".join(f"{factors[i].name} x {factors[j].name}" for i, j in pairs)
+    words = f"Pairs that act together: {names}. Their joint effect is {contrast.difference:+.4f}, more "
+    words += "than chance allows."
+    if len(pairs) > 1:
+        order = separating_order(group, len(factors))
+        if order is not None:
+            words += " To tell them apart, screen again with the factors in this order: "
+            words += ", ".join(factors[i].name for i in order) + "."
+    return textwrap.wrap(words, WIDTH)
+
+
+def facts_in_words(result: Result) -> str:
+    blocks = result.blocks
+    machines = sorted({f"{block.machine}, {plural(block.threads, 'thread')} a run" for block in blocks})
+    words = "Loss and steps: high minus low; steps to the same loss, fewer are better. "
+    if len(blocks) > 1:
+        words += f"Intervals have 99% confidence for all {len(result.factors)} factors together. "
+        words += f"Standard deviation of a run: {result.fit.sd:.4f}. "
+    else:
+        words += "Intervals need two blocks. "
+    words += slope_in_words(result.slope) or "Steps are unknown: the slope isn't measured yet."
+    return f"{words} Runs on {'; '.join(machines)}."
+
+
+def answer(name: str, result: Result, current: bool) -> list[str]:
+    """Lines of 80 columns. `current`: the blocks are of the source and the settings as they are now."""
+    blocks = result.blocks
+    seeds = ", ".join(str(block.seed) for block in blocks)
+    title = f"{name}: {plural(len(blocks), 'block')} of 32 runs, seeds {seeds}, {blocks[0].dtype}, "
+    title += f"PyTorch {blocks[0].torch}"
+    if not current:
+        title += ", of another source or other settings than now"
+    lines = [*textwrap.wrap(title, WIDTH), "", *table(result), ""]
+    for group, contrast in enumerate(result.fit.groups, start=1):
+        if contrast.found:
+            lines += group_in_words(result, group)
+    return lines + textwrap.wrap(facts_in_words(result), WIDTH)
+
+
+# -----------------------------------------------------------------------------
+# JSON
+
+
+def contrast_as_json(contrast: Contrast) -> dict:
+    return {**asdict(contrast), "found": contrast.found}
+
+
+def result_as_json(result: Result) -> dict:
+    blocks = result.blocks
+    rows = []
+    for index, factor in enumerate(result.factors):
+        contrast = contrast_as_json(result.fit.factors[index])
+        rows.append({**asdict(factor), **contrast, "verdict": result.verdict(index)})
+    groups = []
+    for group, contrast in enumerate(result.fit.groups, start=1):
+        pairs = pairs_of_group(group, len(result.factors))
+        names = [[result.factors[i].name, result.factors[j].name] for i, j in pairs]
+        groups.append({"pairs": names, **contrast_as_json(contrast)})
+    answer = {
+        "dtype": blocks[0].dtype,
+        "torch": blocks[0].torch,
+        "machines": sorted({block.machine for block in blocks}),
+        "seeds": [block.seed for block in blocks],
+        "until": result.until,
+        "sd": result.fit.sd,
+        "slope": result.slope and asdict(result.slope),
+        "factors": rows,
+        "groups": groups,
+    }
+    return finite(answer)
+
+
+# -----------------------------------------------------------------------------
+# Plot
+
+
+def color_of(contrast: Contrast) -> str:
+    if not contrast.found:
+        return "0.45"
+    return "tab:green" if contrast.difference < 0 else "tab:red"
+
+
+def plot_result(name: str, result: Result, path: Path) -> None:
+    """Draws the factors' effects with their intervals, the largest at the top. Raises FileError."""
+    from plot import plt, save_figure  # slow to import, and only needed here
+
+    figure, ax = plt.subplots(figsize=(8, 1.4 + 0.35 * len(result.factors)))
+    known = result.slope is not None
+    order = result.by_size()
+    for row, index in enumerate(order):
+        contrast = result.fit.factors[index]
+        center = 100 * contrast.steps if known else contrast.difference
+        color = color_of(contrast)
+        ax.plot([center], [row], "o", color=color, markersize=5)
+        if math.isfinite(contrast.half_width):
+            low = contrast.difference - contrast.half_width
+            high = contrast.difference + contrast.half_width
+            if known:
+                low, high = (100 * bound for bound in contrast.steps_interval)
+            ax.plot([low, high], [row, row], color=color, linewidth=2)
+    labels = [f"{result.factors[i].name} ({sides(result.factors[i])})" for i in order]
+    ax.set_yticks(range(len(order)), [short(label, 40) for label in labels])
+    ax.set_ylim(len(order) - 0.5, -0.5)
+    ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
+    if known:
+        worth = 100 * result.until
+        ax.axvspan(-worth, worth, color="0.9", zorder=0, label=f"less than {goal(result.until)}")
+        ax.legend(fontsize=9)
+        ax.set_xlabel("steps to the same loss, high against low, %, with 99% intervals (left: high is better)")
+    else:
+        ax.set_xlabel("loss, high minus low")
+    ax.set_title(f"{name}, {plural(len(result.blocks), 'block')}", fontsize=10)
+    save_figure(figure, path)

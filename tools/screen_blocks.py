@@ -1,0 +1,297 @@
+"""
+The definition of a screen (a TOML file), its 32 configurations, and its finished blocks (JSON files).
+
+A definition has these keys. All but `factor` may be left out:
+
+    script = "train_gpt.py"       the script to train with
+    options = "--track mini"      options of all runs
+    seed = 1000                   the seed of the first block
+    until = "1%"                  the gain in steps that matters
+    [[factor]]                    5 to 16 of these
+    name = "muon_lr"
+    low = "--muon_lr 0.04"        options of the low side; without it, the default
+    high = "--muon_lr 0.06"       options of the high side
+    patch = "idea.patch"          a patch to the script instead of options: off is low, on is high
+
+If a factor has `high` and `patch`, the script must have a switch that does the same as the patch to
+train_gpt.py. `high` turns it on. `screen.py --check` compares the two.
+"""
+
+import hashlib
+import json
+import shlex
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import compare_sources
+from compare_sources import OURS, Variant, check_settings, patched, with_steps
+from compare_stats import SLOPE_FACTOR
+from log_parsing import UsageError, write_file
+from screen_design import CONFIGURATIONS, FEWEST_FACTORS, MOST_FACTORS, make_design
+
+KEYS = {"script": str, "options": str, "seed": int, "until": str, "factor": list}
+FACTOR_KEYS = {"name": str, "low": str, "high": str, "patch": str}
+
+
+@dataclass
+class Factor:
+    name: str
+    low: str = ""   # options
+    high: str = ""  # options
+    patch: str = ""
+
+    @property
+    def is_switch(self) -> bool:
+        """Off or on, instead of two values of a setting."""
+        return not self.low
+
+    @property
+    def patches_source(self) -> bool:
+        """Otherwise the patch is only for --check."""
+        return bool(self.patch) and not self.high
+
+
+@dataclass
+class Screen:
+    folder: Path  # of the definition and the blocks
+    script: str
+    options: list[str]
+    seed: int
+    until: float
+    factors: list[Factor]
+    base: Variant
+    configurations: list[Variant]
+    fewer: Variant  # the base with fewer steps
+    more: Variant
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def variants(self) -> list[Variant]:
+        return [*self.configurations, self.fewer, self.more]
+
+    def digest(self) -> str:
+        """Equal for screens with the same losses on the same machine."""
+        text = " ".join(variant.digest() for variant in self.variants())
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
+class Block:
+    """One seed in all configurations."""
+
+    seed: int
+    losses: list[float]  # final, of the configurations
+    fewer: float         # final loss of the base with fewer steps
+    more: float
+    factors: list[dict]
+    digest: str  # of the screen
+    dtype: str   # of the activations
+    torch: str
+    compiled: bool
+    machine: str
+    threads: int
+    compiler: str
+
+    def group(self) -> tuple[str, str, str, bool]:
+        """Blocks with another group can't be fitted together."""
+        return self.digest, self.dtype, self.torch, self.compiled
+
+
+# -----------------------------------------------------------------------------
+# Definition
+
+
+def read_keys(table: dict, known: dict, where: str) -> dict:
+    """Raises UsageError for a key that isn't known, or whose value has another type."""
+    for key, value in table.items():
+        if key not in known:
+            raise UsageError(f"{where}: there is no key {key}; there are {', '.join(known)}")
+        if type(value) is not known[key]:
+            raise UsageError(f"{where}: {key} must be a {known[key].__name__}")
+    return table
+
+
+def split_options(text: str, where: str) -> list[str]:
+    """Raises UsageError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as e:
+        raise UsageError(f"{where}: {text}: {e}") from None
+    for word in words:
+        if word.split("=")[0] in OURS:
+            raise UsageError(f"{where}: {word}: screen.py gives this option to the runs itself")
+    return words
+
+
+def option_names(words: list[str]) -> set[str]:
+    return {word.split("=")[0] for word in words if word.startswith("--")}
+
+
+def read_factor(table, where: str) -> Factor:
+    """Raises UsageError."""
+    if not isinstance(table, dict) or not table.get("name"):
+        raise UsageError(f"{where}: each [[factor]] needs a name")
+    factor = Factor(**read_keys(table, FACTOR_KEYS, f"{where}: {table['name']}"))
+    if not factor.high and not factor.patch:
+        raise UsageError(f"{where}: {factor.name}: give high, or a patch")
+    if factor.low and not factor.high:
+        raise UsageError(f"{where}: {factor.name}: low needs high")
+    return factor
+
+
+def check_factors(factors: list[Factor], common: list[str], where: str) -> None:
+    """Raises UsageError."""
+    if not FEWEST_FACTORS <= len(factors) <= MOST_FACTORS:
+        raise UsageError(
+            f"{where}: {len(factors)} factors; a screen has {FEWEST_FACTORS} to {MOST_FACTORS} of them "
+            "(for fewer, use compare)"
+        )
+    owners = {option: "options" for option in option_names(common)}
+    names = set()
+    for factor in factors:
+        if factor.name in names:
+            raise UsageError(f"{where}: there are two factors {factor.name}")
+        names.add(factor.name)
+        words = split_options(factor.low, where) + split_options(factor.high, where)
+        for option in option_names(words):
+            if option in owners:
+                raise UsageError(f"{where}: {option} is set by {owners[option]} and by {factor.name}")
+        owners.update({option: factor.name for option in option_names(words)})
+
+
+def read_definition(path: Path) -> dict:
+    """Returns the keys of a definition, checked. Raises UsageError."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UsageError(f"{path}: {e.strerror.lower()}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UsageError(f"{path}: {e}") from None
+    read_keys(table, KEYS, str(path))
+    table["factor"] = [read_factor(factor, str(path)) for factor in table.get("factor", [])]
+    table["options"] = split_options(table.get("options", ""), str(path))
+    check_factors(table["factor"], table["options"], str(path))
+    return table
+
+
+def read_percent(text: str) -> float:
+    """ "1%" as 0.01. Raises UsageError."""
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 0.5:
+        raise UsageError(f"{text}: must be a percentage of at most 50%, like 1%")
+    return value
+
+
+# -----------------------------------------------------------------------------
+# Configurations
+
+
+def apply_patches(source: bytes, factors: list[Factor]) -> bytes:
+    """Applies the patches of these factors one after another. Raises UsageError."""
+    applied = []
+    for factor in factors:
+        try:
+            source = patched((compare_sources.ROOT / factor.patch).resolve(), source)
+        except UsageError as e:
+            after = f" after {', '.join(applied)}" if applied else ""
+            hint = "; combine the patches by hand in a script with a switch for each" if applied else ""
+            raise UsageError(f"{factor.name}: {factor.patch}{after}: {e}{hint}") from None
+        applied.append(factor.name)
+    return source
+
+
+def make_variant(name: str, source: bytes, common: list[str], sides: list[tuple[Factor, int]]) -> Variant:
+    """The base with each of these factors at its low (-1) or high (+1) side."""
+    options = list(common)
+    patches = []
+    for factor, side in sides:
+        options += shlex.split(factor.high if side > 0 else factor.low)
+        if side > 0 and factor.patches_source:
+            patches.append(factor)
+    return Variant(name, apply_patches(source, patches), options)
+
+
+def check_sides(factors: list[Factor], sides: list[Variant]) -> None:
+    """Raises UsageError if both sides of a factor are equal. `sides` has low and high of each factor."""
+    for factor, low, high in zip(factors, sides[::2], sides[1::2]):
+        if low.digest() == high.digest():
+            raise UsageError(f"{factor.name}: its two sides are the same")
+
+
+def read_screen(path: Path) -> Screen:
+    """Reads a definition, and lets the script check all options. Raises UsageError."""
+    table = read_definition(path)
+    factors = table["factor"]
+    common = table["options"]
+    script = table.get("script", "train_gpt.py")
+    for name in [script, *[factor.patch for factor in factors if factor.patch]]:
+        if not (compare_sources.ROOT / name).is_file():
+            raise UsageError(f"{path}: there is no file {name}")
+    source = (compare_sources.ROOT / script).read_bytes()
+    base = Variant("the base", source, common)
+    sides = []
+    for factor in factors:
+        for word, side in (("low", -1), ("high", 1)):
+            sides.append(make_variant(f"{factor.name}, {word}", source, common, [(factor, side)]))
+    configurations = []
+    for number, row in enumerate(make_design(len(factors))):
+        high = ", ".join(factor.name for factor, side in zip(factors, row) if side > 0)
+        name = f"configuration {number} (high: {high or 'none'})"
+        configurations.append(make_variant(name, source, common, list(zip(factors, row))))
+    check_settings([base, *sides, *configurations], 1, many_runs=False)
+    check_sides(factors, sides)
+    return Screen(
+        folder=path.resolve().parent,
+        script=script,
+        options=common,
+        seed=table.get("seed", 0),
+        until=read_percent(table.get("until", "1%")),
+        factors=factors,
+        base=base,
+        configurations=configurations,
+        fewer=with_steps(base, 1 / SLOPE_FACTOR),
+        more=with_steps(base, SLOPE_FACTOR),
+    )
+
+
+# -----------------------------------------------------------------------------
+# Finished blocks
+
+
+def block_path(screen: Screen, block: Block) -> Path:
+    group = hashlib.sha256(json.dumps(block.group()).encode()).hexdigest()[:8]
+    return screen.folder / f"seed{block.seed}_{group}.json"
+
+
+def write_block(screen: Screen, block: Block) -> None:
+    """Raises FileError."""
+    write_file(block_path(screen, block), (json.dumps(asdict(block), indent=1) + "\n").encode())
+
+
+def read_block(path: Path) -> Block:
+    """Raises UsageError."""
+    try:
+        block = Block(**json.loads(path.read_text(encoding="utf-8")))
+        whole = len(block.losses) == CONFIGURATIONS
+        whole = whole and all(type(x) is float for x in [*block.losses, block.fewer, block.more])
+    except (OSError, ValueError, TypeError):
+        whole = False
+    if not whole:
+        raise UsageError(f"{path}: this block can't be read; delete it, and it is made again")
+    return block
+
+
+def read_blocks(screen: Screen) -> list[Block]:
+    """The finished blocks of a screen, sorted by seed. Raises UsageError."""
+    blocks = [read_block(path) for path in screen.folder.glob("seed*.json")]
+    return sorted(blocks, key=lambda block: block.seed)
+
+
+def same_factors(screen: Screen, block: Block) -> bool:
+    return block.factors == [asdict(factor) for factor in screen.factors]
