@@ -164,10 +164,11 @@ def make_checkout(folder: Path, name="checkout") -> Path:
     for group in ("tools", "data", "evals", "tests"):
         write(checkout / group / "requirements.txt", f"{group}_package==1.0\n")
     write(checkout / "train_gpt.py", TRAIN)
-    write(
-        checkout / "tools" / "compare.py",
-        "import os, sys, tools_package\nprint('stub compares', sys.argv[1:])\n",
-    )
+    for name in ("compare", "screen"):
+        write(
+            checkout / "tools" / f"{name}.py",
+            f"import os, sys, tools_package\nprint('stub {name}:', sys.argv[1:])\n",
+        )
     write(
         checkout / "data" / "shakespeare.py", DATA.format(folder="shakespeare", name="shakespeare")
     )

@@ -85,8 +85,11 @@ def test_commands_install_what_they_need(checkout):
     assert "tools_package" not in os.listdir(next((checkout / ".venv").rglob("site-packages")))
     done = run_sh(checkout, "compare", "--runs", "2")
     assert done.code == 0, done.output
-    assert "stub compares ['--runs', '2']" in done.output, done.output
+    assert "stub compare: ['--runs', '2']" in done.output, done.output
     assert "installing tools_package==1.0\n" in done.output
+    done = run_sh(checkout, "screen", "x.toml", "--blocks", "2")
+    assert done.code == 0, done.output
+    assert "stub screen: ['x.toml', '--blocks', '2']" in done.output, done.output
     assert_trains(run_sh(checkout, "--num_runs", "2"))
 
 
