@@ -3,7 +3,7 @@ The definition of a screen (a TOML file), its 32 configurations, and its finishe
 
 A definition has these keys. All but `factor` may be left out:
 
-    script = "train_gpt.py"       the script to train with
+    script = "train_gpt.py"       the script to train with, or a git revision, whose train_gpt.py is meant
     options = "--track mini"      options of all runs
     seed = 1000                   the seed of the first block
     until = "1%"                  the gain in steps that matters
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import compare_sources
-from compare_sources import OURS, Variant, check_settings, patched, with_steps
+from compare_sources import OURS, Variant, check_settings, patched, read_source, with_steps
 from compare_stats import SLOPE_FACTOR
 from log_parsing import UsageError, write_file
 from screen_design import CONFIGURATIONS, FEWEST_FACTORS, MOST_FACTORS, make_design
@@ -224,16 +224,27 @@ def check_sides(factors: list[Factor], sides: list[Variant]) -> None:
             raise UsageError(f"{factor.name}: its two sides are the same")
 
 
+def read_script(name: str, where: str) -> bytes:
+    """Raises UsageError."""
+    file = compare_sources.ROOT / name
+    if file.is_file():
+        return file.read_bytes()
+    try:
+        return read_source(name, b"")
+    except (OSError, UsageError):
+        raise UsageError(f"{where}: {name} is neither a script nor a git revision") from None
+
+
 def read_screen(path: Path) -> Screen:
     """Reads a definition, and lets the script check all options. Raises UsageError."""
     table = read_definition(path)
     factors = table["factor"]
     common = table["options"]
     script = table.get("script", "train_gpt.py")
-    for name in [script, *[factor.patch for factor in factors if factor.patch]]:
-        if not (compare_sources.ROOT / name).is_file():
-            raise UsageError(f"{path}: there is no file {name}")
-    source = (compare_sources.ROOT / script).read_bytes()
+    for factor in factors:
+        if factor.patch and not (compare_sources.ROOT / factor.patch).is_file():
+            raise UsageError(f"{path}: there is no file {factor.patch}")
+    source = read_script(script, str(path))
     base = Variant("the base", source, common)
     sides = []
     for factor in factors:

@@ -23,7 +23,7 @@ import screen
 import screen_design
 from compare_stats import Slope
 from screen_design import Contrast, add_steps, fit, interval_half_width, make_design, pairs_of_group
-from test_compare import patch_of
+from test_compare import git, patch_of
 from util import random_tokens, write_shard
 
 STANDIN = Path(__file__).resolve().parent / "standin.py"
@@ -352,6 +352,7 @@ def test_a_killed_run(place):
         (definition(b="high = \"--b '1\""), "No closing quotation"),
         (definition(b='patch = "none.patch"'), "there is no file none.patch"),
         (definition().replace("seed = 7", 'seed = 7\nuntil = "x"'), "must be a percentage"),
+        ('script = "v9"\n' + definition(), "v9 is neither a script nor a git revision"),
     ],
 )
 def test_bad_definition(place, text, message):
@@ -361,6 +362,23 @@ def test_bad_definition(place, text, message):
     assert message in err
     assert len(err.splitlines()) == 1
     assert not (place / "logs").exists()
+
+
+def test_a_revision(place):
+    """The script can be train_gpt.py as it was in a commit, so that a screen goes on although it changes."""
+    git(place, "init", "-q")
+    git(place, "add", "train_gpt.py")
+    git(place, "commit", "-qm", "one")
+    git(place, "tag", "v1")
+    text = 'script = "v1"\n' + definition()
+    (place / "screens/first/screen.toml").write_text(text)
+    assert run("--blocks", 1)[0] == 0
+    with open(place / "train_gpt.py", "a") as file:
+        file.write("# changed\n")
+    status, out, err = run("--blocks", 1)
+    assert status == 0
+    assert "0 blocks to make" in err
+    assert "another source" not in out
 
 
 def test_bad_arguments(place):
