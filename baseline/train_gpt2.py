@@ -48,8 +48,6 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-import hellaswag_scoring
-
 ROOT = Path(__file__).resolve().parent.parent  # the repository
 
 
@@ -960,6 +958,8 @@ def load_text_tools(hp):
     if hp.samples or hp.hellaswag:
         encode, token_bytes = codec(hp.vocab_size)
     if hp.hellaswag:
+        import hellaswag_scoring  # not at the top, so that a copy of this file can train alone
+
         try:
             items = hellaswag_scoring.load_items(limit=hp.hellaswag)
         except hellaswag_scoring.DataError as e:
@@ -989,6 +989,8 @@ def evaluate(run: Run, step: int, training_time: float) -> float:
 
 
 def log_hellaswag(run: Run, step: int):
+    import hellaswag_scoring
+
     hp = run.hp
     world = run.world
     with run.autocast:

@@ -142,14 +142,14 @@ def read_factor(table, where: str) -> Factor:
     return factor
 
 
-def check_factors(factors: list[Factor], common: list[str], where: str) -> None:
-    """Raises UsageError."""
+def check_factors(factors: list[Factor], where: str) -> None:
+    """Raises UsageError. A factor may change an option of all runs, but not one of another factor."""
     if not FEWEST_FACTORS <= len(factors) <= MOST_FACTORS:
         raise UsageError(
             f"{where}: {len(factors)} factors; a screen has {FEWEST_FACTORS} to {MOST_FACTORS} of them "
             "(for fewer, use compare)"
         )
-    owners = {option: "options" for option in option_names(common)}
+    owners = {}
     names = set()
     for factor in factors:
         if factor.name in names:
@@ -173,7 +173,7 @@ def read_definition(path: Path) -> dict:
     read_keys(table, KEYS, str(path))
     table["factor"] = [read_factor(factor, str(path)) for factor in table.get("factor", [])]
     table["options"] = split_options(table.get("options", ""), str(path))
-    check_factors(table["factor"], table["options"], str(path))
+    check_factors(table["factor"], str(path))
     return table
 
 

@@ -312,7 +312,7 @@ def test_blocks_that_do_not_belong_together(place):
 
 def test_a_failing_configuration(place):
     """It is named, and finished runs are kept. So the next command makes only the others."""
-    (place / "screens/first/screen.toml").write_text(definition(c='high = "--crash 7"'))
+    (place / "screens/first/screen.toml").write_text(definition(c='high = "--crash 7 --num_iterations 30"'))
     status, out, err = run("--blocks", 1)
     assert status == 1
     assert "a run failed: configuration" in err
@@ -343,7 +343,6 @@ def test_a_killed_run(place):
         ('options = ""\n[[factor]]\nname = "a"\nhigh = "--a 1"', "1 factors; a screen has 5 to 16"),
         (definition().replace('name = "b"', 'name = "a"'), "there are two factors a"),
         (definition(b='high = "--a 3"'), "--a is set by a and by b"),
-        (definition(b='high = "--num_iterations 3"'), "--num_iterations is set by options and by b"),
         (definition(b='high = "--seed 3"'), "screen.py gives this option to the runs itself"),
         (definition(b='high = "--nothing 3"'), "b, high: unrecognized arguments"),
         (definition(b='high = "--b 0"'), "b: its two sides are the same"),
@@ -392,6 +391,15 @@ def test_bad_arguments(place):
         assert status == 2
         assert message in err
         assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("records/mini/screens/*/screen.toml")), ids=lambda path: path.parent.name)
+def test_definitions_of_the_repository(path, monkeypatch):
+    """Scripts accept the options of all configurations, also as copies in another folder."""
+    monkeypatch.chdir(ROOT)
+    found = screen.read_screen(path)
+    assert len({variant.digest() for variant in found.configurations}) == 32
+    screen.read_blocks(found)
 
 
 def test_two_screens_at_once(place):
