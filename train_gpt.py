@@ -1047,7 +1047,7 @@ def fitted(hp, mib, fp8):
     """Halves train_seq_len until a step fits into `mib` MiB of GPU memory. The step keeps its tokens.
 
     With PyTorch 2.13's caching allocator, a step takes 3,144 MiB plus 0.538 per token with the FP8
-    head, and 3,161 plus 0.441 with a bf16 head. The formula adds some for other libraries.
+    head, and 3,209 plus 0.441 with a bf16 head. The formula adds some for other libraries.
     Below 12,288 tokens, validation is larger."""
     per_token = 0.56 if fp8 else 0.46
     while 3700 + per_token * hp.train_seq_len > mib and hp.train_seq_len > 12288:
