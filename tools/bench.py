@@ -361,8 +361,11 @@ def print_products(hp, figures, repeats, device):
     print_table(["product", "shape", "ms", "GFLOP", "GFLOP/s", "% of peak"], rows)
 
 
-def print_kernels(step, device, count):
-    """Prints the `count` kernels (on a CPU: operators) that take longest in a step."""
+def slowest_kernels(step, device, count):
+    """The `count` kernels (on a CPU: operators) that take longest in a step.
+
+    Returns [(name, calls, ms, % of all)].
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     kind = torch.autograd.DeviceType.CPU
     if device.type == "cuda":
@@ -379,11 +382,18 @@ def print_kernels(step, device, count):
     events = [event for event in profiler.key_averages() if event.device_type == kind]
     events.sort(key=microseconds, reverse=True)
     total = sum(map(microseconds, events)) or 1
-    print("\n      ms      %  calls  kernel")
+    kernels = []
     for event in events[:count]:
-        ms = microseconds(event) / 1000
         percent = 100 * microseconds(event) / total
-        print(f"{ms:8.3f} {percent:6.1f} {event.count:6}  {event.key[:55]}")
+        kernels.append((event.key, event.count, microseconds(event) / 1000, percent))
+    return kernels
+
+
+def print_kernels(step, device, count):
+    kernels = slowest_kernels(step, device, count)
+    print("\n      ms      %  calls  kernel")
+    for name, calls, ms, percent in kernels:
+        print(f"{ms:8.3f} {percent:6.1f} {calls:6}  {name[:55]}")
 
 # -----------------------------------------------------------------------------
 # Command line

@@ -1,31 +1,53 @@
 """
-Measures a GPU and adds a row to the table in records/fineweb/HOPPER.md.
+Measures a GPU. On any NVIDIA GPU, without a network:
+
+    python tools/gpu_report.py
+
+writes logs/report/gpu_report.md and gpu_report.json, in at most 20 minutes. It has these stages:
+
+    machine      the GPU, and the versions of its software
+    head         the head with its loss and gradients against float64, in bf16, and in FP8 if supported
+    attention    FlexAttention and its gradients against float64
+    muon         three steps of Muon against float64
+    mini         50 steps of mini against a CPU in float32 (tools/gpu_reference.py)
+    speed        the time of a step of fineweb by part, its memory and its slowest kernels
+    waits        how often the host waits for the GPU between validations
+    memory ...   the peaks of training and validation by length of a sequence and kind of head
+
+The page ends with the figures of each stage, and begins with what they say of records/HARDWARE.md. A
+stage that fails is named there, and the others go on. A report that was interrupted continues where
+it stopped, if the GPU, the source and PyTorch's version are the same. --stage runs single stages again.
 
     python tools/gpu_report.py --change "what changed" --shards DIR
     python tools/gpu_report.py --change "what changed" --shards DIR --stage fp8     only one stage
 
-There are four stages:
+adds a row to the table in records/fineweb/HOPPER.md. This has four other stages:
 
     tests      the GPU tests
     fp8        200 steps on DIR's shards with the FP8 head
     bf16       the same with a bf16 head
     figures    what tools/bench.py measures; its docstring explains the columns
 
-The results of each stage are kept in logs/report/ until all four are there. A report that was
+The results of each stage are kept in logs/report/ until all four are there. A row that was
 interrupted continues where it stopped, and stages can run one by one. Results are used together if the
 source, machine, PyTorch version and hyperparameters are the same. The last stage adds the row.
 """
+import argparse
 import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 from bench import (InputError, ROOT, add_step_options, check_packages, check_step_options,
-                   describe_run, make_parser, measure_and_print, read_options, run_benchmark, start,
+                   describe_run, fail, make_parser, measure_and_print, read_options, run_benchmark, start,
                    write_json)
+from gpu_page import page
 from log_parsing import write_file
 from machine import readable
 import train_gpt
@@ -50,8 +72,130 @@ SHORT_RUN = {
 FIRST_LOSS = 10.8258  # ln(50304), because the head starts at zero
 MAX_DIFFERENCE = 0.05  # of the validation losses with FP8 and bf16
 
+MINUTES = 20
+# The stages of the report, in tools/gpu_checks.py, with their limits in seconds in a report of 20 minutes
+CHECKS = {
+    "machine": 60,
+    "head": 120,
+    "attention": 180,
+    "muon": 90,
+    "mini": 240,
+    "speed": 360,
+    "waits": 180,
+    "memory 49152": 180,
+    "memory 24576": 180,
+    "memory 12288": 180,
+    "memory 49152 bf16": 180,
+}
+
 # -----------------------------------------------------------------------------
-# Stages
+# The report
+
+
+def end_of(output, lines=15):
+    """The last lines of a program's output, without the names of your folders."""
+    text = "\n".join(output.strip().splitlines()[-lines:])
+    return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
+
+
+def run_check(name, seconds):
+    """Runs a stage in a process of its own. Returns its result: status, seconds, figures, error."""
+    started = time.monotonic()
+    result = {"status": "done", "seconds": 0.0, "figures": {}, "error": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        command = [sys.executable, str(ROOT / "tools" / "gpu_checks.py"), name, str(file)]
+        environment = os.environ | {"TORCH_COMPILE_DISABLE": "0"}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   encoding="utf-8", errors="replace", env=environment,
+                                   start_new_session=True)
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that compile, too
+            output, _ = process.communicate()
+            result["status"] = "timed out"
+            output += f"\nended after {seconds:.0f} s"
+        except BaseException:  # Ctrl-C
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        if file.exists():
+            result["figures"] = json.loads(file.read_text(encoding="utf-8"))
+        elif result["status"] == "done":
+            result["status"] = "failed"
+    if result["status"] != "done":
+        result["error"] = end_of(output)
+    result["seconds"] = time.monotonic() - started
+    return result
+
+
+def conditions_of(machine_figures):
+    """What two runs must have in common so that one can continue the other."""
+    return {
+        "GPU": machine_figures["GPU"],
+        "PyTorch": machine_figures["PyTorch"],
+        "source": hashlib.sha256(train_gpt.SOURCE.encode()).hexdigest()[:12],
+    }
+
+
+def read_results(path, conditions):
+    """The stages of an earlier run that succeeded under the same conditions."""
+    if not path.exists():
+        return {}
+    old = json.loads(path.read_text(encoding="utf-8"))
+    if any(old["conditions"][name] != value for name, value in conditions.items()):
+        return {}
+    return {name: result for name, result in old["stages"].items() if result["status"] == "done"}
+
+
+def write_report(folder, conditions, results):
+    results = {name: results[name] for name in CHECKS if name in results}
+    write_json(folder / "gpu_report.json", {"conditions": conditions, "stages": results})
+    write_file(folder / "gpu_report.md", page(conditions, results).encode())
+
+
+def gpu_page_and_json(folder, only, minutes):
+    """Runs the stages, or only those named, and writes the report after each of them."""
+    deadline = time.monotonic() + 60 * minutes
+    print("machine: ", end="", flush=True)
+    machine = run_check("machine", CHECKS["machine"])
+    print(machine["status"])
+    if machine["status"] != "done":
+        raise InputError(machine["error"].splitlines()[-1].removeprefix("error: "))
+    conditions = conditions_of(machine["figures"])
+    folder.mkdir(parents=True, exist_ok=True)
+    results = read_results(folder / "gpu_report.json", conditions)
+    results["machine"] = machine
+    conditions["date"] = time.strftime("%Y-%m-%d")
+    for name in only or CHECKS:
+        if name == "machine" or (name in results and not only):
+            continue
+        print(f"{name}: ", end="", flush=True)
+        seconds = min(CHECKS[name] * minutes / MINUTES, deadline - time.monotonic())
+        if seconds > 1:
+            results[name] = run_check(name, seconds)
+        else:
+            left_out = f"the {minutes:g} minutes were over; run the command again to continue"
+            results[name] = {"status": "was left out", "seconds": 0.0, "figures": {}, "error": left_out}
+        print(f"{results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
+        write_report(folder, conditions, results)
+    write_report(folder, conditions, results)
+    print(f"{folder / 'gpu_report.md'}")
+
+
+def report_options(argv):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    parser.add_argument("--out", type=Path, default=PARTS, metavar="DIR",
+                        help="folder of the report (default: logs/report)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="N",
+                        help="ends after this time; each stage has its share of it (default: 20)")
+    parser.add_argument("--stage", action="append", choices=CHECKS, help="run only this stage")
+    return parser.parse_args(argv)
+
+# -----------------------------------------------------------------------------
+# Stages of a row
 
 
 def run_python(arguments):
@@ -233,6 +377,11 @@ def command_text(argv, shards):
 
 
 def gpu_report(argv):
+    words = [word.split("=")[0] for word in argv]
+    if "--change" not in words and "--shards" not in words:
+        args = report_options(argv)
+        gpu_page_and_json(args.out, args.stage, args.minutes)
+        return
     args, options, hp = read_report_options(argv)
     check_packages("pytest")
     world, hp = start(options, hp)
