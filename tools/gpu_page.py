@@ -42,8 +42,10 @@ def judge_stage(results, stage):
     if failed is None:
         return UNKNOWN, f"stage {stage} has no result"
     if failed:
-        return REFUTED, "; ".join(f"{check['name']}: {number(check['value'])}, limit "
-                                  f"{number(check['limit'])}" for check in failed)
+        total = len(figures_of(results, stage)["checks"])
+        first = failed[0]
+        return REFUTED, (f"{len(failed)} of {total} checks failed; {first['name']}: "
+                         f"{number(first['value'])}, limit {number(first['limit'])}")
     return CONFIRMED, f"all checks of stage {stage}"
 
 

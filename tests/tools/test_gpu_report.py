@@ -1,14 +1,24 @@
 """Tests of tools/gpu_report.py without a GPU: its stages, its verdict, and the row that it adds."""
 
+import json
+import math
+import re
+import statistics
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from util import ROOT
+from util import ROOT, write_shard
 
 sys.path.append(str(ROOT / "tools"))
+import gpu_checks
+import gpu_page
+import gpu_reference
 import gpu_report
+import train_gpt
 from bench import InputError, run_benchmark
 
 pytest_plugins = "pytester"
@@ -142,3 +152,265 @@ def test_gpu_tests_are_skipped_without_a_gpu(pytester):
     outcomes = result.parseoutcomes()
     assert outcomes.pop("skipped") > 0
     assert outcomes.keys() <= {"warning", "warnings"}
+
+
+# --------------------------------------------------------------- the report
+FAKE_CHECKS = """
+import json, sys, time
+name, file = sys.argv[1:]
+with open("made", "a") as made:
+    made.write(name + "\\n")
+if name == "attention":
+    sys.exit("error: a kernel failed in " + __file__)
+if name == "muon":
+    time.sleep(1000)
+figures = {"name": name}
+if name == "machine":
+    figures = {"GPU": "a GPU", "PyTorch": "2.11", "compute capability": "9.0", "free MiB": 80_000}
+if name == "waits":
+    figures = {"steps": 12, "waits": 0, "waiting ms": 0.0}
+if name == "head":
+    check = {"name": "FP8 loss", "value": 0.5, "limit": 0.1, "ok": False}
+    figures["checks"] = [check]
+json.dump(figures, open(file, "w"))
+"""
+FAKE_STAGES = {"machine": 60, "head": 60, "attention": 60, "muon": 3, "waits": 60}
+
+
+@pytest.fixture
+def fake_checks(tmp_path, monkeypatch):
+    """A repository whose stages take no GPU. Returns its folder."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "gpu_checks.py").write_text(FAKE_CHECKS)
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_report, "CHECKS", FAKE_STAGES)
+    return tmp_path
+
+
+def test_a_stage_that_fails_is_reported_and_the_others_go_on(fake_checks, capsys):
+    out = fake_checks / "out"
+    gpu_report.gpu_page_and_json(out, None, 20)
+    assert sorted(path.name for path in out.iterdir()) == ["gpu_report.json", "gpu_report.md"]
+    stages = json.loads((out / "gpu_report.json").read_text())["stages"]
+    status = {name: result["status"] for name, result in stages.items()}
+    assert status == {
+        "machine": "done",
+        "head": "done",
+        "attention": "failed",
+        "muon": "timed out",
+        "waits": "done",
+    }
+    page = (out / "gpu_report.md").read_text()
+    assert page.startswith("# a GPU, PyTorch 2.11\n")
+    assert "error: a kernel failed in ./tools/gpu_checks.py" in page
+    assert str(fake_checks) not in page
+    assert "| FP8 loss | 0.5 | 0.1 | **too large** |" in page
+    tiles = "| FlexAttention's tiles fit into the shared memory | refuted | error: a kernel failed in "
+    assert tiles in page
+    fp8 = "1 of 1 checks failed; FP8 loss: 0.5, limit 0.1"
+    assert f"| the language-model head runs in FP8 | refuted | {fp8} |" in page
+
+
+def test_a_report_continues_where_it_stopped(fake_checks):
+    out = fake_checks / "out"
+    gpu_report.gpu_page_and_json(out, ["head"], 20)
+    gpu_report.gpu_page_and_json(out, ["waits"], 20)
+    (fake_checks / "made").unlink()
+    gpu_report.gpu_page_and_json(out, None, 20)
+    made = (fake_checks / "made").read_text().split()
+    assert made == ["machine", "attention", "muon"]
+    # another PyTorch: everything is measured again
+    text = (out / "gpu_report.json").read_text()
+    (out / "gpu_report.json").write_text(text.replace('"PyTorch": "2.11"', '"PyTorch": "2.10"'))
+    (fake_checks / "made").unlink()
+    gpu_report.gpu_page_and_json(out, None, 20)
+    assert (fake_checks / "made").read_text().split() == list(FAKE_STAGES)
+
+
+def test_no_stage_starts_when_the_time_is_over(fake_checks):
+    out = fake_checks / "out"
+    gpu_report.gpu_page_and_json(out, None, 0.001)
+    stages = json.loads((out / "gpu_report.json").read_text())["stages"]
+    assert stages.pop("machine")["status"] == "done"
+    for result in stages.values():
+        assert result["status"] == "was left out"
+        assert "run the command again" in result["error"]
+
+
+def test_claims_are_those_of_hardware_md():
+    hardware = (ROOT / "records" / "HARDWARE.md").read_text()
+    rows = re.findall(r"^\| (FP8|bf16) \| .* \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", hardware, re.M)
+    table = []
+    for head, tokens, training, validation in rows:
+        numbers = (int(training.replace(",", "")), int(validation.replace(",", "")))
+        table.append((f"memory {tokens}", head, *numbers))
+    assert table == gpu_page.PEAKS
+    sentences = [claim for claim, *_ in gpu_page.claims({})][: -len(gpu_page.PEAKS)]
+    assert len(sentences) == 5
+    for sentence in sentences:
+        assert sentence in " ".join(hardware.split())
+    assert {verdict for _, verdict, _ in gpu_page.claims({})} == {gpu_page.UNKNOWN}
+
+
+def result_of(figures):
+    return {"status": "done", "seconds": 1.0, "figures": figures, "error": ""}
+
+
+@pytest.mark.parametrize(
+    "training, validation, verdict",
+    [(29_580, 11_069, "confirmed"), (30_000, 11_000, "confirmed"), (31_000, 11_069, "refuted")],
+)
+def test_verdict_on_memory(training, validation, verdict):
+    figures = {"head": "FP8", "training MiB": training, "validation MiB": validation}
+    results = {"memory 49152": result_of(figures)}
+    claims = {claim: verdict for claim, verdict, _ in gpu_page.claims(results)}
+    memory = {claim: verdict for claim, verdict in claims.items() if "tokens" in claim}
+    assert list(memory.values()) == [verdict] + 5 * [gpu_page.UNKNOWN]
+
+
+def test_verdict_on_waits():
+    figures = {"steps": 12, "waits": 0, "waiting ms": 0.0}
+    assert gpu_page.judge_waits({"waits": result_of(figures)})[0] == gpu_page.CONFIRMED
+    figures = {"steps": 12, "waits": 2, "waiting ms": 150.0}
+    verdict, text = gpu_page.judge_waits({"waits": result_of(figures)})
+    assert verdict == gpu_page.REFUTED
+    assert text == "2 waits of 150 ms in 12 steps"
+
+
+def test_verdict_on_fp8_needs_a_gpu_that_has_it():
+    head = result_of({"checks": []})
+    results = {"machine": result_of({"compute capability": "8.6"}), "head": head}
+    assert gpu_page.judge_fp8(results)[0] == gpu_page.UNKNOWN
+    results["machine"] = result_of({"compute capability": "8.9"})
+    assert gpu_page.judge_fp8(results)[0] == gpu_page.CONFIRMED
+
+
+# --------------------------------------------------------------- its stages, on the CPU
+CPU = torch.device("cpu")
+
+
+def small_head():
+    return gpu_checks.head(CPU, tokens=128, dim=256, out=384, fp8=True)
+
+
+def small_attention():
+    return gpu_checks.attention(CPU, cases=[(512, 60, 4), (512, 10**9, 2)], heads=2, dim=32)
+
+
+def small_muon():
+    return gpu_checks.muon(CPU, width=64)
+
+
+def failed(figures):
+    return [check["name"] for check in figures["checks"] if not check["ok"]]
+
+
+@pytest.fixture
+def in_bf16(monkeypatch):
+    monkeypatch.setattr(train_gpt, "CPU_FLAGS", {"avx512_bf16"})
+
+
+def test_right_arithmetic_passes(in_bf16):
+    assert failed(small_head()) == []
+    assert failed(small_attention()) == []
+    assert failed(small_muon()) == []
+
+
+def test_a_wrong_head_is_noticed(monkeypatch):
+    plain = train_gpt.softcap
+    monkeypatch.setattr(train_gpt, "softcap", lambda logits, dim: plain(1.1 * logits, dim))
+    names = failed(small_head())
+    assert any(name.startswith("bf16 gradient") for name in names)
+    assert any(name.startswith("FP8 gradient") for name in names)
+
+
+def test_a_wrong_mask_is_noticed(monkeypatch):
+    plain = train_gpt.portable_mask
+    monkeypatch.setattr(
+        train_gpt, "portable_mask", lambda docs, window, span: plain(docs, window - 1, span)
+    )
+    assert "512 tokens, window 2, output" in failed(small_attention())
+
+
+def test_a_wrong_muon_is_noticed(monkeypatch, in_bf16):
+    plain = train_gpt.zeropower_via_newtonschulz5
+    monkeypatch.setattr(train_gpt, "zeropower_via_newtonschulz5", lambda G, steps: plain(G, steps - 1))
+    assert len(failed(small_muon())) == 4
+
+
+def test_a_value_that_is_not_finite_fails():
+    check = gpu_checks.check("x", float("nan"), 1.0)
+    assert not check["ok"]
+    assert json.loads(json.dumps(check, allow_nan=False))["value"] == "nan"
+
+
+class Event:
+    def __init__(self, name, start, end, device_us=0):
+        self.name = name
+        self.is_async = False
+        self.time_range = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        self.device_time_total = device_us
+
+
+def test_waits_are_counted_within_the_steps_only():
+    events = [
+        Event("cudaDeviceSynchronize", 0, 10),
+        Event("steps", 20, 1000),
+        Event("cudaStreamSynchronize", 30, 2030),
+        Event("cudaLaunchKernel", 40, 41),
+        Event("Memcpy DtoD (Device -> Device)", 50, 60, device_us=500),
+        Event("cudaDeviceSynchronize", 1100, 1200),
+    ]
+    with pytest.raises(InputError, match="sees no kernels"):  # the profiler can't see the GPU
+        gpu_checks.count_waits([event for event in events if "Launch" not in event.name], steps=2)
+    figures = gpu_checks.count_waits(events, steps=2)
+    assert figures["waits"] == 1
+    assert figures["waiting ms"] == 2.0
+    assert figures["copies within the GPU, a step"] == 0.5
+    assert figures["ms of these copies, a step"] == 0.25
+
+
+# --------------------------------------------------------------- the losses of a CPU
+def test_reference_is_complete():
+    reference = gpu_reference.read_reference()
+    seeds = [str(seed) for seed in range(5)]
+    for variant in gpu_reference.VARIANTS:
+        assert list(reference[variant]) == seeds
+        for losses in reference[variant].values():
+            assert len(losses) == gpu_reference.STEPS
+            assert losses[0] == pytest.approx(math.log(384), abs=1e-3)  # the head starts at zero
+            assert losses[-1] < 2.2
+
+
+@pytest.mark.parametrize("window", gpu_reference.WINDOWS)
+def test_the_cpu_is_within_the_tolerance(window):
+    reference = gpu_reference.read_reference()
+    tolerance = gpu_reference.tolerance(reference, window)
+    for variant in ("bf16", "fp8"):
+        found = gpu_reference.differences(reference[variant], reference["float32"], window)
+        assert abs(statistics.mean(found)) < tolerance < 0.02
+
+
+def test_tolerance_is_the_distance_plus_four_standard_errors():
+    near = {"0": [1.0] * 50, "1": [1.0] * 50}
+    bf16 = {"0": [1.25] * 50, "1": [1.75] * 50}  # mean 0.5, standard error 0.25
+    reference = {"float32": near, "bf16": bf16, "fp8": near}
+    assert gpu_reference.tolerance(reference, "steps 41 to 50") == pytest.approx(1.5)
+
+
+def test_differences_are_means_of_a_window():
+    losses = {"0": [9.0] * 40 + [2.0] * 10}
+    expected = {"0": [8.0] * 40 + [1.5] * 10}
+    assert gpu_reference.differences(losses, expected, "steps 41 to 50") == [0.5]
+    assert gpu_reference.differences(losses, expected, "steps 11 to 20") == [1.0]
+
+
+def test_the_tokens_have_a_digest(tmp_path):
+    hp = replace(train_gpt.TRACKS["mini"], train_files=str(tmp_path / "*.bin"), num_iterations=2)
+    digests = []
+    for change in (0, 1):
+        tokens = [7] * (2 * hp.batch_tokens) + [8]
+        tokens[-1] += change
+        write_shard(tmp_path / "a.bin", tokens)
+        digests.append(gpu_reference.tokens_digest(hp))
+    assert digests[0] != digests[1]
