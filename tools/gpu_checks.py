@@ -8,6 +8,7 @@ as check() makes them. The stages head, attention and muon compare with float64 
 GPU that computes nothing can't agree with itself. They can also run on a CPU.
 """
 import dataclasses
+import importlib.metadata
 import math
 import platform
 import subprocess
@@ -59,11 +60,11 @@ def nvidia_smi(query):
 
 
 def triton_version():
+    """The version of the Triton that PyTorch's CUDA build brings along."""
     try:
-        import triton
-    except ImportError:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
         return "none"
-    return triton.__version__
 
 
 def machine():
