@@ -603,38 +603,35 @@ class GPT(nn.Module):
         super().__init__()
         self.hp = hp
         self.use_fp8 = use_fp8
-        layers, dim, vocab = hp.num_layers, hp.model_dim, hp.padded_vocab_size
-        # tables
-        self.embed = nn.Parameter(torch.empty(vocab, dim, dtype=dtype))
-        self.value_embeds = nn.ParameterList()
-        for _ in range(hp.num_value_embeds):
-            self.value_embeds.append(nn.Parameter(torch.empty(vocab, dim, dtype=dtype)))
-        self.bigram_embed = None
+        layers, heads, dim = hp.num_layers, hp.num_heads, hp.model_dim
+        attn_layers, value_layers = len(hp.attn_layers), len(hp.value_layers)
+
+        def weights(*shape):
+            return nn.Parameter(torch.empty(shape, dtype=dtype))
+
+        self.embed = weights(hp.padded_vocab_size, dim)
+        self.lm_head = weights(hp.padded_vocab_size, dim)
+        tables = [weights(hp.padded_vocab_size, dim) for _ in range(hp.num_value_embeds)]
+        self.value_embeds = nn.ParameterList(tables)
+        self.bigram_embed = self.bigram_lambdas = None
         if hp.bigram_factor:
-            self.bigram_embed = nn.Parameter(torch.empty(hp.bigram_factor * vocab, dim, dtype=dtype))
-        self.lm_head = nn.Parameter(torch.empty(vocab, dim, dtype=dtype))
+            self.bigram_embed = weights(hp.bigram_factor * hp.padded_vocab_size, dim)
+            self.bigram_lambdas = nn.Parameter(torch.full((layers,), 0.1))
         # banks of matrices: Q, K, V and O (out, in); the MLP's input (hidden, in) and output (hidden, out)
-        self.attn_bank = nn.Parameter(torch.empty(len(hp.attn_layers), 4, dim, dim, dtype=dtype))
-        self.mlp_in_bank = nn.Parameter(torch.empty(layers, 4 * dim, dim, dtype=dtype))
-        self.mlp_out_bank = nn.Parameter(torch.empty(layers, 4 * dim, dim, dtype=dtype))
-        # gates
-        self.smear_gate = nn.Parameter(torch.empty(1, GATE_CHANNELS, dtype=dtype))
-        self.skip_gate = nn.Parameter(torch.empty(1, GATE_CHANNELS, dtype=dtype))
-        attn_gates = torch.empty(len(hp.attn_layers), hp.num_heads, GATE_CHANNELS, dtype=dtype)
-        self.attn_gates = nn.Parameter(attn_gates)
-        value_gates = torch.empty(len(hp.value_layers), hp.num_heads, GATE_CHANNELS, dtype=dtype)
-        self.value_gates = nn.Parameter(value_gates)
-        # scalars
+        self.attn_bank = weights(attn_layers, 4, dim, dim)
+        self.mlp_in_bank = weights(layers, 4 * dim, dim)
+        self.mlp_out_bank = weights(layers, 4 * dim, dim)
+        self.smear_gate = weights(1, GATE_CHANNELS)
+        self.skip_gate = weights(1, GATE_CHANNELS)
+        self.attn_gates = weights(attn_layers, heads, GATE_CHANNELS)
+        self.value_gates = weights(value_layers, heads, GATE_CHANNELS)
         self.resid_lambdas = nn.Parameter(torch.full((layers,), 1.1))
         self.x0_lambdas = nn.Parameter(torch.zeros(layers))
-        self.bigram_lambdas = None
-        if hp.bigram_factor:
-            self.bigram_lambdas = nn.Parameter(torch.full((layers,), 0.1))
-        self.qkv_lambdas = nn.Parameter(torch.full((len(hp.attn_layers),), 0.5))
-        self.o_lambdas = nn.Parameter(torch.ones(len(hp.attn_layers)))
-        self.smear_lambda = nn.Parameter(torch.zeros(()))
-        self.skip_lambda = nn.Parameter(torch.full((), -1.5))
-        self.backout_lambda = nn.Parameter(torch.full((), 0.5))
+        self.qkv_lambdas = nn.Parameter(torch.full((attn_layers,), 0.5))
+        self.o_lambdas = nn.Parameter(torch.ones(attn_layers))
+        self.smear_lambda = nn.Parameter(torch.tensor(0.0))
+        self.skip_lambda = nn.Parameter(torch.tensor(-1.5))
+        self.backout_lambda = nn.Parameter(torch.tensor(0.5))
         # what changes with the step
         self.stage = -1
         self.rotary = Rotary(hp.head_dim, max(*hp.seq_lens, hp.val_seq_len), dtype)
@@ -675,39 +672,36 @@ class GPT(nn.Module):
     def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
         """Returns a mask for each layer. The final validation's longer window is for long layers only."""
         hp = self.hp
-        longest = hp.windows[-1] if self.training else hp.val_window
-        short_blocks = window_blocks.clamp_max(hp.windows[-1]) // 2
-        short_window = hp.window_block * short_blocks
-        max_short = hp.window_block * (hp.windows[-1] // 2)
-        long = make_mask(docs, hp.window_block * window_blocks, hp.window_block * longest)
-        short = make_mask(docs, short_window, max_short)
+        last = hp.windows[-1]
+        longest = hp.window_block * (last if self.training else hp.val_window)
+        short_window = hp.window_block * (window_blocks.clamp_max(last) // 2)
+        max_short = hp.window_block * (last // 2)
+        masks = [make_mask(docs, short_window, max_short)] * hp.num_layers
+        long = make_mask(docs, hp.window_block * window_blocks, longest)
+        for i in hp.long_window_layers:
+            masks[i] = long
         paired = make_mask(docs.repeat_interleave(2), short_window, max_short)
-        masks = []
-        for i in range(hp.num_layers):
-            if i in hp.long_window_layers:
-                masks.append(long)
-            else:
-                masks.append(paired if i in hp.paired_layers else short)
+        for i in hp.paired_layers:
+            masks[i] = paired
         return masks
 
-    def embeddings(self, input_seq: Tensor) -> tuple[Tensor, Tensor | None]:
-        """input_seq (B, S) -> the embeddings of tokens and of hashed bigrams, (B, S, C) each.
-        What a token takes from the one before crosses documents, but not sequences."""
-        tokens = input_seq.long()
-        embeds = F.embedding(tokens, self.embed)
-        smear = self.smear_lambda * gate(embeds[:, 1:], self.smear_gate) * embeds[:, :-1]
-        embeds = torch.cat([embeds[:, :1], embeds[:, 1:] + smear], dim=1)
-        if self.bigram_embed is None:
-            return norm(embeds), None
-        # The last row is that of the first bigram. In the record, its number has also replaced the
-        # first token in the second bigram, where it overflows int32.
+    def smeared_embeddings(self, tokens: Tensor) -> Tensor:
+        """tokens (B, S) -> (B, S, C). Each one but a sequence's first gets some of the one before."""
+        x = F.embedding(tokens, self.embed)
+        smear = self.smear_lambda * gate(x[:, 1:], self.smear_gate) * x[:, :-1]
+        return torch.cat([x[:, :1], x[:, 1:] + smear], dim=1)
+
+    def bigram_rows(self, tokens: Tensor) -> Tensor:
+        """tokens (B, S) in int64 -> the row of each token and the one before in the table of bigrams.
+
+        A sequence's first token has the last row. In the record, its number has also taken the place
+        of the token in the next bigram, where it overflows int32."""
         last_row = len(self.bigram_embed) - 1
         first = torch.full_like(tokens[:, :1], last_row)
         earlier = 27191 * torch.cat([first, tokens[:, 1:-1]], dim=1)
         earlier = (earlier + 2**31) % 2**32 - 2**31  # int32
         rows = (36313 * tokens[:, 1:]).bitwise_xor(earlier) % last_row
-        bigrams = F.embedding(torch.cat([first, rows], dim=1), self.bigram_embed)
-        return norm(embeds), bigrams
+        return torch.cat([first, rows], dim=1)
 
     def attention(self, x, ve, weights, mask, layer):
         """x (B, S, C), normed -> (B, S, C). ve (B, S, C) are the value embeddings of this layer, or None;
@@ -739,19 +733,20 @@ class GPT(nn.Module):
         hp = self.hp
         docs = document_ids(input_seq, hp.eot_token)  # (T,)
         masks = self.masks(docs, window_blocks)
-        x0, bigrams = self.embeddings(input_seq)  # (B, S, C)
+        x = x0 = norm(self.smeared_embeddings(input_seq))  # (B, S, C)
+        if self.bigram_embed is not None:
+            bigrams = F.embedding(self.bigram_rows(input_seq.long()), self.bigram_embed)
         value_embeds = [F.embedding(input_seq, table) for table in self.value_embeds]
         ve_of_layer = dict(zip(reversed(hp.value_layers), itertools.cycle(reversed(value_embeds))))
         attn_w = dict(zip(hp.attn_layers, self.attn_bank.unbind()))
         mlp_in_w = self.mlp_in_bank.unbind()
         mlp_out_w = self.mlp_out_bank.unbind()
-        x = x0
         for i in range(hp.num_layers):
             if i == hp.skip_to:
                 skip_gate = torch.sigmoid(self.skip_lambda) * 2 * gate(x0, self.skip_gate)
                 x = x + skip_gate * skip
             x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
-            if bigrams is not None:
+            if self.bigram_embed is not None:
                 x = x + self.bigram_lambdas[i] * bigrams
             if i in hp.attn_layers:
                 x = x + self.attention(norm(x), ve_of_layer.get(i), attn_w[i], masks[i], i)
@@ -1463,10 +1458,7 @@ def get_lr(step, hp):
         factor = hp.lr_factor2
     if 3 * step > 2 * hp.scheduled_iterations:
         factor = hp.lr_factor3
-    remaining = max(0.0, 1 - step / hp.scheduled_iterations)
-    if remaining > hp.cooldown_frac:
-        return factor
-    w = remaining / hp.cooldown_frac
+    w = min(1.0, max(0.0, 1 - step / hp.scheduled_iterations) / hp.cooldown_frac)
     return w * factor + (1 - w) * hp.final_lr
 
 

@@ -1,0 +1,343 @@
+"""
+The recipe of January 2026 by its definition: plain loops in float64, one sequence, one layer, one head
+at a time. Nothing here calls the script.
+"""
+
+import math
+
+import torch
+
+WEIGHTS_OF_LOSS = (1.0, 0.5, 0.25)
+
+
+# --------------------------------------------------------------- model
+def rms_norm(x):
+    mean_square = x.square().mean(-1, keepdim=True)
+    return x / (mean_square + torch.finfo(torch.float32).eps).sqrt()
+
+
+def rotate(x, positions, freqs):
+    """Rotates one head, x (S, D): channel i with channel i + D/4, by -position * frequency."""
+    n = len(freqs)
+    turn = torch.exp(-1j * positions.double()[:, None] * freqs.double())
+    y = torch.complex(x[:, :n], x[:, n : 2 * n]) * turn
+    return torch.cat([y.real, y.imag, x[:, 2 * n :]], dim=-1)
+
+
+def visible(docs, window):
+    """(N, N): True where the query at i sees the key at j, decided pair by pair."""
+    n = len(docs)
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for i in range(n):
+        for j in range(max(0, i - window), i + 1):
+            mask[i, j] = docs[i] == docs[j]
+    return mask
+
+
+def softmax_attention(q, k, v, mask, scale):
+    """One head: q, k, v (N, D)."""
+    scores = (q @ k.T * scale).masked_fill(~mask, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def documents(seq, eot):
+    """The number of the document of each token. The first token always begins one."""
+    docs = []
+    number = 0
+    for i, token in enumerate(seq.tolist()):
+        if i > 0 and token == eot:
+            number += 1
+        docs.append(number)
+    return docs
+
+
+def bigram_row(seq, t, rows):
+    """Row of the bigram that ends at t, in int32 arithmetic that overflows."""
+
+    def int32(n):
+        n %= 2**32
+        return n - 2**32 if n >= 2**31 else n
+
+    if t == 0:
+        return rows - 1
+    before = rows - 1 if t == 1 else int(seq[t - 1])
+    return (int32(36313 * int(seq[t])) ^ int32(27191 * before)) % (rows - 1)
+
+
+def heads_of_pairs(seq_len, num_heads):
+    """For each pair of heads, its slots as (token, head): even slots hold the first head."""
+    half = num_heads // 2
+    pairs = []
+    for h in range(half):
+        slots = []
+        for t in range(seq_len):
+            slots.append((t, h))
+            slots.append((t, h + half))
+        pairs.append(slots)
+    return pairs
+
+
+def sigmoid_gate(x, weight):
+    return torch.sigmoid(x[:, :12] @ weight.T)
+
+
+def attention(p, hp, layer, x, seq, masks, freqs, scale):
+    """The attention of one layer, x (S, C) after the norm."""
+    s = len(seq)
+    i = [n for n in range(hp.num_layers) if n not in hp.attn_free_layers].index(layer)
+    paired = layer in hp.paired_layers
+    w = p["attn_bank"][i]
+    l0 = p["qkv_lambdas"][i]
+    q, k, v = [(x @ (l0 * w[n]).T).view(s, hp.num_heads, -1) for n in range(3)]
+    if layer in hp.value_layers:
+        n = hp.value_layers.index(layer)
+        table = {0: 1, 1: 2, 8: 0, 9: 1, 10: 2}[layer]
+        ve = p[f"value_embeds.{table}"][seq].view(s, hp.num_heads, -1)
+        v = v + 2 * sigmoid_gate(x, p["value_gates"][n])[..., None] * ve
+    turned_q, turned_k = [], []
+    t = torch.arange(s)
+    for h in range(hp.num_heads):
+        positions = 2 * t + h % 2 if paired else t
+        turned_q.append(rotate(rms_norm(q[:, h]), positions, freqs))
+        key = rotate(rms_norm(k[:, h]), positions, freqs)
+        if layer in (3, 10):
+            half = key.size(1) // 2
+            earlier = torch.stack([key[max(0, n - 1)] for n in range(s)])
+            key = torch.cat([key[:, :half], earlier[:, half:]], dim=1)
+        turned_k.append(key)
+    out = [[None] * hp.num_heads for _ in range(s)]
+    if paired:
+        for slots in heads_of_pairs(s, hp.num_heads):
+            tokens = torch.tensor([token for token, _ in slots])
+            heads = torch.tensor([head for _, head in slots])
+            y = softmax_attention(
+                torch.stack(turned_q, 1)[tokens, heads],
+                torch.stack(turned_k, 1)[tokens, heads],
+                v[tokens, heads],
+                masks["paired"],
+                scale,
+            )
+            for slot, (token, head) in enumerate(slots):
+                out[token][head] = y[slot]
+    else:
+        mask = masks["long" if layer in (3, 10) else "short"]
+        for h in range(hp.num_heads):
+            y = softmax_attention(turned_q[h], turned_k[h], v[:, h], mask, scale)
+            for token in range(s):
+                out[token][h] = y[token]
+    y = torch.stack([torch.stack(row) for row in out])  # (S, H, D)
+    y = y * sigmoid_gate(x, p["attn_gates"][i])[..., None]
+    return y.flatten(1) @ (p["o_lambdas"][i] * w[3]).T
+
+
+def capped_logits(p, hp, seq, long, short, freqs, scale):
+    """The forward pass of one sequence (S,). Windows are in tokens. Returns (S, V)."""
+    seq = seq.long()
+    docs = documents(seq, hp.eot_token)
+    masks = {
+        "long": visible(docs, long),
+        "short": visible(docs, short),
+        "paired": visible([d for d in docs for _ in range(2)], short),
+    }
+    embeds = p["embed"][seq]
+    e = [embeds[0]]
+    for t in range(1, len(seq)):
+        amount = torch.sigmoid(p["smear_gate"][0] @ embeds[t, :12])
+        e.append(embeds[t] + p["smear_lambda"] * amount * embeds[t - 1])
+    x = x0 = rms_norm(torch.stack(e))
+    if hp.bigram_factor:
+        rows = [bigram_row(seq, t, len(p["bigram_embed"])) for t in range(len(seq))]
+        b = p["bigram_embed"][rows]
+    outputs = []
+    for i in range(hp.num_layers):
+        if i == 6:
+            amount = 2 * sigmoid_gate(x0, p["skip_gate"])
+            x = x + torch.sigmoid(p["skip_lambda"]) * amount * outputs[3]
+        x = p["resid_lambdas"][i] * x + p["x0_lambdas"][i] * x0
+        if hp.bigram_factor:
+            x = x + p["bigram_lambdas"][i] * b
+        if i not in hp.attn_free_layers:
+            x = x + attention(p, hp, i, rms_norm(x), seq, masks, freqs, scale)
+        hidden = (rms_norm(x) @ p["mlp_in_bank"][i].T).relu() ** 2
+        x = x + hidden @ p["mlp_out_bank"][i]
+        outputs.append(x)
+    x = rms_norm(x - p["backout_lambda"] * outputs[7])
+    return 23 * torch.sigmoid((x @ p["lm_head"].T + 5) / 7.5)
+
+
+def training_loss(z, targets, weights):
+    """The loss of one sequence, position by position. `targets` are the next tokens (S,)."""
+    total = 0.0
+    lse = z.logsumexp(-1)
+    for i in range(len(z)):
+        for k, weight in enumerate(weights):
+            if i + k < len(targets):
+                total = total + weight * (lse[i] - z[i, targets[i + k]])
+    return total
+
+
+def mean_loss(z, targets):
+    return (z.logsumexp(-1) - z[torch.arange(len(z)), targets]).mean()
+
+
+# --------------------------------------------------------------- packing
+def packed_steps(shards, eot, seq_lens, max_document, num_sequences=8):
+    """Yields the sequences of each step, as lists of S + 1 tokens, until the shards are used up.
+
+    `shards` are lists of tokens; seq_lens gives S of each step.
+    """
+    step = 0
+    for tokens in shards:
+        begins = [i for i, token in enumerate(tokens) if token == eot]
+        documents = []
+        for begin, end in zip(begins, [*begins[1:], len(tokens)]):
+            documents.append(tokens[begin:end])
+        left = documents
+        while True:
+            sequences = []
+            for _ in range(num_sequences):
+                sequence = []
+                while len(sequence) < seq_lens(step) + 1 and left:
+                    document, *left = left
+                    room = seq_lens(step) + 1 - len(sequence)
+                    sequence += document[:max_document][:room]
+                if len(sequence) == seq_lens(step) + 1:
+                    sequences.append(sequence)
+            if len(sequences) < num_sequences:
+                break  # the next shard begins this step anew
+            yield sequences
+            step += 1
+
+
+# --------------------------------------------------------------- schedules (1,560 steps and 40)
+def tokens_per_sequence(step):
+    if step < 520:
+        return 16384
+    return 32768 if step < 1040 else 49152
+
+
+def windows(step):
+    """The long and the short window of a training step, in tokens."""
+    if step < 520:
+        n = 3
+    elif step < 1040:
+        n = 7
+    elif step < 1560:
+        n = 11
+    else:
+        n = 13
+    return 128 * n, 128 * (n // 2)
+
+
+def loss_weights(step):
+    x = step / 1560
+    if x < 1 / 3:
+        return 1.0, 0.5, 0.25 * (1 - 3 * x)
+    if x < 2 / 3:
+        return 1.0, 0.5 * (2 - 3 * x), 0.0
+    return 1.0, 0.0, 0.0
+
+
+def learning_rate(step):
+    x = step / 1560
+    if step >= 1560:
+        return 0.1
+    top = 1.0
+    if step > 520:
+        top = 1.52
+    if step > 1040:
+        top = 1.73
+    if x < 0.45:
+        return top
+    w = (1 - x) / 0.55
+    return top * w + 0.1 * (1 - w)
+
+
+def momentum(step):
+    if step < 300:
+        return 0.85 + 0.10 * step / 300
+    if step > 1550:
+        return 0.95 - 0.10 * (step - 1550) / 50
+    return 0.95
+
+
+def rotary_and_scale(windows, head_dim, unit=128):
+    """Frequencies and attention scale after the windows (in blocks) of the list, in float64."""
+    n = head_dim // 4
+    freqs = [(1 / 1024) ** (j / (n - 1)) for j in range(n)]
+    scale = 0.1
+    for old, new in zip(windows, windows[1:]):
+        changed = []
+        for f in freqs:
+            turns = unit * old * f / (2 * math.pi)
+            u = min(1, max(0, (turns - 1) / 31))
+            ratio = old / new
+            changed.append(f * (ratio + u * (1 - ratio)))
+        freqs = changed
+        scale *= 1 + 0.2 * math.log(new / old)
+    return torch.tensor(freqs, dtype=torch.float64), scale
+
+
+# --------------------------------------------------------------- optimizers
+POLAR = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+
+
+def polar_express(x):
+    """One matrix: each singular value goes through the five polynomials."""
+    u, s, vt = torch.linalg.svd(x, full_matrices=False)
+    s = s / (1.02 * s.norm() + 1e-6)
+    for a, b, c in POLAR:
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag(s) @ vt
+
+
+class NorMuon:
+    """The update of one matrix in float64."""
+
+    def __init__(self, weight, scale):
+        self.weight = weight.double().clone()
+        self.scale = scale
+        self.momentum = torch.zeros_like(self.weight)
+        self.mean_squares = torch.zeros_like(self.weight[:, :1])
+
+    def step(self, gradient, lr, mu):
+        g = gradient.double()
+        self.momentum = mu * self.momentum + (1 - mu) * g
+        u = polar_express((1 - mu) * g + mu * self.momentum)
+        mean = (u**2).mean(1, keepdim=True)
+        self.mean_squares = 0.95 * self.mean_squares + 0.05 * mean
+        even = u / self.mean_squares.clamp_min(1e-10).sqrt()
+        u = even * u.norm() / even.norm()
+        p = self.weight
+        decay = torch.where(u * p >= 0, p, 0.0)
+        self.weight = p - lr * self.scale * (u + 1.2 * lr * decay)
+
+
+class Adam:
+    """The update of one tensor, number by number in float64."""
+
+    def __init__(self, weight, mul, betas, wd):
+        self.weight = weight.double().clone()
+        self.mul, self.betas, self.wd = mul, betas, wd
+        self.m = torch.zeros_like(self.weight)
+        self.v = torch.zeros_like(self.weight)
+        self.t = 0
+
+    def step(self, gradient, schedule):
+        g = gradient.double()
+        beta1, beta2 = self.betas
+        self.t += 1
+        self.m = beta1 * self.m + (1 - beta1) * g
+        self.v = beta2 * self.v + (1 - beta2) * g * g
+        lr = 0.008 * self.mul * schedule
+        lr_t = lr * math.sqrt(1 - beta2**self.t) / (1 - beta1**self.t)
+        update = lr_t * self.m / (self.v.sqrt() + 1e-10)
+        towards_zero = update * self.weight > 0
+        update = update + torch.where(towards_zero, lr**2 * 0.005 * self.wd * self.weight, 0.0)
+        self.weight = self.weight - update
