@@ -84,14 +84,14 @@ def sigmoid_gate(x, weight):
 def attention(p, hp, layer, x, seq, masks, freqs, scale):
     """The attention of one layer, x (S, C) after the norm."""
     s = len(seq)
-    i = [n for n in range(hp.num_layers) if n not in hp.attn_free_layers].index(layer)
-    paired = layer in hp.paired_layers
+    i = layer if layer < 6 else layer - 1
+    paired = layer in (0, 2, 5, 9)
     w = p["attn_bank"][i]
     l0 = p["qkv_lambdas"][i]
     q, k, v = [(x @ (l0 * w[n]).T).view(s, hp.num_heads, -1) for n in range(3)]
-    if layer in hp.value_layers:
-        n = hp.value_layers.index(layer)
-        table = {0: 1, 1: 2, 8: 0, 9: 1, 10: 2}[layer]
+    table = {0: 1, 1: 2, 8: 0, 9: 1, 10: 2}.get(layer)
+    if table is not None:
+        n = (0, 1, 8, 9, 10).index(layer)
         ve = p[f"value_embeds.{table}"][seq].view(s, hp.num_heads, -1)
         v = v + 2 * sigmoid_gate(x, p["value_gates"][n])[..., None] * ve
     turned_q, turned_k = [], []
@@ -149,14 +149,14 @@ def capped_logits(p, hp, seq, long, short, freqs, scale):
         rows = [bigram_row(seq, t, len(p["bigram_embed"])) for t in range(len(seq))]
         b = p["bigram_embed"][rows]
     outputs = []
-    for i in range(hp.num_layers):
+    for i in range(11):
         if i == 6:
             amount = 2 * sigmoid_gate(x0, p["skip_gate"])
             x = x + torch.sigmoid(p["skip_lambda"]) * amount * outputs[3]
         x = p["resid_lambdas"][i] * x + p["x0_lambdas"][i] * x0
         if hp.bigram_factor:
             x = x + p["bigram_lambdas"][i] * b
-        if i not in hp.attn_free_layers:
+        if i != 6:
             x = x + attention(p, hp, i, rms_norm(x), seq, masks, freqs, scale)
         hidden = (rms_norm(x) @ p["mlp_in_bank"][i].T).relu() ** 2
         x = x + hidden @ p["mlp_out_bank"][i]
