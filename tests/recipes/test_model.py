@@ -94,7 +94,7 @@ def check_validation(m):
     hp = tiny(m)
     model = randomize(m.GPT(hp, torch.float32)).eval()
     model.set_step(hp.num_iterations)
-    inputs, targets = random_batch(1, 256, mean=200)
+    inputs, targets = random_batch(1, 256, mean=10_000)
     p = parameters64(model)
     freqs, scale = reference.rotary_and_scale([3, 7, 11, 13], hp.head_dim, unit=16)
     with torch.no_grad():
@@ -128,7 +128,7 @@ CONTROLS = [
      "return 23 * torch.sigmoid((logits.float() + 5) / 7.5)",
      "return 23 * torch.sigmoid((logits.float()[:, :300] + 5) / 7.5)"),
     (7, "smear takes the smeared token before", "x[:, 1:] + smear], dim=1)",
-     "x[:, 1:] + smear], dim=1) + 1e-3 * torch.cat([x[:, :2] * 0, smear[:, :-1]], dim=1)"),
+     "x[:, 1:] + smear], dim=1) + 0.3 * torch.cat([x[:, :2] * 0, smear[:, :-1]], dim=1)"),
     (7, "smear without the sigmoid's gate of the token itself", "gate(x[:, 1:], self.smear_gate)",
      "gate(x[:, :-1], self.smear_gate)"),
     (8, "bigrams after the norm", "bigrams = F.embedding(self.bigram_rows(input_seq.long()), self.bigram_embed)",
@@ -350,7 +350,7 @@ def check_fp8_loss(m):
             if targets[i, k] >= 0:
                 want = want + weights[k].double() * (z[i].logsumexp(-1) - z[i, targets[i, k]])
     (want / 8).backward()
-    assert loss.item() == pytest.approx(want.item(), rel=1e-2)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-3)
     for got, right in [(x.grad, x8.grad), (w.grad, w8.grad)]:
         assert got.dtype == torch.bfloat16
         assert (got.double() - right).norm() < 0.1 * right.norm()
