@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [train_gpt.py arguments]   everything on a fresh machine: packages, data, training
+# ./run.sh --recipe NAME [arguments]  the same for recipes/NAME.py
 # ./run.sh compare [arguments]        the same for "does my idea help?": tools/compare.py
 # ./run.sh screen [arguments]         the same for many settings or ideas at once: tools/screen.py
 # ./run.sh test [pytest arguments]    the same for the tests
@@ -73,6 +74,35 @@ case "${1:-}" in
         command=$1
         shift ;;
 esac
+
+# Takes --recipe NAME out of the arguments
+module=train_gpt
+script=train_gpt.py
+if [ "$command" = train ]; then
+    arguments=()
+    recipe=""
+    previous=""
+    for argument in "$@"; do
+        if [ "$previous" = --recipe ]; then
+            recipe=$argument
+        elif [[ $argument = --recipe=* ]]; then
+            recipe=${argument#*=}
+        elif [ "$argument" != --recipe ]; then
+            arguments+=("$argument")
+        fi
+        previous=$argument
+    done
+    if [[ " $* " = *" --recipe"* ]]; then
+        if [[ ! $recipe =~ ^[A-Za-z0-9_]+$ ]] || [ ! -f "recipes/$recipe.py" ]; then
+            names=(recipes/*.py)
+            names=("${names[@]##*/}")
+            fail "there is no recipe \"$recipe\"; --recipe takes one of: ${names[*]%.py}"
+        fi
+        module=$recipe
+        script=recipes/$recipe.py
+        set -- "${arguments[@]}"
+    fi
+fi
 
 track=""
 device=""
@@ -394,7 +424,7 @@ if sys.argv[1] == "compile":
 import_ahead() {
     [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || return 0
     local what=import
-    if [ "$command" = train ] && [ -z "$maker$help" ] && [ "$(nproc 2>/dev/null || echo 1)" -gt 1 ]; then
+    if [ "$module" = train_gpt ] && [ "$command" = train ] && [ -z "$maker$help" ] && [ "$(nproc 2>/dev/null || echo 1)" -gt 1 ]; then
         what=compile
     fi
     "$python" -c "$ahead" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &
@@ -444,13 +474,14 @@ count_gpus() {
 
 # The most processes that can share the sequences of a step and of a validation equally
 ask_processes='
-import math, sys
-import train_gpt
-gpus = int(sys.argv[1])
+import importlib, math, sys
+sys.path.append("recipes")
+script = importlib.import_module(sys.argv[1])
+gpus = int(sys.argv[2])
 try:
-    args, hp = train_gpt.parse_arguments(sys.argv[2:])
-except train_gpt.InputError:
-    gpus = 1  # train_gpt.py itself says what is wrong
+    args, hp = script.parse_arguments(sys.argv[3:])
+except script.InputError:
+    gpus = 1  # the script itself says what is wrong
 else:
     shared = math.gcd(hp.num_sequences, hp.val_tokens // hp.val_seq_len)
 print(max(n for n in range(1, gpus + 1) if n == 1 or shared % n == 0))
@@ -549,14 +580,13 @@ if [ "$command" != train ]; then
     become "$python" "$script" "$@"
 fi
 
-# After a successful run, the model writes a short text. Training itself is the same.
-script=train_gpt.py
-if [ -z "$help" ] && [ -f evals/train_and_sample.py ]; then
+# After a successful run, the model of train_gpt.py writes a short text. Training itself is the same.
+if [ "$module" = train_gpt ] && [ -z "$help" ] && [ -f evals/train_and_sample.py ]; then
     script=evals/train_and_sample.py
 fi
 
 if [ "$gpus" -gt 1 ] && [ -z "$help" ]; then
-    ask "$python" -c "$ask_processes" "$gpus" "$@" || { cat "$work/log" >&2; exit 1; }
+    ask "$python" -c "$ask_processes" "$module" "$gpus" "$@" || { cat "$work/log" >&2; exit 1; }
     if [ "$answer" -gt 1 ]; then
         say "training on $answer of $gpus GPUs"
         become "$python" -m torch.distributed.run --standalone --nproc_per_node="$answer" \

@@ -1487,9 +1487,10 @@ def get_rotary(step, hp, device):
     scale = 0.1
     windows = hp.windows[: get_stage(step, hp) + 1]
     for old, new in itertools.pairwise(windows):
+        ratio = old / new
         turns = hp.window_block * old * freqs / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
-        freqs = freqs * (kept + (1 - kept) * old / new)
+        freqs = freqs * (ratio + kept * (1 - ratio))
         scale *= 1 + 0.2 * math.log(new / old)
     return freqs, scale
 

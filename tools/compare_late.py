@@ -23,7 +23,8 @@ def late_start(start: float, base: Variant, ideas: list[Variant]) -> int:
             raise UsageError(f"--from: {variant.name} must be train_gpt.py, or a change to it")
         if variant.num_iterations() != base.num_iterations():
             raise UsageError(f"--from: {variant.name} must train as many steps as the base")
-    return round(start * base.num_iterations())
+    # recipes/january2026.py can be saved after even steps only
+    return 2 * round(start * base.num_iterations() / 2)
 
 
 def make_checkpoint(setup: Setup, variant: Variant, seed: int, step: int) -> dict:

@@ -96,21 +96,27 @@ def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
 
 
 def patched(patch: Path, source: bytes) -> bytes:
-    """Applies a patch. Raises UsageError if it doesn't apply, or changes other files."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder).resolve() / "train_gpt.py"
-        script.write_bytes(source)
+    """Applies a patch to train_gpt.py or to a recipe. Raises UsageError if it doesn't apply, or changes
+    other files."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary).resolve()
         # Inside a repository, git would look for the patch's paths from the repository's root
-        options = {"cwd": script.parent, "GIT_CEILING_DIRECTORIES": str(script.parent.parent)}
+        options = {"cwd": folder, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
         try:
             listing = git("apply", "--numstat", str(patch), **options).decode("utf-8", "replace")
             touched = [line.split("\t")[-1] for line in listing.splitlines()]
-            if touched == ["train_gpt.py"]:
+            name = touched[0] if len(touched) == 1 else ""
+            if name == "train_gpt.py" or re.fullmatch(r"recipes/\w+\.py", name):
+                script = folder / name
+                script.parent.mkdir(exist_ok=True)
+                script.write_bytes(source)
                 git("apply", str(patch), **options)
                 return script.read_bytes()
         except UsageError as e:
             raise UsageError(f"the patch doesn't apply ({e})") from None
-    raise UsageError(f"the patch changes {', '.join(touched)}; it may only change train_gpt.py")
+    raise UsageError(
+        f"the patch changes {', '.join(touched)}; it may only change train_gpt.py or one file of recipes/"
+    )
 
 
 def read_source(kind: str, base: bytes) -> bytes:

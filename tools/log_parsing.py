@@ -169,6 +169,9 @@ class Log:
         """Tokens in a step: several numbers if they vary, [] if the log doesn't say."""
         if "batch_tokens" in self.hyperparameters:
             return [self.hyperparameters["batch_tokens"]]
+        if "seq_lens" in self.hyperparameters:  # recipes/january2026.py
+            lengths = sorted(set(self.hyperparameters["seq_lens"]))
+            return [self.hyperparameters["num_sequences"] * length for length in lengths]
         for names, factor in STEP_TOKENS:
             values = [self.constants(name) for name in names]
             products = {factor * math.prod(choice) for choice in itertools.product(*values)}

@@ -218,13 +218,19 @@ def wrong_val_tokens(log: Log) -> str:
 def out_of_bounds(log: Log) -> str:
     """Hyperparameters that the track doesn't allow."""
     found = []
+    settings = dict(log.hyperparameters)
+    if "windows" in settings:  # recipes/january2026.py
+        settings["max_window"] = settings["window_block"] * max(settings["windows"])
     for name, (low, high) in BOUNDS.get(log.track, {}).items():
-        value = log.hyperparameters.get(name)
+        value = settings.get(name)
         if not isinstance(value, (int, float)) or not low <= value <= high:
             found.append(f"{name} {value}, but the track {log.track} needs {low} or more")
-    max_ngram = log.hyperparameters.get("max_ngram", 1)  # an option until November 2026
+    max_ngram = settings.get("max_ngram", 1)  # an option until November 2026
     if log.track == "mini" and max_ngram != 1:
         found.append(f"max_ngram {max_ngram}, but the track mini has no n-gram tables")
+    bigram_factor = settings.get("bigram_factor", 0)
+    if log.track == "mini" and bigram_factor != 0:
+        found.append(f"bigram_factor {bigram_factor}, but the track mini has no n-gram tables")
     return "; ".join(found)
 
 

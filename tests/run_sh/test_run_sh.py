@@ -564,6 +564,18 @@ def test_gpus_are_used(with_gpus):
     assert (with_gpus / "data" / "fineweb10B").exists()
 
 
+def test_a_recipe_is_trained(checkout):
+    """--recipe takes another script, which gets the other arguments."""
+    (checkout / "recipes").mkdir()
+    stub = (checkout / "train_gpt.py").read_text().replace("stub trains", "stub cooks")
+    write(checkout / "recipes" / "soup.py", stub)
+    for words in (["--recipe", "soup", "--seed", "3"], ["--seed", "3", "--recipe=soup"]):
+        done = run_sh(checkout, *words)
+        assert done.code == 0, done.output
+        assert "stub cooks ['--seed', '3']" in done.output, done.output
+    assert_line(run_sh(checkout, "--recipe", "cake"), 'no recipe "cake"', "one of: soup")
+
+
 @pytest.mark.parametrize(
     "gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4), (3, "mini", 2)]
 )
@@ -571,7 +583,7 @@ def test_as_many_processes_as_fit(tmp_path, monkeypatch, gpus, track, processes)
     """run.sh asks train_gpt.py for the number of processes. Here it is the real train_gpt.py."""
     text = (ROOT / "run.sh").read_text(encoding="utf-8")
     question = re.search(r"^ask_processes='\n(.*?)^'$", text, re.M | re.S)[1]
-    monkeypatch.setattr(sys, "argv", ["-c", str(gpus), "--track", track])
+    monkeypatch.setattr(sys, "argv", ["-c", "train_gpt", str(gpus), "--track", track])
     printed = []
     exec(question, {"print": printed.append})
     assert printed == [processes]

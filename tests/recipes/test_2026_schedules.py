@@ -116,7 +116,7 @@ def test_rotary_tables_are_rounded_to_the_models_dtype():
         (check_rates, "0.5 * min(1, max(0, 2 - thirds))", "0.5 * min(1, max(0, 2 - 2 * thirds))"),
         (check_rates, "return step <= math.ceil", "return step < math.ceil"),
         (check_rates, "hp.scheduled_iterations) | 1", "hp.scheduled_iterations)"),
-        (check_rotary, "(1 - kept) * old / new", "(1 - kept) * (1 - old / new)"),
+        (check_rotary, "ratio + kept * (1 - ratio)", "kept + ratio * (1 - ratio)"),
         (check_rotary, "1 + 0.2 * math.log", "1 + 0.1 * math.log"),
         (check_rotary, "(turns - 1) / (32 - 1)", "(turns - 1) / 32"),
         (check_rotary, "torch.linspace(0, 1, hp.head_dim // 4", "torch.linspace(0, 1, 1 + hp.head_dim // 4"),

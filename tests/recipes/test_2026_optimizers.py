@@ -12,7 +12,7 @@ import torch
 
 import january2026
 import reference
-from test_model import randomize, tiny
+from test_2026_model import randomize, tiny
 from util import spawn
 from variants import variant
 

@@ -10,7 +10,7 @@ import torch
 import january2026
 import reference
 from test_attention import read_block_mask
-from test_model import EOT, tiny
+from test_2026_model import EOT, tiny
 from util import write_shard
 from variants import variant
 
