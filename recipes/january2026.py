@@ -1895,12 +1895,24 @@ def read_vote(votes):
     return first_bad_step, -int(minus_signal)
 
 
-def vote(first_bad_step, world):
-    """Raises InputError if any rank has seen a loss that isn't finite. Returns the signal that all
-    ranks act on now, or 0. The host waits for the GPU and for the other ranks."""
+def start_vote(first_bad_step, world):
+    """Combines over all ranks the first step whose loss isn't finite, and the signals that came.
+    Returns a copy on the CPU, and the CUDA event after which it can be read. Doesn't wait."""
     votes = torch.stack([first_bad_step, torch.full_like(first_bad_step, -stop_signal)])
     if world.size > 1:
         dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    votes = votes.to("cpu", non_blocking=True)  # PyTorch copies into pinned memory
+    copied = None
+    if world.device.type == "cuda":
+        copied = torch.cuda.current_stream().record_event()
+    return votes, copied
+
+
+def finish_vote(votes, copied):
+    """Raises InputError if any rank has seen a loss that isn't finite. Returns the signal that all
+    ranks act on now, or 0. Waits for the copy if it isn't done yet."""
+    if copied is not None and not copied.query():
+        copied.synchronize()
     step, stop = read_vote(votes)
     if step < math.inf:
         raise InputError(
@@ -1909,6 +1921,27 @@ def vote(first_bad_step, world):
             "and report it with the log"
         )
     return stop
+
+
+def vote(first_bad_step, world):
+    """Votes while the clock is stopped: the host waits for the GPU and for the other ranks."""
+    return finish_vote(*start_vote(first_bad_step, world))
+
+
+def vote_while_training(votes, step, first_bad_step, world):
+    """Starts a vote every four steps, and reads it four steps later. By then the copy is there, so
+    the GPU never runs out of work. All ranks read it after the same step, and so stop together.
+    `votes` holds the vote that isn't read yet. One process on a CPU votes after every second step."""
+    if step % 2 != 0:
+        return 0  # Adam needs two steps
+    if world.size == 1 and world.device.type == "cpu":
+        return vote(first_bad_step, world)
+    if step % 4 != 0:
+        return 0
+    votes.append(start_vote(first_bad_step, world))
+    if len(votes) == 1:
+        return 0
+    return finish_vote(*votes.pop(0))
 
 
 def first_bad(first_bad_step, step, loss):
@@ -2008,7 +2041,7 @@ def run(args, hp, world, parts, resumed):
     batches = training_batches(hp, world, first_step)
     first_bad_step = torch.full((), math.inf, dtype=torch.float64, device=world.device)
     # even, because a signal saves a checkpoint: see save_checkpoint
-    vote_every = 2 if world.size == 1 and world.device.type == "cpu" else 4
+    votes = []
     in_training = True
     book.start_clock()
     for step in range(first_step, hp.num_iterations + 1):
@@ -2028,7 +2061,7 @@ def run(args, hp, world, parts, resumed):
         window_blocks = get_window_blocks(step, hp)
         loss = train_step(compiled, optimizers, inputs, targets, window_blocks, step, hp, world)
         first_bad_step = first_bad(first_bad_step, step + 1, loss)
-        stop = vote(first_bad_step, world) if (step + 1) % vote_every == 0 else 0
+        stop = vote_while_training(votes, step + 1, first_bad_step, world)
         book.step(step + 1)
         # --------------- checkpoint
         due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0
