@@ -445,25 +445,23 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim, max_seq_len, dtype):
         super().__init__()
-        # paired heads count two positions per token
-        table = torch.zeros(2 * max_seq_len, head_dim // 4, dtype=dtype)
-        self.register_buffer("cos", table, persistent=False)
-        self.register_buffer("sin", table.clone(), persistent=False)
+        # cosines and sines; paired heads count two positions per token
+        table = torch.zeros(2, 2 * max_seq_len, head_dim // 4, dtype=dtype)
+        self.register_buffer("table", table, persistent=False)
 
     def set_frequencies(self, freqs: Tensor):  # (D/4,) in float32
-        t = torch.arange(len(self.cos), dtype=torch.float32, device=freqs.device)
+        t = torch.arange(self.table.size(1), dtype=torch.float32, device=freqs.device)
         theta = t[:, None] * freqs
-        self.cos.copy_(theta.cos())
-        self.sin.copy_(theta.sin())
+        self.table[0] = theta.cos()
+        self.table[1] = theta.sin()
 
     def forward(self, x: Tensor, paired: bool, scale: Tensor | float = 1.0) -> Tensor:  # (B, S, H, D)
         seq_len, heads = x.shape[1:3]
         if paired:  # even heads are at positions 2t, odd ones at 2t + 1
-            cos = self.cos[: 2 * seq_len].view(1, seq_len, 2, -1).repeat(1, 1, heads // 2, 1)
-            sin = self.sin[: 2 * seq_len].view(1, seq_len, 2, -1).repeat(1, 1, heads // 2, 1)
+            table = self.table[:, : 2 * seq_len].view(2, seq_len, 2, -1)
+            cos, sin = table.repeat(1, 1, heads // 2, 1)  # (S, H, D/4) each
         else:
-            cos = self.cos[None, :seq_len, None]  # (1, S, 1, D/4)
-            sin = self.sin[None, :seq_len, None]
+            cos, sin = self.table[:, :seq_len, None]  # (S, 1, D/4) each
         quarter = x.size(-1) // 4
         x1, x2, still = x.float().split([quarter, quarter, 2 * quarter], dim=-1)
         y1 = x1 * cos + x2 * sin

@@ -169,8 +169,7 @@ CONTROLS = [
      "        q, k, v = q[:, :, order], k[:, :, order], v[:, :, order]\n"
      "        y = attention(q.reshape(slots), k.reshape(slots), v.reshape(slots), mask, scale=1.0)\n"
      "        y = y.view(heads)[:, :, torch.tensor(order).argsort()]"),
-    (19, "positions follow the slots", ".view(1, seq_len, 2, -1).repeat(1, 1, heads // 2, 1)\n            sin = self.sin[: 2 * seq_len].view(1, seq_len, 2, -1).repeat(1, 1, heads // 2, 1)",
-     ".view(1, seq_len, 2, -1).repeat_interleave(heads // 2, 2)\n            sin = self.sin[: 2 * seq_len].view(1, seq_len, 2, -1).repeat_interleave(heads // 2, 2)"),
+    (19, "positions follow the slots", "table.repeat(1, 1, heads // 2, 1)", "table.repeat_interleave(heads // 2, 2)"),
     (19, "the window of pairs doubled", "paired = make_mask(docs.repeat_interleave(2), short_window, max_short)",
      "paired = make_mask(docs.repeat_interleave(2), 2 * short_window, 2 * max_short)"),
     (19, "other paired layers", "setting((0, 2, 5, 9), \"layers with paired", "setting((0, 2, 4, 9), \"layers with paired"),

@@ -73,8 +73,8 @@ def check_set_schedules(m):
             assert model.loss_weights.tolist() == pytest.approx(m.get_loss_weights(step, hp))
             freqs, scale = m.get_rotary(step, hp, "cpu")
             assert model.attn_scale.item() == pytest.approx(scale)
-            assert torch.equal(model.rotary.cos[5], (5 * freqs).cos())
-            assert torch.equal(model.rotary.sin[7], (7 * freqs).sin())
+            assert torch.equal(model.rotary.table[0, 5], (5 * freqs).cos())
+            assert torch.equal(model.rotary.table[1, 7], (7 * freqs).sin())
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     assert group["lr"] == group["initial_lr"] * m.get_lr(step, hp)
@@ -94,9 +94,8 @@ def test_rotary_tables_are_rounded_to_the_models_dtype():
     hp = january2026.TRACKS["mini"]
     exact = january2026.GPT(hp, torch.float32).rotary
     half = january2026.GPT(hp, torch.bfloat16).rotary
-    assert torch.equal(half.cos, exact.cos.bfloat16())
-    assert torch.equal(half.sin, exact.sin.bfloat16())
-    assert half.cos.shape == (2 * 12_160, 16)
+    assert torch.equal(half.table, exact.table.bfloat16())
+    assert half.table.shape == (2, 2 * 12_160, 16)
 
 
 @pytest.mark.parametrize(
