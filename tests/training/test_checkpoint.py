@@ -220,13 +220,15 @@ def before_step(step, action, then=None):
     train_gpt.train_step = train_step
 
 
-def slow_steps(seconds):
-    """Makes each step take so many seconds longer."""
-    plain = train_gpt.train_step
+def hang():
+    """Makes the first step hang. It prints a line when it begins and when it has seen a signal."""
 
     def train_step(*args):
-        time.sleep(seconds)
-        return plain(*args)
+        print("in the step", flush=True)
+        while not train_gpt.stop_signal:
+            time.sleep(0.01)
+        print("signal seen", flush=True)
+        time.sleep(A_LONG_TIME)
 
     train_gpt.train_step = train_step
 
@@ -562,11 +564,11 @@ def test_signal_checkpoints_without_being_asked_for_any(shards, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_exits_at_once(number, shards, tmp_path):
-    job = Job(options(shards), tmp_path, hook=partial(slow_steps, A_LONG_TIME))
-    wait_until(lambda: "val_loss" in job.out)
-    time.sleep(0.2)
+    job = Job(options(shards), tmp_path, hook=hang)
+    wait_until(lambda: "in the step" in job.out)
     job.signal(number)
-    time.sleep(1)
+    wait_until(lambda: "signal seen" in job.out)
+    time.sleep(1.1)  # a signal within a second of the first is ignored
     assert not job.done()
     job.signal(number)
     assert job.wait() == [128 + number]
@@ -1163,7 +1165,7 @@ def test_second_signal_under_torchrun(shards, tmp_path):
     assert len(pids) == 2
     for _ in range(2):
         os.killpg(job.pid, signal.SIGINT)
-        time.sleep(1.5)
+        time.sleep(3)  # a second signal within a second is ignored; busy machines handle signals late
     try:
         wait_until(lambda: not job.is_alive() and not any(map(alive, pids)))
     finally:
