@@ -233,7 +233,7 @@ make_environment() {
         options+=(--without-pip)
         pip_from_base=yes
     fi
-    rm -rf .venv
+    run rm -rf .venv >"$work/log" 2>&1 || explain "the old .venv can't be removed"
     run "$base" "${options[@]}" .venv >"$work/log" 2>&1 || explain "python -m venv failed"
     if [ -n "$pip_from_base" ] && ! ask .venv/bin/python -m pip --version; then
         run "$base" -m pip --python .venv/bin/python install pip >"$work/log" 2>&1 ||
@@ -365,7 +365,7 @@ install() {
     if [ -n "$missing" ]; then
         if [ -n "$own" ]; then
             [ -w .venv ] || fail "$PWD/.venv can't be written (a read-only disk?)"
-            rm -f .venv/ready
+            run rm -f .venv/ready
         fi
         local torch
         torch=$(grep "^torch==" <<<"$missing") || true
@@ -406,9 +406,9 @@ avoid_special_characters() {
     fi
 }
 
-# The program that runs in the background after an installation. It imports what training imports, so that
-# Python's compiled files get written. On a CPU, it also compiles the model for validation, while
-# train_gpt.py compiles it for training and then finds the other in the compiler's cache.
+# The program that runs in the background after an installation. It imports what training imports,
+# so that Python's compiled files get written. On a CPU, it also compiles the model for validation,
+# while train_gpt.py compiles it for training and then finds the other in the compiler's cache.
 # train_gpt.py comes first: it sets what PyTorch reads when it is imported.
 ahead='
 import sys, train_gpt
@@ -511,7 +511,7 @@ can_run_from() {
     local probe=$1/probe.$$
     local code=0
     { mkdir -p "$1" && echo "#!/bin/sh" >"$probe" && chmod +x "$probe" && "$probe"; } 2>/dev/null || code=1
-    rm -f "$probe" 2>/dev/null || true
+    run rm -f "$probe" 2>/dev/null || true
     return "$code"
 }
 

@@ -114,6 +114,8 @@ if __name__ == "__main__":
     print("stub trains", sys.argv[1:], sys.executable, torch.__file__, flush=True)
     time.sleep(float(os.environ.get("TRAIN_SECONDS", 0)))
     print("stub trained")
+else:
+    open(os.environ["CALLS"] + "_imported", "w").close()
 """
 
 DATA = """

@@ -49,6 +49,15 @@ def assert_trains(done):
     assert "Traceback" not in done.output, done.output
 
 
+def install_stubs(checkout):
+    """Runs run.sh once, and waits until nothing writes compiled files into .venv any more."""
+    assert_trains(run_sh(checkout))
+    end = time.monotonic() + 120
+    while not (checkout.parent / "calls_imported").exists():
+        assert time.monotonic() < end, "run.sh imports nothing in the background"
+        time.sleep(0.01)
+
+
 def assert_line(done, *words, code=2):
     outcome = one_line(done, *words, code=code)
     assert outcome.ok, f"{outcome.what}\n{done.output}"
@@ -70,7 +79,7 @@ def test_a_second_start_installs_nothing(checkout):
 
 
 def test_a_lost_package_comes_back_alone(checkout):
-    assert_trains(run_sh(checkout))
+    install_stubs(checkout)
     calls(checkout.parent)
     (info,) = (checkout / ".venv").rglob("tqdm-*.dist-info")
     shutil.rmtree(info)
@@ -155,7 +164,7 @@ def test_an_environment_of_the_users_own_stays(checkout):
     "damage", ["no pip", "no python", "file missing", "no record", "no metadata"]
 )
 def test_what_an_interruption_left_is_repaired(checkout, damage):
-    assert_trains(run_sh(checkout))
+    install_stubs(checkout)
     site = next((checkout / ".venv").rglob("site-packages"))
     (checkout / ".venv" / "ready").unlink()
     if damage == "no pip":
@@ -176,7 +185,7 @@ def test_what_an_interruption_left_is_repaired(checkout, damage):
 
 
 def test_the_active_environment_is_used_as_it_is(checkout):
-    assert_trains(run_sh(checkout))
+    install_stubs(checkout)
     theirs = checkout.parent / "theirs"
     (checkout / ".venv").rename(theirs)
     path = f"{theirs / 'bin'}:{checkout.parent / 'bin'}"
@@ -406,6 +415,21 @@ def test_a_signal_breaks_nothing(checkout, phase, number, code):
     assert done.code == code
     if number != signal.SIGKILL:
         assert re.fullmatch(rf"run\.sh: stopped by {number.name}; .*\n", done.output), done.output
+    assert_trains(run_sh(checkout))
+
+
+def test_a_signal_while_an_incomplete_environment_is_removed(checkout):
+    """The deletion takes seconds on a slow disk. The shell must not add that it was terminated."""
+    (checkout / ".venv").mkdir()
+    (checkout.parent / "bin" / "rm").unlink()
+    slow = f'case "$*" in "-rf .venv") sleep 6 ;; esac\nexec {shutil.which("rm")} "$@"'
+    write_program(checkout.parent, "rm", slow)
+    process = start_until(checkout, ".venv again")
+    time.sleep(0.5)
+    kill_group(process, signal.SIGTERM)
+    done = finish(process, 60)
+    assert done.code == 143
+    assert re.fullmatch(r"run\.sh: stopped by SIGTERM; .*\n", done.output), done.output
     assert_trains(run_sh(checkout))
 
 
