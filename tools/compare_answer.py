@@ -114,7 +114,7 @@ def answer_for_one(effect: Effect, until: float | None, facts: list[str]) -> lis
     lines += figures(effect)
     about = f"{effect.n} pairs, p = {p_text(effect.p)}. In parentheses: 99% intervals."
     if effect.steps is not None:
-        about += " Steps and time: to the base's loss."
+        about += " Steps and time are what it takes to reach the base's loss."
     lines += textwrap.wrap(" ".join([about, *facts]), WIDTH)
     return lines
 
@@ -151,7 +151,7 @@ def answer_for_many(effects: list[Effect], until: float | None, facts: list[str]
         lines += textwrap.wrap(" ".join([headline(effect, until), time_conflict(effect)]), WIDTH)
     about = (
         f"n: pairs. Intervals have 99% confidence for all {len(effects)} ideas together. "
-        "Steps and time: to the base's loss."
+        "Steps and time are what it takes to reach the base's loss."
     )
     return lines + textwrap.wrap(" ".join([about, *facts]), WIDTH)
 
@@ -175,7 +175,7 @@ def slope_in_words(slope: Slope | None) -> str:
     if slope is None:
         return ""
     one_percent = abs(slope.value) * -math.log1p(-0.01)
-    return f"1% of the steps is worth {one_percent:.5f} of loss (standard error {slope.error:.0%})."
+    return f"1% fewer steps raise the loss by {one_percent:.5f} (standard error {slope.error:.0%})."
 
 
 # -----------------------------------------------------------------------------
