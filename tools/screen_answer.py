@@ -36,13 +36,19 @@ class Result:
 # Words
 
 
+def side(options: str) -> str:
+    """The value of the first option. Two dots stand for those of more options."""
+    values = [word for word in options.split() if not word.startswith("--")]
+    if len(values) > 1:
+        return f"{values[0]}.."
+    return " ".join(values)
+
+
 def sides(factor: Factor) -> str:
     """What is compared, without the names of the options: "0.04, 0.06"."""
     if factor.is_switch:
         return "off, on"
-    low = " ".join(word for word in factor.low.split() if not word.startswith("--"))
-    high = " ".join(word for word in factor.high.split() if not word.startswith("--"))
-    return f"{low}, {high}"
+    return f"{side(factor.low)}, {side(factor.high)}"
 
 
 def table(result: Result) -> list[str]:
@@ -186,7 +192,9 @@ def plot_result(name: str, result: Result, path: Path) -> None:
         worth = 100 * result.until
         ax.axvspan(-worth, worth, color="0.9", zorder=0, label=f"less than {goal(result.until)}")
         ax.legend(fontsize=9)
-        ax.set_xlabel("steps to the same loss, high against low, %, with 99% intervals (left: high is better)")
+        ax.set_xlabel(
+            "steps to the same loss, high against low, %, with 99% intervals\n(left: high is better)"
+        )
     else:
         ax.set_xlabel("loss, high minus low")
     ax.set_title(f"{name}, {plural(len(result.blocks), 'block')}", fontsize=10)
