@@ -408,26 +408,29 @@ avoid_special_characters() {
 
 # The program that runs in the background after an installation. It imports what training imports,
 # so that Python's compiled files get written. On a CPU, it also compiles the model for validation,
-# while train_gpt.py compiles it for training and then finds the other in the compiler's cache.
-# train_gpt.py comes first: it sets what PyTorch reads when it is imported.
+# while the script compiles it for training and then finds the other in the compiler's cache. The
+# script comes first: it sets what PyTorch reads when it is imported.
 ahead='
-import sys, train_gpt
+import importlib, sys
+sys.path.append("recipes")
+script = importlib.import_module(sys.argv[1])
 import torch, torch._inductor.compile_fx
-if sys.argv[1] == "compile":
-    args, hp = train_gpt.parse_arguments(sys.argv[2:])
-    world = train_gpt.start_world("cpu")
-    model = torch.compile(train_gpt.build_model(hp, world), dynamic=False)
+if sys.argv[2] == "compile":
+    args, hp = script.parse_arguments(sys.argv[3:])
+    world = script.start_world("cpu")
+    model = torch.compile(script.build_model(hp, world), dynamic=False)
     tokens = torch.zeros(hp.val_seq_len, dtype=torch.int64)
-    train_gpt.evaluate(model, [(tokens.int(), tokens)], 1, hp, world)
+    script.evaluate(model, [(tokens.int(), tokens)], 1, hp, world)
 '
 
 import_ahead() {
     [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || return 0
     local what=import
-    if [ "$module" = train_gpt ] && [ "$command" = train ] && [ -z "$maker$help" ] && [ "$(nproc 2>/dev/null || echo 1)" -gt 1 ]; then
+    if [ "$command" = train ] && [ -z "$maker$help" ] &&
+        [ "$(nproc 2>/dev/null || echo 1)" -gt 1 ]; then
         what=compile
     fi
-    "$python" -c "$ahead" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &
+    "$python" -c "$ahead" "$module" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &
     importing=$!
 }
 
