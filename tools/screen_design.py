@@ -146,7 +146,7 @@ def add_steps(contrast: Contrast, slope: Slope) -> None:
 
 def verdict(contrast: Contrast, until: float, is_switch: bool) -> str:
     """One of "helps", "hurts", "not worth it" and "undecided" for a switch, which is off or on. For other
-    factors "high is better", "low is better", "no matter" and "undecided"."""
+    factors "high is better", "low is better", "no difference" and "undecided"."""
     if contrast.found:
         if contrast.difference < 0:
             return "helps" if is_switch else "high is better"
@@ -157,5 +157,5 @@ def verdict(contrast: Contrast, until: float, is_switch: bool) -> str:
     if is_switch and low > -until:
         return "not worth it"
     if not is_switch and -until < low and high < until:
-        return "no matter"
+        return "no difference"
     return "undecided"

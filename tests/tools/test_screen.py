@@ -157,7 +157,7 @@ def contrast_of(difference, half_width) -> Contrast:
     [
         (-0.003, 0.001, "helps", "high is better"),
         (0.003, 0.001, "hurts", "low is better"),
-        (0.0002, 0.0008, "not worth it", "no matter"),
+        (0.0002, 0.0008, "not worth it", "no difference"),
         (0.001, 0.0015, "not worth it", "undecided"),
         (-0.001, 0.0015, "undecided", "undecided"),
         (-0.001, math.inf, "undecided", "undecided"),
