@@ -1,6 +1,7 @@
 """The answer of screen.py: as a table, as JSON and as a plot."""
 
 import math
+import statistics
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,15 @@ class Result:
         """Indices of the factors, the largest effect first."""
         contrasts = self.fit.factors
         return sorted(range(len(contrasts)), key=lambda i: -abs(contrasts[i].difference))
+
+    def mean_loss(self) -> float:
+        """Of all configurations."""
+        return statistics.mean(loss for block in self.blocks for loss in block.losses)
+
+    def base_loss(self) -> float:
+        """Halfway between the base's runs with fewer and with more steps: the loss is close to linear
+        in log(steps), and both are the same factor away from the base's steps."""
+        return statistics.mean((block.fewer + block.more) / 2 for block in self.blocks)
 
 
 # -----------------------------------------------------------------------------
@@ -104,6 +114,10 @@ def facts_in_words(result: Result) -> str:
         words += f"Standard deviation of a run: {result.fit.sd:.4f}. "
     else:
         words += "Intervals need two blocks. "
+    if not any(factor.is_switch for factor in result.factors):
+        words += f"Mean loss of all configurations: {result.mean_loss():.4f}. Of the base, from its runs "
+        words += f"with fewer and more steps: about {result.base_loss():.4f}. If that is lower, the best "
+        words += "values may lie between low and high. "
     words += slope_in_words(result.slope) or "Steps are unknown: the slope isn't measured yet."
     return f"{words} Runs on {'; '.join(machines)}."
 
@@ -149,6 +163,8 @@ def result_as_json(result: Result) -> dict:
         "seeds": [block.seed for block in blocks],
         "until": result.until,
         "sd": result.fit.sd,
+        "mean_loss": result.mean_loss(),
+        "base_loss": result.base_loss(),
         "slope": result.slope and asdict(result.slope),
         "factors": rows,
         "groups": groups,

@@ -259,6 +259,9 @@ def test_screen(place):
     assert group["pairs"] == [["d", "e"]]
     assert group["difference"] == pytest.approx(0.025, abs=0.002)
     assert "Pairs that act together: d x e." in out
+    # a: -0.014 on average over low and high, b: 0.011, d and e: 0.05 in a quarter of the configurations
+    assert answer["mean_loss"] - answer["base_loss"] == pytest.approx(0.0095, abs=0.002)
+    assert "Mean loss" not in out  # ideas that are off or on have no middle
     assert (place / "o.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -409,6 +412,20 @@ def test_two_screens_at_once(place):
         status, out, err = run("--blocks", 1)
     assert status == 2
     assert "another comparison or screen is running" in err
+
+
+def test_settings_around_the_base(place):
+    """All factors are settings: the answer compares the base with the mean of all configurations."""
+    settings = {name: f'low = "--{name} 0.01"\nhigh = "--{name} 0.02"' for name in NAMES}
+    (place / "screens/first/screen.toml").write_text(definition(**settings))
+    status, out, err = run("--blocks", 1, "--json", "o.json")
+    assert status == 0, err
+    (answer,) = json.loads((place / "o.json").read_text())
+    # five factors at 0.015 on average, and 0.05 as both d and e are positive
+    assert answer["mean_loss"] - answer["base_loss"] == pytest.approx(0.125, abs=0.003)
+    words = " ".join(out.split())
+    assert f"Mean loss of all configurations: {answer['mean_loss']:.4f}. Of the base" in words
+    assert f"about {answer['base_loss']:.4f}. If that is lower" in words
 
 
 def test_patches(place):
