@@ -114,9 +114,15 @@ def answer_for_one(effect: Effect, until: float | None, facts: list[str]) -> lis
     lines += figures(effect)
     about = f"{effect.n} pairs, p = {p_text(effect.p)}. In parentheses: 99% intervals."
     if effect.steps is not None:
-        about += " Steps and time are what it takes to reach the base's loss."
+        about += f" {what_is_equal(effect.time is not None)}"
     lines += textwrap.wrap(" ".join([about, *facts]), WIDTH)
     return lines
+
+
+def what_is_equal(timed: bool) -> str:
+    if timed:
+        return "Steps and time are compared at equal loss."
+    return "Steps are compared at equal loss."
 
 
 def table(effects: list[Effect]) -> list[str]:
@@ -149,10 +155,9 @@ def answer_for_many(effects: list[Effect], until: float | None, facts: list[str]
     lines = [*table(effects), ""]
     for effect in effects:
         lines += textwrap.wrap(" ".join([headline(effect, until), time_conflict(effect)]), WIDTH)
-    about = (
-        f"n: pairs. Intervals have 99% confidence for all {len(effects)} ideas together. "
-        "Steps and time are what it takes to reach the base's loss."
-    )
+    timed = any(effect.time is not None for effect in effects)
+    about = f"n: pairs. Intervals have 99% confidence for all {len(effects)} ideas together. "
+    about += what_is_equal(timed)
     return lines + textwrap.wrap(" ".join([about, *facts]), WIDTH)
 
 
