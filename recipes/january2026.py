@@ -50,9 +50,9 @@ stop_time = 0.0
 
 
 def on_signal(number, frame):
-    """Before training, exits at once. In training, the current step is finished and saved first.
-    A second signal exits at once. Within a second of the first it is ignored: torchrun and batch
-    systems often send several."""
+    """Before training, exits at once. In training, the ranks stop together after one of the next
+    steps (see vote_while_training) and save a checkpoint. Another signal exits at once, unless it
+    comes within a second of the first: torchrun and batch systems often send several."""
     global stop_signal, stop_time
     if not in_training:
         if os.environ.get("RANK", "0") == "0":
@@ -84,6 +84,7 @@ import codecs
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import datetime
@@ -111,9 +112,9 @@ if __name__ == "__main__" and codecs.lookup(locale.getpreferredencoding(False)).
 # PyTorch and OpenMP read these variables when torch is imported.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 if sys.platform == "linux" and platform.machine() == "x86_64":
-    # On CPUs that GCC 11 to 13 don't know, they tune for a generic one and then delete stores that
-    # PyTorch's bf16 transposes need (similar to https://gcc.gnu.org/PR113255). A named tuning avoids
-    # this. The instruction set is still the machine's own.
+    # If GCC 11 to 13 doesn't know the CPU, it tunes for a generic one, and then wrongly removes stores
+    # that PyTorch's bf16 transposes need (similar to https://gcc.gnu.org/PR113255). Naming a CPU to
+    # tune for avoids this. The instruction set is still the machine's own.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 # Waiting threads sleep instead of spinning. Next to another busy process this is much faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -126,7 +127,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-# check_gpus says in one line what these warnings say in many
+# check_gpus replaces these long warnings with one line
 warnings.filterwarnings("ignore", message=r"\s*(CUDA initialization|Found GPU)")
 
 BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence lengths
@@ -246,6 +247,7 @@ def _(grad, logits, lse, x_f8, w_f8, targets, weights, x_s, w_s, grad_s):
 
 
 def setup_context(ctx, inputs, output):
+    # saves what head_loss_backward_op takes, in its order
     x, w, targets, weights, *scales = inputs
     loss, *saved = output
     ctx.save_for_backward(*saved, targets, weights)
@@ -486,6 +488,7 @@ def block_lists(visible: Tensor) -> tuple[Tensor, Tensor]:
     """Converts a matrix of blocks, bool (N, N), to FlexAttention's lists: for each row the number of
     True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
     counts = visible.sum(dim=-1, dtype=torch.int32)
+    # a stable sort keeps the columns of True entries in order and puts them first
     columns = visible.int().argsort(dim=-1, descending=True, stable=True).int()
     return counts[None, None], columns[None, None]
 
@@ -509,15 +512,15 @@ def flex_block_mask(docs: Tensor, window: Tensor) -> BlockMask:
     causal_any = distance >= 0
     causal_all = distance > 0
     document_any = (first[:, None] <= last) & (last[:, None] >= first)
-    document_all = (first[:, None] == last) & (last[:, None] == first)
+    document_all = (first[:, None] == last) & (last[:, None] == first)  # as first <= last
     visible_any = window_any & causal_any & document_any
     visible_all = window_all & causal_all & document_all
     partial = visible_any & ~visible_all
     return BlockMask(
         (len(docs), len(docs)),
-        *block_lists(partial),
+        *block_lists(partial),        # key blocks of each query block, for the forward pass
         *block_lists(visible_all),
-        *block_lists(partial.T),  # the backward pass goes from keys to queries
+        *block_lists(partial.T),      # query blocks of each key block, for the backward pass
         *block_lists(visible_all.T),
         (BLOCK_SIZE, BLOCK_SIZE),
         document_causal_window,
@@ -550,7 +553,7 @@ def with_previous_blocks(t: Tensor, span: int) -> Tensor:
     t = t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)  # (N, H, 128, D)
     shifted = []
     for back in reversed(range(span)):
-        padded = F.pad(t, (0, 0, 0, 0, 0, 0, back, 0))  # (back + N, H, 128, D)
+        padded = F.pad(t, (0, 0, 0, 0, 0, 0, back, 0))  # zeros in front: (back + N, H, 128, D)
         shifted.append(padded[: len(t)])
     return torch.cat(shifted, dim=2)
 
@@ -561,7 +564,7 @@ def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: flo
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
     # QK norm bounds the scores, so softmax can't overflow without subtracting the maximum
-    queries = with_previous_blocks(q * scale, 1)  # (N, H, 128, D)
+    queries = with_previous_blocks(q * scale, 1)  # only split into blocks: (N, H, 128, D)
     scores = queries @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()
     y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
@@ -794,8 +797,8 @@ def shard_length(file):
 
 
 def read_tokens(file, start, count, vocab_size):
-    """Reads tokens (count,) uint16. It doesn't map the file: a file that is truncated during the run
-    then raises RankError instead of killing the process."""
+    """Reads tokens (count,) uint16. The file isn't memory-mapped, so a file that is truncated during
+    the run raises RankError instead of killing the process."""
     tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
     if len(tokens) < count:
         raise RankError(f"{file} has fewer tokens than its header says; was it changed? make it again")
@@ -825,13 +828,14 @@ def global_batches(pattern, batch_size):
     """Yields the shard and the first token of each batch of consecutive tokens, for validation.
     Trailing tokens that don't fill a batch are dropped."""
     for file in shard_files(pattern):
+        # a batch needs batch_size + 1 tokens: the targets are one further
         for start in range(0, shard_length(file) - batch_size, batch_size):
             yield file, start
 
 
 def check_shards(pattern, batch_size, steps, vocab_size, option="--num_iterations"):
     """Reads everything that the run will read. Raises InputError now rather than hours later.
-    `option` is the one to lower if there are too few."""
+    `option` is the one that the message suggests to lower if there are too few tokens."""
     batches = list(itertools.islice(global_batches(pattern, batch_size), steps))
     if len(batches) < steps:
         raise InputError(
@@ -960,7 +964,7 @@ class Hyperparameters:
     # data
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
-    val_tokens: int = setting(10_485_760, "validation tokens; losses only compare at equal numbers")
+    val_tokens: int = setting(10_485_760, "validation tokens; compare losses only if this is the same")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
     num_sequences: int = setting(8, "sequences per step, on all processes together")
     seq_lens: tuple[int, ...] = setting((16384, 32768, 49152), "tokens per sequence, in thirds of the run")
@@ -973,7 +977,7 @@ class Hyperparameters:
     num_layers: int = setting(11, "number of layers")
     num_heads: int = setting(6, "attention heads per layer")
     model_dim: int = setting(768, "channels of the residual stream")
-    attn_free_layers: tuple[int, ...] = setting((6,), "layers without attention")
+    attn_free_layers: tuple[int, ...] = setting((6,), "layers without attention, counted from 0: 0,7")
     long_window_layers: tuple[int, ...] = setting((3, 10), "layers with the long window and key offset")
     paired_layers: tuple[int, ...] = setting((0, 2, 5, 9), "layers with paired heads")
     value_layers: tuple[int, ...] = setting((0, 1, 8, 9, 10), "layers with value embeddings")
@@ -1031,7 +1035,7 @@ class Hyperparameters:
 
     @property
     def padded_vocab_size(self):
-        """Rounded up to a multiple of 128, which makes faster matmuls."""
+        """Rounded up to a multiple of 128, for faster matmuls."""
         return math.ceil(self.vocab_size / 128) * 128
 
 
@@ -1090,7 +1094,7 @@ def require(condition, message):
 
 
 def check_hyperparameters(hp, world_size, device="cpu"):
-    """Raises InputError for settings that can't be trained."""
+    """Raises InputError for invalid settings."""
     for name, value in vars(hp).items():
         if type(value) in (int, float):
             valid = math.isfinite(value) and value >= 0
@@ -1121,7 +1125,8 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     if device == "cuda":
         require(hp.head_dim >= 16, f"--model_dim {hp.model_dim}: FlexAttention needs 16 channels a head")
         fp8_fits = hp.model_dim % 16 == 0 or not uses_fp8(hp)
-        require(fp8_fits, f"--model_dim {hp.model_dim}: not a multiple of 16; give --fp8 false")
+        advice = "FP8 needs a multiple of 16; change it or use --fp8 false"
+        require(fp8_fits, f"--model_dim {hp.model_dim}: {advice}")
     val_sequences = hp.val_tokens // hp.val_seq_len
     most = math.gcd(hp.num_sequences, val_sequences)
     fits = [str(n) for n in range(1, most + 1) if most % n == 0]
@@ -1190,7 +1195,8 @@ def parse_arguments(argv):
     """Returns the options of the run, and the track's hyperparameters with changes from the command
     line. Raises InputError."""
     parser = make_parser()
-    args = parser.parse_known_args(argv)[0]
+    args = parser.parse_known_args(argv)[0]  # finds the track, whose defaults --help shows
+    # an unusable GPU is an error (see check_gpus); the run doesn't move to the CPU unasked
     has_gpu = torch.cuda.is_available() or unusable_gpu()
     on_gpu = has_gpu and args.device != "cpu"
     hp = TRACKS[args.track or ("fineweb" if on_gpu else "mini")]
@@ -1205,7 +1211,7 @@ def parse_arguments(argv):
             options.update(nargs="?", const=True)
         if type(value) is tuple:
             shown = ",".join(map(str, value))
-        help = f"{field.metadata.get('help', '')}; default: {shown}"
+        help = f"{field.metadata.get('help', '')}; default: {'none' if shown == '' else shown}"
         group.add_argument(f"--{field.name}", help=help, **options)
     args = parser.parse_args(argv)
     require(args.num_runs >= 1, f"--num_runs {args.num_runs}: must be at least 1")
@@ -1231,11 +1237,13 @@ def read_text(path):
 
 def cpu_quota(folder="/sys/fs/cgroup"):
     """Returns how many CPUs' worth of time a container may use; infinity without a limit."""
-    quota, period = (read_text(f"{folder}/cpu.max").split() + ["max", "1"])[:2]
-    if quota == "max":  # version 1 of control groups; -1 means no limit
-        quota = read_text(f"{folder}/cpu/cpu.cfs_quota_us").strip()
-        period = read_text(f"{folder}/cpu/cpu.cfs_period_us").strip()
-    return int(quota) / int(period) if quota.isdigit() else math.inf
+    words = read_text(f"{folder}/cpu.max").split()
+    if not words:  # version 1 of control groups
+        words = read_text(f"{folder}/cpu/cpu.cfs_quota_us").split()
+        words += read_text(f"{folder}/cpu/cpu.cfs_period_us").split()
+    if len(words) < 2 or not words[0].isdigit():  # "max" or -1: no limit
+        return math.inf
+    return int(words[0]) / int(words[1])
 
 
 def cpu_cores():
@@ -1246,6 +1254,7 @@ def cpu_cores():
     return max(1, int(min(cores, cpu_quota())))
 
 
+# lines are "name\t: value"; the values of the last core stay
 cpuinfo = dict(re.findall(r"^(\S[^\t:]*)\s*: (.*)$", read_text("/proc/cpuinfo"), re.M))
 CPU_MODEL = cpuinfo.get("model name", platform.machine())
 CPU_FLAGS = set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())  # instruction sets
@@ -1260,14 +1269,14 @@ def activation_dtype(device):
 
 
 def unusable_gpu():
-    """Returns whether this machine has an NVIDIA GPU that PyTorch can't use. Only Linux has the file.
-    An empty CUDA_VISIBLE_DEVICES or -1 hides the GPU on purpose."""
+    """Returns whether this machine has an NVIDIA GPU that PyTorch can't use. Looks for /dev/nvidia*,
+    which only exists on Linux. An empty CUDA_VISIBLE_DEVICES, or -1, hides the GPU on purpose."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden and not torch.cuda.is_available()
 
 
 def oldest_gpu():
-    """Returns the smallest compute capability of the GPUs of this machine's processes, and its name."""
+    """Returns the compute capability and name of the least capable GPU of this machine's processes."""
     gpus = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return min((torch.cuda.get_device_capability(i), torch.cuda.get_device_name(i)) for i in gpus)
 
@@ -1296,7 +1305,7 @@ def check_gpus():
 
 
 def uses_fp8(hp):
-    """The head is in FP8 on NVIDIA GPUs that multiply it. AMD's FP8 may be another format."""
+    """Returns whether the head uses FP8: only on NVIDIA GPUs that support it. AMD's format may differ."""
     return hp.fp8 and torch.version.hip is None and oldest_gpu()[0] >= (8, 9)
 
 
@@ -1313,14 +1322,14 @@ def start_world(device_name):
         device = torch.device("cpu")
         backend, device_id = "gloo", None
         set_up_cpu()
-    if size > 1:  # a rank may wait ten minutes for another that still compiles
+    if size > 1:  # a rank may wait ten minutes for one that is still compiling
         timeout = datetime.timedelta(minutes=10)
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     return World(rank, size, device)
 
 
 def set_up_cpu():
-    # otherwise threads add up the embeddings' gradients in any order, and no run can be repeated
+    # otherwise threads sum embedding gradients in varying order, and runs aren't reproducible
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     libc = ctypes.CDLL(None)
@@ -1333,7 +1342,7 @@ def set_up_cpu():
 
 
 def describe_machine(world, compiler):
-    """Returns the log's lines about the GPUs, or the CPU and its compiler. They name no host or user."""
+    """Returns the log's lines about the GPUs, or the CPU and its compiler, without a host or user name."""
     if world.device.type == "cuda":
         try:
             command = subprocess.run(
@@ -1350,7 +1359,7 @@ def describe_machine(world, compiler):
         if name.startswith(("OMP_", "GOMP_")):
             openmp.append(f"{name}={value}")
     return (
-        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
+        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads per process, "
         f"instruction sets: {' '.join(flags)}\n{compiler}\nOpenMP: {' '.join(openmp) or 'defaults'}"
     )
 
@@ -1533,7 +1542,7 @@ def compiler_version():
 
 @torch.no_grad()
 def randomize(model):
-    """Sets random weights, none of them zero: at initialization most gradients are."""
+    """Sets random weights, none of them zero. At initialization, most gradients would be zero."""
     rng = torch.Generator().manual_seed(0)
     for name, p in model.named_parameters():
         if p.ndim < 2:
@@ -1547,7 +1556,7 @@ def randomize(model):
 def losses_and_gradients(run_model, model, hp, world):
     """Runs a micro-batch of training and a validation sequence of random tokens through run_model,
     which is the model or its compiled version. Returns the losses and the gradients by name.
-    The gradients of scalars cancel to rounding errors and are left out."""
+    Gradients of scalars are left out: their terms cancel, and only rounding errors remain."""
     rng = torch.Generator().manual_seed(0)
     shape = (sequences_per_pass(hp, world), hp.train_seq_len)
     tokens = torch.randint(hp.vocab_size, shape, generator=rng)
@@ -1561,24 +1570,36 @@ def losses_and_gradients(run_model, model, hp, world):
             results[f"gradient of {name}"] = p.grad.double()
     model.zero_grad()
     tokens = torch.randint(hp.vocab_size, (hp.val_seq_len,), generator=rng)
-    alone = World(0, 1, world.device)
+    alone = World(0, 1, world.device)  # without the other processes' results
     sequences = [(tokens.int(), tokens.roll(1))]
     results["validation loss"] = evaluate(run_model, sequences, window_blocks, hp, alone)
     return results
 
 
+def relative_error(value, right):
+    return (value - right).norm() / right.norm()
+
+
 def wrong_results(model, compiled, hp, world):
-    """Compares the compiled model with the uncompiled one. Returns what differs, or ""."""
+    """Compares the compiled model with the uncompiled one. Returns what differs, or "".
+    Some models amplify rounding errors. So a difference only counts if it is also much larger than
+    the uncompiled model's own rounding error, which is its difference from a copy in float32."""
     results = losses_and_gradients(compiled, model, hp, world)
     expected = losses_and_gradients(model, model, hp, world)
     if not expected["training loss"].isfinite():
         return ""  # the model overflows with these weights, which says nothing about the compiler
+    in_float32 = None
     for name, right in expected.items():
-        error = (results[name] - right).norm() / right.norm()
+        error = relative_error(results[name], right)
         if not error.isfinite():
             return f"the {name} is not finite"
-        limit = MAX_LOSS_ERROR if name.endswith("loss") else MAX_GRADIENT_ERROR
-        if error > limit:
+        if error <= (MAX_LOSS_ERROR if name.endswith("loss") else MAX_GRADIENT_ERROR):
+            continue
+        if in_float32 is None:
+            twin = copy.deepcopy(model).float()
+            in_float32 = losses_and_gradients(twin, twin, hp, world)
+        rounding_error = relative_error(right, in_float32[name])
+        if not error <= 3 * rounding_error:  # also if it is NaN
             return f"the {name} is off by {100 * error:.2g}%"
     return ""
 
@@ -1593,7 +1614,7 @@ def compile_problem(model, compiled, hp, world):
         losses_and_gradients(model, model, hp, world)  # if the model is at fault, this fails, too
         text = str(e)
         output = text.partition("Output:\n")[2] or text  # of the compiler, if it ran
-        lines = [line for line in output.splitlines() if "error" in line] + text.splitlines()
+        lines = [line for line in output.splitlines() if "error" in line] or [text.partition("\n")[0]]
         return (
             f"{lines[0].strip()[:200]}; compiling needs a C++ compiler ({CXX}), Python's headers and "
             "openssl (Debian, Ubuntu: apt install g++ python3-dev openssl), free disk space, and a "
@@ -1626,7 +1647,7 @@ def compile_model(model, hp, world):
     done.set()
     if world.rank == 0:
         print()
-    failed = torch.tensor(world.rank if problem else world.size)
+    failed = torch.tensor(world.rank if problem else world.size)  # the first rank; size if none
     if world.size > 1:  # if one rank can't compile, no rank does
         dist.all_reduce(failed, op=dist.ReduceOp.MIN)
     if failed == world.size:
@@ -1652,7 +1673,7 @@ def warm_up(model, optimizers, hp, world):
     targets = torch.randint(hp.vocab_size, (hp.val_seq_len,), device=world.device, generator=rng)
     if hp.warmup_steps:
         evaluate(model, [(targets.int(), targets)], window_blocks, hp, world)
-    with torch.no_grad():
+    with torch.no_grad():  # this also undoes compile_model's random weights, and takes the run's seed
         for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
             p.copy_(initial)
     for optimizer in optimizers:
@@ -1718,9 +1739,10 @@ def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
     draws no random numbers. All ranks must call this, after an even number of steps: then no gradients
     wait for Adam. Raises InputError if a weight isn't finite."""
     start = time.perf_counter()
-    weights = nn.utils.get_total_norm(model.parameters())
-    vote(first_bad(first_bad_step, step, weights), book.world)
-    optimizers[1].gather_state()
+    weight_norm = nn.utils.get_total_norm(model.parameters())
+    vote(first_bad(first_bad_step, step, weight_norm), book.world)
+    adam, muon = optimizers
+    muon.gather_state()
     if book.world.rank > 0:
         return
     state = dict(
@@ -1760,7 +1782,7 @@ def read_checkpoint(where, checkpoint_dir):
         path = files[-1]
     try:
         intact = zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
-        state = torch.load(path, map_location="cpu", weights_only=True)  # executes no pickle
+        state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code from the file
         uuid.UUID(state["run_id"])  # it becomes a file name
     except Exception:  # corrupt files raise many exception types
         intact = False
@@ -1781,8 +1803,9 @@ def find_checkpoint(args, hp):
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)
-        require(args.resume_force, f"--resume: another run ({found}); use --resume_force to go on")
-        state["forced"] = f", by resume_force ({found}): no record"
+        advice = "undo the change, or use --resume_force"
+        require(args.resume_force, f"--resume: the run differs ({found}); {advice}")
+        state["forced"] = f", with --resume_force ({found}); it can't be a record"
     return state
 
 
@@ -1791,7 +1814,9 @@ def load_checkpoint(state, model, optimizers):
         model.load_state_dict(state["model"])
     except RuntimeError as e:
         reason = str(e).splitlines()[-1].strip()
-        raise InputError(f"--resume: the checkpoint is of another model ({reason})") from None
+        raise InputError(
+            f"--resume: the checkpoint is from a different model ({reason}); use the settings of its run"
+        ) from None
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         # Only the moments: --resume_force may change learning rates and betas. PyTorch's own
         # load_state_dict would round them to the dtype of the parameters.
@@ -1822,7 +1847,8 @@ def train_step(model, optimizers, inputs, targets, window_blocks, step, hp, worl
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
     per_pass = sequences_per_pass(hp, world)
     total = torch.zeros((), device=world.device)
-    # the gradient of a step is that of its summed loss, divided by its number of sequences
+    # The gradient of a step is that of its summed loss, divided by its number of sequences as in
+    # modded-nanogpt. Muon ignores the scale, and so does Adam, up to adam_eps.
     weight = torch.full((), 1 / hp.num_sequences, device=world.device)
     model.train()
     for x, y in zip(inputs.split(per_pass), targets.split(per_pass)):
@@ -1860,10 +1886,10 @@ def evaluate(model, sequences, window_blocks, hp, world):
 def validate(model, step, hp, world):
     """Returns the loss on the first val_tokens tokens, the same ones for any number of processes."""
     sequences = distributed_data_generator(
-        hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device
+        hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device  # rank 0 of 1: all of them
     )
     count = hp.val_tokens // hp.val_seq_len
-    mine = itertools.islice(sequences, world.rank, count, world.size)
+    mine = itertools.islice(sequences, world.rank, count, world.size)  # every world.size-th sequence
     return evaluate(model, mine, get_window_blocks(step, hp), hp, world)
 
 
@@ -1896,6 +1922,7 @@ def read_vote(votes):
 def start_vote(first_bad_step, world):
     """Combines over all ranks the first step whose loss isn't finite, and the signals that came.
     Returns a copy on the CPU, and the CUDA event after which it can be read. Doesn't wait."""
+    # the minimum of the negative signals is the largest signal
     votes = torch.stack([first_bad_step, torch.full_like(first_bad_step, -stop_signal)])
     if world.size > 1:
         dist.all_reduce(votes, op=dist.ReduceOp.MIN)
@@ -1909,14 +1936,14 @@ def start_vote(first_bad_step, world):
 def finish_vote(votes, copied):
     """Raises InputError if any rank has seen a loss that isn't finite. Returns the signal that all
     ranks act on now, or 0. Waits for the copy if it isn't done yet."""
-    if copied is not None and not copied.query():
+    if copied is not None:
         copied.synchronize()
     step, stop = read_vote(votes)
     if step < math.inf:
         raise InputError(
-            f"step {step:.0f}: the loss is not finite. If you raised a learning rate, lower it. If you "
-            "changed nothing, the compiler or the machine may be at fault: try TORCH_COMPILE_DISABLE=1 "
-            "and report it with the log"
+            f"step {step:.0f}: the loss or the weights are not finite. If you raised a learning rate, "
+            "lower it. If you changed nothing, the compiler or the machine may be at fault: try "
+            "TORCH_COMPILE_DISABLE=1 and report it with the log"
         )
     return stop
 
@@ -1942,9 +1969,9 @@ def vote_while_training(votes, step, first_bad_step, world):
     return finish_vote(*votes.pop(0))
 
 
-def first_bad(first_bad_step, step, loss):
-    """Returns first_bad_step, or `step` if that is earlier and the loss isn't finite. Doesn't wait."""
-    return torch.where(loss.isfinite(), first_bad_step, first_bad_step.clamp_max(step))
+def first_bad(first_bad_step, step, value):
+    """Returns first_bad_step, or `step` if that is earlier and the value isn't finite. Doesn't wait."""
+    return torch.where(value.isfinite(), first_bad_step, first_bad_step.clamp_max(step))
 
 
 class Logbook:
@@ -1996,9 +2023,10 @@ class Logbook:
         target = self.hp.target_val_loss
         step, val_loss, ms = self.validations[-1]
         verdict = "not met"
-        for met_step, met_loss, met_ms in reversed(self.validations):
+        for met_step, met_loss, met_ms in self.validations:
             if met_loss <= target:
                 verdict = f"met at step {met_step} after {met_ms / 1000:.2f} s of training"
+                break
         bits = ""
         if self.hp.vocab_size == 257:  # tokens are bytes
             bits = f" ({val_loss / math.log(2):.4f} bits per byte)"
@@ -2019,8 +2047,8 @@ def start_run(args, hp, world, parts, resumed):
     seconds = time.perf_counter() - start
     steps = hp.warmup_steps * len(hp.seq_lens)
     book.write(f"warm-up: {steps} steps in {seconds:.1f} s, untimed")
-    if compiler not in book.text:
-        book.write(compiler)  # resumed with another compiler
+    if compiler not in book.text:  # resumed with another compiler than the log's header names
+        book.write(compiler)
     if resumed:
         load_checkpoint(resumed, model, optimizers)
         where = f"from step {resumed['step']}, on {world.size} process(es)"
@@ -2076,7 +2104,7 @@ def run(args, hp, world, parts, resumed):
 
 
 def check_inputs(args, hp):
-    """Raises InputError for what can't be trained, before anything slow begins."""
+    """Raises InputError for invalid settings or inputs, before anything slow begins."""
     if args.device == "cuda":
         check_gpus()
     check_hyperparameters(hp, int(os.environ.get("WORLD_SIZE", 1)), args.device)
@@ -2097,7 +2125,7 @@ def train(args, hp):
     check_inputs(args, hp)
     world = start_world(args.device)
     resumed = find_checkpoint(args, hp) if args.resume else {}
-    handle_signals()
+    handle_signals()  # for a script that imports this file
     model = build_model(hp, world)
     optimizers = build_optimizers(model, hp)
     compiled, compiler = compile_model(model, hp, world)
@@ -2116,7 +2144,7 @@ def train(args, hp):
 
 
 def main(argv, after_training=None):
-    """Returns the exit status: 0, 2 after a user error, 1 after losing another process.
+    """Returns the exit status: 0, 2 after a user error, 1 if another process died.
     On success, it first calls after_training(model)."""
     name = f"rank {os.environ.get('RANK', 0)}"
     try:
@@ -2135,7 +2163,8 @@ def main(argv, after_training=None):
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
-        print(f"error: {name} lost another process, whose error counts", file=sys.stderr, flush=True)
+        message = f"error: {name} lost contact with another process; see the error of that process"
+        print(message, file=sys.stderr, flush=True)
         return 1
     print(f"error: {message}", file=sys.stderr, flush=True)
     return 2

@@ -16,11 +16,16 @@ An idea has a folder records/mini/ideas/NAME/ with these files:
     idea.patch     changes train_gpt.py; not needed if idea.json has `options` or `patch`
     result.json    written by --measure and --keep; with --size, the file is SIZE.json
 
+Ideas that a screen has measured (records/mini/screens/*/result.json, written by `./run.sh screen FILE
+--json`) are in a table of their own, with the screen's figures instead of those in result.json.
+
 Fields of idea.json:
 
     part, change   the part of the recipe, and what replaces it
     does, where    what the part does, and in which section of train_gpt.py
     records, field records of the NanoGPT speedrun that introduced it, and its effect there
+    field_steps    the same effect in percent of the steps, negative for fewer steps; without it, the
+                   figure can't be compared (for example, if it was measured with other ideas)
     patch          NAME of another idea whose patch this one uses
     options        options of train_gpt.py
     rank           place in the tables
@@ -45,12 +50,13 @@ from pathlib import Path
 import numpy as np
 
 from compare import main as compare
-from compare_answer import percent
+from compare_answer import goal, percent, percent_interval
 from log_parsing import LogError, UsageError, run_command, write_file
 from record_pages import RECORDS, markdown_table
 from verify import P_VALUE, p_text
 
 FOLDER = RECORDS / "mini" / "ideas"
+SCREENS = "screens"  # the folder of the screens, beside FOLDER
 FACTS = ("machine", "torch", "threads", "processes", "jobs")
 FIELDS = ("part", "change", "does", "where", "records", "field")
 # The recipe that all ideas are compared with: the track before NorMuon
@@ -67,6 +73,7 @@ NOT_KEPT = ("name", "words", "verdict")
 
 # -----------------------------------------------------------------------------
 # Ideas and their results
+
 
 def read_json(path: Path) -> dict:
     """Raises LogError."""
@@ -171,7 +178,92 @@ def measure(names: list[str], folder: Path, size: str | None, options: list[str]
 
 
 # -----------------------------------------------------------------------------
+# Screens
+
+
+def read_screens(folder: Path) -> dict[str, dict]:
+    """Maps the names of screens of ideas to their results. A result is what `screen.py --json` wrote
+    about the largest group of blocks, and `effects`: names of ideas to factors. Raises LogError."""
+    screens = {}
+    for file in sorted((folder.parent / SCREENS).glob("*/result.json")):
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))[0]
+            effects = {}
+            for factor in found["factors"]:
+                if factor["patch"]:
+                    effects[Path(factor["patch"]).parent.name] = factor
+        except (OSError, ValueError, LookupError, TypeError):
+            raise LogError(f"{file}: not written by screen.py --json") from None
+        if effects:
+            screens[file.parent.name] = {**found, "effects": effects}
+    return screens
+
+
+def figure_there(idea: dict, effect: dict) -> str:
+    """Whether the interval holds the speedrun's own figure."""
+    if "field_steps" not in idea:
+        return "not comparable"
+    low, high = effect["steps_interval"]
+    inside = 100 * low <= idea["field_steps"] <= 100 * high
+    return "inside" if inside else "excluded"
+
+
+def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
+    """The lines about a screen. Raises LogError."""
+    rows = []
+    effects = screen["effects"]
+    for idea_name in sorted(effects, key=lambda n: effects[n]["difference"]):
+        if idea_name not in ideas:
+            raise LogError(f"{name}: there is no idea {idea_name}")
+        idea = ideas[idea_name]
+        effect = effects[idea_name]
+        row = (
+            f"[{idea['part']}](ideas/{idea_name}/)",
+            idea["change"],
+            f"{effect['difference']:+.4f}",
+            percent(effect["steps"]),
+            percent_interval(effect["steps_interval"]),
+            effect["verdict"],
+            f"{idea['records']}: {idea['field']}",
+            figure_there(idea, effect),
+        )
+        rows.append(row)
+    header = ("idea", "change", "loss", "steps", "99% interval", "verdict", "record: gain there", "its figure")
+    runs = f"{32 * len(screen['seeds'])} runs of 32 combinations, seeds {', '.join(map(str, screen['seeds']))}"
+    return [
+        f"## Measured together: {name}",
+        "",
+        f"{runs}, {screen['dtype']}, PyTorch {screen['torch']}, {'; '.join(screen['machines'])}.",
+        f"A run's standard deviation is {screen['sd']:.4f}.",
+        "",
+        *markdown_table(header, rows, right=header[2:5]),
+        "",
+        f"![The effects with their intervals](screens/{name}/effects.png)",
+        "",
+    ]
+
+
+def screens_explained(until: float) -> list[str]:
+    """The lines that explain the columns of the screens' tables."""
+    return [
+        "An effect is the mean over all combinations of the other ideas. Only losses were compared, not the time of a",
+        "step. The intervals have 99% confidence for all ideas of a screen together.",
+        "",
+        "- **loss**: with the idea minus without it.",
+        "- **steps**: how many more (+) or fewer (-) steps it takes to reach the same loss.",
+        f"- **verdict**: *helps* or *hurts* if the interval excludes zero; *not worth it* if it excludes a gain of {goal(until)}; "
+        "otherwise *undecided*.",
+        "- **record: gain there**: the record of the NanoGPT speedrun that introduced the idea, and what it gained there.",
+        "  Percentages with *about* are our estimates: the steps gained, divided by the steps of a record near it.",
+        "- **its figure**: whether the speedrun's figure is *inside* the interval or *excluded*. *Not comparable*: it was",
+        "  measured together with other changes.",
+        "",
+    ]
+
+
+# -----------------------------------------------------------------------------
 # Tables
+
 
 def verdict_on(idea: dict, p: float | None) -> str:
     """Whether mini agrees with the speedrun, where each part helped.
@@ -406,10 +498,15 @@ def descriptions(title: str, ideas: dict[str, dict]) -> list[str]:
 
 def page(folder: Path) -> str:
     """IDEAS.md. Raises LogError."""
+    ideas = read_ideas(folder)
+    screens = read_screens(folder)
+    screened = {name for screen in screens.values() for name in screen["effects"]}
     recipe = {}
     later = {}
     muon = {}
-    for name, idea in read_ideas(folder).items():
+    for name, idea in ideas.items():
+        if name in screened:
+            continue
         if not idea.get("later"):
             recipe[name] = idea
         elif idea.get("muon"):
@@ -418,12 +515,17 @@ def page(folder: Path) -> str:
             later[name] = idea
     notes = folder / "NOTES.md"
     lines = [
-        "# What each part of the recipe is worth on the mini track",
+        "# What ideas are worth on the mini track",
         "",
-        "`python tools/idea_pages.py` writes this page from [ideas/](ideas/). Don't edit it.",
+        "`python tools/idea_pages.py` writes this page from [ideas/](ideas/) and [screens/](screens/). Don't edit it.",
         "",
-        *summary(recipe),
     ]
+    for name, screen in screens.items():
+        lines += screen_section(name, screen, ideas)
+    if screens:
+        lines += screens_explained(next(iter(screens.values()))["until"])
+        lines += ["# Measured one by one, with five runs each", ""]
+    lines += summary(recipe)
     if notes.exists():
         lines += [notes.read_text(encoding="utf-8").strip(), ""]
     lines += columns()
@@ -432,7 +534,7 @@ def page(folder: Path) -> str:
     lines += later_section("Later ideas about Muon", muon)
     lines += sizes_table(recipe | later | muon)
     lines += descriptions("What the parts do", recipe)
-    lines += descriptions("What the later ideas do", later | muon)
+    lines += descriptions("What the later ideas do", {n: ideas[n] for n in ideas if ideas[n].get("later")})
     return "\n".join(lines).rstrip() + "\n"
 
 

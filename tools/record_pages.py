@@ -242,8 +242,8 @@ def history_section(root: Path) -> list[str]:
         "[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which credits each of them.",
         "They are **not** ours, and nothing in this repository has reproduced them. Record 21 is",
         "listed three times: as it was set, with the new timing rules, and with a later PyTorch.",
-        "That is why the curve rises there. [record_history.csv](record_history.csv) is the same table",
-        "as a file.",
+        "The last two are slower, so the curve rises there. [record_history.csv](record_history.csv) is",
+        "the same table as a file.",
         "",
         "![record time by date](history.png)",
         "",
@@ -262,14 +262,22 @@ def readme(root: Path) -> str:
         "",
         "| command | what it does |",
         "| --- | --- |",
-        "| `python tools/verify.py LOG...` | checks the statistics and the rules of a record |",
+        "| `python tools/verify.py LOG...` | checks whether a record meets the rules, with its statistics |",
         "| `python tools/replay.py LOG` | extracts the source of a run from its log |",
         "| `python tools/plot.py LOG... -o curves.png` | draws loss curves |",
         "| `python tools/submit.py --track T --name NAME LOG...` | files a record and updates "
         "this page |",
         "",
-        "[tools/README.md](../tools/README.md) lists the rules. [HARDWARE.md](HARDWARE.md) says on "
-        "which hardware the code runs.",
+        "[tools/README.md](../tools/README.md#rules-of-a-record) lists the rules.",
+        "",
+        "| page | what it is about |",
+        "| --- | --- |",
+        "| [mini/IDEAS.md](mini/IDEAS.md) | what the NanoGPT speedrun's ideas are worth on `mini` |",
+        "| [mini/screens/](mini/screens/README.md) | what its hyperparameters are worth on `mini` |",
+        "| [mini/NOTES.md](mini/NOTES.md) | how `mini` was chosen and tuned |",
+        "| [HARDWARE.md](HARDWARE.md) | on which hardware the code runs |",
+        "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what was checked for H100 and H200 without one |",
+        "| [baseline/](baseline/) | logs of the baseline |",
         "",
     ]
     tracks = read_records(root)
@@ -277,6 +285,8 @@ def readme(root: Path) -> str:
         lines += leaderboard(track, records)
     if not tracks:
         lines += ["There is no record yet.", ""]
+    if "fineweb" not in tracks:
+        lines += ["There is no record of `fineweb`, because we have no GPU.", ""]
     lines += history_section(root)
     return "\n".join(lines)
 

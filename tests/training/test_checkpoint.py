@@ -671,7 +671,7 @@ def test_resume_force_is_recorded(name, value, key, shards, whole, stopped):
     """The changed setting takes effect from the checkpoint on, and the log names the change."""
     resume(shards, stopped, "--resume_force", hook=other_source, **{name: value}).succeeds()
     (line,) = re.findall(r"^resume: .*", read_log(stopped), re.M)
-    for words in ("resume_force", "no record", "source", name):
+    for words in ("resume_force", "can't be a record", "source", name):
         assert words in line
     assert val_losses(read_log(stopped))[4] == val_losses(read_log(whole))[4]
     assert not same(weights(stopped)[key], weights(whole)[key])

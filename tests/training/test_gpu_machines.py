@@ -515,8 +515,8 @@ def check_votes(rank, world_size, losses, signals, wanted):
         ([[1.0, 2.0], [1.0, 2.0]], [0, 0], 0),
         ([[1.0, 2.0], [1.0, 2.0]], [0, 15], 15),
         ([[1.0, 2.0], [1.0, 2.0]], [2, 0], 2),
-        ([[1.0, 1.0, 1.0, NAN], [1.0, 1.0, INF, NAN]], [0, 0], "step 3: the loss is not finite"),
-        ([[1.0, NAN, 1.0, 1.0], [1.0, 1.0, -INF, 1.0]], [15, 0], "step 2: the loss is not finite"),
+        ([[1.0, 1.0, 1.0, NAN], [1.0, 1.0, INF, NAN]], [0, 0], "step 3: the loss or the weights are not finite"),
+        ([[1.0, NAN, 1.0, 1.0], [1.0, 1.0, -INF, 1.0]], [15, 0], "step 2: the loss or the weights are not finite"),
     ],
 )
 def test_all_ranks_decide_the_same(losses, signals, wanted, tmp_path):

@@ -747,7 +747,7 @@ def test_non_finite_loss_stops_the_run(shards, tmp_path, monkeypatch, capsys):
     argv = options(shards, head_lr=3e38, val_loss_every=0)
     assert train_gpt.main(argv) == 2
     out, err = capsys.readouterr()
-    line = r"error: step [12]: the loss is not finite. If you raised a learning rate, lower it.*\n"
+    line = r"error: step [12]: the loss or the weights are not finite. If you raised a learning rate, lower it.*\n"
     assert re.fullmatch(line, err), err
     assert "step:6/6" not in out
     assert "target" not in out
