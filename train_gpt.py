@@ -12,9 +12,9 @@ The recipe is modded-nanogpt's of May 2025 (https://github.com/KellerJordan/modd
   output projections, U-net skips, value embeddings, learned mixing of the residual with the embedding
 - sliding-window attention within documents, with a window that grows during training
 - soft-capped logits, computed in FP8 on GPUs that support it
-- a step is a fixed set of sequences, split among the processes: their number doesn't change the model
+- a step is a fixed set of sequences, split among the processes, whose number doesn't change the model
 
-Importing this file runs nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
+Importing this file trains nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
 H heads, D channels per head, and C = model_dim.
 """
 # -----------------------------------------------------------------------------
@@ -28,21 +28,22 @@ import signal
 import sys
 import time
 
-in_training = False  # True once there is something to save
+in_training = False  # True from the first step of a run to its end
 stop_signal = 0      # the SIGTERM or SIGINT that came in training
 stop_time = 0.0
 
 
 def on_signal(number, frame):
-    """Before training, exits at once. In training, the ranks stop together after one of the next
-    steps (see vote_while_training) and save a checkpoint. Another signal exits at once, unless it
-    comes within a second of the first: torchrun and batch systems often send several."""
+    """Between runs, exits at once. In a run, the ranks stop together after one of the next steps (see
+    vote_while_training) and save a checkpoint; a run that is nearly done is finished. Another signal
+    exits at once, unless it comes within a second of the first: torchrun and batch systems often
+    send several."""
     global stop_signal, stop_time
     if not in_training:
         if os.environ.get("RANK", "0") == "0":
             if os.isatty(2):
                 os.write(2, b"\n")  # ends the line with ^C
-            os.write(2, b"stopped before the first step; nothing was trained\n")
+            os.write(2, b"stopped; there is nothing to save\n")
         os._exit(128 + number)
     if not stop_signal:
         stop_signal = number
@@ -96,7 +97,8 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 if sys.platform == "linux" and platform.machine() == "x86_64":
     # If GCC 11 to 13 doesn't know the CPU, it tunes for a generic one, and then wrongly removes stores
     # that PyTorch's bf16 transposes need (similar to https://gcc.gnu.org/PR113255). Naming a CPU to
-    # tune for avoids this. The instruction set is still the machine's own.
+    # tune for avoids this. The instruction set is still the machine's own. PyTorch writes -march=
+    # in front of this value, so it can hold a second flag.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 # Waiting threads sleep instead of spinning. Next to another busy process this is much faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -184,7 +186,8 @@ def head_loss_backward_op(
     x_s: float, w_s: float, grad_s: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns grad_x (T, C) in bf16 and grad_w (V, C) in float32, given the loss's scalar gradient.
-    The logits' gradient only ever exists in FP8: in bf16 it would be the largest tensor of a step."""
+    Compiled, the logits' gradient is only stored in FP8. In bf16 it would be as large as the logits."""
+    # the soft-cap, and a function that multiplies by its derivative
     capped, softcap_backward = torch.func.vjp(lambda z: softcap(z, w_f8.size(1)), logits.float())
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
     grad_capped = grad * ((capped - lse[:, None]).exp() - one_hot.float())
@@ -242,7 +245,7 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
 
     The quintic Newton-Schulz iteration has coefficients that maximize the slope at zero. It doesn't
     converge: singular values end between about 0.5 and 1.5, which works as well for the optimizer.
-    Returns the shape of G, in bf16 or float32 (activation_dtype)."""
+    The result has the shape of G, in bf16 or float32 (activation_dtype)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = G.size(-2) > G.size(-1)
     X = G.to(activation_dtype(G.device))
@@ -292,7 +295,8 @@ class Muon(torch.optim.Optimizer):
 
     def _normalize(self, params: list[Tensor], group: dict, updates: Tensor) -> Tensor:
         """NorMuon: divides each channel by its running RMS, and keeps the update's norm.
-        A channel is a column of updates (n, rows, cols), rows <= cols, or a row of a square matrix."""
+        Updates are (n, ..., rows, cols) with rows <= cols. A channel is a column; in a square matrix,
+        it is a row."""
         square = updates.size(-2) == updates.size(-1)
         dim = -1 if square else -2  # the dimension to average over
         updates = updates.float()
@@ -441,7 +445,7 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
     causal_any = distance >= 0
     causal_all = distance > 0
     document_any = (first[:, None] <= last) & (last[:, None] >= first)
-    document_all = (first[:, None] == last) & (last[:, None] == first)  # as first <= last
+    document_all = (first[:, None] == last) & (last[:, None] == first)  # first <= last: all equal
     visible_any = in_window & causal_any & document_any
     visible_all = in_window & causal_all & document_all
     partial = visible_any & ~visible_all
@@ -579,7 +583,8 @@ class GPT(nn.Module):
         hdim = hp.num_heads * hp.head_dim
         # keep the order of the forward pass: the gradient buckets rely on it
         self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=dtype)
-        # value embeddings (https://arxiv.org/abs/2410.17897): the first and last layers share tables
+        # value embeddings (https://arxiv.org/abs/2410.17897): table i is for the i-th of the first
+        # num_value_embeds layers, and for the i-th of the last
         self.value_embeds = nn.ModuleList()
         self.ve_of_layer = {}
         for i in range(hp.num_value_embeds):
@@ -656,8 +661,8 @@ class GPT(nn.Module):
             logits = softcap(self.lm_head(x), self.hp.model_dim)
             return F.cross_entropy(logits, targets, reduction="sum")
         # Scales as in modded-nanogpt: x is RMS-normed, so its elements are at most sqrt(C); weights are
-        # assumed to stay below 24. The gradient of a summed loss is at most 1 per token, times
-        # 1 / num_sequences (see train_step), and becomes at most 448, although e5m2 reaches 57,344.
+        # assumed to stay below 24. A token's gradient is at most 1, and train_step multiplies it by
+        # 1 / num_sequences. grad_s maps that to at most 448; e5m2 could hold 57,344.
         x_s = self.hp.model_dim**0.5 / FP8_MAX
         w_s = 24 / FP8_MAX
         grad_s = 1 / FP8_MAX / self.hp.num_sequences
@@ -700,7 +705,8 @@ def global_batches(pattern, batch_size):
     in the current folder, then next to this file."""
     files = sorted(glob.glob(pattern))
     if not files:
-        files = sorted(glob.glob(str(Path(__file__).resolve().parent / pattern)))
+        folder = glob.escape(str(Path(__file__).resolve().parent))
+        files = sorted(glob.glob(f"{folder}/{pattern}"))
     if not files:
         raise InputError(
             f"no shards match {pattern}; make them with data/shakespeare.py (mini) or "
@@ -762,7 +768,7 @@ class Hyperparameters:
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, on all processes together")
     train_seq_len: int = setting(48 * 1024, "tokens per training sequence; halve it on small GPUs")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, "micro-batch size, in sequences")
+    sequences_per_pass: int = setting(1, "largest micro-batch, in sequences")
     vocab_size: int = setting(50257, "number of token ids")
     eot_token: int = setting(50256, "token id that begins a document")
     # model
@@ -771,8 +777,8 @@ class Hyperparameters:
     head_dim: int = setting(128, "channels per head")
     model_dim: int = setting(768, "channels of the residual stream")
     num_value_embeds: int = setting(3, "number of value embedding tables, N: the first N and the last N layers use them")
-    attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, counted from 0: 0,7")
-    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, counted from 0: 0,7")
+    attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, counted from 0, like 1,7")
+    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, counted from 0, like 1,7")
     max_window: int = setting(1728, "attention window at the end of training, in tokens")
     fp8: bool = setting(True, "compute the head in FP8 on GPUs that support it")
     # optimization
@@ -889,6 +895,10 @@ def check_hyperparameters(hp, world_size, device="cpu"):
         for i in getattr(hp, name):
             valid = 0 <= i < hp.num_layers
             require(valid, f"--{name}: there is no layer {i}, as --num_layers is {hp.num_layers}")
+    for i in range(hp.num_value_embeds):
+        pair = (i, hp.num_layers - hp.num_value_embeds + i)
+        used = not set(pair) <= set(hp.attn_free_layers)
+        require(used, f"--attn_free_layers: layers {pair} share a value embedding; one needs attention")
     if device == "cuda":
         require(hp.head_dim >= 16, f"--head_dim {hp.head_dim}: FlexAttention needs at least 16")
         fp8_fits = hp.model_dim % 16 == 0 or not uses_fp8(hp)
@@ -959,8 +969,8 @@ def parse_arguments(argv):
         if type(value) is bool:
             options.update(nargs="?", const=True)
         if type(value) is tuple:
-            shown = ",".join(map(str, value))
-        help = f"{field.metadata.get('help', '')}; default: {'none' if shown == '' else shown}"
+            shown = ",".join(map(str, value)) or "none"
+        help = f"{field.metadata.get('help', '')}; default: {shown}"
         group.add_argument(f"--{field.name}", help=help, **options)
     args = parser.parse_args(argv)
     require(args.num_runs >= 1, f"--num_runs {args.num_runs}: must be at least 1")
@@ -1066,7 +1076,8 @@ def fitted(hp, mib, fp8):
 
     With PyTorch 2.13's caching allocator, a step takes 3,144 MiB plus 0.538 MiB per token of
     train_seq_len with the FP8 head, and 3,209 plus 0.441 with a bf16 head. The formula leaves a
-    margin for other libraries. Below 12,288 tokens, validation needs more memory than training."""
+    margin for other libraries. Below 12,288 tokens, validation needs more memory than training.
+    The numbers are those of the default model with one sequence per pass."""
     per_token = 0.56 if fp8 else 0.46
     while 3700 + per_token * hp.train_seq_len > mib and hp.train_seq_len > 12288:
         hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)
@@ -1128,7 +1139,7 @@ def describe_machine(world, compiler):
             )
         except FileNotFoundError:
             return f"{torch.cuda.get_device_name()} with world_size={world.size}: there is no nvidia-smi"
-        # the table of processes has paths in it
+        # cuts off the table of processes, because it has paths in it
         return re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", command.stdout, flags=re.S)
     prefixes = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
     flags = sorted(flag for flag in CPU_FLAGS if flag.startswith(prefixes))
@@ -1164,7 +1175,7 @@ def log_header(hp, world, compiler=""):
 
 
 def build_model(hp, world):
-    torch.manual_seed(hp.seed)
+    torch.manual_seed(hp.seed)  # for parameters that init_weights leaves as they are created
     use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
     model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
     if world.size > 1:
@@ -1271,7 +1282,7 @@ def randomize(model):
 def losses_and_gradients(run_model, model, hp, world):
     """Runs a micro-batch of training and a validation sequence of random tokens through run_model,
     which is the model or its compiled version. Returns the losses and the gradients by name.
-    Gradients of scalars are left out: their terms cancel, and only rounding errors remain."""
+    Gradients of scalars are left out: each is a sum whose terms cancel, so it is mostly rounding."""
     rng = torch.Generator().manual_seed(0)
     shape = (sequences_per_pass(hp, world), hp.train_seq_len)
     tokens = torch.randint(hp.vocab_size, shape, generator=rng)
@@ -1362,8 +1373,8 @@ def compile_model(model, hp, world):
     done.set()
     if world.rank == 0:
         print()
-    failed = torch.tensor(world.rank if problem else world.size)  # the first rank; size if none
-    if world.size > 1:  # if one rank can't compile, no rank does
+    failed = torch.tensor(world.rank if problem else world.size)
+    if world.size > 1:  # the first rank that failed, or size; if one can't compile, none does
         dist.all_reduce(failed, op=dist.ReduceOp.MIN)
     if failed == world.size:
         return compiled, f"{line} yes"
@@ -1476,8 +1487,9 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/step000100.pt and keeps the newest two. There is no random state: training
-    draws no random numbers. All ranks must call this. Raises InputError if a weight isn't finite."""
+    """Rank 0 writes folder/step000100.pt and keeps one other, with the most steps. There is no random state: training
+    draws no random numbers. All ranks must call this. Raises InputError if a weight or a
+    loss before isn't finite."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
     vote(first_bad(first_bad_step, step, weight_norm), book.world)
@@ -1499,8 +1511,10 @@ def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
     )
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    write_file(folder / f"step{step:06d}.pt", buffer.getvalue())
-    for old in sorted(folder.glob("step*.pt"))[:-2]:
+    path = folder / f"step{step:06d}.pt"
+    write_file(path, buffer.getvalue())
+    others = sorted(set(folder.glob("step*.pt")) - {path})
+    for old in others[:-1]:
         old.unlink(missing_ok=True)
     book.write(f"checkpoint: step {step} written in {time.perf_counter() - start:.1f} s, untimed")
 
@@ -1543,6 +1557,8 @@ def find_checkpoint(args, hp):
             differences.append(f"{name}: {old} in the checkpoint, {value} now")
     if state["source"] != SOURCE:
         differences.append("source: not the same")
+    last_step, step = hp.num_iterations, state["step"]
+    require(step <= last_step, f"--resume: it is at step {step}, after --num_iterations {last_step}")
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)
@@ -1557,8 +1573,8 @@ def load_checkpoint(state, model, optimizers):
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             # only the moments: --resume_force may change learning rates and betas
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict(dict(saved, param_groups=groups))
+            saved["param_groups"] = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict(saved)
     except (RuntimeError, ValueError) as e:
         reason = str(e).splitlines()[-1].strip()
         raise InputError(
@@ -1612,7 +1628,8 @@ def evaluate(model, sequences, window_blocks, hp, world):
 
 
 def validate(model, step, hp, world):
-    """Returns the loss on the first val_tokens tokens, the same ones for any number of processes."""
+    """Returns the loss on the first val_tokens / val_seq_len sequences of the validation shards, the
+    same ones for any number of processes."""
     sequences = distributed_data_generator(
         hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device  # rank 0 of 1: all of them
     )
@@ -1670,8 +1687,8 @@ def finish_vote(votes, copied):
     if step < math.inf:
         raise InputError(
             f"step {step:.0f}: the loss or the weights are not finite. If you raised a learning rate, "
-            "lower it. If you changed nothing, the compiler or the machine may be at fault: try "
-            "TORCH_COMPILE_DISABLE=1 and report it with the log"
+            "lower it. If you changed nothing, the compiler or the machine may be at fault: report it "
+            "with the log, and on a CPU try TORCH_COMPILE_DISABLE=1"
         )
     return stop
 
@@ -1697,7 +1714,8 @@ def vote_while_training(votes, step, first_bad_step, world):
 
 def first_bad(first_bad_step, step, value):
     """Returns first_bad_step, or `step` if that is earlier and the value isn't finite. Doesn't wait."""
-    return torch.where(value.isfinite(), first_bad_step, first_bad_step.clamp_max(step))
+    earlier = first_bad_step.clamp_max(step)  # the smaller of the two
+    return torch.where(value.isfinite(), first_bad_step, earlier)
 
 
 class Logbook:
@@ -1770,7 +1788,7 @@ def start_run(args, hp, world, parts, resumed):
     book = Logbook(args.log_dir, hp, world, resumed, compiler)
     usual = TRACKS[hp.track].train_seq_len
     if hp.train_seq_len != usual and not resumed:
-        book.write(f"train_seq_len {hp.train_seq_len} (track: {usual}), with the same tokens per step")
+        book.write(f"train_seq_len {hp.train_seq_len} (track: {usual}), {hp.batch_tokens} tokens per step")
     start = time.perf_counter()
     warm_up(compiled, optimizers, buckets, hp, world)
     seconds = time.perf_counter() - start
@@ -1787,7 +1805,6 @@ def start_run(args, hp, world, parts, resumed):
 def run(args, hp, world, parts, resumed):
     """Trains once. Returns the last validation: (step, val_loss, training time in ms)."""
     global in_training
-    in_training = False
     model, compiled, _, optimizers, buckets = parts
     book = start_run(args, hp, world, parts, resumed)
     folder = Path(args.checkpoint_dir) / book.run_id
@@ -1805,7 +1822,7 @@ def run(args, hp, world, parts, resumed):
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             book.stop_clock()
             val_loss = validate(compiled, step, hp, world)
-            vote(first_bad(first_bad_step, step, val_loss), world)
+            stop = vote(first_bad(first_bad_step, step, val_loss), world)
             book.validation(step, val_loss.item())
             book.start_clock()
         if last_step:
@@ -1826,9 +1843,12 @@ def run(args, hp, world, parts, resumed):
             book.start_clock()
         if stop:
             os._exit(128 + stop)  # all ranks stop here
+    book.result()
     if world.rank == 0 and (hp.save_checkpoint or args.checkpoint_every):
         save_model(folder / "model.safetensors", model, hp)
-    book.result()
+    if stop:  # a signal came in the last validation or shortly before
+        os._exit(128 + stop)
+    in_training = False
     return book.validations[-1]
 
 
@@ -1842,9 +1862,12 @@ def check_inputs(args, hp):
     steps, val_steps = hp.num_iterations, hp.val_tokens // hp.val_seq_len
     check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size)
     check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size, "--val_tokens")
+    folders = [args.log_dir]
     if args.checkpoint_every or hp.save_checkpoint:
-        with writing(args.checkpoint_dir):
-            Path(args.checkpoint_dir).mkdir(parents=True, exist_ok=True)
+        folders.append(args.checkpoint_dir)
+    for folder in folders:
+        with writing(folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def train(args, hp):
@@ -1853,6 +1876,7 @@ def train(args, hp):
     world = start_world(args.device)
     resumed = find_checkpoint(args, hp) if args.resume else {}
     hp = fit_to_memory(args, hp, world, resumed)
+    check_hyperparameters(hp, world.size, args.device)  # with the length that fits
     handle_signals()  # for a script that imports this file
     model = build_model(hp, world)
     optimizers = build_optimizers(model, hp)

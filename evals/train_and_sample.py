@@ -18,7 +18,7 @@ from pathlib import Path
 def stop_before_training(number, frame):
     """Until train_gpt.py is imported. Then its own handler takes over."""
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"stopped before the first step; nothing was trained\n")
+        os.write(2, b"stopped; there is nothing to save\n")
     os._exit(128 + number)
 
 

@@ -30,7 +30,7 @@ The recipe is modded-nanogpt's (https://github.com/KellerJordan/modded-nanogpt).
 A step is always 8 sequences, on 1, 2, 4 or 8 processes, with the same training. They can't be halved for a
 small GPU as in train_gpt.py: packing, smear and targets would change. A GPU needs memory for one of 49,152.
 
-Importing this file runs nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
+Importing this file trains nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
 H heads, D channels per head, C = model_dim, and V = padded_vocab_size.
 """
 # -----------------------------------------------------------------------------
@@ -44,21 +44,22 @@ import signal
 import sys
 import time
 
-in_training = False  # True once there is something to save
+in_training = False  # True from the first step of a run to its end
 stop_signal = 0      # the SIGTERM or SIGINT that came in training
 stop_time = 0.0
 
 
 def on_signal(number, frame):
-    """Before training, exits at once. In training, the ranks stop together after one of the next
-    steps (see vote_while_training) and save a checkpoint. Another signal exits at once, unless it
-    comes within a second of the first: torchrun and batch systems often send several."""
+    """Between runs, exits at once. In a run, the ranks stop together after one of the next steps (see
+    vote_while_training) and save a checkpoint; a run that is nearly done is finished. Another signal
+    exits at once, unless it comes within a second of the first: torchrun and batch systems often
+    send several."""
     global stop_signal, stop_time
     if not in_training:
         if os.environ.get("RANK", "0") == "0":
             if os.isatty(2):
                 os.write(2, b"\n")  # ends the line with ^C
-            os.write(2, b"stopped before the first step; nothing was trained\n")
+            os.write(2, b"stopped; there is nothing to save\n")
         os._exit(128 + number)
     if not stop_signal:
         stop_signal = number
@@ -114,7 +115,8 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 if sys.platform == "linux" and platform.machine() == "x86_64":
     # If GCC 11 to 13 doesn't know the CPU, it tunes for a generic one, and then wrongly removes stores
     # that PyTorch's bf16 transposes need (similar to https://gcc.gnu.org/PR113255). Naming a CPU to
-    # tune for avoids this. The instruction set is still the machine's own.
+    # tune for avoids this. The instruction set is still the machine's own. PyTorch writes -march=
+    # in front of this value, so it can hold a second flag.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 # Waiting threads sleep instead of spinning. Next to another busy process this is much faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -210,7 +212,8 @@ def head_loss_backward_op(
     weights: Tensor, x_s: float, w_s: float, grad_s: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns grad_x (T, C) and grad_w (V, C) in bf16, given the loss's scalar gradient.
-    The logits' gradient only ever exists in FP8: in bf16 it would be the largest tensor of a step."""
+    Compiled, the logits' gradient is only stored in FP8. In bf16 it would be as large as the logits."""
+    # the soft-cap, and a function that multiplies by its derivative
     capped, softcap_backward = torch.func.vjp(softcap, logits.float())
     weights = target_weights(targets, weights)
     grad_capped = (capped - lse).exp() * weights.sum(dim=1, keepdim=True)
@@ -278,7 +281,7 @@ POLAR_EXPRESS = (
 
 def polar_express(G: Tensor) -> Tensor:
     """Orthogonalizes each matrix of G (N, rows, cols): U S V^T becomes about U V^T.
-    Returns the shape of G, in bf16 or float32 (activation_dtype)."""
+    The result has the shape of G, in bf16 or float32 (activation_dtype)."""
     tall = G.size(-2) > G.size(-1)
     X = G.to(activation_dtype(G.device))
     if tall:
@@ -512,7 +515,7 @@ def flex_block_mask(docs: Tensor, window: Tensor) -> BlockMask:
     causal_any = distance >= 0
     causal_all = distance > 0
     document_any = (first[:, None] <= last) & (last[:, None] >= first)
-    document_all = (first[:, None] == last) & (last[:, None] == first)  # as first <= last
+    document_all = (first[:, None] == last) & (last[:, None] == first)  # first <= last: all equal
     visible_any = window_any & causal_any & document_any
     visible_all = window_all & causal_all & document_all
     partial = visible_any & ~visible_all
@@ -815,7 +818,8 @@ def shard_files(pattern):
     then in the repository."""
     files = sorted(glob.glob(pattern))
     if not files:
-        files = sorted(glob.glob(str(Path(__file__).resolve().parents[1] / pattern)))
+        folder = glob.escape(str(Path(__file__).resolve().parents[1]))
+        files = sorted(glob.glob(f"{folder}/{pattern}"))
     if not files:
         raise InputError(
             f"no shards match {pattern}; make them with data/shakespeare.py (mini) or "
@@ -968,7 +972,7 @@ class Hyperparameters:
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
     num_sequences: int = setting(8, "sequences per step, on all processes together")
     seq_lens: tuple[int, ...] = setting((16384, 32768, 49152), "tokens per sequence, in thirds of the run")
-    sequences_per_pass: int = setting(1, "micro-batch size, in sequences")
+    sequences_per_pass: int = setting(1, "largest micro-batch, in sequences")
     max_document: int = setting(2048, "tokens after which a document is cut")
     skip_rest: bool = setting(True, "skip what a document has left when it is cut")
     vocab_size: int = setting(50257, "number of token ids")
@@ -977,7 +981,7 @@ class Hyperparameters:
     num_layers: int = setting(11, "number of layers")
     num_heads: int = setting(6, "attention heads per layer")
     model_dim: int = setting(768, "channels of the residual stream")
-    attn_free_layers: tuple[int, ...] = setting((6,), "layers without attention, counted from 0: 0,7")
+    attn_free_layers: tuple[int, ...] = setting((6,), "layers without attention, counted from 0, like 1,7")
     long_window_layers: tuple[int, ...] = setting((3, 10), "layers with the long window and key offset")
     paired_layers: tuple[int, ...] = setting((0, 2, 5, 9), "layers with paired heads")
     value_layers: tuple[int, ...] = setting((0, 1, 8, 9, 10), "layers with value embeddings")
@@ -1210,8 +1214,8 @@ def parse_arguments(argv):
         if type(value) is bool:
             options.update(nargs="?", const=True)
         if type(value) is tuple:
-            shown = ",".join(map(str, value))
-        help = f"{field.metadata.get('help', '')}; default: {'none' if shown == '' else shown}"
+            shown = ",".join(map(str, value)) or "none"
+        help = f"{field.metadata.get('help', '')}; default: {shown}"
         group.add_argument(f"--{field.name}", help=help, **options)
     args = parser.parse_args(argv)
     require(args.num_runs >= 1, f"--num_runs {args.num_runs}: must be at least 1")
@@ -1350,7 +1354,7 @@ def describe_machine(world, compiler):
             )
         except FileNotFoundError:
             return f"{torch.cuda.get_device_name()} with world_size={world.size}: there is no nvidia-smi"
-        # the table of processes has paths in it
+        # cuts off the table of processes, because it has paths in it
         return re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", command.stdout, flags=re.S)
     prefixes = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
     flags = sorted(flag for flag in CPU_FLAGS if flag.startswith(prefixes))
@@ -1386,7 +1390,7 @@ def log_header(hp, world, compiler=""):
 
 
 def build_model(hp, world):
-    torch.manual_seed(hp.seed)
+    torch.manual_seed(hp.seed)  # for parameters that init_weights leaves as they are created
     use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
     model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
     if world.size > 1:
@@ -1556,7 +1560,7 @@ def randomize(model):
 def losses_and_gradients(run_model, model, hp, world):
     """Runs a micro-batch of training and a validation sequence of random tokens through run_model,
     which is the model or its compiled version. Returns the losses and the gradients by name.
-    Gradients of scalars are left out: their terms cancel, and only rounding errors remain."""
+    Gradients of scalars are left out: each is a sum whose terms cancel, so it is mostly rounding."""
     rng = torch.Generator().manual_seed(0)
     shape = (sequences_per_pass(hp, world), hp.train_seq_len)
     tokens = torch.randint(hp.vocab_size, shape, generator=rng)
@@ -1647,8 +1651,8 @@ def compile_model(model, hp, world):
     done.set()
     if world.rank == 0:
         print()
-    failed = torch.tensor(world.rank if problem else world.size)  # the first rank; size if none
-    if world.size > 1:  # if one rank can't compile, no rank does
+    failed = torch.tensor(world.rank if problem else world.size)
+    if world.size > 1:  # the first rank that failed, or size; if one can't compile, none does
         dist.all_reduce(failed, op=dist.ReduceOp.MIN)
     if failed == world.size:
         return compiled, f"{line} yes"
@@ -1735,9 +1739,10 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/step000100.pt and keeps the newest two. There is no random state: training
+    """Rank 0 writes folder/step000100.pt and keeps one other, with the most steps. There is no random state: training
     draws no random numbers. All ranks must call this, after an even number of steps: then no gradients
-    wait for Adam. Raises InputError if a weight isn't finite."""
+    wait for Adam. Raises InputError if a weight or a
+    loss before isn't finite."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
     vote(first_bad(first_bad_step, step, weight_norm), book.world)
@@ -1759,8 +1764,10 @@ def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
     )
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    write_file(folder / f"step{step:06d}.pt", buffer.getvalue())
-    for old in sorted(folder.glob("step*.pt"))[:-2]:
+    path = folder / f"step{step:06d}.pt"
+    write_file(path, buffer.getvalue())
+    others = sorted(set(folder.glob("step*.pt")) - {path})
+    for old in others[:-1]:
         old.unlink(missing_ok=True)
     book.write(f"checkpoint: step {step} written in {time.perf_counter() - start:.1f} s, untimed")
 
@@ -1800,6 +1807,8 @@ def find_checkpoint(args, hp):
             differences.append(f"{name}: {old} in the checkpoint, {value} now")
     if state["source"] != SOURCE:
         differences.append("source: not the same")
+    last_step, step = hp.num_iterations, state["step"]
+    require(step <= last_step, f"--resume: it is at step {step}, after --num_iterations {last_step}")
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)
@@ -1884,7 +1893,8 @@ def evaluate(model, sequences, window_blocks, hp, world):
 
 
 def validate(model, step, hp, world):
-    """Returns the loss on the first val_tokens tokens, the same ones for any number of processes."""
+    """Returns the loss on the first val_tokens / val_seq_len sequences of the validation shards, the
+    same ones for any number of processes."""
     sequences = distributed_data_generator(
         hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device  # rank 0 of 1: all of them
     )
@@ -1942,8 +1952,8 @@ def finish_vote(votes, copied):
     if step < math.inf:
         raise InputError(
             f"step {step:.0f}: the loss or the weights are not finite. If you raised a learning rate, "
-            "lower it. If you changed nothing, the compiler or the machine may be at fault: try "
-            "TORCH_COMPILE_DISABLE=1 and report it with the log"
+            "lower it. If you changed nothing, the compiler or the machine may be at fault: report it "
+            "with the log, and on a CPU try TORCH_COMPILE_DISABLE=1"
         )
     return stop
 
@@ -1971,7 +1981,8 @@ def vote_while_training(votes, step, first_bad_step, world):
 
 def first_bad(first_bad_step, step, value):
     """Returns first_bad_step, or `step` if that is earlier and the value isn't finite. Doesn't wait."""
-    return torch.where(value.isfinite(), first_bad_step, first_bad_step.clamp_max(step))
+    earlier = first_bad_step.clamp_max(step)  # the smaller of the two
+    return torch.where(value.isfinite(), first_bad_step, earlier)
 
 
 class Logbook:
@@ -2059,7 +2070,6 @@ def start_run(args, hp, world, parts, resumed):
 def run(args, hp, world, parts, resumed):
     """Trains once. Returns the last validation: (step, val_loss, training time in ms)."""
     global in_training
-    in_training = False
     model, compiled, _, optimizers = parts
     book = start_run(args, hp, world, parts, resumed)
     folder = Path(args.checkpoint_dir) / book.run_id
@@ -2077,7 +2087,7 @@ def run(args, hp, world, parts, resumed):
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             book.stop_clock()
             val_loss = validate(compiled, step, hp, world)
-            vote(first_bad(first_bad_step, step, val_loss), world)
+            stop = vote(first_bad(first_bad_step, step, val_loss), world)
             book.validation(step, val_loss.item())
             book.start_clock()
         if last_step:
@@ -2097,9 +2107,12 @@ def run(args, hp, world, parts, resumed):
             book.start_clock()
         if stop:
             os._exit(128 + stop)  # all ranks stop here
+    book.result()
     if world.rank == 0 and (hp.save_checkpoint or args.checkpoint_every):
         save_model(folder / "model.safetensors", model, hp)
-    book.result()
+    if stop:  # a signal came in the last validation or shortly before
+        os._exit(128 + stop)
+    in_training = False
     return book.validations[-1]
 
 
@@ -2115,9 +2128,12 @@ def check_inputs(args, hp):
     check_training_shards(hp)
     val_steps = hp.val_tokens // hp.val_seq_len
     check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size, "--val_tokens")
+    folders = [args.log_dir]
     if args.checkpoint_every or hp.save_checkpoint:
-        with writing(args.checkpoint_dir):
-            Path(args.checkpoint_dir).mkdir(parents=True, exist_ok=True)
+        folders.append(args.checkpoint_dir)
+    for folder in folders:
+        with writing(folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def train(args, hp):

@@ -273,7 +273,7 @@ def readme(root: Path) -> str:
         "| page | what it is about |",
         "| --- | --- |",
         "| [mini/IDEAS.md](mini/IDEAS.md) | what the NanoGPT speedrun's ideas are worth on `mini` |",
-        "| [mini/screens/](mini/screens/README.md) | what its hyperparameters are worth on `mini` |",
+        "| [mini/screens/](mini/screens/README.md) | many settings or ideas of `mini`, measured together |",
         "| [mini/NOTES.md](mini/NOTES.md) | how `mini` was chosen and tuned |",
         "| [HARDWARE.md](HARDWARE.md) | on which hardware the code runs |",
         "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what was checked for H100 and H200 without one |",

@@ -562,6 +562,45 @@ def test_signal_checkpoints_without_being_asked_for_any(shards, tmp_path):
     assert list(checkpoints(tmp_path)) == [job.steps()]
 
 
+def interrupt_the_last_validation():
+    plain = train_gpt.validate
+
+    def validate(model, step, hp, world):
+        if step == STEPS:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(model, step, hp, world)
+
+    train_gpt.validate = validate
+
+
+def test_signal_in_the_last_validation_ends_all_runs(shards, tmp_path):
+    """The run is finished, and --num_runs starts no further one."""
+    argv = options(shards) + ["--num_runs", "2", "--checkpoint_every", "0"]
+    job = Job(argv, tmp_path, hook=interrupt_the_last_validation)
+    assert job.wait() == [128 + signal.SIGINT]
+    assert f"step:{STEPS}/{STEPS} val_loss" in read_log(tmp_path)
+    assert "target 1.5: " in read_log(tmp_path)
+
+
+def hang_after_training():
+    plain = train_gpt.train
+
+    def train(*args):
+        plain(*args)
+        print("trained", flush=True)
+        time.sleep(A_LONG_TIME)
+
+    train_gpt.train = train
+
+
+def test_signal_after_training_exits_at_once(shards, tmp_path):
+    """For example while ./run.sh prints a sample of text."""
+    job = Job(options(shards), tmp_path, hook=hang_after_training)
+    wait_until(lambda: "trained" in job.out)
+    job.signal(signal.SIGINT)
+    assert job.wait() == [128 + signal.SIGINT]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_exits_at_once(number, shards, tmp_path):
     job = Job(options(shards), tmp_path, hook=hang)
@@ -682,6 +721,42 @@ def test_resume_force_with_another_model_is_one_line(shards, stopped):
     job = resume(shards, stopped, "--resume_force", model_dim=64, head_dim=32)
     job.fails("model_dim|checkpoint")
     assert contents(stopped / "checkpoints") == before
+
+
+def test_resume_after_the_last_step_is_one_line(shards, stopped):
+    before = contents(stopped)
+    job = resume(shards, stopped, "--resume_force", num_iterations=5)
+    job.fails("step 6", "--num_iterations 5")
+    assert contents(stopped) == before
+
+
+def test_resumed_length_that_does_not_fit_the_processes_is_one_line(monkeypatch):
+    """On GPUs, a resumed run takes train_seq_len from its checkpoint."""
+    hp = train_gpt.TRACKS["fineweb"]
+    monkeypatch.setattr(train_gpt, "check_inputs", lambda args, hp: None)
+    monkeypatch.setattr(train_gpt, "start_world", lambda name: train_gpt.World(0, 8, torch.device("cpu")))
+    state = {"settings": {"train_seq_len": 8 * 48 * 1024}}
+    monkeypatch.setattr(train_gpt, "find_checkpoint", lambda args, hp: state)
+    args, _ = train_gpt.parse_arguments(["--track", "fineweb", "--device", "cpu", "--resume", "x"])
+    args.fit_memory = True
+    with pytest.raises(train_gpt.InputError, match="8 processes can't share 1 training"):
+        train_gpt.train(args, hp)
+
+
+def test_a_checkpoint_that_was_just_written_is_kept(shards, stopped):
+    """A run that is resumed from an earlier step than the newest checkpoint."""
+    folder = checkpoints(stopped)[6].parent
+    for step in (300, 400):
+        shutil.copy(checkpoints(stopped)[6], folder / f"step{step:06d}.pt")
+    go = stopped / "console go"
+    job = resume(shards, stopped, where=checkpoints(stopped)[3], hook=partial(pause, 4, go))
+    wait_until(lambda: job.steps() >= 4 - 3)
+    job.signal(signal.SIGTERM)
+    go.touch()
+    assert job.wait() == [128 + signal.SIGTERM]
+    saved = max(step for step in checkpoints(stopped) if step < 300)
+    assert saved > 3
+    assert sorted(checkpoints(stopped)) == [saved, 400]
 
 
 def test_negative_checkpoint_every_is_refused(shards, tmp_path):

@@ -9,6 +9,7 @@ import struct
 import pytest
 import torch
 
+import train_gpt
 from train_gpt import TRACKS, InputError, check_shards, distributed_data_generator
 from util import random_tokens, write_shard
 
@@ -145,6 +146,17 @@ def test_no_shards_names_the_command_that_makes_them(tmp_path, track, command):
     assert "\n" not in message
     with pytest.raises(InputError, match="no shards match"):
         next(generator(pattern, 16))
+
+
+def test_shards_next_to_a_script_in_a_folder_with_brackets(tmp_path, monkeypatch):
+    """The folder's name isn't a pattern."""
+    folder = tmp_path / "speedrun [old]"
+    (folder / "data").mkdir(parents=True)
+    write_shard(folder / "data" / "x_000000.bin", range(33))
+    monkeypatch.setattr(train_gpt, "__file__", str(folder / "train_gpt.py"))
+    monkeypatch.chdir(tmp_path)
+    inputs, _ = next(generator("data/x_*.bin", 16))
+    assert inputs.tolist() == list(range(16))
 
 
 def test_check_shards_counts_the_steps_as_the_generator_does(tmp_path):
