@@ -65,7 +65,20 @@ work=""
 trap 'rm -rf "$work"' EXIT
 work=$(mktemp -d 2>/dev/null) ||
     { mkdir -p data/.cache && work=$(mktemp -d "$PWD/data/.cache/run.XXXXXX"); } 2>/dev/null ||
-    fail "can't make a temporary folder: ${TMPDIR:-/tmp} and $PWD can't be written; set TMPDIR"
+    fail "can't make a temporary folder, because ${TMPDIR:-/tmp} and $PWD are not writable;" \
+        "set TMPDIR to a writable folder"
+
+# ---- Help ----------------------------------------------------------------------------------------
+show_usage() {
+    cat <<'END'
+usage: ./run.sh [OPTIONS OF train_gpt.py]  install packages, make the data, train
+       ./run.sh --recipe NAME [OPTIONS]    train with recipes/NAME.py instead
+       ./run.sh compare [OPTIONS]          does an idea help?
+       ./run.sh screen FILE [OPTIONS]      measure many settings or ideas at once
+       ./run.sh test [PYTEST ARGUMENTS]    run the tests
+Add --help to a command for its options. The options of train_gpt.py (or of the recipe):
+END
+}
 
 # ---- What the arguments say ----------------------------------------------------------------------
 command=train
@@ -122,6 +135,9 @@ for argument in "$@"; do
     esac
     previous=$argument
 done
+if [ "$command" = train ] && [ -n "$help" ]; then
+    show_usage
+fi
 
 # ---- GPUs that the machine has: usable ones or not -----------------------------------------------
 # Is there an AMD GPU of 8 GiB or more? A smaller one is part of a CPU; train_gpt.py doesn't use it.
@@ -291,7 +307,7 @@ explain() {
             "use Python 3.11, 3.12 or 3.13"
     fi
     tail -n 20 "$log" >&2
-    fail "$1, as said above"
+    fail "$1; the reason is above"
 }
 
 # pip install, with a progress bar on a terminal. Elsewhere its output is shown if it fails.
@@ -448,7 +464,7 @@ count_gpus() {
     [ "$present" -gt 0 ] || return 0
     if ! ask "$python" -c "$ask_torch"; then
         cat "$work/log" >&2
-        fail "PyTorch can't be imported, as said above"
+        fail "PyTorch can't be imported; the reason is above"
     fi
     local cuda hip
     { read -r gpus; read -r cuda; read -r hip; } <<<"$answer"$'\n\n' || true

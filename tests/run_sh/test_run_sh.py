@@ -102,6 +102,26 @@ def test_commands_install_what_they_need(checkout):
     assert_trains(run_sh(checkout, "--num_runs", "2"))
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--seed", "3", "-h"], ["--recipe", "soup", "--help"]])
+def test_help_names_all_commands(checkout, words):
+    """The usage of run.sh comes first, then what the script prints."""
+    write(checkout / "recipes" / "soup.py", (checkout / "train_gpt.py").read_text())
+    done = run_sh(checkout, *words)
+    assert_trains(done)
+    assert done.output.startswith("usage: ./run.sh [OPTIONS OF train_gpt.py] "), done.output
+    usage = done.output.partition("stub trains")[0]
+    for command in ("--recipe NAME", "compare", "screen FILE", "test"):
+        assert f"./run.sh {command} " in usage, done.output
+    assert "making the Shakespeare" not in usage
+
+
+def test_the_help_of_a_command_is_its_own(checkout):
+    done = run_sh(checkout, "compare", "--help")
+    assert done.code == 0, done.output
+    assert "stub compare: ['--help']" in done.output
+    assert "usage: ./run.sh" not in done.output
+
+
 def imported_packages(*scripts):
     """The packages that scripts import anywhere in their code, without Python's own and ours."""
     ours = {path.stem for path in ROOT.glob("*/*.py")}
@@ -353,7 +373,7 @@ def test_with_an_amd_gpu_it_is_rocms(checkout):
             "ERROR: Could not install: [Errno 30] Read-only file system: '/x'",
             ["can't be written", "/x"],
         ),
-        ("ERROR: something new", ["as said above"]),
+        ("ERROR: something new", ["; the reason is above"]),
     ],
 )
 def test_pip_fails(checkout, error, words):
