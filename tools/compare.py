@@ -7,18 +7,21 @@ Does an idea help? Trains a base and your ideas with the same seeds until the an
 
 The answer is one of these:
 
-    helps          the loss is lower
+    helps          the loss is lower, by any amount
     hurts          the loss is higher
-    not worth it   the idea doesn't save as many steps as --until says (2% by default)
-    undecided      the limit of runs or --hours was reached first
+    not worth it   a gain of --until (2% of the steps by default) is ruled out
+    undecided      --hours or the limit of pairs ended it first
+    identical      all losses are the same
 
---base and --idea take [NAME=]KIND. KIND is options of train_gpt.py in quotes, a .patch or .diff to the
-base, a .py script, a git revision, or . for the working tree. Options may follow the others, too:
-"gelu.patch --muon_lr 0.03". Options that compare doesn't know go to all runs: --num_iterations 200.
+--base and --idea take [NAME=]SOURCE. SOURCE is options of train_gpt.py in quotes, a .patch or .diff to
+the base, a .py script, a git revision, or . for the working tree. Options may also follow a file, a
+revision or . : "gelu.patch --muon_lr 0.03". Options that compare doesn't know go to all runs:
+--num_iterations 200.
 
-Stop it with Ctrl-C whenever you like. It then prints the answer so far, and the same command goes on
-later. Looking often doesn't make wrong answers more likely. All runs are kept in logs/compare/runs/,
-and later comparisons use them where source, settings, data and machine are the same.
+Stop it with Ctrl-C whenever you like. It then prints the answer so far. Run the same command again to
+continue. You may look as often as you like: that doesn't make a wrong answer more likely. All runs are
+kept in logs/compare/runs/, and later comparisons use them where source, settings, data and machine are
+the same.
 
 Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interrupted. With --gate:
 0 helps, 1 any other answer, 2 an error.
@@ -57,6 +60,7 @@ from compare_steps import LARGEST_ERROR, ROUNDS, half_width, measure_rounds
 from log_parsing import UsageError, run_command, write_file
 from machine import usable_cores
 
+INTERRUPTED = "interrupted; finished runs are kept; run the same command again to continue"
 REMOVED = {
     "--name": "comparisons have no names any more; all runs are kept together, --list shows them",
     "--no_steps": "the answer is in steps now, so they are always measured; leave it out",
@@ -103,19 +107,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.error = fail
     add = parser.add_argument
-    kind = "[NAME=]KIND"
-    add("--base", metavar=kind, help="default: the working tree; without --idea, HEAD")
-    add("--idea", metavar=kind, action="append", help="any number; default: the working tree")
-    percents = {"type": parse_percent, "metavar": "X%%"}
+    source = "[NAME=]SOURCE"
+    add("--base", metavar=source, help="default: the working tree; without --idea, HEAD")
+    add("--idea", metavar=source, action="append", help="any number; default: the working tree")
+    percents = {"type": parse_percent, "metavar": "X%"}
     add("--until", default=0.02, help="the gain in steps that matters; default: 2%%", **percents)
-    start = {"type": parse_start, "metavar": "X%%", "dest": "start"}
+    start = {"type": parse_start, "metavar": "X%", "dest": "start"}
     add("--from", help="for late ideas: start at the base's checkpoint after X%% of its steps", **start)
     add("--hours", type=float, metavar="H", help="stop after this time; default: no limit")
-    add("--runs", type=parse_count, metavar="N", help="exactly N pairs, whatever they say")
+    runs = "make exactly N pairs, even if the answer is clear earlier; a pair is one run of the base "
+    runs += "and one of the idea, with the same seed"
+    add("--runs", type=parse_count, metavar="N", help=runs)
     add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
     add("--jobs", type=parse_count, metavar="N", help="runs at a time; default: one per core")
     add("--nproc_per_node", type=parse_count, default=1, metavar="N", help="processes per run")
-    add("--aa", action="store_true", help="compare the base with itself, on twice the threads")
+    aa = "compare the base with a copy of itself on twice the threads, to check compare itself"
+    add("--aa", action="store_true", help=aa)
     add("--no_times", action="store_true", help="don't measure step times")
     add("--gate", action="store_true", help="print only the verdict; exit status 0 if it helps")
     add("--json", type=Path, metavar="FILE", help="write all figures")
@@ -138,9 +145,11 @@ def join_values(argv: list[str]) -> list[str]:
 
 def check_output_file(file: Path, ending: str) -> None:
     if not file.absolute().parent.is_dir():
-        fail(f"{file}: its folder doesn't exist")
-    if file.is_dir() or not file.name.endswith(ending):
-        fail(f"{file}: must be a file that ends in {ending or 'a name'}")
+        fail(f"{file}: its folder doesn't exist; make it first")
+    if file.is_dir():
+        fail(f"{file}: is a folder; give the name of a file")
+    if not file.name.endswith(ending):
+        fail(f"{file}: the name must end in {ending}")
 
 
 def check_arguments(args: argparse.Namespace, common: list[str]) -> None:
@@ -464,7 +473,7 @@ def compare_locked(args: argparse.Namespace, variants: list[Variant], lock: int)
             measure_times(c)
     except KeyboardInterrupt:
         status = 130
-        c.notes.append("Interrupted; the same command goes on from here.")
+        c.notes.append("Interrupted; run the same command again to continue.")
     end_line(c)
     report(c)
     if args.gate and status == 0:
@@ -508,7 +517,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {where}: {(e.strerror or str(e)).lower()}", file=sys.stderr)
         return failed
     except KeyboardInterrupt:
-        print("interrupted; finished runs are kept, and the same command goes on", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         return 130
 
 

@@ -198,13 +198,18 @@ def describe(setup: Setup, variant: Variant) -> None:
 def check_compiled(runs: dict[str, dict[int, Log]]) -> None:
     """Raises UsageError if some runs were compiled and others were not. `runs` is by name and seed."""
     examples = {}
+    folders = {False: set(), True: set()}
     for name, logs in runs.items():
         for seed, log in logs.items():
             examples.setdefault(log.uncompiled, f"{name}, seed {seed} ({log.path})")
+            folders[log.uncompiled].add(log.path.parent.name)
     if len(examples) == 2:
+        compiled = " ".join(sorted(folders[False]))
+        uncompiled = " ".join(sorted(folders[True]))
         raise UsageError(
             f"these runs can't be compared: {examples[False]} was compiled, and {examples[True]} was not "
-            "(its log says why). Delete the logs of one kind with their folders, and start again"
+            f"(its log says why). In {FOLDER / 'runs'}, delete the folders of the compiled runs "
+            f"({compiled}) or of the others ({uncompiled}), and run the same command again"
         )
 
 

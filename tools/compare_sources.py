@@ -261,8 +261,8 @@ def with_steps(base: Variant, factor: float) -> Variant:
     steps = base.num_iterations()
     if steps is None or round(steps * factor) in (0, steps):
         raise UsageError(
-            f"{base.name}: compare must know its --num_iterations, and runs it with more and fewer steps; "
-            "give --num_iterations 10 or more"
+            f"{base.name}: compare also trains the base with more and with fewer steps, so it needs to know "
+            "--num_iterations; give --num_iterations 10 or more"
         )
     steps = round(steps * factor)
     settings = None

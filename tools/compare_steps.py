@@ -74,7 +74,10 @@ class Trainer:
             selector.register(self.output, selectors.EVENT_READ)
             while len(times) < steps:
                 if not selector.select(max(0, deadline - time.monotonic())):
-                    raise RunError(f"error: {self.name}: no step for {timeout:.0f} s")
+                    raise RunError(
+                        f"error: {self.name}: finished no step within {timeout:.0f} s; the script hangs or "
+                        "the machine is too busy. --no_times skips this measurement"
+                    )
                 data = os.read(self.output, 1 << 16)
                 if not data:
                     raise RunError(self.failure())
@@ -89,7 +92,8 @@ class Trainer:
     def failure(self) -> str:
         printed = self.console.read_text(encoding="utf-8", errors="replace").strip()
         lines = printed.splitlines()[-12:]
-        return "\n".join([*lines, f"error: {self.name} stopped while its steps were timed"])
+        return "\n".join([*lines, f"error: {self.name} stopped while its steps were timed. "
+                          "--no_times skips this measurement"])
 
     def burst(self) -> float:
         """Runs for a burst. Returns the time of a step in ms."""

@@ -1,16 +1,19 @@
 """
 What are many settings or ideas worth? Measures up to 16 of them at once, in 32 configurations.
 
-    ./run.sh screen records/mini/screens/NAME/screen.toml --blocks 16    goes on until there are 16 blocks
-    ./run.sh screen records/mini/screens/NAME/screen.toml                shows what is known so far
-    ./run.sh screen records/mini/screens/NAME/screen.toml --check        are the switches like the patches?
+    ./run.sh screen SCREEN.toml --blocks 16    make runs until there are 16 blocks
+    ./run.sh screen SCREEN.toml                show what is known so far
+    ./run.sh screen SCREEN.toml --check        check that each switch of the script trains exactly like
+                                               its patch
 
-A block is one seed in all configurations. screen_blocks.py explains the definition, screen_design.py
-the design and the statistics.
+SCREEN.toml names the settings or ideas, as records/mini/screens/ideas-1/screen.toml does. A block is one
+seed in all configurations. The docstring of tools/screen_blocks.py explains the format of SCREEN.toml,
+that of tools/screen_design.py the design and the statistics.
 
-Finished blocks are kept beside the definition, and single runs in logs/compare/runs/. Stop whenever you
-like: the same command goes on, also on another day and on another machine. Looking often doesn't make
-wrong answers more likely. Only losses are compared, not the time of a step.
+Finished blocks are kept beside SCREEN.toml, and single runs in logs/compare/runs/. Stop whenever you
+like. Run the same command again to continue, also on another day or on another machine. You may look as
+often as you like: that doesn't make a wrong answer more likely. Only losses are compared, not the time
+of a step.
 
 Exit status: 0 done, 1 a run failed or a switch differs from its patch, 2 bad input, 130 interrupted.
 """
@@ -79,9 +82,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser.error = fail
     add = parser.add_argument
-    add("definition", type=Path, metavar="SCREEN.toml", help="the definition of the screen")
+    add("definition", type=Path, metavar="SCREEN.toml", help="the screen; its format is in tools/screen_blocks.py")
     add("--blocks", type=compare.parse_count, metavar="N", help="make blocks until there are N")
-    add("--until", metavar="X%%", help="the gain in steps that matters; default: the definition's")
+    add("--until", metavar="X%", help="the gain in steps that matters; default: that in SCREEN.toml")
     add("--jobs", type=compare.parse_count, metavar="N", help="runs at a time; default: one per core")
     add("--check", action="store_true", help="compare the script's switches with the patches, and exit")
     add("--json", type=Path, metavar="FILE", help="write all figures")
@@ -313,7 +316,7 @@ def check_switches(screen: Screen) -> int:
     Returns the exit status. Raises RunError and UsageError."""
     switches = [factor for factor in screen.factors if factor.patch and factor.high]
     if not switches:
-        raise UsageError("no factor has a switch and a patch, so there is nothing to check")
+        raise UsageError("no factor has both high and patch, so there is nothing to check")
     plain = (compare_sources.ROOT / "train_gpt.py").read_bytes()
     script = screen.base.source
     status = 0
@@ -390,7 +393,7 @@ def screen_command(argv: list[str]) -> int:
             print(file=sys.stderr)
     report(args, screen)
     if status:
-        print("Interrupted; the same command goes on from here.")
+        print("Interrupted; run the same command again to continue.")
     return status
 
 
@@ -406,7 +409,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {where}: {(e.strerror or str(e)).lower()}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; finished runs are kept, and the same command goes on", file=sys.stderr)
+        print(compare.INTERRUPTED, file=sys.stderr)
         return 130
 
 

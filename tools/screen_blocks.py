@@ -136,9 +136,9 @@ def read_factor(table, where: str) -> Factor:
         raise UsageError(f"{where}: each [[factor]] needs a name")
     factor = Factor(**read_keys(table, FACTOR_KEYS, f"{where}: {table['name']}"))
     if not factor.high and not factor.patch:
-        raise UsageError(f"{where}: {factor.name}: give high, or a patch")
+        raise UsageError(f"{where}: {factor.name}: set high = \"OPTIONS\" or patch = \"FILE\"")
     if factor.low and not factor.high:
-        raise UsageError(f"{where}: {factor.name}: low needs high")
+        raise UsageError(f"{where}: {factor.name}: low is set, but high is not; set both")
     return factor
 
 
@@ -153,12 +153,13 @@ def check_factors(factors: list[Factor], where: str) -> None:
     names = set()
     for factor in factors:
         if factor.name in names:
-            raise UsageError(f"{where}: there are two factors {factor.name}")
+            raise UsageError(f"{where}: there are two factors {factor.name}; rename one")
         names.add(factor.name)
         words = split_options(factor.low, where) + split_options(factor.high, where)
         for option in option_names(words):
             if option in owners:
-                raise UsageError(f"{where}: {option} is set by {owners[option]} and by {factor.name}")
+                raise UsageError(f"{where}: {option} is set by {owners[option]} and by {factor.name}; remove it "
+                    "from one of them")
         owners.update({option: factor.name for option in option_names(words)})
 
 
@@ -221,7 +222,8 @@ def check_sides(factors: list[Factor], sides: list[Variant]) -> None:
     """Raises UsageError if both sides of a factor are equal. `sides` has low and high of each factor."""
     for factor, low, high in zip(factors, sides[::2], sides[1::2]):
         if low.digest() == high.digest():
-            raise UsageError(f"{factor.name}: its two sides are the same")
+            sides = "with and without the patch" if factor.patches_source else "low and high"
+            raise UsageError(f"{factor.name}: {sides} are the same training; change one")
 
 
 def read_script(name: str, where: str) -> bytes:
@@ -243,7 +245,7 @@ def read_screen(path: Path) -> Screen:
     script = table.get("script", "train_gpt.py")
     for factor in factors:
         if factor.patch and not (compare_sources.ROOT / factor.patch).is_file():
-            raise UsageError(f"{path}: there is no file {factor.patch}")
+            raise UsageError(f"{path}: there is no file {factor.patch} in the repository")
     source = read_script(script, str(path))
     base = Variant("the base", source, common)
     sides = []

@@ -28,6 +28,7 @@ import compare_sources
 import compare_stats
 import compare_steps
 import log_parsing
+import screen
 from util import random_tokens, write_shard
 
 STANDIN = Path(__file__).resolve().parent / "standin.py"
@@ -317,6 +318,12 @@ def test_compiled_and_uncompiled_runs_are_not_mixed(place, monkeypatch):
     assert status == 2 and out == ""
     line = err.splitlines()[-1]
     assert line.startswith("error: these runs can't be compared: ") and "seed 2" in line
+    assert line.endswith(", and run the same command again")
+    names = re.search(r"the compiled runs \((.*)\) or of the others \((.*)\)", line)
+    for name in names[1].split():
+        shutil.rmtree(place / "logs" / "compare" / "runs" / name)
+    status, out, err = run("--idea", "--effect 0.01", "--runs", "3", "--no_times")
+    assert status == 0 and "The runs were not compiled" in " ".join(out.split())
     run("--clear")
     status, out, err = run("--idea", "--effect 0.01", "--runs", "3", "--no_times")
     assert status == 0 and "The runs were not compiled" in " ".join(out.split())
@@ -519,7 +526,11 @@ BAD = {
     "an idea left out": (["--idea"], "expected one argument"),
     "a copy and an idea": (["--aa", "--idea", "--effect 1"], "leave out --idea"),
     "a gate of two": (["--gate", "--idea", "--effect 1", "--idea", "--effect 2"], "--gate judges one idea"),
-    "a picture of another kind": (["--idea", "--effect 1", "--plot", "x.pdf"], "x.pdf"),
+    "a picture of another kind": (
+        ["--idea", "--effect 1", "--plot", "x.pdf"],
+        "x.pdf: the name must end in .png",
+    ),
+    "figures into a folder": (["--idea", "--effect 1", "--json", "."], ".: is a folder; give the name"),
     "a folder that is not there": (["--idea", "--effect 1", "--json", "nowhere/x.json"], "nowhere"),
     "steps that can't be changed": (["--idea", "--effect 1", "--num_iterations", "1"], "--num_iterations"),
     "an early start": (["--idea", "--effect 1", "--from", "20%"], "at least 50%"),
@@ -530,6 +541,14 @@ BAD = {
     "a removed name": (["--idea", "--effect 1", "--name", "x"], "--name: comparisons have no names"),
     "removed steps": (["--idea", "--effect 1", "--no_steps"], "--no_steps: the answer is in steps"),
 }
+
+
+def test_percent_signs_in_the_help():
+    """Python formats some texts of the help with %, others not."""
+    for parser in (compare.make_parser(), screen.make_parser()):
+        text = parser.format_help()
+        assert "[--until X%]" in text and "--until X% " in text
+        assert "%%" not in text
 
 
 def test_bad_input_is_one_line_before_any_run(place):
@@ -614,7 +633,8 @@ def test_interrupted_on_a_terminal(place):
     out = child.stdout.read().decode()
     child.stdout.close()
     assert child.wait(60) == 130
-    assert "undecided" in out and "Interrupted; the same command goes on" in " ".join(out.split())
+    words = " ".join(out.split())
+    assert "undecided" in words and "Interrupted; run the same command again to continue" in words
     assert "\n" not in shown and all(len(line) <= 80 for line in shown.split("\r"))
     with open(place / "logs/compare/lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run that went on would hold it
