@@ -8,23 +8,23 @@ Times a training step on this machine: each part of it, and how close it comes t
 
 Times are medians of --repeats measurements in milliseconds. Each waits until the device is done. A
 micro-step runs --sequences_per_pass sequences of train_seq_len tokens through forward and backward. A
-step runs as many micro-steps as make batch_tokens, then the optimizers. The tokens are random, with
-documents of about 1,000 tokens and the last, longest attention window. The model is trained meanwhile,
-because GPUs multiply zeros faster than other numbers, and many weights start at zero. The first step
-includes compilation, unless its results are cached. Memory is the peak: on CUDA of tensors (allocated)
-and of PyTorch's allocator (reserved), on a CPU of the process, for both.
+step runs as many micro-steps as make batch_tokens, then the optimizers. The tokens are random, in
+documents of about 1,000 tokens. The attention window is the one at the end of training, the longest.
+The model trains during the measurements, because GPUs multiply zeros faster than other numbers, and
+many weights start at zero. The first step includes compilation, unless its results are cached. Memory
+is the peak. On CUDA, "allocated" is tensors and "reserved" is what PyTorch's allocator holds; on a CPU,
+both are the memory of the process.
 
-The "matmul peak" is measured before and after the steps. It is the speed of the best of several large
-square matrix products in the data type of the activations, and the tables show percentages of the
-higher one. Their GFLOP are those of the model (tools/flops.py says what is counted). For the
-optimizers they are those of Newton-Schulz, and the whole step includes both. What is missing to the
-peak is element-wise work, masked pairs, memory traffic and small products. The second table times
-the products of one micro-step with the weights, as the forward pass computes them. If the head runs
-in FP8, it also times the gradient of the head's weight, as train_gpt.py computes it and with its
-operands swapped.
+The "matmul peak" is the speed of the best of several large square matrix products in the data type of
+the activations. It is measured before and after the steps, and the tables show percentages of the
+higher of the two. The GFLOP of a row are the model's (tools/flops.py says what counts); for the
+optimizers, those of Newton-Schulz; for the whole step, both. The gap to 100% is element-wise work,
+masked pairs, memory traffic and small products. The second table times the products of one micro-step
+with the weights, as the forward pass computes them. If the head runs in FP8, the table also has the
+gradient of the head's weight, as train_gpt.py computes it and with its operands swapped.
 
-MFU (model FLOPs utilization) divides by the dense bf16 peak in the GPU's datasheet, also if the head
-runs in FP8.
+MFU (model FLOPs utilization) is the model's FLOP/s divided by the dense bf16 peak in the GPU's
+datasheet, also if the head runs in FP8.
 """
 import argparse
 import dataclasses
@@ -415,12 +415,16 @@ def make_parser(description):
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
+    add_timing_options(parser)
+    return parser
+
+
+def add_timing_options(parser):
     parser.add_argument("--repeats", type=positive, default=20, metavar="N",
                         help="timed repetitions (default: 20)")
     parser.add_argument("--warmup", type=positive, default=10, metavar="N",
-                        help="untimed steps before (default: 10)")
+                        help="untimed steps before the timed ones (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    return parser
 
 
 def add_step_options(parser):
@@ -444,7 +448,7 @@ def read_options(parser, argv):
     parser.epilog = (parser.epilog or "") + "\nAll other options go to train_gpt.py."
     args, rest = parser.parse_known_args(argv)
     if args.json and not args.json.parent.is_dir():
-        raise InputError(f"--json {args.json}: the folder {args.json.parent} doesn't exist")
+        raise InputError(f"--json {args.json}: the folder {args.json.parent} doesn't exist; make it first")
     options, hp = train_gpt.parse_arguments(rest)
     if options.device == "cpu" and options.track == "fineweb":  # a step of the track takes an hour
         short_step = ["--batch_tokens=1024", "--train_seq_len=1024", "--val_seq_len=1024"]
@@ -504,7 +508,7 @@ def bench(argv):
     for word in argv:
         option = word.split("=")[0]
         if option in MOVED:
-            raise InputError(f"{option} has moved to {MOVED[option]}")
+            raise InputError(f"{option} has moved to {MOVED[option]}; see its --help")
     parser = make_parser(__doc__)
     add_step_options(parser)
     parser.epilog = ("Moved: --busy, --openmp and --rounds to tools/bench_busy.py; --report, --shards "

@@ -365,7 +365,9 @@ def count_waits(events, steps):
 
     if not any("LaunchKernel" in event.name and during(event) for event in events):
         raise train_gpt.InputError("PyTorch's profiler sees no kernels on this machine, so waits can't "
-                                   "be counted: CUPTI is missing, or not permitted")
+                                   "be counted: CUPTI, which is part of PyTorch's CUDA build, is "
+                                   "missing or not permitted. Install that build again, or run this as "
+                                   "root (https://developer.nvidia.com/ERR_NVGPUCTRPERM says more)")
     waiting = [event for event in events if event.name in WAITS and during(event)]
     copies = [event for event in events if event.name.startswith("Memcpy DtoD")]
     return {

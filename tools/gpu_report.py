@@ -14,23 +14,24 @@ writes logs/report/gpu_report.md and gpu_report.json, in at most 20 minutes. It 
     waits        how often the host waits for the GPU between validations
     memory ...   the peaks of training and validation by length of a sequence and kind of head
 
-The page ends with the figures of each stage, and begins with what they say of records/HARDWARE.md. A
-stage that fails is named there, and the others go on. A report that was interrupted continues where
-it stopped, if the GPU, the source and PyTorch's version are the same. --stage runs single stages again.
+gpu_report.md begins with how the results compare with records/HARDWARE.md, and ends with the figures
+of each stage. A stage that fails is named there, and the others go on. If a report was interrupted, run
+the same command again to continue: finished stages are kept if the GPU, the source and PyTorch's
+version are the same. --stage runs single stages again.
 
     python tools/gpu_report.py --change "what changed" --shards DIR
     python tools/gpu_report.py --change "what changed" --shards DIR --stage fp8     only one stage
 
-adds a row to the table in records/fineweb/HOPPER.md. This has four other stages:
+adds a row to the table in records/fineweb/HOPPER.md. A row has four other stages:
 
     tests      the GPU tests
     fp8        200 steps on DIR's shards with the FP8 head
     bf16       the same with a bf16 head
     figures    what tools/bench.py measures; its docstring explains the columns
 
-The results of each stage are kept in logs/report/ until all four are there. A row that was
-interrupted continues where it stopped, and stages can run one by one. Results are used together if the
-source, machine, PyTorch version and hyperparameters are the same. The last stage adds the row.
+The results of each stage are kept in logs/report/ until all four are there. So stages can run one by
+one, and the same command continues a row that was interrupted. Results are used together if the source,
+machine, PyTorch version and hyperparameters are the same. The last stage adds the row.
 """
 import argparse
 import hashlib
@@ -44,9 +45,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench import (InputError, ROOT, add_step_options, check_packages, check_step_options,
-                   describe_run, fail, make_parser, measure_and_print, read_options, run_benchmark, start,
-                   write_json)
+from bench import (InputError, ROOT, add_step_options, add_timing_options, check_packages,
+                   check_step_options, describe_run, fail, measure_and_print, read_options,
+                   run_benchmark, start, write_json)
 from gpu_page import page
 from log_parsing import write_file
 from machine import readable
@@ -182,18 +183,6 @@ def gpu_page_and_json(folder, only, minutes):
     write_report(folder, conditions, results)
     print(f"{folder / 'gpu_report.md'}")
 
-
-def report_options(argv):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
-    parser.add_argument("--out", type=Path, default=PARTS, metavar="DIR",
-                        help="folder of the report (default: logs/report)")
-    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="N",
-                        help="ends after this time; each stage has its share of it (default: 20)")
-    parser.add_argument("--stage", action="append", choices=CHECKS, help="run only this stage")
-    return parser.parse_args(argv)
-
 # -----------------------------------------------------------------------------
 # Stages of a row
 
@@ -281,7 +270,8 @@ def append_row(path, cells):
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     header = table_row({column: column for column in COLUMNS})
     if header not in text:
-        raise InputError(f"{path}: its last table must have the columns of tools/gpu_report.py")
+        raise InputError(f"{path}: it has no table with the columns of a row; end the file with a table "
+                         f"whose first line is the following, and run the same command again: {header}")
     text = text.rstrip("\n") + "\n" + table_row(cells) + "\n"
     write_file(path, text.encode())
 
@@ -343,6 +333,46 @@ def report(stages, shards, folder, measure_figures):
 # -----------------------------------------------------------------------------
 # Command line
 
+REPORT_OPTIONS = ("out", "minutes")
+ROW_OPTIONS = ("change", "shards", "repeats", "warmup", "json", "kernels", "peak_tflops")
+
+
+def make_report_parser():
+    """A parser with the options of the report and of a row."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    parser.add_argument("--stage", action="append", metavar="STAGE",
+                        help="run only this stage; can be given several times. Stages of the report: "
+                             f"{', '.join(CHECKS)}. Stages of a row: {', '.join(STAGES)}")
+    report = parser.add_argument_group("options of the report")
+    report.add_argument("--out", type=Path, default=PARTS, metavar="DIR",
+                        help="folder of the report (default: logs/report)")
+    report.add_argument("--minutes", type=float, default=MINUTES, metavar="N",
+                        help="stop after N minutes, divided among the stages (default: 20)")
+    row = parser.add_argument_group("options of a row, which needs --change and --shards",
+                                    "A row also takes the options of train_gpt.py.")
+    row.add_argument("--change", type=readable, metavar="TEXT",
+                     help="what has changed since the last row; it becomes a column")
+    row.add_argument("--shards", type=Path, metavar="DIR",
+                     help="a folder of GPT-2 shards, made with data/fineweb.py")
+    add_timing_options(row)
+    add_step_options(row)
+    return parser
+
+
+def refuse(parser, args, names, advice):
+    """Raises InputError if one of these options was given."""
+    for name in names:
+        if getattr(args, name) != parser.get_default(name):
+            fail(f"--{name} {advice}")
+
+
+def check_stages(args, stages):
+    for stage in args.stage or []:
+        if stage not in stages:
+            fail(f"--stage {stage}: choose from {', '.join(stages)}")
+
 
 def check_shards(folder):
     train_shards = list(folder.glob("*_train_*.bin"))
@@ -352,19 +382,29 @@ def check_shards(folder):
                          "with data/fineweb.py")
 
 
-def read_report_options(argv):
-    parser = make_parser(__doc__)
-    parser.add_argument("--change", type=readable, required=True, metavar="TEXT",
-                        help="what has changed since the last row; it becomes a column")
-    parser.add_argument("--shards", type=Path, required=True, metavar="DIR",
-                        help="a folder of GPT-2 shards, made with data/fineweb.py")
-    parser.add_argument("--stage", choices=STAGES, help="run only this stage")
-    add_step_options(parser)
-    args, options, hp = read_options(parser, argv)
+def check_report_options(parser, args, rest):
+    """Raises InputError for options that the report doesn't have."""
+    refuse(parser, args, ROW_OPTIONS, "is an option of a row; give --change and --shards, too")
+    check_stages(args, CHECKS)
+    if rest:
+        fail(f"unrecognized arguments: {' '.join(rest)}")
+
+
+def check_row_options(parser, args):
+    """Raises InputError for options that a row lacks or doesn't have."""
+    for name in ("change", "shards"):
+        if getattr(args, name) is None:
+            fail(f"a row needs --change and --shards; give --{name}")
+    refuse(parser, args, REPORT_OPTIONS, "is an option of the report; a row doesn't take it")
+    check_stages(args, STAGES)
     check_step_options(args)
     check_shards(args.shards)
+
+
+def read_row_options(parser, argv):
+    args, options, hp = read_options(parser, argv)
     if options.device != "cuda" or not torch.cuda.is_available():
-        raise InputError("a report needs a CUDA GPU, and this machine has none that can be used; "
+        raise InputError("a row needs a CUDA GPU, and this machine has none that can be used; "
                          "tools/bench.py times a step on a CPU")
     return args, options, hp
 
@@ -377,12 +417,14 @@ def command_text(argv, shards):
 
 
 def gpu_report(argv):
-    words = [word.split("=")[0] for word in argv]
-    if "--change" not in words and "--shards" not in words:
-        args = report_options(argv)
+    parser = make_report_parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.change is None and args.shards is None:
+        check_report_options(parser, args, rest)
         gpu_page_and_json(args.out, args.stage, args.minutes)
         return
-    args, options, hp = read_report_options(argv)
+    check_row_options(parser, args)
+    args, options, hp = read_row_options(parser, argv)
     check_packages("pytest")
     world, hp = start(options, hp)
     facts = describe_run(world.device, command_text(argv, args.shards))
@@ -393,8 +435,7 @@ def gpu_report(argv):
 
     conditions = (train_gpt.SOURCE, facts["machine"], torch.__version__, options.track, hp)
     digest = hashlib.sha256(repr(conditions).encode()).hexdigest()[:12]
-    stages = [args.stage] if args.stage else STAGES
-    figures = report(stages, args.shards.resolve(), PARTS / digest, measure_figures)
+    figures = report(args.stage or STAGES, args.shards.resolve(), PARTS / digest, measure_figures)
     if args.json:
         write_json(args.json, figures)
 

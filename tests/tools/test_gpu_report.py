@@ -56,7 +56,7 @@ def test_rows_are_added_to_the_table_that_ends_hopper_md(tmp_path):
     assert "| second |" in second
     assert list(tmp_path.iterdir()) == [path]
     path.write_text("another table\n")
-    with pytest.raises(InputError, match="columns"):
+    with pytest.raises(InputError, match=r"no table with the columns .*: \| date \| machine "):
         gpu_report.append_row(path, {})
     assert path.read_text() == "another table\n"
 
@@ -117,6 +117,16 @@ def test_stages(tmp_path, monkeypatch, capsys):
     assert list(folder.iterdir()) == []  # the next report measures again
 
 
+def test_the_help_lists_the_options_and_stages_of_both(capsys):
+    with pytest.raises(SystemExit):
+        gpu_report.gpu_report(["--help"])
+    text = " ".join(capsys.readouterr().out.partition("\noptions:")[2].split())
+    for name in (*gpu_report.REPORT_OPTIONS, *gpu_report.ROW_OPTIONS, "stage"):
+        assert f"--{name} " in text
+    for stage in (*gpu_report.CHECKS, *gpu_report.STAGES):
+        assert stage in text
+
+
 def test_the_command_in_the_row():
     argv = ["--change", "x", "--shards", "/data/my shards", "--stage", "fp8", "--repeats", "5"]
     text = gpu_report.command_text(argv, "/data/my shards")
@@ -128,7 +138,11 @@ def test_the_command_in_the_row():
     [
         (["--change", "x"], "--shards"),
         (["--shards", "."], "--change"),
-        (["--change", "x", "--shards", ".", "--stage", "fp9"], "--stage"),
+        (["--change", "x", "--shards", ".", "--stage", "fp9"], "--stage fp9: choose from tests, fp8"),
+        (["--change", "x", "--shards", ".", "--minutes", "5"], "--minutes is an option of the report"),
+        (["--stage", "fp8"], "--stage fp8: choose from machine, head"),
+        (["--repeats", "5"], "--repeats is an option of a row; give --change and --shards"),
+        ([], "unrecognized arguments: --device cpu"),
         (["--change", "x", "--shards", "nowhere"], "make them with data/fineweb.py"),
         (["--change", "x", "--shards", "SHARDS"], "needs a CUDA GPU"),
     ],
@@ -361,7 +375,7 @@ def test_waits_are_counted_within_the_steps_only():
         Event("Memcpy DtoD (Device -> Device)", 50, 60, device_us=500),
         Event("cudaDeviceSynchronize", 1100, 1200),
     ]
-    with pytest.raises(InputError, match="sees no kernels"):  # the profiler can't see the GPU
+    with pytest.raises(InputError, match="sees no kernels.* run this as root"):  # the profiler can't see the GPU
         gpu_checks.count_waits([event for event in events if "Launch" not in event.name], steps=2)
     figures = gpu_checks.count_waits(events, steps=2)
     assert figures["waits"] == 1
