@@ -200,6 +200,7 @@ CONV1D_WEIGHTS = (
     "mlp.c_fc.weight",
     "mlp.c_proj.weight",
 )
+DOWNLOAD_AGAIN = "delete this model from the hub's cache, and run the same command again"
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
@@ -216,7 +217,7 @@ def load_openai_weights(model: GPT, path):
                 keys[name] = key
         missing = sorted(own.keys() - keys.keys())
         if missing:
-            raise InputError(f"{path}: key {missing[0]} is missing")
+            raise InputError(f"{path}: key {missing[0]} is missing; {DOWNLOAD_AGAIN}")
         for name, key in keys.items():
             weight = file.get_tensor(key)
             if name.endswith(CONV1D_WEIGHTS):
@@ -224,15 +225,16 @@ def load_openai_weights(model: GPT, path):
             if name == "lm_head.weight":
                 if not torch.equal(weight, file.get_tensor(keys["wte.weight"])):
                     raise InputError(
-                        f"{path}: {key} differs from the token embedding, but GPT-2 shares them"
+                        f"{path}: {key} differs from the token embedding, but GPT-2 shares them; "
+                        f"{DOWNLOAD_AGAIN}"
                     )
                 continue
             if name not in own:
-                raise InputError(f"{path}: unexpected key {key}")
+                raise InputError(f"{path}: unexpected key {key}; {DOWNLOAD_AGAIN}")
             if weight.shape != own[name].shape:
                 raise InputError(
-                    f"{path}: {key} has shape {tuple(weight.shape)}, expected "
-                    f"{tuple(own[name].shape)}"
+                    f"{path}: {key} has shape {tuple(weight.shape)} instead of "
+                    f"{tuple(own[name].shape)}; {DOWNLOAD_AGAIN}"
                 )
             own[name].copy_(weight)
 
@@ -250,7 +252,7 @@ def from_pretrained(name: str, flash: bool = True, offline: bool = False) -> GPT
             raise InputError(f"{name} is not in the hub's cache; run without --offline") from e
         raise InputError(
             f"cannot download {name} from the Hugging Face hub ({type(e).__name__}); check the "
-            "network"
+            "network, and run the same command again"
         ) from e
     n_layer, n_head, n_embd = FAMILY[name]
     # No padding: the logits of rows of zeros would be 0, and the trained ones are negative, so
@@ -290,9 +292,9 @@ def shard_length(path) -> int:
     agrees with the file's size."""
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256 or header[0] != 20240520:
-        raise InputError(f"{path}: not a token shard (wrong magic number)")
+        raise InputError(f"{path}: not a token shard (wrong magic number); make it again")
     if header[1] != 1:
-        raise InputError(f"{path}: shard version {header[1]}, expected 1")
+        raise InputError(f"{path}: shard version {header[1]} instead of 1; make it again")
     count = int(header[2])
     if os.path.getsize(path) != 1024 + 2 * count:
         raise InputError(
@@ -307,7 +309,10 @@ def load_shard(path, vocab_size: int):
     tokens = np.fromfile(path, dtype="<u2", offset=1024, count=shard_length(path))
     largest = tokens.max(initial=0)
     if largest >= vocab_size:
-        raise InputError(f"{path}: token id {largest} is outside the vocabulary of {vocab_size}")
+        raise InputError(
+            f"{path}: token id {largest} is outside the vocabulary of {vocab_size}; is it the data of "
+            "another track?"
+        )
     return tokens
 
 
@@ -379,7 +384,7 @@ class Hyperparameters:
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
     val_tokens: int = setting(10_485_760, "validate on this many tokens of the first shard")
-    repeat_data: bool = setting(False, "start again when the training shards are used up")
+    repeat_data: bool = setting(False, "go back to the first shard when the training shards are used up")
     target_val_loss: float = setting(3.28, "validation loss that the run should reach")
     # model
     init_from: str = setting("scratch", "scratch, or OpenAI's gpt2, gpt2-medium, -large or -xl")
@@ -389,7 +394,7 @@ class Hyperparameters:
     n_head: int = setting(12, "attention heads")
     n_embd: int = setting(768, "model width")
     # optimization
-    batch_tokens: int = setting(524_288, "tokens a step, over all processes")
+    batch_tokens: int = setting(524_288, "tokens per step, over all processes")
     micro_batch: int = setting(32, "micro-batch size of a process, in sequences")
     num_iterations: int = setting(19_073, "training steps")
     warmup_iters: int = setting(715, "steps of linear learning rate warm-up")
@@ -551,7 +556,7 @@ def check_model(hp: Hyperparameters) -> Hyperparameters:
             hp, n_layer=n_layer, n_head=n_head, n_embd=n_embd, pad_vocab=False
         )
     if hp.n_embd % hp.n_head:
-        raise InputError(f"--n_embd {hp.n_embd} is not a multiple of --n_head {hp.n_head}")
+        raise InputError(f"--n_embd {hp.n_embd} must be a multiple of --n_head {hp.n_head}")
     return hp
 
 
@@ -565,8 +570,8 @@ def check_batches(hp: Hyperparameters, world_size: int) -> Hyperparameters:
     micro_batch = min(hp.micro_batch, sequences)
     if sequences % micro_batch:
         raise InputError(
-            f"--micro_batch {micro_batch} does not divide the {sequences} sequences of a process "
-            "in each step"
+            f"--micro_batch {micro_batch} must divide the {sequences} sequences of a process in each "
+            "step"
         )
     return dataclasses.replace(hp, micro_batch=micro_batch)
 
@@ -580,10 +585,10 @@ def check_data(hp: Hyperparameters):
     if hp.num_iterations > steps and not (hp.repeat_data and steps):
         advice = "add shards"
         if steps:
-            advice += " or use --repeat_data"
+            advice += ", lower --num_iterations or give --repeat_data true"
         raise InputError(
-            f"{hp.train_files} has tokens for {steps} steps, the run needs {hp.num_iterations}; "
-            f"{advice}"
+            f"{hp.train_files} has enough tokens for {steps} steps, but the run needs "
+            f"{hp.num_iterations}; {advice}"
         )
     tokens = shard_length(find_shards(hp.val_files)[0])
     available = (tokens - 1) // hp.block_size * hp.block_size

@@ -233,6 +233,9 @@ def speedrun_forward(model, ids, cache=None, last_only=False):
 
 # Settings of hashed n-gram embeddings, which train_gpt.py once had. max_ngram 1 means none.
 NGRAM_SETTINGS = ("max_ngram", "ngram_rows")
+# What to do about a file that can't be loaded
+DAMAGED = "the file is damaged, so save it again"
+OTHER_VERSION = "check out the commit that saved it, or train it again"
 
 
 def remove_ngram_settings(values: dict, where: str):
@@ -264,19 +267,20 @@ def read_settings(cls, text: str, where: str):
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise InputError(f"{where}: its metadata is not a JSON object")
+        raise InputError(f"{where}: its metadata is not a JSON object; {DAMAGED}")
     remove_ngram_settings(values, where)
     types = {field.name: field.type for field in dataclasses.fields(cls)}
     differing = sorted(types.keys() ^ values.keys())
     if differing:
         raise InputError(
-            f"{where}: saved by another version of the training script (setting {differing[0]})"
+            f"{where}: saved by another version of the training script (setting {differing[0]}); "
+            f"{OTHER_VERSION}"
         )
     for name, kind in types.items():
         if isinstance(values[name], list):
             values[name] = tuple(values[name])
         if not has_type(values[name], kind):
-            raise InputError(f"{where}: its metadata has {name} = {values[name]!r}")
+            raise InputError(f"{where}: its metadata has {name} = {values[name]!r}; {DAMAGED}")
     return cls(**values)
 
 
@@ -285,18 +289,20 @@ def load_weights(make_model, num_layers: int, file, where: str):
     they have the model's names and shapes."""
     keys = set(file.keys())
     if not 0 < num_layers <= len(keys):
-        raise InputError(f"{where}: {num_layers} layers, but only {len(keys)} tensors")
+        raise InputError(f"{where}: {num_layers} layers, but only {len(keys)} tensors; {DAMAGED}")
     with torch.device("meta"):  # takes no memory, however large the metadata says the model is
         expected = make_model().state_dict()
     differing = sorted(expected.keys() ^ keys)
     if differing:
         problem = "is missing" if differing[0] in expected else "is not part of the model"
-        raise InputError(f"{where}: tensor {differing[0]} {problem}")
+        raise InputError(f"{where}: tensor {differing[0]} {problem}; {OTHER_VERSION}")
     for key, tensor in expected.items():
         shape = tuple(tensor.shape)
         found = tuple(file.get_slice(key).get_shape())
         if found != shape:
-            raise InputError(f"{where}: tensor {key} has shape {found}, expected {shape}")
+            raise InputError(
+                f"{where}: tensor {key} has shape {found} instead of {shape}; {OTHER_VERSION}"
+            )
     model = make_model()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
@@ -341,7 +347,7 @@ def load_gpt2(file, where: str, device, offline: bool) -> Checkpoint:
     text = file.metadata().get("config", "")
     config = read_settings(train_gpt2.GPTConfig, text, where)
     if min(dataclasses.astuple(config)) < 1 or config.n_embd % config.n_head:
-        raise InputError(f"{where}: its metadata describes no possible model")
+        raise InputError(f"{where}: its metadata describes no possible model; {DAMAGED}")
     codec = train_gpt2.codec(config.vocab_size, offline)  # before the weights, which take longer
     model = load_weights(lambda: train_gpt2.GPT(config), config.n_layer, file, where)
     return gpt2_checkpoint(model, codec, device)
@@ -389,9 +395,10 @@ def load(name: str, device="cpu", offline: bool = False) -> Checkpoint:
             if kind == "speedrun":
                 return load_speedrun(file, where, device, offline)
     except SafetensorError as e:
-        raise InputError(f"{where}: not a complete safetensors file ({e})") from None
+        raise InputError(f"{where}: not a complete safetensors file ({e}); {DAMAGED}") from None
     raise InputError(
-        f"{where}: not saved by train_gpt.py or train_gpt2.py (its metadata names no model)"
+        f"{where}: not saved by train_gpt.py or train_gpt2.py (its metadata names no model); give a "
+        "model.safetensors of one of them"
     )
 
 

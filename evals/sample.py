@@ -63,7 +63,7 @@ def parse_arguments():
     add("--prompt", type=readable, default="Hello, I'm a language model,",
         help="beginning of each text; default: %(default)r")
     add("--n", type=int, default=5, help="number of texts; default: %(default)s")
-    add("--max_tokens", type=int, default=100, help="new tokens a text; default: %(default)s")
+    add("--max_tokens", type=int, default=100, help="new tokens per text; default: %(default)s")
     add("--temperature", type=float, default=1.0,
         help="lower is less random, 0 is greedy; default: %(default)s")
     add("--top_k", type=int, default=50,
