@@ -311,9 +311,11 @@ def read_log_file(path: str | Path) -> bytes:
     except OSError as e:
         raise LogError(f"{path}: {(e.strerror or 'cannot be read').lower()}") from None
     if not data.strip():
-        raise LogError(f"{path}: empty file")
+        raise LogError(f"{path}: empty file; leave it out")
     if b"\0" in data:
-        raise LogError(f"{path}: a binary file, or a log damaged by a crash (contains zero bytes)")
+        raise LogError(
+            f"{path}: a binary file, or a log damaged by a crash (contains zero bytes); leave it out"
+        )
     return data
 
 
@@ -373,7 +375,8 @@ def parse_log(path: str | Path) -> Log:
     last = find_last_step(run)
     if last is None:
         raise LogError(
-            f"{path}: no line starts with step:S/N; it isn't a log, or the run never got to step 0"
+            f"{path}: it isn't a log, or the run never got to step 0; leave it out (no line starts "
+            "with step:S/N)"
         )
     header = run[: run.find("\nstep:") + 1]
     log = Log(Path(path), sources, run)
@@ -438,10 +441,16 @@ def parse_final_loss(path: str | Path) -> FinalLoss:
     _, run = split_sources(data)
     found = LOSS.findall(run.decode("utf-8", "replace"))
     if not found:
-        raise LogError(f"{path}: no line of the run starts with step:S/N val_loss:L")
+        raise LogError(
+            f"{path}: the run wrote no validation loss; leave this log out (no line of the run starts "
+            "with step:S/N val_loss:L)"
+        )
     step, steps, text = found[-1]
     if int(step) != int(steps):
-        raise LogError(f"{path}: unfinished; the last validation is at step {step} of {steps}")
+        raise LogError(
+            f"{path}: unfinished, because the last validation is at step {step} of {steps}; let the run "
+            "finish, or leave this log out"
+        )
     try:
         val_loss = float(text)
     except ValueError:

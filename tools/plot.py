@@ -85,7 +85,7 @@ def tokens_per_step(log: Log) -> int:
     if len(tokens) == 1:
         return tokens[0]
     problem = "uses a varying number of" if tokens else "doesn't say how many"
-    raise LogError(f"{log.path}: {problem} tokens a step; use --x step or --x time")
+    raise LogError(f"{log.path}: {problem} tokens per step; use --x step or --x time")
 
 
 def positions(log: Log, x: str) -> dict[int, float]:

@@ -2,7 +2,7 @@
 Extracts the source of a run from its log.
 
     python tools/replay.py LOG [-o FILE]          the script of the run, byte for byte
-    python tools/replay.py LOG --diff OTHER_LOG   how the sources of two logs differ
+    python tools/replay.py LOG --diff OTHER_LOG   how the source of OTHER_LOG differs from that of LOG
 
 Exit status: 0 written, 2 bad input.
 """
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         "--diff",
         type=Path,
         metavar="OTHER_LOG",
-        help="show how the sources of this log differ from those of LOG",
+        help="show how the source of OTHER_LOG differs from that of LOG",
     )
     args = parser.parse_args(argv)
     data = compare_logs(args.log, args.diff) if args.diff else script_of(args.log)

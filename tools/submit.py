@@ -61,10 +61,12 @@ def leaks(log: Log) -> list[str]:
     reasons = []
     path = ABSOLUTE_PATH.search(log.run)
     if path:
-        reasons.append(f"{log.name}: contains an absolute path: {path[1]}")
+        reasons.append(f"{log.name}: contains an absolute path: {path[1]}; "
+                       "run again with relative paths")
     for word in sorted(private_words()):
         if re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", log.run):
-            reasons.append(f"{log.name}: contains the name of this machine or its user: {word}")
+            reasons.append(f"{log.name}: contains the name of this machine or its user: {word}; run "
+                           "again with relative paths, and with options that don't contain the name")
     return reasons
 
 
@@ -103,7 +105,7 @@ def reasons_to_refuse(
     if others and others[0].target != target:
         reasons.append(f"the track's target is {others[0].target:g}, not {target:g}")
     if len({log.path.name for log in logs}) < len(logs):
-        reasons.append("two logs have the same file name")
+        reasons.append("two logs have the same file name; rename one")
     return reasons
 
 
@@ -192,7 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
     today = datetime.date.today().isoformat()
     add("--date", type=parse_date, default=today, help="YYYY-MM-DD (default: today)")
     add("--target", type=float, help="the target loss, for logs that don't name it")
-    add("--same-ml", action="store_true", help="only the speed changed, so the losses need no test")
+    add("--same-ml", action="store_true", help="only the speed changed, so the losses aren't tested")
     add("--regenerate", action="store_true", help="only write the READMEs and plots again")
     add("--records_dir", type=Path, default=RECORDS, metavar="DIR", help="default: records/")
     return parser

@@ -8,11 +8,11 @@ Checks whether the logs of several runs make a valid record.
 The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01).
 The runs must also keep those rules of tools/README.md that a log can show. With --against they must
 be faster than another record (Welch's t-test on the training times, p < 0.01). --same-ml is for
-changes that only make the same training faster: one log is enough, and the losses of the other
-record count.
+changes that only make the same training faster: one log is enough, because the losses of the
+--against record are taken as proof of the target.
 
---rule optimization applies the rule of modded-nanogpt's optimization track instead, and nothing
-else: to the logs alone, or with --against to two recipes.
+--rule optimization checks only the rule of modded-nanogpt's optimization track. Without --against
+it asks whether these runs reach the target; with --against, whether this recipe beats the other.
 
 Exit status: 0 valid, 1 not valid (the reasons are listed), 2 bad input.
 """
@@ -243,8 +243,8 @@ def check_sources(logs: list[Log]) -> list[str]:
     if len(first_log) > 1:
         first, other, *_ = first_log.values()
         reasons.append(
-            f"{len(first_log)} different sources; "
-            f"to see how they differ: replay.py {first.path} --diff {other.path}"
+            f"the logs have {len(first_log)} different sources, but a record needs one; to see the "
+            f"difference: python tools/replay.py {first.path} --diff {other.path}"
         )
     numbered = {}  # each different source once, in order
     for sources in first_log:
@@ -546,14 +546,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--same-ml",
         action="store_true",
-        help="only the speed changed, so the losses need no test; needs --against",
+        help="only the speed changed, so the losses aren't tested; needs --against",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--rule",
         choices=("record", "optimization"),
         default="record",
-        help="optimization: that of modded-nanogpt's optimization track (default: record)",
+        help="record: the rules of a record; optimization: the rule of modded-nanogpt's "
+        "optimization track (default: record)",
     )
     args = parser.parse_args(argv)
     check_arguments(parser, args)
@@ -565,7 +566,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     if args.rule == "optimization" and (args.same_ml or args.target is not None):
         parser.error("--rule optimization has its own target; drop --target and --same-ml")
     if args.same_ml and not args.against:
-        parser.error("--same-ml needs --against, the record whose losses count for these runs")
+        parser.error("--same-ml needs --against, the record whose losses prove the target")
     if args.target is not None and not math.isfinite(args.target):
         parser.error(f"--target {args.target}: must be a finite number")
 
