@@ -181,11 +181,11 @@ def check_openmp(setting):
 def read_busy_options(argv):
     parser = make_parser(__doc__)
     parser.add_argument("--busy", type=positive, default=2, metavar="N",
-                        help="up to N busy processes (default: 2)")
+                        help="measure with 0 to N busy processes (default: 2)")
     parser.add_argument("--openmp", action="append", default=[], metavar="NAME=VALUE",
                         help="also time this setting; several variables are separated by spaces")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N",
-                        help="3 or more (default: 3)")
+                        help="rounds to measure, 3 or more (default: 3)")
     args, options, hp = read_options(parser, argv)
     for setting in args.openmp:
         check_openmp(setting)

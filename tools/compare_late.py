@@ -40,7 +40,8 @@ def make_checkpoint(setup: Setup, variant: Variant, seed: int, step: int) -> dic
                 return torch.load(found[0], map_location="cpu", weights_only=True)
             if ended:
                 lines = compare_runs.last_lines(worker)
-                message = f"error: {variant.name}: no checkpoint of step {step}"
+                message = f"error: {variant.name}: a run ended without its checkpoint of step {step}"
+                message += "; above are the last lines that it printed"
                 raise RunError("\n".join([*lines, message]))
             time.sleep(0.1)
     finally:

@@ -99,7 +99,7 @@ def make_reference(argv):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=positive, default=5, metavar="N",
-                        help="seeds 0 to N - 1 (default: 5)")
+                        help="train with the seeds 0 to N - 1 (default: 5)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     world = train_gpt.start_world("cpu")

@@ -93,7 +93,7 @@ def read_idea(folder: Path, file: Path) -> dict:
     idea = read_json(file)
     for name in FIELDS:
         if not idea.get(name):
-            raise LogError(f"{file}: the field {name} is missing")
+            raise LogError(f"{file}: the field {name} is missing; add it")
     idea["patch"] = folder / idea.get("patch", file.parent.name) / "idea.patch"
     if "options" not in idea and not idea["patch"].exists():
         raise LogError(f"{file}: it needs `options`, or an idea.patch beside it")

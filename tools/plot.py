@@ -228,7 +228,9 @@ def plot_curves(
     curves = {label: curve(logs, x) for label, logs in groups.items()}
     for label, c in curves.items():
         if len(c.x) == 0:
-            raise LogError(f"{label}: its runs have no step with a finite loss in common")
+            raise LogError(
+                f"{label}: its runs have no step with a finite loss in common; give them different labels"
+            )
     height = 3.7 + 0.12 * (len(groups) + 1)
     figure, (whole, end) = plt.subplots(1, 2, width_ratios=(3, 2), figsize=(8, height))
     looks = list(itertools.product(LINE_STYLES, COLORS))
@@ -271,7 +273,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
         for file in files:
             log = parse_log(file)
             if not log.validations:
-                raise LogError(f"{log.path}: this log has no validation")
+                raise LogError(f"{log.path}: this log has no validation; leave it out")
             groups.setdefault(readable(label or log.name), []).append(log)
     return groups
 
@@ -284,7 +286,7 @@ def main(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
-    add("-o", "--output", type=Path, required=True, metavar="FILE.png")
+    add("-o", "--output", type=Path, required=True, metavar="FILE.png", help="the picture to write")
     add("--x", choices=X_LABELS, default="step", help="the x axis (default: step)")
     add("--smooth", action="store_true", help="join the points with a smooth curve")
     add("--target", type=float, help="draw the target at this loss (default: from the logs)")

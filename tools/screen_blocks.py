@@ -32,6 +32,7 @@ from screen_design import CONFIGURATIONS, FEWEST_FACTORS, MOST_FACTORS, make_des
 
 KEYS = {"script": str, "options": str, "seed": int, "until": str, "factor": list}
 FACTOR_KEYS = {"name": str, "low": str, "high": str, "patch": str}
+TYPE_NAMES = {str: "a text in quotes", int: "a whole number", list: "a list of [[factor]] tables"}
 
 
 @dataclass
@@ -110,7 +111,7 @@ def read_keys(table: dict, known: dict, where: str) -> dict:
         if key not in known:
             raise UsageError(f"{where}: there is no key {key}; there are {', '.join(known)}")
         if type(value) is not known[key]:
-            raise UsageError(f"{where}: {key} must be a {known[key].__name__}")
+            raise UsageError(f"{where}: {key} must be {TYPE_NAMES[known[key]]}")
     return table
 
 

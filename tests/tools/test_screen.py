@@ -342,7 +342,7 @@ def test_a_killed_run(place):
     [
         ("options =", "Invalid value"),
         ("seeds = 3\n" + definition(), "there is no key seeds"),
-        (definition().replace("seed = 7", 'seed = "7"'), "seed must be a int"),
+        (definition().replace("seed = 7", 'seed = "7"'), "seed must be a whole number"),
         ('options = ""\n[[factor]]\nname = "a"\nhigh = "--a 1"', "1 factors; a screen has 5 to 16"),
         (definition().replace('name = "b"', 'name = "a"'), "there are two factors a"),
         (definition(b='high = "--a 3"'), "--a is set by a and by b"),
