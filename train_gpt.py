@@ -939,7 +939,7 @@ def make_parser():
     parser.register("type", bool, parse_bool)
     parser.register("type", tuple, parse_layers)
     add = parser.add_argument
-    add("--track", choices=TRACKS, help="default: fineweb with a GPU, otherwise mini")
+    add("--track", choices=TRACKS, help="default: fineweb on a GPU, mini on a CPU")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU, otherwise cpu")
     add("--log_dir", default="logs", help="folder for logs; default: logs")
     add("--num_runs", type=int, default=1, help="runs with seeds seed, seed + 1, ...; default: 1")

@@ -19,9 +19,10 @@ The "matmul peak" is the speed of the best of several large square matrix produc
 the activations. It is measured before and after the steps, and the tables show percentages of the
 higher of the two. The GFLOP of a row are the model's (tools/flops.py says what counts); for the
 optimizers, those of Newton-Schulz; for the whole step, both. The gap to 100% is element-wise work,
-masked pairs, memory traffic and small products. The second table times the products of one micro-step
-with the weights, as the forward pass computes them. If the head runs in FP8, the table also has the
-gradient of the head's weight, as train_gpt.py computes it and with its operands swapped.
+masked pairs, memory traffic and small products. The second table has the
+matrix products of activations with weights in the forward pass of one micro-step. If the head runs in
+FP8, it also has the gradient of the head's weight: as train_gpt.py computes it, and with the operands
+swapped.
 
 MFU (model FLOPs utilization) is the model's FLOP/s divided by the dense bf16 peak in the GPU's
 datasheet, also if the head runs in FP8.

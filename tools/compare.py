@@ -24,7 +24,7 @@ kept in logs/compare/runs/, and later comparisons use them where source, setting
 the same.
 
 Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interrupted. With --gate:
-0 helps, 1 any other answer, 2 an error.
+0 helps, 1 any other answer, 2 an error, 130 interrupted.
 """
 
 import argparse

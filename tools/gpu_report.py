@@ -1,5 +1,6 @@
 """
-Measures a GPU. On any NVIDIA GPU, without a network:
+Measures an NVIDIA GPU (Ampere or later). It needs PyTorch 2.11 or later and the data of mini (python
+data/shakespeare.py), but no network:
 
     python tools/gpu_report.py
 
@@ -12,7 +13,8 @@ writes logs/report/gpu_report.md and gpu_report.json, in at most 20 minutes. It 
     mini         50 steps of mini against a CPU in float32 (tools/gpu_reference.py)
     speed        the time of a step of fineweb by part, its memory and its slowest kernels
     waits        how often the host waits for the GPU between validations
-    memory ...   the peaks of training and validation by length of a sequence and kind of head
+    memory ...   the peaks of training and validation by length of a sequence and kind of head: four
+                 stages, with quotes around a name: --stage "memory 49152"
 
 gpu_report.md begins with how the results compare with records/HARDWARE.md, and ends with the figures
 of each stage. A stage that fails is named there, and the others go on. If a report was interrupted, run

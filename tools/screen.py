@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("definition", type=Path, metavar="SCREEN.toml", help="the screen; its format is in tools/screen_blocks.py")
     add("--blocks", type=compare.parse_count, metavar="N", help="make blocks until there are N")
-    add("--until", metavar="X%", help="the gain in steps that matters; default: that in SCREEN.toml")
+    add("--until", metavar="X%", help="the gain in steps that matters; default: that in SCREEN.toml, or 1%%")
     add("--jobs", type=compare.parse_count, metavar="N", help="runs at a time; default: one per core")
     add("--check", action="store_true", help="compare the script's switches with the patches, and exit")
     add("--json", type=Path, metavar="FILE", help="write all figures")
