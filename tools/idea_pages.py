@@ -532,7 +532,7 @@ def page(folder: Path) -> str:
     lines += ["## Parts of the recipe", "", *table(recipe)]
     lines += later_section("Later ideas", later)
     lines += later_section("Later ideas about Muon", muon)
-    lines += sizes_table(recipe | later | muon)
+    lines += sizes_table(ideas)
     lines += descriptions("What the parts do", recipe)
     lines += descriptions("What the later ideas do", {n: ideas[n] for n in ideas if ideas[n].get("later")})
     return "\n".join(lines).rstrip() + "\n"

@@ -89,7 +89,7 @@ def describe(folder, name, **fields):
 
 def idea_rows(text):
     """The rows of a table that are about ideas, each as a list of its columns."""
-    lines = [line for line in text.splitlines() if "(ideas/" in line]
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "(ideas/" in line]
     return [[column.strip(" |") for column in line.split(" | ")] for line in lines]
 
 
@@ -220,6 +220,62 @@ def test_an_idea_that_is_not_described_is_refused(folder, tmp_path):
     describe(folder, "a", does="")
     with pytest.raises(LogError, match="field does is missing"):
         idea_pages.page(folder)
+
+
+def screen_result(tmp_path, *factors):
+    """Writes what `screen.py --json` writes about a screen, as far as the page reads it."""
+    found = dict(
+        dtype="bfloat16",
+        torch="2.13.0",
+        machines=["a CPU, 2 cores"],
+        seeds=[7, 8],
+        until=0.01,
+        sd=0.004,
+        factors=list(factors),
+    )
+    folder = tmp_path / "screens" / "first"
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps([found, "another group of blocks"]))
+    return folder / "result.json"
+
+
+def factor(idea, difference, steps, low, high, verdict):
+    patch = f"records/mini/ideas/{idea}/idea.patch" if idea else ""
+    interval = [low, high]
+    return dict(patch=patch, difference=difference, steps=steps, steps_interval=interval, verdict=verdict)
+
+
+def test_a_screen_has_a_table_and_replaces_the_rows_of_its_ideas(folder, tmp_path):
+    describe(folder, "a", field_steps=-1.5, part="part a", rank=1)
+    describe(folder, "b", field_steps=-3.1, part="part b", rank=0)
+    kept = answer(tmp_path / "answer.json", effect("a", 0.02, 1e-4), effect("c", 0.03, 1e-5))
+    idea_pages.keep(kept, folder)
+    screen_result(
+        tmp_path,
+        factor("a", 0.001, 0.007, -0.016, 0.031, "undecided"),
+        factor("b", -0.01, -0.07, -0.09, -0.032, "helps"),
+        factor("d", 0.002, 0.014, -0.005, 0.04, "not worth it"),
+        factor("", 0.002, 0.014, -0.005, 0.04, "undecided"),  # a setting
+    )
+    text = idea_pages.page(folder)
+    screened, one_by_one = text.split("# Measured one by one")
+    rows = idea_rows(screened)
+    assert [re.search(r"ideas/(\w)/", row[0])[1] for row in rows] == ["b", "a", "d"]  # by effect
+    assert rows[0][2:6] == ["-0.0100", "-7.0%", "-9.0% to -3.2%", "helps"]
+    # -3.1% is above the interval, -1.5% is inside, and d has no figure
+    assert [row[-1] for row in rows] == ["excluded", "inside", "not comparable"]
+    assert "64 runs of 32 combinations, seeds 7, 8, bfloat16, PyTorch 2.13.0, a CPU, 2 cores" in screened
+    assert [re.search(r"ideas/(\w)/", row[1])[1] for row in idea_rows(one_by_one)] == ["c"]
+
+
+def test_a_screen_of_an_unknown_idea_or_a_damaged_result_is_refused(folder, tmp_path):
+    path = screen_result(tmp_path, factor("nosuch", 0.001, 0.007, -0.016, 0.031, "undecided"))
+    with pytest.raises(LogError, match="first: there is no idea nosuch"):
+        idea_pages.page(folder)
+    for text in ("{", "[]", "[{}]", "3"):
+        path.write_text(text)
+        with pytest.raises(LogError, match="result.json: not written by screen.py"):
+            idea_pages.page(folder)
 
 
 def test_holm():
