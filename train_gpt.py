@@ -12,7 +12,7 @@ The recipe is modded-nanogpt's of May 2025 (https://github.com/KellerJordan/modd
   output projections, U-net skips, value embeddings, learned mixing of the residual with the embedding
 - sliding-window attention within documents, with a window that grows during training
 - soft-capped logits, computed in FP8 on GPUs that support it
-- a step is a fixed set of sequences, split among the processes, whose number doesn't change the model
+- a step is a fixed set of sequences, split among the processes; their number doesn't change the model
 
 Importing this file trains nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
 H heads, D channels per head, and C = model_dim.
@@ -28,16 +28,16 @@ import signal
 import sys
 import time
 
-in_training = False  # True from the first step of a run to its end
+in_training = False  # True in the training loop
 stop_signal = 0      # the SIGTERM or SIGINT that came in training
 stop_time = 0.0
 
 
 def on_signal(number, frame):
-    """Between runs, exits at once. In a run, the ranks stop together after one of the next steps (see
-    vote_while_training) and save a checkpoint; a run that is nearly done is finished. Another signal
-    exits at once, unless it comes within a second of the first: torchrun and batch systems often
-    send several."""
+    """Outside the training loop, exits at once. In the loop, the ranks stop together after one of the
+    next steps (see vote_while_training) and save a checkpoint; if too few steps are left for that, the
+    run finishes first. Another signal exits at once, unless it comes within a second of the first:
+    torchrun and batch systems often send several."""
     global stop_signal, stop_time
     if not in_training:
         if os.environ.get("RANK", "0") == "0":
@@ -289,8 +289,8 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
-            if group["beta2"]:  # a mean square for each channel of the longer side
-                state["mean_squares"] = p.new_zeros(*p.shape[:-2], max(p.shape[-2:]))
+        if group["beta2"] and "mean_squares" not in state:  # one for each channel of the longer side
+            state["mean_squares"] = p.new_zeros(*p.shape[:-2], max(p.shape[-2:]))
         return state
 
     def _normalize(self, params: list[Tensor], group: dict, updates: Tensor) -> Tensor:
@@ -445,7 +445,7 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
     causal_any = distance >= 0
     causal_all = distance > 0
     document_any = (first[:, None] <= last) & (last[:, None] >= first)
-    document_all = (first[:, None] == last) & (last[:, None] == first)  # first <= last: all equal
+    document_all = (first[:, None] == last) & (last[:, None] == first)  # the same one document
     visible_any = in_window & causal_any & document_any
     visible_all = in_window & causal_all & document_all
     partial = visible_any & ~visible_all
@@ -478,7 +478,7 @@ def portable_mask(docs: Tensor, window_blocks: Tensor, span: int) -> Tensor:
 
 
 def with_previous_blocks(t: Tensor, span: int) -> Tensor:
-    """(1, T, H, D) -> (N, H, span * 128, D): each block after the span - 1 blocks before it."""
+    """(1, T, H, D) -> (N, H, span * 128, D): each block, behind the span - 1 blocks before it."""
     t = t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)  # (N, H, 128, D)
     shifted = []
     for back in reversed(range(span)):
@@ -492,7 +492,7 @@ def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: flo
     Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
-    # QK norm bounds the scores, so softmax can't overflow without subtracting the maximum
+    # QK norm bounds the scores, so exp can't overflow, although the maximum isn't subtracted
     queries = with_previous_blocks(q * scale, 1)  # only split into blocks: (N, H, 128, D)
     scores = queries @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()
@@ -700,8 +700,8 @@ def read_tokens(file, start, count, vocab_size):
 
 
 def global_batches(pattern, batch_size):
-    """Yields a file and the position of the first token for each batch of all processes. Shards are
-    read in sorted order. Trailing tokens that don't fill a batch are dropped. A relative pattern is first looked for
+    """For each batch of all processes together, yields its file and the position of its first token.
+    Shards are read in sorted order. Trailing tokens that don't fill a batch are dropped. A relative pattern is first looked for
     in the current folder, then next to this file."""
     files = sorted(glob.glob(pattern))
     if not files:
@@ -766,9 +766,9 @@ class Hyperparameters:
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
     val_tokens: int = setting(10_485_760, "validation tokens; compare losses only if this is the same")
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, on all processes together")
-    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; halve it on small GPUs")
+    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; on small GPUs, halved unless you set it")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, "largest micro-batch, in sequences")
+    sequences_per_pass: int = setting(1, "micro-batch size, in sequences; lowered to a divisor of what a process has")
     vocab_size: int = setting(50257, "number of token ids")
     eot_token: int = setting(50256, "token id that begins a document")
     # model
@@ -921,6 +921,8 @@ def parse_bool(text):
 
 
 def parse_layers(text):
+    if text == "none":
+        return ()
     return tuple(int(layer) for layer in text.split(",") if layer)
 
 
@@ -939,7 +941,7 @@ def make_parser():
     parser.register("type", bool, parse_bool)
     parser.register("type", tuple, parse_layers)
     add = parser.add_argument
-    add("--track", choices=TRACKS, help="default: fineweb on a GPU, mini on a CPU")
+    add("--track", choices=TRACKS, help="default: fineweb when training on a GPU, otherwise mini")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU, otherwise cpu")
     add("--log_dir", default="logs", help="folder for logs; default: logs")
     add("--num_runs", type=int, default=1, help="runs with seeds seed, seed + 1, ...; default: 1")
@@ -1071,13 +1073,12 @@ def uses_fp8(hp):
 
 
 def fitted(hp, mib, fp8):
-    """Halves train_seq_len until a step fits into `mib` MiB of GPU memory. The number of tokens per
-    step doesn't change.
+    """Halves train_seq_len until a step fits into `mib` MiB of GPU memory, but not below 12,288: then
+    validation needs more memory than training. The number of tokens per step doesn't change.
 
     With PyTorch 2.13's caching allocator, a step takes 3,144 MiB plus 0.538 MiB per token of
     train_seq_len with the FP8 head, and 3,209 plus 0.441 with a bf16 head. The formula leaves a
-    margin for other libraries. Below 12,288 tokens, validation needs more memory than training.
-    The numbers are those of the default model with one sequence per pass."""
+    margin for other libraries. The numbers are those of the default model, one sequence per pass."""
     per_token = 0.56 if fp8 else 0.46
     while 3700 + per_token * hp.train_seq_len > mib and hp.train_seq_len > 12288:
         hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)
@@ -1487,9 +1488,9 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/step000100.pt and keeps one other, with the most steps. There is no random state: training
-    draws no random numbers. All ranks must call this. Raises InputError if a weight or a
-    loss before isn't finite."""
+    """Rank 0 writes folder/stepNNNNNN.pt. Of the others there, it keeps the one with the most steps. There is no random state: training
+    draws no random numbers. All ranks must call this. Raises InputError if a weight, or
+    the loss of any step so far, isn't finite."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
     vote(first_bad(first_bad_step, step, weight_norm), book.world)
@@ -1538,6 +1539,8 @@ def read_checkpoint(where, checkpoint_dir):
         intact = zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code from the file
         uuid.UUID(state["run_id"])  # it becomes a file name
+    except PermissionError:
+        raise
     except Exception:  # corrupt files raise many exception types
         intact = False
     require(intact, f"--resume: {path} is damaged or not a checkpoint; try the one before it")

@@ -44,16 +44,16 @@ import signal
 import sys
 import time
 
-in_training = False  # True from the first step of a run to its end
+in_training = False  # True in the training loop
 stop_signal = 0      # the SIGTERM or SIGINT that came in training
 stop_time = 0.0
 
 
 def on_signal(number, frame):
-    """Between runs, exits at once. In a run, the ranks stop together after one of the next steps (see
-    vote_while_training) and save a checkpoint; a run that is nearly done is finished. Another signal
-    exits at once, unless it comes within a second of the first: torchrun and batch systems often
-    send several."""
+    """Outside the training loop, exits at once. In the loop, the ranks stop together after one of the
+    next steps (see vote_while_training) and save a checkpoint; if too few steps are left for that, the
+    run finishes first. Another signal exits at once, unless it comes within a second of the first:
+    torchrun and batch systems often send several."""
     global stop_signal, stop_time
     if not in_training:
         if os.environ.get("RANK", "0") == "0":
@@ -515,7 +515,7 @@ def flex_block_mask(docs: Tensor, window: Tensor) -> BlockMask:
     causal_any = distance >= 0
     causal_all = distance > 0
     document_any = (first[:, None] <= last) & (last[:, None] >= first)
-    document_all = (first[:, None] == last) & (last[:, None] == first)  # first <= last: all equal
+    document_all = (first[:, None] == last) & (last[:, None] == first)  # the same one document
     visible_any = window_any & causal_any & document_any
     visible_all = window_all & causal_all & document_all
     partial = visible_any & ~visible_all
@@ -552,7 +552,7 @@ def make_mask(docs: Tensor, window: Tensor, max_window: int) -> BlockMask | Tens
 
 
 def with_previous_blocks(t: Tensor, span: int) -> Tensor:
-    """(1, T, H, D) -> (N, H, span * 128, D): each block after the span - 1 blocks before it."""
+    """(1, T, H, D) -> (N, H, span * 128, D): each block, behind the span - 1 blocks before it."""
     t = t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)  # (N, H, 128, D)
     shifted = []
     for back in reversed(range(span)):
@@ -566,7 +566,7 @@ def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: flo
     Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
-    # QK norm bounds the scores, so softmax can't overflow without subtracting the maximum
+    # QK norm bounds the scores, so exp can't overflow, although the maximum isn't subtracted
     queries = with_previous_blocks(q * scale, 1)  # only split into blocks: (N, H, 128, D)
     scores = queries @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()
@@ -972,7 +972,7 @@ class Hyperparameters:
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
     num_sequences: int = setting(8, "sequences per step, on all processes together")
     seq_lens: tuple[int, ...] = setting((16384, 32768, 49152), "tokens per sequence, in thirds of the run")
-    sequences_per_pass: int = setting(1, "largest micro-batch, in sequences")
+    sequences_per_pass: int = setting(1, "micro-batch size, in sequences; lowered to a divisor of what a process has")
     max_document: int = setting(2048, "tokens after which a document is cut")
     skip_rest: bool = setting(True, "skip what a document has left when it is cut")
     vocab_size: int = setting(50257, "number of token ids")
@@ -1166,6 +1166,8 @@ def parse_bool(text):
 
 
 def parse_layers(text):
+    if text == "none":
+        return ()
     return tuple(int(layer) for layer in text.split(",") if layer)
 
 
@@ -1184,7 +1186,7 @@ def make_parser():
     parser.register("type", bool, parse_bool)
     parser.register("type", tuple, parse_layers)
     add = parser.add_argument
-    add("--track", choices=TRACKS, help="default: fineweb on a GPU, mini on a CPU")
+    add("--track", choices=TRACKS, help="default: fineweb when training on a GPU, otherwise mini")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU, otherwise cpu")
     add("--log_dir", default="logs", help="folder for logs; default: logs")
     add("--num_runs", type=int, default=1, help="runs with seeds seed, seed + 1, ...; default: 1")
@@ -1739,10 +1741,10 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/step000100.pt and keeps one other, with the most steps. There is no random state: training
+    """Rank 0 writes folder/stepNNNNNN.pt. Of the others there, it keeps the one with the most steps. There is no random state: training
     draws no random numbers. All ranks must call this, after an even number of steps: then no gradients
-    wait for Adam. Raises InputError if a weight or a
-    loss before isn't finite."""
+    wait for Adam. Raises InputError if a weight, or
+    the loss of any step so far, isn't finite."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
     vote(first_bad(first_bad_step, step, weight_norm), book.world)
@@ -1791,6 +1793,8 @@ def read_checkpoint(where, checkpoint_dir):
         intact = zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code from the file
         uuid.UUID(state["run_id"])  # it becomes a file name
+    except PermissionError:
+        raise
     except Exception:  # corrupt files raise many exception types
         intact = False
     require(intact, f"--resume: {path} is damaged or not a checkpoint; try the one before it")

@@ -716,6 +716,28 @@ def test_resume_force_is_recorded(name, value, key, shards, whole, stopped):
     assert not same(weights(stopped)[key], weights(whole)[key])
 
 
+def test_resume_force_can_turn_normuon_on(shards, tmp_path):
+    """Its mean squares aren't in the checkpoint, so they begin at zero."""
+    go = tmp_path / "console go"
+    job = Job(options(shards, muon_beta2=0.0), tmp_path, hook=partial(pause, 4, go))
+    signal_in_step(job, 4, go, signal.SIGTERM)
+    assert job.wait() == [128 + signal.SIGTERM]
+    resume(shards, tmp_path, "--resume_force", muon_beta2=0.9).succeeds()
+    assert re.search(r"^resume: .*muon_beta2: 0.0 in the checkpoint, 0.9 now", read_log(tmp_path), re.M)
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    path = tmp_path / "step000003.pt"
+    path.write_bytes(b"")
+
+    def refuse(file):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(train_gpt.zipfile, "ZipFile", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        train_gpt.read_checkpoint(path, tmp_path)
+
+
 def test_resume_force_with_another_model_is_one_line(shards, stopped):
     before = contents(stopped / "checkpoints")
     job = resume(shards, stopped, "--resume_force", model_dim=64, head_dim=32)

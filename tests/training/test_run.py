@@ -626,6 +626,9 @@ def test_every_field_is_an_option():
         attn_free_layers=(1, 2),
         train_files="x_*.bin",
     )
+    # what --help shows for no layers
+    _, hp = train_gpt.parse_arguments(["--track", "fineweb", "--attn_free_layers", "none"])
+    assert hp == replace(TRACKS["fineweb"], attn_free_layers=())
     assert train_gpt.parse_arguments(["--track", "mini"])[1] == TRACKS["mini"]
     if not torch.cuda.is_available():
         assert train_gpt.parse_arguments([])[1] == TRACKS["mini"]
