@@ -12,7 +12,7 @@ The recipe is modded-nanogpt's of May 2025 (https://github.com/KellerJordan/modd
   output projections, U-net skips, value embeddings, learned mixing of the residual with the embedding
 - sliding-window attention within documents, with a window that grows during training
 - soft-capped logits, computed in FP8 on GPUs that support it
-- a step is a fixed set of sequences, split among the processes; their number doesn't change the model
+- a step is a fixed set of sequences, split among the processes; more processes train the same model
 
 Importing this file trains nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
 H heads, D channels per head, and C = model_dim.
@@ -269,8 +269,8 @@ class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz, for the weight matrices of the blocks.
 
     A parameter (..., rows, cols) is a stack of matrices; each is orthogonalized by itself.
-    With several processes, each one keeps the momentum of its share of the parameters and computes
-    their updates in bf16. The updates are then gathered, while the next ones are computed.
+    Updates are rounded to bf16. With several processes, each one keeps the momentum of its share of
+    the parameters and computes their updates. The updates are then gathered, while the next ones are computed.
     Gradients must be equal on all ranks. With beta2 > 0 this is NorMuon
     (https://arxiv.org/abs/2510.05491): all channels of an update get about the same size."""
 
@@ -766,7 +766,7 @@ class Hyperparameters:
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
     val_tokens: int = setting(10_485_760, "validation tokens; compare losses only if this is the same")
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, on all processes together")
-    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; on small GPUs, halved unless you set it")
+    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; on fineweb, halved on small GPUs unless set")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
     sequences_per_pass: int = setting(1, "micro-batch size, in sequences; lowered to a divisor of what a process has")
     vocab_size: int = setting(50257, "number of token ids")
@@ -799,7 +799,7 @@ class Hyperparameters:
     muon_beta2: float = setting(0.0, "decay of NorMuon's mean squares; 0 for plain Muon")
     # the run
     seed: int = setting(0, "seed of the initial weights")
-    warmup_steps: int = setting(10, "untimed steps that trigger compilation; their effect on the weights is undone")
+    warmup_steps: int = setting(10, "untimed steps before the clock starts; their effect on the weights is undone")
     val_loss_every: int = setting(125, "steps between validations; 0 to validate only at the end")
     target_val_loss: float = setting(3.28, "validation loss to reach")
     save_checkpoint: bool = setting(False, "save the final model and the optimizers' state")
@@ -1073,10 +1073,10 @@ def uses_fp8(hp):
 
 
 def fitted(hp, mib, fp8):
-    """Halves train_seq_len until a step fits into `mib` MiB of GPU memory, but not below 12,288: then
-    validation needs more memory than training. The number of tokens per step doesn't change.
+    """Halves train_seq_len until a step fits into `mib` MiB of GPU memory, but not below 12,288:
+    validation would need more memory anyway. The number of tokens per step doesn't change.
 
-    With PyTorch 2.13's caching allocator, a step takes 3,144 MiB plus 0.538 MiB per token of
+    On a simulated GPU with PyTorch 2.13's allocator (records/HARDWARE.md), a step takes 3,144 MiB plus 0.538 MiB per token of
     train_seq_len with the FP8 head, and 3,209 plus 0.441 with a bf16 head. The formula leaves a
     margin for other libraries. The numbers are those of the default model, one sequence per pass."""
     per_token = 0.56 if fp8 else 0.46
@@ -1176,7 +1176,7 @@ def log_header(hp, world, compiler=""):
 
 
 def build_model(hp, world):
-    torch.manual_seed(hp.seed)  # for parameters that init_weights leaves as they are created
+    torch.manual_seed(hp.seed)  # for new vectors with random values: init_weights only sets matrices
     use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
     model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
     if world.size > 1:
@@ -1400,7 +1400,7 @@ def warm_up(model, optimizers, buckets, hp, world):
     targets = tokens[: hp.val_seq_len]
     if hp.warmup_steps:
         evaluate(model, [(targets.int(), targets)], window_blocks, hp, world)
-    with torch.no_grad():  # this also undoes compile_model's random weights, and takes the run's seed
+    with torch.no_grad():  # also undoes compile_model's random weights; hp has the seed of this run
         for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
             p.copy_(initial)
     for optimizer in optimizers:
@@ -1412,7 +1412,7 @@ def warm_up(model, optimizers, buckets, hp, world):
 
 
 class GradientBuckets:
-    """Sums gradients over the processes, in buckets of one dtype and about 25 MB.
+    """Sums gradients over the processes, in buckets of one dtype: up to 25 MB, or one larger gradient.
 
     Backward produces gradients in the reverse order of the forward pass. In a step's last micro-step,
     a bucket whose gradients are all there starts an asynchronous all-reduce. Uncompiled, this
@@ -1548,7 +1548,8 @@ def read_checkpoint(where, checkpoint_dir):
 
 
 def find_checkpoint(args, hp):
-    """Returns the checkpoint of --resume. Raises InputError if its source or settings differ."""
+    """Returns the checkpoint of --resume. Without --resume_force, raises InputError if its source or
+    settings differ."""
     state = read_checkpoint(args.resume, args.checkpoint_dir)
     may_differ = ["save_checkpoint"]
     if args.fit_memory:
@@ -1561,7 +1562,7 @@ def find_checkpoint(args, hp):
     if state["source"] != SOURCE:
         differences.append("source: not the same")
     last_step, step = hp.num_iterations, state["step"]
-    require(step <= last_step, f"--resume: it is at step {step}, after --num_iterations {last_step}")
+    require(step <= last_step, f"--resume: the checkpoint is at step {step}, after --num_iterations {last_step}")
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)
@@ -1697,7 +1698,7 @@ def finish_vote(votes, copied):
 
 
 def vote(first_bad_step, world):
-    """Votes while the clock is stopped: the host waits for the GPU and for the other ranks."""
+    """Votes, and waits for the GPU and for the other ranks."""
     return finish_vote(*start_vote(first_bad_step, world))
 
 

@@ -1392,7 +1392,7 @@ def log_header(hp, world, compiler=""):
 
 
 def build_model(hp, world):
-    torch.manual_seed(hp.seed)  # for parameters that init_weights leaves as they are created
+    torch.manual_seed(hp.seed)  # for new vectors with random values: init_weights only sets matrices
     use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
     model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
     if world.size > 1:
@@ -1679,7 +1679,7 @@ def warm_up(model, optimizers, hp, world):
     targets = torch.randint(hp.vocab_size, (hp.val_seq_len,), device=world.device, generator=rng)
     if hp.warmup_steps:
         evaluate(model, [(targets.int(), targets)], window_blocks, hp, world)
-    with torch.no_grad():  # this also undoes compile_model's random weights, and takes the run's seed
+    with torch.no_grad():  # also undoes compile_model's random weights; hp has the seed of this run
         for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
             p.copy_(initial)
     for optimizer in optimizers:
@@ -1802,7 +1802,8 @@ def read_checkpoint(where, checkpoint_dir):
 
 
 def find_checkpoint(args, hp):
-    """Returns the checkpoint of --resume. Raises InputError if its source or settings differ."""
+    """Returns the checkpoint of --resume. Without --resume_force, raises InputError if its source or
+    settings differ."""
     state = read_checkpoint(args.resume, args.checkpoint_dir)
     differences = []
     for name, value in dataclasses.asdict(hp).items():
@@ -1812,7 +1813,7 @@ def find_checkpoint(args, hp):
     if state["source"] != SOURCE:
         differences.append("source: not the same")
     last_step, step = hp.num_iterations, state["step"]
-    require(step <= last_step, f"--resume: it is at step {step}, after --num_iterations {last_step}")
+    require(step <= last_step, f"--resume: the checkpoint is at step {step}, after --num_iterations {last_step}")
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)
@@ -1963,7 +1964,7 @@ def finish_vote(votes, copied):
 
 
 def vote(first_bad_step, world):
-    """Votes while the clock is stopped: the host waits for the GPU and for the other ranks."""
+    """Votes, and waits for the GPU and for the other ranks."""
     return finish_vote(*start_vote(first_bad_step, world))
 
 

@@ -800,3 +800,11 @@ def test_mini_meets_its_target(shakespeare, tmp_path):
     assert losses[0] == pytest.approx(math.log(384), abs=2e-4)
     assert losses[hp.num_iterations] < hp.target_val_loss + 0.005, losses
     assert len(losses) == 12  # a record needs at least eight after step 0
+
+
+def test_the_command_for_two_machines_passes_the_checks():
+    """tools/README.md had one whose validation sequences 16 processes couldn't share."""
+    page = (ROOT / "tools" / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"^torchrun --nnodes=2 --nproc_per_node=8 .*train_gpt.py (.*)$", page, re.M)
+    _, hp = train_gpt.parse_arguments(["--track", "fineweb", "--device", "cpu", *command[1].split()])
+    train_gpt.check_hyperparameters(hp, 16)
