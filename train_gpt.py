@@ -488,7 +488,7 @@ def with_previous_blocks(t: Tensor, span: int) -> Tensor:
 
 
 def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention block by block for devices where FlexAttention has no backward, at O(T * span) cost.
+    """Attention block by block, for devices where FlexAttention has no backward. It costs O(T * span).
     Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
@@ -766,9 +766,9 @@ class Hyperparameters:
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
     val_tokens: int = setting(10_485_760, "validation tokens; compare losses only if this is the same")
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, on all processes together")
-    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; on fineweb, halved on small GPUs unless set")
+    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; halved on small GPUs unless set")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, "micro-batch size, in sequences; lowered to a divisor of what a process has")
+    sequences_per_pass: int = setting(1, "micro-batch size in sequences, lowered to a divisor")
     vocab_size: int = setting(50257, "number of token ids")
     eot_token: int = setting(50256, "token id that begins a document")
     # model
@@ -776,9 +776,9 @@ class Hyperparameters:
     num_heads: int = setting(6, "attention heads per block")
     head_dim: int = setting(128, "channels per head")
     model_dim: int = setting(768, "channels of the residual stream")
-    num_value_embeds: int = setting(3, "number of value embedding tables, N: the first N and the last N layers use them")
-    attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, counted from 0, like 1,7")
-    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, counted from 0, like 1,7")
+    num_value_embeds: int = setting(3, "value embedding tables, for as many first and last layers")
+    attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, like 0,7")
+    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, like 0,7")
     max_window: int = setting(1728, "attention window at the end of training, in tokens")
     fp8: bool = setting(True, "compute the head in FP8 on GPUs that support it")
     # optimization
@@ -799,7 +799,7 @@ class Hyperparameters:
     muon_beta2: float = setting(0.0, "decay of NorMuon's mean squares; 0 for plain Muon")
     # the run
     seed: int = setting(0, "seed of the initial weights")
-    warmup_steps: int = setting(10, "untimed steps before the clock starts; their effect on the weights is undone")
+    warmup_steps: int = setting(10, "steps before the clock starts; their effect is undone")
     val_loss_every: int = setting(125, "steps between validations; 0 to validate only at the end")
     target_val_loss: float = setting(3.28, "validation loss to reach")
     save_checkpoint: bool = setting(False, "save the final model and the optimizers' state")
@@ -1049,8 +1049,8 @@ def check_gpus():
     build = f"PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"
     require(
         torch.cuda.is_available(),
-        f"--device cuda: {build} can't use a GPU of this machine; check the driver with nvidia-smi, install a build "
-        "for it (https://pytorch.org/get-started/locally), or use --device cpu",
+        f"--device cuda: {build} can't use a GPU of this machine; check the driver with nvidia-smi, "
+        "install a build for it (https://pytorch.org/get-started/locally), or use --device cpu",
     )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
@@ -1196,7 +1196,8 @@ def build_optimizers(model, hp):
     for name, p in model.named_parameters():
         groups = grouped.count(id(p))
         if groups != 1:
-            raise ValueError(f"{name} is in {groups} optimizer groups; build_optimizers must put it in exactly one")
+            problem = f"{name} is in {groups} optimizer groups"
+            raise ValueError(f"{problem}; build_optimizers must put it in exactly one")
     adam = torch.optim.Adam(
         [
             dict(params=head, lr=hp.head_lr),
@@ -1488,9 +1489,9 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/stepNNNNNN.pt. Of the others there, it keeps the one with the most steps. There is no random state: training
-    draws no random numbers. All ranks must call this. Raises InputError if a weight, or
-    the loss of any step so far, isn't finite."""
+    """Rank 0 writes folder/stepNNNNNN.pt. Of the others, it keeps the one with the most steps.
+    All ranks must call this. Raises InputError if a weight isn't finite, or the loss of any step so
+    far. There is no random state, because training draws no random numbers."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
     vote(first_bad(first_bad_step, step, weight_norm), book.world)
@@ -1562,7 +1563,8 @@ def find_checkpoint(args, hp):
     if state["source"] != SOURCE:
         differences.append("source: not the same")
     last_step, step = hp.num_iterations, state["step"]
-    require(step <= last_step, f"--resume: the checkpoint is at step {step}, after --num_iterations {last_step}")
+    too_late = f"--resume: the checkpoint is at step {step}, after --num_iterations {last_step}"
+    require(step <= last_step, too_late)
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)

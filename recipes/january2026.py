@@ -562,7 +562,7 @@ def with_previous_blocks(t: Tensor, span: int) -> Tensor:
 
 
 def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention block by block for devices where FlexAttention has no backward, at O(T * span) cost.
+    """Attention block by block, for devices where FlexAttention has no backward. It costs O(T * span).
     Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
@@ -972,7 +972,7 @@ class Hyperparameters:
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
     num_sequences: int = setting(8, "sequences per step, on all processes together")
     seq_lens: tuple[int, ...] = setting((16384, 32768, 49152), "tokens per sequence, in thirds of the run")
-    sequences_per_pass: int = setting(1, "micro-batch size, in sequences; lowered to a divisor of what a process has")
+    sequences_per_pass: int = setting(1, "micro-batch size in sequences, lowered to a divisor")
     max_document: int = setting(2048, "tokens after which a document is cut")
     skip_rest: bool = setting(True, "skip what a document has left when it is cut")
     vocab_size: int = setting(50257, "number of token ids")
@@ -981,7 +981,7 @@ class Hyperparameters:
     num_layers: int = setting(11, "number of layers")
     num_heads: int = setting(6, "attention heads per layer")
     model_dim: int = setting(768, "channels of the residual stream")
-    attn_free_layers: tuple[int, ...] = setting((6,), "layers without attention, counted from 0, like 1,7")
+    attn_free_layers: tuple[int, ...] = setting((6,), "layers without attention, like 0,7")
     long_window_layers: tuple[int, ...] = setting((3, 10), "layers with the long window and key offset")
     paired_layers: tuple[int, ...] = setting((0, 2, 5, 9), "layers with paired heads")
     value_layers: tuple[int, ...] = setting((0, 1, 8, 9, 10), "layers with value embeddings")
@@ -1292,8 +1292,8 @@ def check_gpus():
     build = f"PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"
     require(
         torch.cuda.is_available(),
-        f"--device cuda: {build} can't use a GPU of this machine; check the driver with nvidia-smi, install a build "
-        "for it (https://pytorch.org/get-started/locally), or use --device cpu",
+        f"--device cuda: {build} can't use a GPU of this machine; check the driver with nvidia-smi, "
+        "install a build for it (https://pytorch.org/get-started/locally), or use --device cpu",
     )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
@@ -1741,10 +1741,10 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/stepNNNNNN.pt. Of the others there, it keeps the one with the most steps. There is no random state: training
-    draws no random numbers. All ranks must call this, after an even number of steps: then no gradients
-    wait for Adam. Raises InputError if a weight, or
-    the loss of any step so far, isn't finite."""
+    """Rank 0 writes folder/stepNNNNNN.pt. Of the others, it keeps the one with the most steps.
+    All ranks must call this. Raises InputError if a weight isn't finite, or the loss of any step so
+    far. There is no random state, because training draws no random numbers.
+    The number of steps must be even: then no gradients wait for Adam."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
     vote(first_bad(first_bad_step, step, weight_norm), book.world)
@@ -1813,7 +1813,8 @@ def find_checkpoint(args, hp):
     if state["source"] != SOURCE:
         differences.append("source: not the same")
     last_step, step = hp.num_iterations, state["step"]
-    require(step <= last_step, f"--resume: the checkpoint is at step {step}, after --num_iterations {last_step}")
+    too_late = f"--resume: the checkpoint is at step {step}, after --num_iterations {last_step}"
+    require(step <= last_step, too_late)
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)
