@@ -203,8 +203,8 @@ def figure_there(idea: dict, effect: dict) -> str:
     """Whether the interval holds the speedrun's own figure."""
     if "field_steps" not in idea:
         return "not comparable"
-    low, high = effect["steps_interval"]
-    inside = 100 * low <= idea["field_steps"] <= 100 * high
+    low, high = (round(100 * bound, 1) for bound in effect["steps_interval"])  # as they are shown
+    inside = low <= idea["field_steps"] <= high
     return "inside" if inside else "excluded"
 
 
@@ -251,8 +251,8 @@ def screens_explained(until: float) -> list[str]:
         "",
         "- **loss**: with the idea minus without it.",
         "- **steps**: how many more (+) or fewer (-) steps it takes to reach the same loss.",
-        f"- **verdict**: *helps* or *hurts* if the interval excludes zero; *not worth it* if it excludes a gain of {goal(until)}; "
-        "otherwise *undecided*.",
+        "- **verdict**: *helps* or *hurts* if the loss clearly differs (the interval of the steps is a bit wider, because the",
+        f"  slope has an error, too); *not worth it* if a gain of {goal(until)} of the steps is ruled out; otherwise *undecided*.",
         "- **record: gain there**: the record of the NanoGPT speedrun that introduced the idea, and what it gained there.",
         "  Percentages with *about* are our estimates: the steps gained, divided by the steps of a record near it.",
         "- **its figure**: whether the speedrun's figure is *inside* the interval or *excluded*. *Not comparable*: it was",
