@@ -61,6 +61,12 @@ def sides(factor: Factor) -> str:
     return f"{side(factor.low)}, {side(factor.high)}"
 
 
+def label(factor: Factor) -> str:
+    if factor.is_switch:
+        return factor.name
+    return f"{factor.name} ({sides(factor)})"
+
+
 def table(result: Result) -> list[str]:
     rows = [("factor", "low, high", "loss", "steps", "interval", "verdict")]
     for index in result.by_size():
@@ -189,6 +195,7 @@ def plot_result(name: str, result: Result, path: Path) -> None:
     figure, ax = plt.subplots(figsize=(8, 1.4 + 0.35 * len(result.factors)))
     known = result.slope is not None
     order = result.by_size()
+    low_side, high_side = ("off", "on") if all(f.is_switch for f in result.factors) else ("low", "high")
     for row, index in enumerate(order):
         contrast = result.fit.factors[index]
         center = 100 * contrast.steps if known else contrast.difference
@@ -200,8 +207,8 @@ def plot_result(name: str, result: Result, path: Path) -> None:
             if known:
                 low, high = (100 * bound for bound in contrast.steps_interval)
             ax.plot([low, high], [row, row], color=color, linewidth=2)
-    labels = [f"{result.factors[i].name} ({sides(result.factors[i])})" for i in order]
-    ax.set_yticks(range(len(order)), [short(label, 40) for label in labels])
+    labels = [label(result.factors[i]) for i in order]
+    ax.set_yticks(range(len(order)), [short(words, 40) for words in labels])
     ax.set_ylim(len(order) - 0.5, -0.5)
     ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
     if known:
@@ -209,9 +216,10 @@ def plot_result(name: str, result: Result, path: Path) -> None:
         ax.axvspan(-worth, worth, color="0.9", zorder=0, label=f"less than {goal(result.until)}")
         ax.legend(fontsize=9)
         ax.set_xlabel(
-            "steps to the same loss, high against low, %, with 99% intervals\n(left: high is better)"
+            f"steps to the same loss, {high_side} against {low_side}, %, with 99% intervals\n"
+            f"(left: {high_side} is better)"
         )
     else:
-        ax.set_xlabel("loss, high minus low")
+        ax.set_xlabel(f"loss, {high_side} minus {low_side}")
     ax.set_title(f"{name}, {plural(len(result.blocks), 'block')}", fontsize=10)
     save_figure(figure, path)
