@@ -183,7 +183,7 @@ full_disk = cache_on("size=100k", "disk is full")
 def stopped(done, code) -> Outcome:
     progress = ("logs/", "compiling")
     lines = [line for line in done.output.splitlines() if not line.startswith(progress)]
-    ok = done.code == code and len(lines) == 1 and "stopped before the first step" in lines[0]
+    ok = done.code == code and len(lines) == 1 and "there is nothing to save" in lines[0]
     return Outcome(ok, f"{len(lines)} lines, exit {done.code}", done.last_line)
 
 

@@ -1084,7 +1084,7 @@ def test_shard_spoiled_for_one_rank(tmp_path):
     codes = job.wait()
     assert all(codes), codes
     errors = [line for line in job.err.splitlines() if line.startswith("error: ")]
-    (error,) = [line for line in errors if "lost another process" not in line]
+    (error,) = [line for line in errors if "lost contact with another process" not in line]
     assert str(spoiled) in error
     assert "vocabulary" in error
     assert "Traceback" not in job.err
