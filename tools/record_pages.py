@@ -20,7 +20,17 @@ import matplotlib.pyplot as plt
 from log_parsing import Log, LogError, read_logs, write_file
 from machine import readable
 from plot import COLORS, plot_curves, save_figure
-from verify import COLUMNS, P_VALUE, Summary, judge, p_text, summarize, summary_lines, table_rows
+from verify import (
+    COLUMNS,
+    P_VALUE,
+    Summary,
+    Verdict,
+    judge,
+    p_text,
+    summarize,
+    summary_lines,
+    table_rows,
+)
 
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\w+)")
@@ -128,15 +138,25 @@ def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
     if prior and record.same_ml:
         verify += " --same-ml"
     log = record.logs[0]
-    replay = f"python tools/replay.py {folder}/{readable(log.path.name)} -o train_gpt.py"
-    run = "python train_gpt.py"
+    replay = f"python tools/replay.py {folder}/{readable(log.path.name)} -o old.py"
+    run = "python old.py"
     gpus = re.match(r"(\d+)x ", log.hardware)
     if gpus and gpus[1] != "1":
-        run = f"torchrun --standalone --nproc_per_node={gpus[1]} train_gpt.py"
+        run = f"torchrun --standalone --nproc_per_node={gpus[1]} old.py"
     for name in ("track", "seed"):
         if name in log.hyperparameters:
             run += f" --{name} {log.hyperparameters[name]}"
     return [verify, replay, run]
+
+
+def result_lines(verdict: Verdict) -> list[str]:
+    """The statistics as a list. Its names are longer than those in verify.py's column."""
+    lines = []
+    for name, value in summary_lines(verdict):
+        if name == "prior":
+            name = "previous record"
+        lines.append(f"- {name}: {value}")
+    return lines
 
 
 def record_readme(record: Record, prior: Record | None) -> str:
@@ -160,7 +180,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
             "",
             "## Result",
             "",
-            *(f"- {what}: {value}" for what, value in summary_lines(verdict)),
+            *result_lines(verdict),
             "",
             "![validation loss](curves.png)",
             "",
@@ -168,13 +188,13 @@ def record_readme(record: Record, prior: Record | None) -> str:
             "",
             *machines,
             "",
-            "## Check and repeat it",
+            "## Verify and reproduce",
             "",
             "```",
             *commands_to_repeat(record, prior),
             "```",
             "",
-            "Each log contains all hyperparameters of its run.",
+            "`replay.py` extracts the source of the run from its log. The log also has all hyperparameters.",
             "",
         ]
     )
@@ -231,19 +251,18 @@ def read_history(root: Path) -> list[dict[str, str]]:
 
 
 def history_section(root: Path) -> list[str]:
-    """The lines about the records of the competition. Raises LogError."""
+    """The lines about the records of the NanoGPT speedrun. Raises LogError."""
     columns = ("record", "minutes", "technique", "date")
     rows = [tuple(row[name] for name in columns) for row in read_history(root)]
     return [
         "## Records of the NanoGPT speedrun (8x NVIDIA H100)",
         "",
-        "These are the records of the public competition: train on FineWeb to a validation loss of",
-        "3.28. Their authors reported them to",
-        "[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which credits each of them.",
-        "They are **not** ours, and nothing in this repository has reproduced them. Record 21 is",
-        "listed three times: as it was set, with the new timing rules, and with a later PyTorch.",
-        "The last two are slower, so the curve rises there. [record_history.csv](record_history.csv) is",
-        "the same table as a file.",
+        "In the NanoGPT speedrun, people compete to train a 124M-parameter GPT on FineWeb to a validation",
+        "loss of 3.28. Its home is [modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which",
+        "credits the author of each record. These records are **not** ours, and we have reproduced none of",
+        "them. Record 21 is listed three times: as it was set, with the new timing rules, and with a later",
+        "PyTorch. The last two are slower, so the curve rises there.",
+        "[record_history.csv](record_history.csv) has the same table.",
         "",
         "![record time by date](history.png)",
         "",
@@ -262,22 +281,22 @@ def readme(root: Path) -> str:
         "",
         "| command | what it does |",
         "| --- | --- |",
-        "| `python tools/verify.py LOG...` | checks whether a record meets the rules, with its statistics |",
+        "| `python tools/verify.py LOG...` | checks whether runs make a valid record, and prints their statistics |",
         "| `python tools/replay.py LOG` | extracts the source of a run from its log |",
         "| `python tools/plot.py LOG... -o curves.png` | draws loss curves |",
-        "| `python tools/submit.py --track T --name NAME LOG...` | files a record and updates "
+        "| `python tools/submit.py --track TRACK --name NAME LOG...` | files a record and updates "
         "this page |",
         "",
         "[tools/README.md](../tools/README.md#rules-of-a-record) lists the rules.",
         "",
         "| page | what it is about |",
         "| --- | --- |",
-        "| [mini/IDEAS.md](mini/IDEAS.md) | what the NanoGPT speedrun's ideas are worth on `mini` |",
-        "| [mini/screens/](mini/screens/README.md) | many settings or ideas of `mini`, measured together |",
+        "| [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are worth on `mini` |",
+        "| [mini/screens/](mini/screens/README.md) | screens, which measure many settings or ideas of `mini` together |",
         "| [mini/NOTES.md](mini/NOTES.md) | how `mini` was chosen and tuned |",
-        "| [HARDWARE.md](HARDWARE.md) | on which hardware the code runs |",
-        "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what was checked for H100 and H200 without one |",
-        "| [baseline/](baseline/) | logs of the baseline |",
+        "| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |",
+        "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we checked for H100 and H200 without having one |",
+        "| [baseline/](baseline/) | logs of the [baseline](../baseline/README.md), a small GPT-2 trained with AdamW |",
         "",
     ]
     tracks = read_records(root)
@@ -286,7 +305,7 @@ def readme(root: Path) -> str:
     if not tracks:
         lines += ["There is no record yet.", ""]
     if "fineweb" not in tracks:
-        lines += ["There is no record of `fineweb`, because we have no GPU.", ""]
+        lines += ["There is no record on `fineweb`, because we have no GPU.", ""]
     lines += history_section(root)
     return "\n".join(lines)
 
@@ -350,7 +369,7 @@ NAMED_IN_PLOT = {
 
 
 def plot_history(history: list[dict[str, str]], path: Path) -> None:
-    """Plots the times of the competition's records by date."""
+    """Plots the times of the NanoGPT speedrun's records by date."""
     figure, axes = plt.subplots()
     dates = [day(row["date"]) for row in history]
     minutes = [float(row["minutes"]) for row in history]

@@ -361,7 +361,7 @@ def test_several_sources_in_one_log(tmp_path, way, files, ending):
     done = run("replay.py", path)
     assert done.returncode == 0
     assert done.stdout == script.encode()
-    more = {1: "1 more source (4 lines)", 2: "2 more sources (4 and 1 lines)"}
+    more = {1: "1 other source file (4 lines)", 2: "2 other source files (4 and 1 lines)"}
     assert more[files] in done.stderr.decode()
     assert len(done.stderr.splitlines()) == 1
     assert run("replay.py", tmp_path / "b.txt").stderr == b""
@@ -1372,7 +1372,7 @@ def test_other_hardware_starts_its_own_line(tmp_path, root):
     assert "**200.55**" in page
     assert "8x NVIDIA H100 80GB HBM3" in page
     text = (root / "tiny/2026-01-05_OnGpus/README.md").read_text()
-    assert "torchrun --standalone --nproc_per_node=8 train_gpt.py --track tiny" in text
+    assert "torchrun --standalone --nproc_per_node=8 old.py --track tiny" in text
 
 
 def test_a_damaged_record_is_one_line(tmp_path, root):
