@@ -2,13 +2,13 @@
 Writes records/mini/IDEAS.md: what the parts of the recipe, and later ideas, do on the mini track.
 
     python tools/idea_pages.py                      writes the page from records/mini/ideas/
-    python tools/idea_pages.py --measure NAME...    compares these ideas with the recipe first, and
-                                                    keeps the results; options that it doesn't know
-                                                    go to compare.py (--until 1%)
-    python tools/idea_pages.py --keep FILE...       keeps the results in FILE first, which
+    python tools/idea_pages.py --measure NAME...    first compares these ideas with the recipe and
+                                                    keeps the results; all other options go to
+                                                    compare.py (--until 1%)
+    python tools/idea_pages.py --keep FILE...       first keeps the results in FILE, which
                                                     `./run.sh compare --json FILE` wrote
     python tools/idea_pages.py --size wide --measure NAME...
-                                                    compares at another size of the model
+                                                    compares with a larger model
 
 An idea has a folder records/mini/ideas/NAME/ with these files:
 
@@ -17,22 +17,23 @@ An idea has a folder records/mini/ideas/NAME/ with these files:
     result.json    written by --measure and --keep; with --size, the file is SIZE.json
 
 Ideas that a screen has measured (records/mini/screens/*/result.json, written by `./run.sh screen FILE
---json`) are in a table of their own, with the screen's figures instead of those in result.json.
+--json`) are in a separate table, with the screen's numbers instead of those in result.json.
 
 Fields of idea.json:
 
     part, change   the part of the recipe, and what replaces it
     does, where    what the part does, and in which section of train_gpt.py
     records, field records of the NanoGPT speedrun that introduced it, and its effect there
-    field_steps    the same effect in percent of the steps, negative for fewer steps; without it, the
-                   figure can't be compared (for example, if it was measured with other ideas)
+    field_steps    the same effect in percent of the steps, negative for fewer steps; missing if it
+                   can't be compared (for example, because it was measured with other ideas)
     patch          NAME of another idea whose patch this one uses
     options        options of train_gpt.py
     rank           place in the tables
     adds           true if the idea adds a part instead of removing one
     saves          true if the part saves time at the cost of loss; its time is judged, not its loss
-    later          true for ideas from after May 2025, which have their own table
-    muon           true for later ideas about Muon, which have another table
+    ours           true for a variation of ours, which no record of the speedrun made
+    later          true for ideas from after May 2025, which are in a separate table
+    muon           true for later ideas about Muon, which are in another table
     entered        the hyperparameter that the idea has become
     current        false if the patch need not apply to today's train_gpt.py
 
@@ -42,9 +43,11 @@ Exit status: 0 written, 1 a run failed, 2 bad input.
 """
 
 import argparse
+import itertools
 import json
 import shlex
 import tempfile
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +70,15 @@ SIZES = {
         ["--model_dim", "256", "--num_heads", "4", "--num_iterations", "340"],
     ),
 }
+# How the tables of the page differ
+TWO_KINDS = [
+    "The page has two kinds of tables, and their figures differ:",
+    "",
+    "- A [screen](screens/README.md) measures many ideas together. It uses a recipe with NorMuon.",
+    "- The other tables compare one change at a time with the recipe before NorMuon (490 steps).",
+    "  An idea that a screen has measured has no row there.",
+    "",
+]
 # Not kept of a comparison, because it depends on the other ideas in the same comparison
 NOT_KEPT = ("name", "words", "verdict")
 
@@ -200,7 +212,7 @@ def read_screens(folder: Path) -> dict[str, dict]:
 
 
 def figure_there(idea: dict, effect: dict) -> str:
-    """Whether the interval holds the speedrun's own figure."""
+    """Whether the interval contains the speedrun's own figure."""
     if "field_steps" not in idea:
         return "not comparable"
     low, high = (round(100 * bound, 1) for bound in effect["steps_interval"])  # as they are shown
@@ -209,7 +221,10 @@ def figure_there(idea: dict, effect: dict) -> str:
 
 
 def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
-    """The lines about a screen. Raises LogError."""
+    """The lines about a screen. Raises LogError.
+
+    Its verdict "undecided" is "unclear" here, as in the other tables.
+    """
     rows = []
     effects = screen["effects"]
     for idea_name in sorted(effects, key=lambda n: effects[n]["difference"]):
@@ -223,17 +238,28 @@ def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]
             f"{effect['difference']:+.4f}",
             percent(effect["steps"]),
             percent_interval(effect["steps_interval"]),
-            effect["verdict"],
+            effect["verdict"].replace("undecided", "unclear"),
             f"{idea['records']}: {idea['field']}",
             figure_there(idea, effect),
         )
         rows.append(row)
-    header = ("idea", "change", "loss", "steps", "99% interval", "verdict", "record: gain there", "its figure")
-    runs = f"{32 * len(screen['seeds'])} runs of 32 combinations, seeds {', '.join(map(str, screen['seeds']))}"
+    header = (
+        "idea",
+        "change",
+        "loss",
+        "steps",
+        "99% interval",
+        "verdict",
+        "record and gain in the speedrun",
+        "the speedrun's gain is",
+    )
+    seeds = " and ".join(map(str, screen["seeds"]))
     return [
         f"## Measured together: {name}",
         "",
-        f"{runs}, {screen['dtype']}, PyTorch {screen['torch']}, {'; '.join(screen['machines'])}.",
+        f"{len(effects)} ideas, each off or on, in 32 combinations with seeds {seeds}:",
+        f"{32 * len(screen['seeds'])} runs on {'; '.join(screen['machines'])}, {screen['dtype']}, "
+        f"PyTorch {screen['torch']}.",
         f"A run's standard deviation is {screen['sd']:.4f}.",
         "",
         *markdown_table(header, rows, right=header[2:5]),
@@ -246,17 +272,21 @@ def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]
 def screens_explained(until: float) -> list[str]:
     """The lines that explain the columns of the screens' tables."""
     return [
-        "An effect is the mean over all combinations of the other ideas. Only losses were compared, not the time of a",
-        "step. The intervals have 99% confidence for all ideas of a screen together.",
+        "An effect is the mean over all combinations of the other factors. A screen compares losses",
+        "only, not the time of a step. The intervals have 99% confidence for all ideas of a",
+        "screen together.",
         "",
-        "- **loss**: with the idea minus without it.",
+        "- **loss**: the loss with the idea minus the loss without it.",
         "- **steps**: how many more (+) or fewer (-) steps it takes to reach the same loss.",
-        "- **verdict**: *helps* or *hurts* if the loss clearly differs (the interval of the steps is a bit wider, because the",
-        f"  slope has an error, too); *not worth it* if a gain of {goal(until)} of the steps is ruled out; otherwise *undecided*.",
-        "- **record: gain there**: the record of the NanoGPT speedrun that introduced the idea, and what it gained there.",
-        "  Percentages with *about* are our estimates: the steps gained, divided by the steps of a record near it.",
-        "- **its figure**: whether the speedrun's figure is *inside* the interval or *excluded*. *Not comparable*: it was",
-        "  measured together with other changes.",
+        "- **verdict**: *helps* or *hurts* if the loss clearly differs. The interval of the steps",
+        "  can then still contain zero, because it includes the error of converting losses to",
+        f"  steps. *Not worth it* if a gain of {goal(until)} of the steps is ruled out. Otherwise",
+        "  *unclear*; the tool calls it *undecided*.",
+        "- **record and gain in the speedrun**: the record of the NanoGPT speedrun that",
+        "  introduced the idea, and how many steps it saved there. Percentages with *about* are",
+        "  our estimates: the steps that it saved, divided by the steps of a record near it.",
+        "- **the speedrun's gain is**: *inside* our interval or *excluded* by it. *Not",
+        "  comparable* if the speedrun measured the idea together with other changes.",
         "",
     ]
 
@@ -266,27 +296,28 @@ def screens_explained(until: float) -> list[str]:
 
 
 def verdict_on(idea: dict, p: float | None) -> str:
-    """Whether mini agrees with the speedrun, where each part helped.
+    """Whether the idea's part helps on mini: "helps", "hurts" or "unclear".
 
-    Without a part that helps, the loss is higher. A part that saves time is judged by its time.
+    A part that was removed helps if the loss is higher without it. A part that saves time is judged
+    by its time.
     """
     effect = idea["result"]["effect"]
     by = ""
-    seen = p is not None and p < P_VALUE
+    clear = p is not None and p < P_VALUE
     lower = effect["difference"] < 0
     if idea.get("saves"):
         by = " (time)"
         interval = effect["time_interval"]
         lower = interval is not None and interval[1] < 0
         higher = interval is not None and interval[0] > 0
-        seen = lower or higher
-    if not seen:
-        return "not seen" + by
+        clear = lower or higher
+    if not clear:
+        return "unclear" + by
     if idea.get("adds"):
         part_helps = lower
     else:
         part_helps = not lower  # the part was removed
-    return ("agrees" if part_helps else "disagrees") + by
+    return ("helps" if part_helps else "hurts") + by
 
 
 def holm(ps: list[float]) -> list[float]:
@@ -346,22 +377,26 @@ def table(ideas: dict[str, dict]) -> list[str]:
     return [*markdown_table(header, cells, right=header[3:8]), ""]
 
 
-def columns() -> list[str]:
+def columns(ideas: dict[str, dict]) -> list[str]:
     """The lines that explain the columns of the tables."""
+    test = "Welch's t-test on the losses of five runs each"
+    if any(idea["result"]["effect"]["n"] > 5 for idea in measured_ideas(ideas).values()):
+        test += ", or the paired test of `compare` where n is larger"
     return [
         "## Columns of the tables",
         "",
-        "- **n**: the number of runs.",
-        "- **difference in loss**: the loss with the change minus the loss of the recipe, with its 99% "
-        "interval.",
-        "- **p**: Welch's t-test on the losses of five runs each, or the paired test of `compare` where n is "
-        "larger, with Holm's correction over the rows of the table.",
-        "- **steps**, **time**: how much more (+) or less (-) the change needs to reach the loss of the "
-        "recipe. A dash means that there is no estimate.",
-        "- **verdict**: whether the mini track agrees with the speedrun, where all of these parts and "
-        f"ideas helped. *agrees*: p < {P_VALUE:g}, and it helps here too. *disagrees*: p < {P_VALUE:g}, "
-        f"but it hurts here. *not seen*: p is {P_VALUE:g} or more. *(time)*: the part saves time at the "
-        "cost of loss, so the verdict is about the time, and whether its 99% interval excludes zero.",
+        "- **n**: the number of runs with the change. The recipe has as many.",
+        "- **difference in loss**: the loss with the change minus the loss of the recipe, with",
+        "  its 99% interval.",
+        f"- **p**: {test}, with Holm's correction over the rows of the table.",
+        "- **steps**, **time**: how much more (+) or less (-) the change needs to reach the loss",
+        "  of the recipe. A dash means that there is no estimate.",
+        "- **verdict**: whether the part in the first column helps on `mini`. If the change",
+        "  removes or replaces the part, the part helps if the loss gets higher. If the change",
+        "  adds the part, it helps if the loss gets lower. *Helps* and *hurts* need p <",
+        f"  {P_VALUE:g}. Otherwise it is *unclear*.",
+        "- ***(time)*** after a verdict: the part saves time at the cost of loss, so its time is",
+        "  judged. If the 99% interval of the time contains zero, it is *unclear*.",
         "",
     ]
 
@@ -386,7 +421,7 @@ def sizes_table(ideas: dict[str, dict]) -> list[str]:
         "difference there (99%)",
         "step time there",
         "p there",
-        "sign",
+        "signs",
     )
     rows = []
     for size, (words, _) in SIZES.items():
@@ -413,12 +448,23 @@ def sizes_table(ideas: dict[str, dict]) -> list[str]:
     for words, options in SIZES.values():
         setting = f"the recipe with `{' '.join(options)}` and the same learning rates"
         lines.append(f"{words.capitalize()}: {setting}.")
-    lines.append("Step time is a fraction of the recipe's. p has no correction.")
+    lines.append("Step time is relative to the recipe's. p is not corrected.")
     return [*lines, ""]
 
 
 # -----------------------------------------------------------------------------
 # The page
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """The lines of a paragraph. All but the first are indented."""
+    return textwrap.wrap(
+        text,
+        width=100,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
 
 def counted(n: int, noun: str) -> str:
     """Like "1 run" or "2 runs"."""
@@ -447,17 +493,17 @@ def summary(recipe: dict[str, dict]) -> list[str]:
     runs = sorted({result["effect"]["n"] for result in results})
     verdicts = verdicts_on_parts(recipe)
     counts = []
-    for words, start in (("helps too", "agrees"), ("not seen", "not seen"), ("hurts", "disagrees")):
-        count = len([verdict for verdict in verdicts if verdict.startswith(start)])
-        counts.append(f"{words}: {count}")
+    for word in ("helps", "unclear", "hurts"):
+        count = len([verdict for verdict in verdicts if verdict.startswith(word)])
+        counts.append(f"{word}: {count}")
     each = " or ".join(str(n) for n in runs)
     return [
         f"{len(results)} of {len(recipe)} changes to the recipe were measured, {each} runs each.",
-        "Each one removes or replaces a part that helped in the NanoGPT speedrun, whose model is",
-        f"larger. Of these parts, on the mini track: **{', '.join(counts)}**.",
-        "If a part was replaced in several ways, the best one counts.",
+        "Each one removes or replaces a part that helped the larger model of the NanoGPT",
+        f"speedrun. Of these parts, on `mini`: **{', '.join(counts)}**. If a part was replaced in",
+        "several ways, the best one counts.",
         "",
-        f"Machine: {machines(results)}.",
+        *wrapped(f"Machine: {machines(results)}."),
         "",
     ]
 
@@ -471,29 +517,31 @@ def later_section(title: str, ideas: dict[str, dict]) -> list[str]:
         if idea.get("entered"):
             entered.append(f"{idea['part']} (`{idea['entered']}`)")
     adopted = ", ".join(entered) or "none"
-    return [
+    own = []
+    for idea in ideas.values():
+        if idea.get("ours") and idea["part"] not in own:
+            own.append(idea["part"])
+    lines = [
         f"## {title}",
         "",
         "These ideas shortened the NanoGPT speedrun after May 2025. Each one was added alone to",
-        "the recipe as it was before any of them. An idea that doesn't help here may help at the",
-        "official size.",
-        f"The mini track now uses: {adopted}.",
-        "",
-        *table(ideas),
+        "the recipe before any of them. An idea that doesn't help here may help at the official",
+        "size.",
     ]
+    if own:
+        lines.append(f"Not an idea of the speedrun, but a variation of ours: {', '.join(own)}.")
+    return [*lines, f"The mini track now uses: {adopted}.", "", *table(ideas)]
 
 
 def descriptions(title: str, ideas: dict[str, dict]) -> list[str]:
     """The lines that say what each part does. None if there are no ideas."""
     lines = {}
     for idea in ideas.values():
-        lines.setdefault(
-            idea["part"],
-            f"- **{idea['part']}** (section {idea['where']}): {idea['does']}",
-        )
+        text = f"- **{idea['part']}** (section {idea['where']}): {idea['does']}"
+        lines.setdefault(idea["part"], wrapped(text, indent="  "))
     if not lines:
         return []
-    return [f"## {title}", "", *lines.values(), ""]
+    return [f"## {title}", "", *itertools.chain(*lines.values()), ""]
 
 
 def page(folder: Path) -> str:
@@ -517,24 +565,28 @@ def page(folder: Path) -> str:
     lines = [
         "# What ideas are worth on the mini track",
         "",
-        "`python tools/idea_pages.py` writes this page from [ideas/](ideas/) and [screens/](screens/). Don't edit it.",
+        "`python tools/idea_pages.py` writes this page from [ideas/](ideas/) and "
+        "[screens/](screens/). Don't edit it.",
         "",
     ]
+    if screens:
+        lines += TWO_KINDS
     for name, screen in screens.items():
         lines += screen_section(name, screen, ideas)
     if screens:
         lines += screens_explained(next(iter(screens.values()))["until"])
-        lines += ["# Measured one by one, with five runs each", ""]
+        lines += ["## Measured one by one", ""]
     lines += summary(recipe)
     if notes.exists():
         lines += [notes.read_text(encoding="utf-8").strip(), ""]
-    lines += columns()
+    lines += columns({**recipe, **later, **muon})
     lines += ["## Parts of the recipe", "", *table(recipe)]
     lines += later_section("Later ideas", later)
     lines += later_section("Later ideas about Muon", muon)
     lines += sizes_table(ideas)
     lines += descriptions("What the parts do", recipe)
-    lines += descriptions("What the later ideas do", {n: ideas[n] for n in ideas if ideas[n].get("later")})
+    all_later = {name: idea for name, idea in ideas.items() if idea.get("later")}
+    lines += descriptions("What the later ideas do", all_later)
     return "\n".join(lines).rstrip() + "\n"
 
 

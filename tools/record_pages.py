@@ -194,7 +194,8 @@ def record_readme(record: Record, prior: Record | None) -> str:
             *commands_to_repeat(record, prior),
             "```",
             "",
-            "`replay.py` extracts the source of the run from its log. The log also has all hyperparameters.",
+            "`replay.py` extracts the source of the run from its log. The log also has all "
+            "hyperparameters.",
             "",
         ]
     )
@@ -257,11 +258,12 @@ def history_section(root: Path) -> list[str]:
     return [
         "## Records of the NanoGPT speedrun (8x NVIDIA H100)",
         "",
-        "In the NanoGPT speedrun, people compete to train a 124M-parameter GPT on FineWeb to a validation",
-        "loss of 3.28. Its home is [modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which",
-        "credits the author of each record. These records are **not** ours, and we have reproduced none of",
-        "them. Record 21 is listed three times: as it was set, with the new timing rules, and with a later",
-        "PyTorch. The last two are slower, so the curve rises there.",
+        "In the NanoGPT speedrun, people compete to train a 124M-parameter GPT on FineWeb to a",
+        "validation loss of 3.28. Its home is",
+        "[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which credits the",
+        "author of each record. These records are **not** ours, and we have reproduced none of",
+        "them. Record 21 is listed three times: as it was set, with the new timing rules, and",
+        "with a later PyTorch. The last two are slower, so the curve rises there.",
         "[record_history.csv](record_history.csv) has the same table.",
         "",
         "![record time by date](history.png)",
@@ -281,7 +283,8 @@ def readme(root: Path) -> str:
         "",
         "| command | what it does |",
         "| --- | --- |",
-        "| `python tools/verify.py LOG...` | checks whether runs make a valid record, and prints their statistics |",
+        "| `python tools/verify.py LOG...` | checks whether runs make a valid record, "
+        "and prints their statistics |",
         "| `python tools/replay.py LOG` | extracts the source of a run from its log |",
         "| `python tools/plot.py LOG... -o curves.png` | draws loss curves |",
         "| `python tools/submit.py --track TRACK --name NAME LOG...` | files a record and updates "
@@ -291,12 +294,16 @@ def readme(root: Path) -> str:
         "",
         "| page | what it is about |",
         "| --- | --- |",
-        "| [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are worth on `mini` |",
-        "| [mini/screens/](mini/screens/README.md) | screens, which measure many settings or ideas of `mini` together |",
+        "| [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are "
+        "worth on `mini` |",
+        "| [mini/screens/](mini/screens/README.md) | screens: many settings or ideas of "
+        "`mini`, measured together |",
         "| [mini/NOTES.md](mini/NOTES.md) | how `mini` was chosen and tuned |",
         "| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |",
-        "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we checked for H100 and H200 without having one |",
-        "| [baseline/](baseline/) | logs of the [baseline](../baseline/README.md), a small GPT-2 trained with AdamW |",
+        "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we checked for H100 and H200 without "
+        "having one |",
+        "| [baseline/](baseline/) | logs of the [baseline](../baseline/README.md), a small GPT-2 trained "
+        "with AdamW |",
         "",
     ]
     tracks = read_records(root)

@@ -119,10 +119,10 @@ def test_page_says_what_was_measured(folder, tmp_path):
     # Holm's correction covers all rows: 1e-5 x 4, 1e-4 x 3, 0.002 x 2, 0.5 x 1
     assert [row.split(" | ")[5] for row in rows] == ["0.0040", "0.0003", "4.0e-05", "0.5000"]
     verdicts = [row.split(" | ")[8].strip(" |") for row in rows]
-    assert verdicts == ["disagrees", "agrees", "agrees", "not seen"]
-    # c and d both drop the part "gelu". The better one, d, counts, and its effect is not seen.
+    assert verdicts == ["hurts", "helps", "helps", "unclear"]
+    # c and d both drop the part "gelu". The better one, d, counts, and its effect is unclear.
     assert "\n4 of 4 changes to the recipe were measured" in text
-    assert "**helps too: 1, not seen: 1, hurts: 1**" in text
+    assert "**helps: 1, unclear: 1, hurts: 1**" in text
     assert "/a/b.txt" not in (folder / "a" / "result.json").read_text()
     (folder / "NOTES.md").write_text("By hand.\n")
     text = idea_pages.page(folder)
@@ -133,12 +133,12 @@ def test_page_says_what_was_measured(folder, tmp_path):
 @pytest.mark.parametrize(
     "interval,adds,verdict",
     [
-        ((0.02, 0.1), False, "agrees (time)"),
-        ((-0.1, -0.02), False, "disagrees (time)"),
-        ((-0.02, 0.1), False, "not seen (time)"),
-        ((0.02, 0.1), True, "disagrees (time)"),
-        ((-0.1, -0.02), True, "agrees (time)"),
-        (None, True, "not seen (time)"),
+        ((0.02, 0.1), False, "helps (time)"),
+        ((-0.1, -0.02), False, "hurts (time)"),
+        ((-0.02, 0.1), False, "unclear (time)"),
+        ((0.02, 0.1), True, "hurts (time)"),
+        ((-0.1, -0.02), True, "helps (time)"),
+        (None, True, "unclear (time)"),
     ],
 )
 def test_what_saves_time_is_judged_by_time(folder, tmp_path, interval, adds, verdict):
@@ -147,7 +147,7 @@ def test_what_saves_time_is_judged_by_time(folder, tmp_path, interval, adds, ver
     idea_pages.keep(answer(tmp_path / "answer.json", measured), folder)
     text = idea_pages.page(folder)
     assert f"| {verdict} |" in text
-    counted = [words for words in ("helps too:", "not seen:", "hurts:") if f"{words} 1" in text]
+    counted = [words for words in ("helps:", "unclear:", "hurts:") if f"{words} 1" in text]
     assert len(counted) == 1
 
 
@@ -170,7 +170,7 @@ def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path
     assert "| 0.0040 |" in later
     assert "| 2.0e-05 |" in later
     assert "(ideas/a/)" not in later
-    assert [row[8] for row in idea_rows(later)] == ["agrees", "disagrees"]
+    assert [row[8] for row in idea_rows(later)] == ["helps", "hurts"]
     assert "- **c** (section 4, `GPT`): gates." in later.split("## What the later ideas do")[1]
 
     describe(folder, "d", part="d", adds=True, later=True, muon=True, entered="muon_d")
@@ -183,6 +183,11 @@ def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path
     assert "| 1.0e-05 |" in muon
     assert "(ideas/c/)" not in muon
     assert "- **d** (section" in muon
+    assert "variation of ours" not in muon
+
+    describe(folder, "d", part="d", adds=True, later=True, muon=True, ours=True)
+    muon = idea_pages.page(folder).split("## Later ideas about Muon\n")[1]
+    assert "\nNot an idea of the speedrun, but a variation of ours: d.\n" in muon
 
 
 def test_another_size_has_a_table_of_its_own(folder, tmp_path):
@@ -258,13 +263,15 @@ def test_a_screen_has_a_table_and_replaces_the_rows_of_its_ideas(folder, tmp_pat
         factor("", 0.002, 0.014, -0.005, 0.04, "undecided"),  # a setting
     )
     text = idea_pages.page(folder)
-    screened, one_by_one = text.split("# Measured one by one")
+    screened, one_by_one = text.split("\n## Measured one by one\n")
     rows = idea_rows(screened)
     assert [re.search(r"ideas/(\w)/", row[0])[1] for row in rows] == ["b", "a", "d"]  # by effect
     assert rows[0][2:6] == ["-0.0100", "-7.0%", "-9.0% to -3.2%", "helps"]
     # -3.1% is above the interval, -1.5% is inside, and d has no figure
     assert [row[-1] for row in rows] == ["excluded", "inside", "not comparable"]
-    assert "64 runs of 32 combinations, seeds 7, 8, bfloat16, PyTorch 2.13.0, a CPU, 2 cores" in screened
+    assert [row[5] for row in rows] == ["helps", "unclear", "not worth it"]  # screen.py: "undecided"
+    assert "3 ideas, each off or on, in 32 combinations with seeds 7 and 8:\n64 runs on a CPU" in screened
+    assert "64 runs on a CPU, 2 cores, bfloat16, PyTorch 2.13.0.\n" in screened
     assert [re.search(r"ideas/(\w)/", row[1])[1] for row in idea_rows(one_by_one)] == ["c"]
 
 
@@ -343,7 +350,7 @@ def test_measure_compares_and_files(folder, tmp_path, monkeypatch):
         f"c={folder}/c/idea.patch",
         "--json",
     ]
-    assert "helps too: 2" in (tmp_path / "IDEAS.md").read_text()
+    assert "helps: 2" in (tmp_path / "IDEAS.md").read_text()
     assert idea_pages.main(["--size", "wide", "--measure", "a", "--folder", str(folder)]) == 0
     assert asked[:-4] == [
         "--track",
