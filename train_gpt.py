@@ -1,5 +1,5 @@
 """
-Trains a GPT to a target validation loss, as fast as the machine allows. One file, read from top to bottom.
+Trains a GPT to a target validation loss in as little time as possible. Everything is in this file.
 
     ./run.sh                                               installs packages, makes the data, trains
     python train_gpt.py --track mini                       one process, on a CPU or one GPU
@@ -7,15 +7,19 @@ Trains a GPT to a target validation loss, as fast as the machine allows. One fil
     python train_gpt.py --help                             every hyperparameter and its default
 
 The recipe is modded-nanogpt's of May 2025 (https://github.com/KellerJordan/modded-nanogpt). Changes to GPT-2:
-- Muon optimizes the weight matrices of the blocks: momentum, orthogonalized by a Newton-Schulz iteration
-- no biases and no norm gains; QK norm, half-truncated rotary embeddings, ReLU squared, zero-initialized
-  output projections, U-net skips, value embeddings, learned mixing of the residual with the embedding
+- Muon trains the weight matrices of the blocks. It orthogonalizes the momentum.
+- no biases and no norm gains
+- QK norm, half-truncated rotary embeddings, ReLU squared, zero-initialized output projections,
+  U-net skips, value embeddings
+- each block mixes the token embedding back into the residual stream, with learned weights
 - sliding-window attention within documents, with a window that grows during training
 - soft-capped logits, computed in FP8 on GPUs that support it
-- a step is a fixed set of sequences, split among the processes; more processes train the same model
 
-Importing this file trains nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
-H heads, D channels per head, and C = model_dim.
+The batch doesn't depend on the number of processes: one GPU and eight GPUs train the same model.
+
+Importing this file trains nothing. Shapes in comments: B sequences, S tokens per sequence,
+T = B * S tokens, N = T / 128 blocks, H heads, D channels per head, C = model_dim, V = padded
+vocabulary size.
 """
 # -----------------------------------------------------------------------------
 # 1. Preamble
@@ -34,15 +38,15 @@ stop_time = 0.0
 
 
 def on_signal(number, frame):
-    """Outside the training loop, exits at once. In the loop, the ranks stop together after one of the
-    next steps (see vote_while_training) and save a checkpoint; if too few steps are left for that, the
-    run finishes first. Another signal exits at once, unless it comes within a second of the first:
-    torchrun and batch systems often send several."""
+    """Handles Ctrl-C and SIGTERM. In the training loop, it only remembers the signal: all ranks
+    save a checkpoint and exit within a few steps (see vote_while_training), or finish if the run is
+    about to end. Before training, or on a second signal, it exits at once. Signals within a second
+    of the first are ignored, because torchrun and batch systems often send several."""
     global stop_signal, stop_time
     if not in_training:
         if os.environ.get("RANK", "0") == "0":
             if os.isatty(2):
-                os.write(2, b"\n")  # ends the line with ^C
+                os.write(2, b"\n")  # start a new line after the terminal's ^C
             os.write(2, b"stopped; there is nothing to save\n")
         os._exit(128 + number)
     if not stop_signal:
@@ -95,12 +99,11 @@ if __name__ == "__main__" and codecs.lookup(locale.getpreferredencoding(False)).
 # PyTorch and OpenMP read these variables when torch is imported.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 if sys.platform == "linux" and platform.machine() == "x86_64":
-    # If GCC 11 to 13 doesn't know the CPU, it tunes for a generic one, and then wrongly removes stores
-    # that PyTorch's bf16 transposes need (similar to https://gcc.gnu.org/PR113255). Naming a CPU to
-    # tune for avoids this. The instruction set is still the machine's own. PyTorch writes -march=
-    # in front of this value, so it can hold a second flag.
+    # Works around a bug of GCC 11 to 13 (similar to https://gcc.gnu.org/PR113255): on CPUs that GCC
+    # doesn't know, it miscompiles PyTorch's bf16 transposes. Naming a CPU with -mtune avoids this,
+    # and -march stays native. PyTorch puts "-march=" before this value.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
-# Waiting threads sleep instead of spinning. Next to another busy process this is much faster.
+# Make waiting OpenMP threads sleep instead of spin. This is much faster next to a busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -118,11 +121,11 @@ BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence len
 
 
 class InputError(Exception):
-    """A user error. It is printed as one line, without a traceback, by one process per machine."""
+    """A user error. One process per machine prints it, as one line without a traceback."""
 
 
 class RankError(InputError):
-    """A user error that only some ranks may see. Every rank that raises it prints it."""
+    """A user error that may occur on one rank only, so each rank prints its own."""
 
 
 # -----------------------------------------------------------------------------
@@ -131,11 +134,12 @@ class RankError(InputError):
 FP8_MAX = 448  # the largest finite value of float8_e4m3fn
 
 
-def softcap(logits: Tensor, dim: int) -> Tensor:
-    """Soft-caps logits at 15 with a tanh (Gemma 2, https://arxiv.org/abs/2408.00118) and adds 15.
-    Returns float32 between 0 and 30. The shift changes no probability."""
-    # 15 tanh(z / 15) + 15 for z = logits / sqrt(dim)
-    return 30 * torch.sigmoid(logits.float() / (7.5 * dim**0.5))
+def softcap(logits: Tensor, model_dim: int) -> Tensor:
+    """Divides logits by sqrt(model_dim), soft-caps them at 15 (Gemma 2,
+    https://arxiv.org/abs/2408.00118), and adds 15, which doesn't change the softmax. Returns
+    float32 between 0 and 30."""
+    # = 15 tanh(z / 15) + 15 for z = logits / sqrt(model_dim)
+    return 30 * torch.sigmoid(logits.float() / (7.5 * model_dim**0.5))
 
 
 def as_scale(value: float, like: Tensor) -> Tensor:
@@ -144,16 +148,17 @@ def as_scale(value: float, like: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("nanogpt::head_loss", mutates_args=())
-@torch.compile(dynamic=False)  # the model's compilation can't look into a custom op: compile it here
+@torch.compile(dynamic=False)  # compiling the model doesn't compile the body of a custom op
 def head_loss_op(
     x: Tensor, w: Tensor, targets: Tensor, x_s: float, w_s: float, grad_s: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the cross-entropy of softcap(x @ w.T) in nats, summed over tokens.
 
-    x (T, C) and w (V, C) may have any float dtype; targets is (T,). Multiply an FP8 operand by
-    its scale (x_s, w_s, grad_s) to get its real value; grad_s is only for the backward pass. Returns
-    the loss in float32, and for the backward pass the logits (T, V) in bf16, their logsumexp (T,) and
-    both FP8 operands."""
+    x (T, C) and w (V, C) may have any float dtype; targets is (T,). The real value of an FP8 tensor
+    is tensor * scale, with the scales x_s, w_s, and, in the backward pass, grad_s. Returns the loss
+    in float32, and for the backward pass the logits (T, V) in bf16, their logsumexp (T,) and both
+    FP8 operands. Head and loss are one op, so that the gradient of the logits is never stored in
+    bf16."""
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
     w_f8 = (w / w_s).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
@@ -164,7 +169,8 @@ def head_loss_op(
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    lse = softcap(logits, w.size(1)).exp().sum(dim=-1).log()  # exp(30) can't overflow
+    # logsumexp without subtracting the maximum: soft-capped logits are at most 30
+    lse = softcap(logits, w.size(1)).exp().sum(dim=-1).log()
     target_logits = softcap(logits.gather(1, targets[:, None]), w.size(1))[:, 0]
     return (lse - target_logits).sum(), logits, lse, x_f8, w_f8
 
@@ -186,15 +192,17 @@ def head_loss_backward_op(
     x_s: float, w_s: float, grad_s: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns grad_x (T, C) in bf16 and grad_w (V, C) in float32, given the loss's scalar gradient.
-    Compiled, the logits' gradient is only stored in FP8. In bf16 it would be as large as the logits."""
-    # the soft-cap, and a function that multiplies by its derivative
-    capped, softcap_backward = torch.func.vjp(lambda z: softcap(z, w_f8.size(1)), logits.float())
+    When compiled, it stores the gradient of the logits only in FP8."""
+    model_dim = w_f8.size(1)
+    capped = softcap(logits, model_dim)
+    probabilities = (capped - lse[:, None]).exp()
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
-    grad_capped = grad * ((capped - lse[:, None]).exp() - one_hot.float())
-    (grad_logits,) = softcap_backward(grad_capped)
+    grad_capped = grad * (probabilities - one_hot.float())
+    # the derivative of 30 sigmoid(z / s) is capped (1 - capped / 30) / s
+    grad_logits = grad_capped * capped * (1 - capped / 30) / (7.5 * model_dim**0.5)
     grad_f8 = (grad_logits / grad_s).to(torch.float8_e5m2)
     grad_scale = as_scale(grad_s, grad)
-    # _scaled_mm wants the first operand row-major and the second column-major
+    # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
         grad_f8,
         w_f8.T.contiguous().T,
@@ -220,17 +228,19 @@ def _(grad, logits, lse, x_f8, w_f8, targets, x_s, w_s, grad_s):
 
 
 def setup_context(ctx, inputs, output):
-    # saves what head_loss_backward_op takes, in its order
-    x, w, targets, *scales = inputs
-    loss, *saved = output
-    ctx.save_for_backward(*saved, targets)
-    ctx.scales = scales
-    ctx.set_materialize_grads(False)
+    x, w, targets, x_s, w_s, grad_s = inputs
+    loss, logits, lse, x_f8, w_f8 = output
+    ctx.save_for_backward(logits, lse, x_f8, w_f8, targets)
+    ctx.scales = (x_s, w_s, grad_s)
+    ctx.set_materialize_grads(False)  # creates no zero gradients for the other outputs
 
 
 def head_loss_gradients(ctx, grad, *unused):
-    backward = torch.ops.nanogpt.head_loss_backward
-    grad_x, grad_w = backward(grad, *ctx.saved_tensors, *ctx.scales)
+    logits, lse, x_f8, w_f8, targets = ctx.saved_tensors
+    x_s, w_s, grad_s = ctx.scales
+    grad_x, grad_w = torch.ops.nanogpt.head_loss_backward(
+        grad, logits, lse, x_f8, w_f8, targets, x_s, w_s, grad_s
+    )
     return grad_x, grad_w, None, None, None, None
 
 
@@ -243,17 +253,17 @@ head_loss_op.register_autograd(head_loss_gradients, setup_context=setup_context)
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     """Orthogonalizes each matrix of G (..., m, n): U S V^T becomes about U V^T.
 
-    The quintic Newton-Schulz iteration has coefficients that maximize the slope at zero. It doesn't
-    converge: singular values end between about 0.5 and 1.5, which works as well for the optimizer.
-    The result has the shape of G, in bf16 or float32 (activation_dtype)."""
+    The coefficients of the quintic Newton-Schulz iteration maximize its slope at zero. It doesn't
+    converge: singular values end between about 0.5 and 1.5, which doesn't hurt the optimizer.
+    The result has the shape of G, in bf16 or float32 (see activation_dtype)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = G.size(-2) > G.size(-1)
     X = G.to(activation_dtype(G.device))
     if tall:
-        X = X.mT  # X X^T is then the smaller product
+        X = X.mT  # X X^T is smaller than X^T X
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the spectral norm is now at most 1
     shape = X.shape
-    X = X.reshape(-1, *shape[-2:])  # torch.bmm wants one batch dimension
+    X = X.reshape(-1, *shape[-2:])  # torch.bmm needs exactly one batch dimension
     for _ in range(steps):
         A = torch.bmm(X, X.mT)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
@@ -262,25 +272,29 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     return X.mT if tall else X
 
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # PyTorch < 2.13
+if hasattr(dist, "all_gather_single"):  # its name since PyTorch 2.13
+    all_gather = dist.all_gather_single
+else:
+    all_gather = dist.all_gather_into_tensor
 
 
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz, for the weight matrices of the blocks.
 
-    A parameter (..., rows, cols) is a stack of matrices; each is orthogonalized by itself.
-    Updates are rounded to bf16. With several processes, each one keeps the momentum of its share of
-    the parameters and computes their updates. The updates are then gathered, while the next ones are computed.
+    A parameter (..., rows, cols) is a stack of matrices; each matrix is orthogonalized separately.
+    Updates are rounded to bf16. Each rank keeps the momentum of its share of the parameters,
+    computes their updates, and all-gathers them while it computes those of the next group.
     Gradients must be equal on all ranks. With beta2 > 0 this is NorMuon
-    (https://arxiv.org/abs/2510.05491): all channels of an update get about the same size."""
+    (https://arxiv.org/abs/2510.05491), which scales all channels of an update to a similar RMS."""
 
     def __init__(self, params, lr=0.02, momentum=0.95, ns_steps=5, beta2=0.0):
         self.rank, self.world_size = 0, 1
         if dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        groups = {}  # one batch for each shape; a transposed matrix counts as the same shape
+        groups = {}  # matrices of a shape and of its transpose share a group: one batched matmul
         for p in params:
-            shape = (*p.shape[:-2], *sorted(p.shape[-2:]))
+            *stack, rows, cols = p.shape
+            shape = (*stack, min(rows, cols), max(rows, cols))
             groups.setdefault(shape, []).append(p)
         defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, beta2=beta2)
         super().__init__([dict(params=group) for group in groups.values()], defaults)
@@ -289,24 +303,27 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        if group["beta2"] and "mean_squares" not in state:  # one for each channel of the longer side
+        if group["beta2"] and "mean_squares" not in state:  # one per channel, see _normalize
             state["mean_squares"] = p.new_zeros(*p.shape[:-2], max(p.shape[-2:]))
         return state
 
     def _normalize(self, params: list[Tensor], group: dict, updates: Tensor) -> Tensor:
-        """NorMuon: divides each channel by its running RMS, and keeps the update's norm.
-        Updates are (n, ..., rows, cols) with rows <= cols. A channel is a column; in a square matrix,
-        it is a row."""
+        """NorMuon: divides each channel by its running RMS, and keeps the norm of the update.
+        Updates are (n, ..., rows, cols) with rows <= cols. A channel is an index along the longer
+        side: a column. In a square matrix it is a row, that is, an output."""
         square = updates.size(-2) == updates.size(-1)
         dim = -1 if square else -2  # the dimension to average over
         updates = updates.float()
-        mean_squares = [self._state(p, group)["mean_squares"] for p in params]
-        new = updates.square().mean(dim).unbind()
-        torch._foreach_lerp_(mean_squares, new, 1 - group["beta2"])
+        mean_squares = []
+        for p, new in zip(params, updates.square().mean(dim)):
+            running = self._state(p, group)["mean_squares"]
+            running.lerp_(new, 1 - group["beta2"])
+            mean_squares.append(running)
         inverse_rms = torch.stack(mean_squares).clamp_min(1e-10).rsqrt().unsqueeze(dim)
-        norm = updates.norm(dim=(-2, -1), keepdim=True)
-        # F.normalize divides each matrix by its Frobenius norm
-        return norm * F.normalize(updates * inverse_rms, dim=(-2, -1))
+        scaled = updates * inverse_rms
+        old_norm = updates.norm(dim=(-2, -1), keepdim=True)  # of each matrix
+        new_norm = scaled.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-12)
+        return old_norm * (scaled / new_norm)
 
     def _updates(self, params: list[Tensor], group: dict) -> Tensor:
         """Computes the updates of these parameters: (len(params), numel) in bf16."""
@@ -335,27 +352,29 @@ class Muon(torch.optim.Optimizer):
             params = group["params"]
             per_rank = math.ceil(len(params) / self.world_size)
             mine = params[self.rank * per_rank : (self.rank + 1) * per_rank]
+            if self.world_size == 1:
+                gathers.append((group, self._updates(mine, group), None))
+                continue
+            # every rank sends per_rank updates; those that it doesn't have are zero
             numel = params[0].numel()
-            updates = params[0].new_zeros(0, numel, dtype=torch.bfloat16)  # if this rank has no share
+            sent = params[0].new_zeros(per_rank, numel, dtype=torch.bfloat16)
             if mine:
-                updates = self._updates(mine, group)
-            handle = None
-            if self.world_size > 1:
-                # pad so that every rank sends the same number
-                padded = F.pad(updates, (0, 0, 0, per_rank - len(mine)))
-                updates = padded.new_empty(self.world_size * per_rank, numel)
-                handle = all_gather(updates, padded, async_op=True)
+                sent[: len(mine)] = self._updates(mine, group)
+            updates = sent.new_empty(self.world_size * per_rank, numel)
+            handle = all_gather(updates, sent, async_op=True)
             gathers.append((group, updates, handle))
         for group, updates, handle in gathers:
             if handle is not None:
                 handle.wait()
             for p, update in zip(group["params"], updates):  # zip drops the padding
-                # a tall matrix gets a larger step, so that its output changes by the same RMS
+                # a tall matrix gets a larger step: the RMS change of its output then doesn't depend
+                # on its shape
                 scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
                 p.add_(update.view_as(p), alpha=-group["lr"] * scale)
 
     def gather_state(self):
-        """Sends the state of all parameters to every rank, for a checkpoint. All ranks must call it."""
+        """Broadcasts the state of all parameters, so that rank 0 can save it. Call it on all
+        ranks."""
         for group in self.param_groups:
             per_rank = math.ceil(len(group["params"]) / self.world_size)
             for i, p in enumerate(group["params"]):
@@ -385,8 +404,8 @@ class CastedLinear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Half-truncated rotary embeddings: half of the D/2 channel pairs rotate, the others stay.
-    RoPE is https://arxiv.org/abs/2104.09864; @YouJiacheng proposed the truncation for the speedrun."""
+    """Half-truncated rotary embeddings (RoPE: https://arxiv.org/abs/2104.09864). Only half of the
+    D/2 channel pairs rotate. @YouJiacheng proposed this for the speedrun."""
 
     def __init__(self, head_dim, max_seq_len):
         super().__init__()
@@ -406,22 +425,24 @@ class Rotary(nn.Module):
         return torch.cat([y1, y2], dim=-1).type_as(x)
 
 
-# Attention masks. A query sees a key if the key is not later, is in the same document, and is in one
-# of the last window_blocks blocks, counting the query's own. There are two versions: a BlockMask for
-# FlexAttention on GPUs, and a mask in plain PyTorch.
+# Attention masks. A query attends to a key if
+# - the key is not later than the query,
+# - both are in the same document, and
+# - the key's block is one of the last window_blocks blocks, including the query's own.
+# There are two versions: a BlockMask for FlexAttention on GPUs, and a mask in plain PyTorch.
 
 
 def document_ids(input_seq: Tensor, eot_token: int) -> Tensor:
-    """Numbers the documents of input_seq (B, S) from 1 on. Returns int32 (T,). Every end-of-text token
-    begins a document, and so does every sequence."""
+    """Returns the number of each token's document, int32 (T,), starting at 1, for input_seq (B, S).
+    A document starts at each end-of-text token and at the start of each sequence."""
     begins = input_seq == eot_token
     begins[:, 0] = True
     return begins.flatten().cumsum(0, dtype=torch.int32)
 
 
 def block_lists(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Converts a matrix of blocks, bool (N, N), to FlexAttention's lists: for each row the number of
-    True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
+    """Converts a matrix of blocks, bool (N, N), to FlexAttention's lists: for each row the number
+    of True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
     counts = visible.sum(dim=-1, dtype=torch.int32)
     # a stable sort keeps the columns of True entries in order and puts them first
     columns = visible.int().argsort(dim=-1, descending=True, stable=True).int()
@@ -429,9 +450,9 @@ def block_lists(visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
-    """Makes the BlockMask of docs (T,) and a window, which is a scalar tensor on the device so that
-    growing it doesn't recompile. FlexAttention applies the mask of single tokens only in partly
-    visible blocks."""
+    """Makes the BlockMask of docs (T,). window_blocks is a scalar tensor on the device, so that a
+    growing window doesn't recompile. FlexAttention calls document_causal only in partly visible
+    blocks."""
 
     def document_causal(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
@@ -445,29 +466,39 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
     causal_any = distance >= 0
     causal_all = distance > 0
     document_any = (first[:, None] <= last) & (last[:, None] >= first)
-    document_all = (first[:, None] == last) & (last[:, None] == first)  # the same one document
+    document_all = (first[:, None] == last) & (last[:, None] == first)  # both in one document
     visible_any = in_window & causal_any & document_any
     visible_all = in_window & causal_all & document_all
     partial = visible_any & ~visible_all
+    # key blocks of each query block, for the forward pass
+    kv_num, kv_indices = block_lists(partial)
+    full_kv_num, full_kv_indices = block_lists(visible_all)
+    # query blocks of each key block, for the backward pass
+    q_num, q_indices = block_lists(partial.T)
+    full_q_num, full_q_indices = block_lists(visible_all.T)
     return BlockMask(
-        (len(docs), len(docs)),
-        *block_lists(partial),        # key blocks of each query block, for the forward pass
-        *block_lists(visible_all),
-        *block_lists(partial.T),      # query blocks of each key block, for the backward pass
-        *block_lists(visible_all.T),
-        (BLOCK_SIZE, BLOCK_SIZE),
-        document_causal,
+        seq_lengths=(len(docs), len(docs)),
+        kv_num_blocks=kv_num,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
+        mask_mod=document_causal,
     )
 
 
 def portable_mask(docs: Tensor, window_blocks: Tensor, span: int) -> Tensor:
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
-    visible. Each block of queries can see itself and the span - 1 blocks before it. `span` is a
-    static upper bound of window_blocks, so that growing the window doesn't recompile."""
+    visible. Each block of queries has keys in itself and in the span - 1 blocks before it. `span`
+    is a constant upper bound of window_blocks, so that a growing window doesn't recompile."""
     query = torch.arange(len(docs), dtype=torch.int32, device=docs.device)
     query = query.view(-1, BLOCK_SIZE, 1)  # (N, 128, 1)
     block_start = query[:, :1]  # (N, 1, 1)
-    # docs is sorted: a search finds the first token of each query's document
+    # the first token of each query's document: docs 1 1 1 2 2 -> 0 0 0 3 3
     document_start = torch.searchsorted(docs, docs, out_int32=True).view_as(query)
     window_start = block_start - (window_blocks - 1) * BLOCK_SIZE
     start = document_start.maximum(window_start)
@@ -477,9 +508,14 @@ def portable_mask(docs: Tensor, window_blocks: Tensor, span: int) -> Tensor:
     return visible[:, None]
 
 
+def split_blocks(t: Tensor) -> Tensor:
+    """(1, T, H, D) -> (N, H, 128, D)"""
+    return t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)
+
+
 def with_previous_blocks(t: Tensor, span: int) -> Tensor:
-    """(1, T, H, D) -> (N, H, span * 128, D): each block, behind the span - 1 blocks before it."""
-    t = t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)  # (N, H, 128, D)
+    """(1, T, H, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier blocks."""
+    t = split_blocks(t)
     shifted = []
     for back in reversed(range(span)):
         padded = F.pad(t, (0, 0, 0, 0, 0, 0, back, 0))  # zeros in front: (back + N, H, 128, D)
@@ -488,12 +524,12 @@ def with_previous_blocks(t: Tensor, span: int) -> Tensor:
 
 
 def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention block by block, for devices where FlexAttention has no backward. It costs O(T * span).
-    Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
+    """Attention block by block, in O(T * span), for devices where FlexAttention has no backward
+    (CPUs). Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
-    # QK norm bounds the scores, so exp can't overflow, although the maximum isn't subtracted
-    queries = with_previous_blocks(q * scale, 1)  # only split into blocks: (N, H, 128, D)
+    # no need to subtract the maximum: with QK norm, scores are at most scale * D, about 15
+    queries = split_blocks(q * scale)  # (N, H, 128, D)
     scores = queries @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()
     y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
@@ -531,7 +567,7 @@ class CausalSelfAttention(nn.Module):
         v = self.lambdas[0] * v
         if ve is not None:
             v = v + self.lambdas[1] * ve.view_as(v)
-        # with QK norm, 1 / sqrt(D) has no special meaning; the speedrun tuned 0.12
+        # with QK norm, the scale is free: 0.12 was tuned for the speedrun
         y = attention(q, k, v, mask, scale=0.12)
         return self.c_proj(y.flatten(2))
 
@@ -569,10 +605,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model with its loss: GPT(hp)(input_seq, target_seq, window_blocks).
 
-    input_seq (B, S) is int32, target_seq (B, S) int64, window_blocks a scalar int32; S is a multiple
-    of 128. Returns the cross-entropy in nats, summed over tokens in training and averaged in
-    evaluation. Embeddings, and therefore activations, have dtype `dtype`; all other parameters are
-    float32."""
+    input_seq (B, S) is int32, target_seq (B, S) int64, window_blocks a scalar int32; S is a
+    multiple of 128. Returns the cross-entropy in nats, summed over tokens in training and averaged
+    in evaluation. Embeddings, and therefore activations, have dtype `dtype`; all other parameters
+    are float32."""
 
     val_slice = 32768  # validation computes the logits of this many tokens at a time, to save memory
 
@@ -581,10 +617,10 @@ class GPT(nn.Module):
         self.hp = hp
         self.use_fp8 = use_fp8
         hdim = hp.num_heads * hp.head_dim
-        # keep the order of the forward pass: the gradient buckets rely on it
+        # create modules in the order of the forward pass: GradientBuckets assumes it
         self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=dtype)
-        # value embeddings (https://arxiv.org/abs/2410.17897): table i is for the i-th of the first
-        # num_value_embeds layers, and for the i-th of the last
+        # value embeddings (https://arxiv.org/abs/2410.17897): of 3 tables in 12 layers, table 0
+        # serves layers 0 and 9, table 1 layers 1 and 10, and table 2 layers 2 and 11
         self.value_embeds = nn.ModuleList()
         self.ve_of_layer = {}
         for i in range(hp.num_value_embeds):
@@ -601,9 +637,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Sets the initial values of all matrices. Each has a random generator of its own, keyed by
-        the seed and its name, so that adding a parameter doesn't change the others. Scalars keep the
-        values that they are created with."""
+        """Sets the initial values of all matrices. Each has its own random generator, seeded with
+        the seed and its name, so that adding a parameter doesn't change the others. Scalars keep
+        the values that they were created with."""
         for name, p in self.named_parameters():
             key = zlib.crc32(f"{seed} {name}".encode())
             rng = torch.Generator().manual_seed(key)
@@ -613,7 +649,7 @@ class GPT(nn.Module):
                 p.zero_()
             elif p.ndim >= 2:
                 std = 0.5 * p.size(-1) ** -0.5  # p is (..., out, in)
-                bound = 3**0.5 * std            # of a uniform distribution with this std
+                bound = 3**0.5 * std            # uniform(-bound, bound) has this std
                 p.uniform_(-bound, bound, generator=rng)
 
     def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
@@ -660,9 +696,9 @@ class GPT(nn.Module):
         if not (self.use_fp8 and self.training):
             logits = softcap(self.lm_head(x), self.hp.model_dim)
             return F.cross_entropy(logits, targets, reduction="sum")
-        # Scales as in modded-nanogpt: x is RMS-normed, so its elements are at most sqrt(C); weights are
-        # assumed to stay below 24. A token's gradient is at most 1, and train_step multiplies it by
-        # 1 / num_sequences. grad_s maps that to at most 448; e5m2 could hold 57,344.
+        # Scales as in modded-nanogpt. x is RMS-normed, so its elements are at most sqrt(C). Weights
+        # are assumed to stay below 24. train_step multiplies the gradient by 1 / num_sequences, so
+        # a logit's gradient is below that; grad_s maps it to less than 448.
         x_s = self.hp.model_dim**0.5 / FP8_MAX
         w_s = 24 / FP8_MAX
         grad_s = 1 / FP8_MAX / self.hp.num_sequences
@@ -676,33 +712,35 @@ class GPT(nn.Module):
 
 
 def shard_length(file):
-    """Returns the number of tokens in a shard. Raises RankError if header and file size disagree."""
+    """Returns the number of tokens in a shard. Raises RankError if the file size doesn't fit it."""
     header = np.fromfile(file, dtype="<i4", count=256)
     size = file.stat().st_size
     valid = len(header) == 256 and header[0] == 20240520 and header[1] == 1
     if not valid or size != 1024 + 2 * int(header[2]):
-        raise RankError(f"{file} ({size} bytes) is not a complete shard of tokens; make it again")
+        raise RankError(
+            f"{file} ({size} bytes) is not a valid shard; delete it and run its data script again"
+        )
     return int(header[2])
 
 
 def read_tokens(file, start, count, vocab_size):
-    """Reads tokens (count,) uint16. The file isn't memory-mapped, so a file that is truncated during
-    the run raises RankError instead of killing the process."""
+    """Reads tokens (count,) uint16. Raises RankError if the file was truncated. (With mmap, the
+    process would be killed.)"""
     tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
     if len(tokens) < count:
-        raise RankError(f"{file} has fewer tokens than its header says; was it changed? make it again")
+        raise RankError(f"{file} is shorter than its header says; run its data script again")
     if tokens.max() >= vocab_size:
         raise RankError(
             f"{file} has token {tokens.max()}, outside the vocabulary of {vocab_size}; "
-            "is it the data of another track?"
+            "does it belong to another track?"
         )
     return tokens
 
 
 def global_batches(pattern, batch_size):
-    """For each batch of all processes together, yields its file and the position of its first token.
-    Shards are read in sorted order. Trailing tokens that don't fill a batch are dropped. A relative pattern is first looked for
-    in the current folder, then next to this file."""
+    """Yields the file and the first token's position of each global batch. Shards are read in
+    sorted order. Trailing tokens that don't fill a batch are dropped. A relative pattern is looked
+    up in the current folder first, then in this file's folder."""
     files = sorted(glob.glob(pattern))
     if not files:
         folder = glob.escape(str(Path(__file__).resolve().parent))
@@ -713,18 +751,18 @@ def global_batches(pattern, batch_size):
             "data/cached_fineweb10B.py (fineweb)"
         )
     for file in map(Path, files):
-        # a batch needs batch_size + 1 tokens: the targets are one further
+        # a batch needs batch_size + 1 tokens, because targets are shifted by one
         for start in range(0, shard_length(file) - batch_size, batch_size):
             yield file, start
 
 
 def check_shards(pattern, batch_size, steps, vocab_size, option="--num_iterations"):
     """Reads everything that the run will read. Raises InputError now rather than hours later.
-    `option` is the one that the message suggests to lower if there are too few tokens."""
+    If there are too few tokens, the message suggests to lower `option`."""
     batches = list(itertools.islice(global_batches(pattern, batch_size), steps))
     if len(batches) < steps:
         raise InputError(
-            f"{pattern} has enough tokens for {len(batches)} batches of {batch_size}, but the run "
+            f"{pattern} has only enough tokens for {len(batches)} batches of {batch_size}, and the run "
             f"needs {steps}; add shards or lower {option}"
         )
     for file, start in batches:
@@ -754,21 +792,21 @@ def distributed_data_generator(
 
 
 def setting(default, help):
-    """A field of Hyperparameters with its text in --help."""
+    """Defines a hyperparameter, with its text in --help."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclasses.dataclass
 class Hyperparameters:
-    track: str = setting("fineweb", "the track that sets the other defaults")
+    track: str = setting("fineweb", "set of defaults")
     # data
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
-    val_tokens: int = setting(10_485_760, "validation tokens; compare losses only if this is the same")
-    batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, on all processes together")
-    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; halved on small GPUs unless set")
+    val_tokens: int = setting(10_485_760, "validation tokens; losses only compare if it is the same")
+    batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, summed over all processes")
+    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; fewer on small GPUs unless set")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, "micro-batch size in sequences, lowered to a divisor")
+    sequences_per_pass: int = setting(1, "micro-batch size in sequences; reduced if it doesn't fit")
     vocab_size: int = setting(50257, "number of token ids")
     eot_token: int = setting(50256, "token id that begins a document")
     # model
@@ -776,14 +814,14 @@ class Hyperparameters:
     num_heads: int = setting(6, "attention heads per block")
     head_dim: int = setting(128, "channels per head")
     model_dim: int = setting(768, "channels of the residual stream")
-    num_value_embeds: int = setting(3, "value embedding tables, for as many first and last layers")
-    attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, like 0,7")
-    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, like 0,7")
+    num_value_embeds: int = setting(3, "value embedding tables N, for the first N and the last N layers")
+    attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7")
+    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, such as 0,7")
     max_window: int = setting(1728, "attention window at the end of training, in tokens")
     fp8: bool = setting(True, "compute the head in FP8 on GPUs that support it")
     # optimization
     num_iterations: int = setting(1770, "training steps")
-    cooldown_frac: float = setting(0.4, "fraction of the steps in which learning rates decay")
+    cooldown_frac: float = setting(0.4, "last fraction of the steps, in which learning rates decay")
     final_lr_frac: float = setting(0.1, "final learning rate, as a fraction of the initial one")
     head_lr: float = setting(0.22, "Adam's learning rate for the head")
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
@@ -799,10 +837,10 @@ class Hyperparameters:
     muon_beta2: float = setting(0.0, "decay of NorMuon's mean squares; 0 for plain Muon")
     # the run
     seed: int = setting(0, "seed of the initial weights")
-    warmup_steps: int = setting(10, "steps before the clock starts; their effect is undone")
+    warmup_steps: int = setting(10, "untimed steps on random tokens; the weights are then reset")
     val_loss_every: int = setting(125, "steps between validations; 0 to validate only at the end")
     target_val_loss: float = setting(3.28, "validation loss to reach")
-    save_checkpoint: bool = setting(False, "save the final model and the optimizers' state")
+    save_checkpoint: bool = setting(False, "at the end, save a checkpoint and model.safetensors")
 
     @property
     def num_sequences(self):
@@ -811,13 +849,13 @@ class Hyperparameters:
 
     @property
     def padded_vocab_size(self):
-        """Rounded up to a multiple of 128, for faster matmuls."""
+        """vocab_size rounded up to a multiple of 128, for faster matmuls."""
         return math.ceil(self.vocab_size / 128) * 128
 
 
 TRACKS = {
     "fineweb": Hyperparameters(),
-    "mini": Hyperparameters(  # the same model in miniature, on Shakespeare's bytes, for two CPU cores
+    "mini": Hyperparameters(  # a small version for two CPU cores, trained on Shakespeare as bytes
         track="mini",
         train_files="data/shakespeare/shakespeare_train_*.bin",
         val_files="data/shakespeare/shakespeare_val_*.bin",
@@ -894,11 +932,12 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     for name in ("attn_free_layers", "long_window_layers"):
         for i in getattr(hp, name):
             valid = 0 <= i < hp.num_layers
-            require(valid, f"--{name}: there is no layer {i}, as --num_layers is {hp.num_layers}")
+            require(valid, f"--{name}: layer {i} doesn't exist, because --num_layers is {hp.num_layers}")
     for i in range(hp.num_value_embeds):
         pair = (i, hp.num_layers - hp.num_value_embeds + i)
-        used = not set(pair) <= set(hp.attn_free_layers)
-        require(used, f"--attn_free_layers: layers {pair} share a value embedding; one needs attention")
+        used = any(layer not in hp.attn_free_layers for layer in pair)
+        message = f"layers {pair} share a value embedding, so one of them needs attention"
+        require(used, f"--attn_free_layers: {message}")
     if device == "cuda":
         require(hp.head_dim >= 16, f"--head_dim {hp.head_dim}: FlexAttention needs at least 16")
         fp8_fits = hp.model_dim % 16 == 0 or not uses_fp8(hp)
@@ -910,7 +949,7 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     require(
         most % world_size == 0,
         f"{world_size} processes can't share {hp.num_sequences} training and {val_sequences} "
-        f"validation sequences equally; use {', '.join(fits)}",
+        f"validation sequences equally; use {' or '.join(fits)}",
     )
 
 
@@ -931,7 +970,7 @@ def make_parser():
         add_help=False,
         allow_abbrev=False,
         usage="train_gpt.py [--track NAME] [--device NAME] [--NAME VALUE ...]",
-        description="Trains a GPT to a target validation loss, as fast as the machine allows.",
+        description="Trains a GPT to a target validation loss in as little time as possible.",
     )
 
     def fail(message):
@@ -944,27 +983,29 @@ def make_parser():
     add("--track", choices=TRACKS, help="default: fineweb when training on a GPU, otherwise mini")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU, otherwise cpu")
     add("--log_dir", default="logs", help="folder for logs; default: logs")
-    add("--num_runs", type=int, default=1, help="runs with seeds seed, seed + 1, ...; default: 1")
+    add("--num_runs", type=int, default=1, help="runs, with seeds --seed, --seed + 1, ...; default: 1")
     add("--checkpoint_dir", default="checkpoints", help="default: checkpoints")
     add("--checkpoint_every", type=int, default=0, help="steps between checkpoints; default: 0, never")
-    add("--resume", metavar="PATH", help="a checkpoint, a folder of checkpoints, or: latest")
-    add("--resume_force", action="store_true", help="resume with another source or other settings")
+    add("--resume", metavar="PATH", help="a checkpoint, a folder (its newest one), or latest")
+    add("--resume_force", action="store_true", help="resume even if the source or the settings changed")
     return parser
 
 
 def parse_arguments(argv):
-    """Returns the options of the run, and the track's hyperparameters with changes from the command
-    line. Raises InputError."""
+    """Returns the options of the run, and the hyperparameters: the track's defaults with the
+    changes from the command line. Raises InputError."""
     parser = make_parser()
     args = parser.parse_known_args(argv)[0]  # finds the track, whose defaults --help shows
-    # an unusable GPU is an error (see check_gpus); the run doesn't move to the CPU unasked
+    # with a GPU that PyTorch can't use, check_gpus fails; training must not silently use the CPU
     has_gpu = torch.cuda.is_available() or unusable_gpu()
     on_gpu = has_gpu and args.device != "cpu"
     hp = TRACKS[args.track or ("fineweb" if on_gpu else "mini")]
     parser.set_defaults(track=hp.track, device="cuda" if on_gpu else "cpu")
     parser.add_argument("-h", "--help", action="help", help="show this text and exit")
     group = parser.add_argument_group(f"hyperparameters, with the defaults of track {hp.track}")
-    for field in dataclasses.fields(hp)[1:]:  # the first one is the track
+    for field in dataclasses.fields(hp):
+        if field.name == "track":
+            continue
         value = getattr(hp, field.name)
         options = dict(type=type(value), default=value, metavar=type(value).__name__)
         shown = value
@@ -972,7 +1013,7 @@ def parse_arguments(argv):
             options.update(nargs="?", const=True)
         if type(value) is tuple:
             shown = ",".join(map(str, value)) or "none"
-        help = f"{field.metadata.get('help', '')}; default: {shown}"
+        help = f"{field.metadata['help']}; default: {shown}"
         group.add_argument(f"--{field.name}", help=help, **options)
     args = parser.parse_args(argv)
     require(args.num_runs >= 1, f"--num_runs {args.num_runs}: must be at least 1")
@@ -999,9 +1040,9 @@ def read_text(path):
 
 
 def cpu_quota(folder="/sys/fs/cgroup"):
-    """Returns how many CPUs' worth of time a container may use; infinity without a limit."""
+    """Returns the CPU limit of a container in cores, or infinity."""
     words = read_text(f"{folder}/cpu.max").split()
-    if not words:  # version 1 of control groups
+    if not words:  # cgroup v1
         words = read_text(f"{folder}/cpu/cpu.cfs_quota_us").split()
         words += read_text(f"{folder}/cpu/cpu.cfs_period_us").split()
     if len(words) < 2 or not words[0].isdigit():  # "max" or -1: no limit
@@ -1017,29 +1058,32 @@ def cpu_cores():
     return max(1, int(min(cores, cpu_quota())))
 
 
-# lines are "name\t: value"; the values of the last core stay
-cpuinfo = dict(re.findall(r"^(\S[^\t:]*)\s*: (.*)$", read_text("/proc/cpuinfo"), re.M))
+cpuinfo = {}
+for line in read_text("/proc/cpuinfo").splitlines():  # it repeats the lines for every core
+    name, _, value = line.partition(":")
+    cpuinfo[name.strip()] = value.strip()
 CPU_MODEL = cpuinfo.get("model name", platform.machine())
 CPU_FLAGS = set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())  # instruction sets
 CPU_CORES = cpu_cores()
 
 
 def activation_dtype(device):
-    """Returns bf16 on GPUs and on CPUs that multiply it in hardware, otherwise float32."""
+    """Returns bf16 on GPUs and on CPUs with bf16 matmul instructions, otherwise float32."""
     if device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"}:
         return torch.bfloat16
     return torch.float32
 
 
 def unusable_gpu():
-    """Returns whether this machine has an NVIDIA GPU that PyTorch can't use. Looks for /dev/nvidia*,
-    which only exists on Linux. An empty CUDA_VISIBLE_DEVICES, or -1, hides the GPU on purpose."""
+    """Returns whether this machine has an NVIDIA GPU that PyTorch can't use. Looks for
+    /dev/nvidia*, which only exists on Linux. If CUDA_VISIBLE_DEVICES is empty or -1, the user has
+    hidden the GPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden and not torch.cuda.is_available()
 
 
-def oldest_gpu():
-    """Returns the compute capability and name of the least capable GPU of this machine's processes."""
+def weakest_gpu():
+    """Returns the compute capability and the name of the weakest GPU in use on this machine."""
     gpus = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return min((torch.cuda.get_device_capability(i), torch.cuda.get_device_name(i)) for i in gpus)
 
@@ -1049,17 +1093,17 @@ def check_gpus():
     build = f"PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"
     require(
         torch.cuda.is_available(),
-        f"--device cuda: {build} can't use a GPU of this machine; check the driver with nvidia-smi, "
+        f"--device cuda: {build} finds no GPU that it can use; check the driver with nvidia-smi, "
         "install a build for it (https://pytorch.org/get-started/locally), or use --device cpu",
     )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     require(
         processes <= gpus,
-        f"{processes} processes need as many GPUs, but PyTorch finds {gpus}; start fewer processes "
+        f"{processes} processes need {processes} GPUs, but PyTorch finds {gpus}; start fewer processes "
         "or use --device cpu",
     )
-    capability, name = oldest_gpu()
+    capability, name = weakest_gpu()
     require(
         torch.version.hip or capability >= (8, 0),
         f"the GPU {name} has compute capability {capability[0]}.{capability[1]}, but bfloat16 and "
@@ -1068,17 +1112,19 @@ def check_gpus():
 
 
 def uses_fp8(hp):
-    """Returns whether the head uses FP8: only on NVIDIA GPUs that support it. AMD's format may differ."""
-    return hp.fp8 and torch.version.hip is None and oldest_gpu()[0] >= (8, 9)
+    """Returns whether the head uses FP8: only on NVIDIA GPUs that support it. AMD GPUs may use
+    another FP8 format."""
+    return hp.fp8 and torch.version.hip is None and weakest_gpu()[0] >= (8, 9)
 
 
 def fitted(hp, mib, fp8):
-    """Halves train_seq_len until a step fits into `mib` MiB of GPU memory, but not below 12,288:
-    validation would need more memory anyway. The number of tokens per step doesn't change.
+    """Halves train_seq_len until a training step fits into `mib` MiB of GPU memory. Stops at 12,288
+    tokens, where validation needs more memory than training. The number of tokens per step doesn't
+    change.
 
-    On a simulated GPU with PyTorch 2.13's allocator (records/HARDWARE.md), a step takes 3,144 MiB plus 0.538 MiB per token of
-    train_seq_len with the FP8 head, and 3,209 plus 0.441 with a bf16 head. The formula leaves a
-    margin for other libraries. The numbers are those of the default model, one sequence per pass."""
+    The default model with one sequence per pass needs 3,144 MiB plus 0.538 MiB per token of
+    train_seq_len with the FP8 head, and 3,209 plus 0.441 with a bf16 head. That was measured on a
+    simulated GPU with PyTorch 2.13's allocator (records/HARDWARE.md). The formula adds a margin."""
     per_token = 0.56 if fp8 else 0.46
     while 3700 + per_token * hp.train_seq_len > mib and hp.train_seq_len > 12288:
         hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)
@@ -1100,7 +1146,7 @@ def fit_to_memory(args, hp, world, resumed):
 
 
 def start_world(device_name):
-    """Joins torchrun's process group (NCCL on CUDA, gloo on the CPU). One process needs none."""
+    """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU, none for a single process."""
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     if device_name == "cuda":
@@ -1112,7 +1158,7 @@ def start_world(device_name):
         device = torch.device("cpu")
         backend, device_id = "gloo", None
         set_up_cpu()
-    if size > 1:  # a rank may wait ten minutes for one that is still compiling
+    if size > 1:  # ten minutes, because another rank may still be compiling
         timeout = datetime.timedelta(minutes=10)
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     return World(rank, size, device)
@@ -1123,23 +1169,25 @@ def set_up_cpu():
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc: keep freed memory, or each step pays to map it again
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return the top of the heap
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: take large blocks from the heap, too
+    if hasattr(libc, "mallopt"):  # glibc: keep freed memory, because mapping it again is slow
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the top of the heap
+        libc.mallopt(M_MMAP_MAX, 0)  # take large blocks from the heap, too
     if "OMP_NUM_THREADS" not in os.environ:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, CPU_CORES // processes))
 
 
 def describe_machine(world, compiler):
-    """Returns the log's lines about the GPUs, or the CPU and its compiler, without a host or user name."""
+    """Returns lines for the log about the GPUs, or the CPU and its compiler. No host or user
+    name."""
     if world.device.type == "cuda":
         try:
             command = subprocess.run(
                 ["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace"
             )
         except FileNotFoundError:
-            return f"{torch.cuda.get_device_name()} with world_size={world.size}: there is no nvidia-smi"
+            return f"{torch.cuda.get_device_name()} with world_size={world.size}: nvidia-smi not found"
         # cuts off the table of processes, because it has paths in it
         return re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", command.stdout, flags=re.S)
     prefixes = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
@@ -1149,7 +1197,7 @@ def describe_machine(world, compiler):
         if name.startswith(("OMP_", "GOMP_")):
             openmp.append(f"{name}={value}")
     return (
-        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
+        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads per process, "
         f"instruction sets: {' '.join(flags)}\n{compiler}\nOpenMP: {' '.join(openmp) or 'defaults'}"
     )
 
@@ -1176,7 +1224,7 @@ def log_header(hp, world, compiler=""):
 
 
 def build_model(hp, world):
-    torch.manual_seed(hp.seed)  # for new vectors with random values: init_weights only sets matrices
+    torch.manual_seed(hp.seed)  # for vectors that you add; init_weights only sets matrices
     use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
     model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
     if world.size > 1:
@@ -1196,8 +1244,7 @@ def build_optimizers(model, hp):
     for name, p in model.named_parameters():
         groups = grouped.count(id(p))
         if groups != 1:
-            problem = f"{name} is in {groups} optimizer groups"
-            raise ValueError(f"{problem}; build_optimizers must put it in exactly one")
+            raise ValueError(f"build_optimizers puts {name} into {groups} groups, instead of one")
     adam = torch.optim.Adam(
         [
             dict(params=head, lr=hp.head_lr),
@@ -1245,11 +1292,17 @@ def set_schedules(optimizers, step, hp):
 
 
 # -----------------------------------------------------------------------------
-# 9. Compilation and warm-up: everything that the run uses, on random tokens, before the clock starts
+# 9. Compilation and warm-up, on random tokens, before the clock starts
 
-CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as PyTorch chooses it
-MAX_LOSS_ERROR = 1e-3     # relative; correct builds of mini differ by up to 2e-6
-MAX_GRADIENT_ERROR = 0.1  # relative, of each matrix's norm; correct builds differ by up to 1.4e-2
+# the C++ compiler that PyTorch uses
+CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+MAX_LOSS_ERROR = 1e-3     # relative; correct builds of mini stay below 2e-6
+MAX_GRADIENT_ERROR = 0.1  # relative error of the norm; correct builds of mini stay below 1.4e-2
+COMPILE_ADVICE = (
+    f"compiling needs a C++ compiler ({CXX}), Python's headers and openssl (Debian, Ubuntu: apt "
+    "install g++ python3-dev openssl), free disk space, and a TORCHINDUCTOR_CACHE_DIR that is "
+    "writable and not mounted noexec"
+)
 
 
 def print_dots(done):
@@ -1270,7 +1323,8 @@ def compiler_version():
 
 @torch.no_grad()
 def randomize(model):
-    """Sets random weights, none of them zero. At initialization, most gradients would be zero."""
+    """Replaces all weights with random values. With projections initialized to zero, most gradients
+    would be zero, and comparing them would show nothing."""
     rng = torch.Generator().manual_seed(0)
     for name, p in model.named_parameters():
         if p.ndim < 2:
@@ -1282,9 +1336,9 @@ def randomize(model):
 
 
 def losses_and_gradients(run_model, model, hp, world):
-    """Runs a micro-batch of training and a validation sequence of random tokens through run_model,
+    """Runs a training micro-batch and a validation sequence of random tokens through run_model,
     which is the model or its compiled version. Returns the losses and the gradients by name.
-    Gradients of scalars are left out: each is a sum whose terms cancel, so it is mostly rounding."""
+    Gradients of scalars are left out, because they are mostly rounding error."""
     rng = torch.Generator().manual_seed(0)
     shape = (sequences_per_pass(hp, world), hp.train_seq_len)
     tokens = torch.randint(hp.vocab_size, shape, generator=rng)
@@ -1298,7 +1352,7 @@ def losses_and_gradients(run_model, model, hp, world):
             results[f"gradient of {name}"] = p.grad.double()
     model.zero_grad()
     tokens = torch.randint(hp.vocab_size, (hp.val_seq_len,), generator=rng)
-    alone = World(0, 1, world.device)  # without the other processes' results
+    alone = World(0, 1, world.device)  # evaluate on this process only
     sequences = [(tokens.int(), tokens.roll(1))]
     results["validation loss"] = evaluate(run_model, sequences, window_blocks, hp, alone)
     return results
@@ -1310,8 +1364,9 @@ def relative_error(value, right):
 
 def wrong_results(model, compiled, hp, world):
     """Compares the compiled model with the uncompiled one. Returns what differs, or "".
-    Some models amplify rounding errors. So a difference only counts if it is also much larger than
-    the uncompiled model's own rounding error, which is its difference from a copy in float32."""
+
+    Some models amplify rounding. So a difference also has to be three times as large as the
+    rounding error of the uncompiled model, which is measured against a copy in float32."""
     results = losses_and_gradients(compiled, model, hp, world)
     expected = losses_and_gradients(model, model, hp, world)
     if not expected["training loss"].isfinite():
@@ -1327,9 +1382,18 @@ def wrong_results(model, compiled, hp, world):
             twin = copy.deepcopy(model).float()
             in_float32 = losses_and_gradients(twin, twin, hp, world)
         rounding_error = relative_error(right, in_float32[name])
-        if not error <= 3 * rounding_error:  # also if it is NaN
+        if error > 3 * rounding_error or rounding_error.isnan():
             return f"the {name} is off by {100 * error:.2g}%"
     return ""
+
+
+def first_error(text):
+    """Returns the first line with an error of the compiler, or else the first line of the text."""
+    output = text.partition("Output:\n")[2] or text  # PyTorch quotes the compiler after this
+    for line in output.splitlines():
+        if "error" in line:
+            return line.strip()[:200]
+    return text.partition("\n")[0].strip()[:200]
 
 
 def compile_problem(model, compiled, hp, world):
@@ -1339,25 +1403,18 @@ def compile_problem(model, compiled, hp, world):
         wrong = wrong_results(model, compiled, hp, world)
     except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
         model.zero_grad()
-        losses_and_gradients(model, model, hp, world)  # if the model is at fault, this fails, too
-        text = str(e)
-        output = text.partition("Output:\n")[2] or text  # of the compiler, if it ran
-        lines = [line for line in output.splitlines() if "error" in line] or [text.partition("\n")[0]]
-        return (
-            f"{lines[0].strip()[:200]}; compiling needs a C++ compiler ({CXX}), Python's headers and "
-            "openssl (Debian, Ubuntu: apt install g++ python3-dev openssl), free disk space, and a "
-            "TORCHINDUCTOR_CACHE_DIR that can be written and isn't mounted noexec"
-        )
+        losses_and_gradients(model, model, hp, world)  # a bug in the model itself raises here, too
+        return f"{first_error(str(e))}; {COMPILE_ADVICE}"
     finally:
         model.zero_grad()
     if wrong:
-        return f"{CXX} makes wrong code ({wrong}); install GCC 14 or later, or set CXX"
+        return f"code compiled by {CXX} is wrong ({wrong}); install GCC 14 or later, or set CXX"
     return ""
 
 
 def compile_model(model, hp, world):
-    """Returns the model to train with, compiled if possible, and the log's line about the compiler.
-    On a CPU, checks the compiled code, which changes the weights."""
+    """Returns the model to train with, compiled if possible, and a line about the compiler for the
+    log. On a CPU, it also checks the results of the compiled model. This overwrites the weights."""
     compiled = torch.compile(model, dynamic=False)
     if world.device.type == "cuda":
         return compiled, ""
@@ -1375,21 +1432,22 @@ def compile_model(model, hp, world):
     done.set()
     if world.rank == 0:
         print()
-    failed = torch.tensor(world.rank if problem else world.size)
-    if world.size > 1:  # the first rank that failed, or size; if one can't compile, none does
-        dist.all_reduce(failed, op=dist.ReduceOp.MIN)
-    if failed == world.size:
+    # if one rank can't compile, no rank does
+    first_failed = torch.tensor(world.rank if problem else world.size)
+    if world.size > 1:
+        dist.all_reduce(first_failed, op=dist.ReduceOp.MIN)
+    if first_failed == world.size:
         return compiled, f"{line} yes"
-    problem = problem or f"rank {failed.item()} can't compile it"
-    if failed == world.rank:
+    problem = problem or f"rank {first_failed.item()} can't compile it"
+    if world.rank == first_failed:
         message = f"warning: training without torch.compile, at about half the speed: {problem}"
         print(message, file=sys.stderr, flush=True)
     return model, f"{line} no ({problem})"
 
 
 def warm_up(model, optimizers, buckets, hp, world):
-    """Trains and validates on random tokens, so that everything is compiled, connected and allocated.
-    Then resets the weights and the optimizers."""
+    """Trains and validates on random tokens: this compiles the kernels, connects the processes and
+    allocates memory. Then resets the weights and the optimizers."""
     local = hp.batch_tokens // world.size
     window_blocks = get_window_blocks(hp.num_iterations, hp)
     rng = torch.Generator(world.device).manual_seed(world.rank)
@@ -1401,7 +1459,7 @@ def warm_up(model, optimizers, buckets, hp, world):
     targets = tokens[: hp.val_seq_len]
     if hp.warmup_steps:
         evaluate(model, [(targets.int(), targets)], window_blocks, hp, world)
-    with torch.no_grad():  # also undoes compile_model's random weights; hp has the seed of this run
+    with torch.no_grad():  # compile_model and earlier runs have changed the weights, too
         for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
             p.copy_(initial)
     for optimizer in optimizers:
@@ -1413,46 +1471,51 @@ def warm_up(model, optimizers, buckets, hp, world):
 
 
 class GradientBuckets:
-    """Sums gradients over the processes, in buckets of one dtype: up to 25 MB, or one larger gradient.
+    """Sums gradients over the processes. A bucket has one dtype and up to 25 MB, or one gradient.
 
-    Backward produces gradients in the reverse order of the forward pass. In a step's last micro-step,
-    a bucket whose gradients are all there starts an asynchronous all-reduce. Uncompiled, this
-    overlaps with the rest of backward; a compiled model returns all gradients at the end."""
+    Backward produces gradients in the reverse order of the forward pass. In the last micro-step of
+    a step, a bucket is all-reduced as soon as all its gradients are there. This overlaps with the
+    rest of backward only if the model isn't compiled: a compiled one returns all gradients at
+    once."""
 
     def __init__(self, params, bucket_bytes=25 * 2**20):
-        self.last_micro_step = False
+        self.last_micro_step = False  # train_step sets it
         self.handles = []
         self.buckets = []
-        filling = {}  # dtype -> the bucket that is being filled
+        self.bucket_of = {}  # parameter -> index of its bucket
+        filling = {}  # dtype -> index of the bucket that is being filled
         for p in reversed(list(params)):
-            bucket = filling.get(p.dtype)
-            if bucket is None or sum(x.nbytes for x in bucket) + p.nbytes > bucket_bytes:
-                bucket = []
-                filling[p.dtype] = bucket
-                self.buckets.append(bucket)
-            bucket.append(p)
+            index = filling.get(p.dtype)
+            if index is not None:
+                size = p.nbytes + sum(other.nbytes for other in self.buckets[index])
+            if index is None or size > bucket_bytes:
+                index = len(self.buckets)
+                filling[p.dtype] = index
+                self.buckets.append([])
+            self.buckets[index].append(p)
+            self.bucket_of[p] = index
+            p.register_post_accumulate_grad_hook(self._gradient_ready)
         self.missing = [len(bucket) for bucket in self.buckets]
-        for index, bucket in enumerate(self.buckets):
-            for p in bucket:
-                p.register_post_accumulate_grad_hook(lambda p, i=index: self._gradient_ready(i))
 
-    def _gradient_ready(self, index):
+    def _gradient_ready(self, param):
         if not self.last_micro_step:
             return
+        index = self.bucket_of[param]
         self.missing[index] -= 1
         if self.missing[index] == 0 and dist.is_initialized():
-            bucket = self.buckets[index]
-            flat = bucket[0].grad.flatten()  # a view: a bucket of one gradient isn't copied
-            if len(bucket) > 1:
-                flat = torch.cat([p.grad.flatten() for p in bucket])
-            # gradients become views of flat, so the all-reduce updates them
-            grads = flat.split([p.numel() for p in bucket])
-            for p, grad in zip(bucket, grads):
-                p.grad = grad.view_as(p)
-            self.handles.append(dist.all_reduce(flat, async_op=True))
+            self._reduce(self.buckets[index])
+
+    def _reduce(self, bucket):
+        flat = bucket[0].grad.flatten()  # a view: a bucket of one gradient isn't copied
+        if len(bucket) > 1:
+            flat = torch.cat([p.grad.flatten() for p in bucket])
+        # gradients become views of flat, so the all-reduce updates them
+        for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad = grad.view_as(p)
+        self.handles.append(dist.all_reduce(flat, async_op=True))
 
     def wait(self):
-        assert not any(self.missing), "a parameter took no part in the loss"
+        assert not any(self.missing), "a parameter got no gradient"
         for handle in self.handles:
             handle.wait()
         self.handles = []
@@ -1470,7 +1533,8 @@ def writing(path):
         yield
     except OSError as e:
         reason = e.strerror or e
-        raise RankError(f"can't write {path} ({reason}); free space or choose another folder") from None
+        advice = "free some space or use another folder"
+        raise RankError(f"can't write {path} ({reason}); {advice}") from None
 
 
 def write_file(path, data):
@@ -1489,20 +1553,18 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/stepNNNNNN.pt. Of the others, it keeps the one with the most steps.
-    All ranks must call this. Raises InputError if a weight isn't finite, or the loss of any step so
-    far. There is no random state, because training draws no random numbers."""
+    """Rank 0 writes folder/stepNNNNNN.pt, and deletes the others except the latest one. All ranks
+    must call this. Raises InputError if a weight or any loss so far isn't finite. There is no
+    random state to save, because training draws no random numbers."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
     vote(first_bad(first_bad_step, step, weight_norm), book.world)
-    adam, muon = optimizers
-    muon.gather_state()
+    optimizers[1].gather_state()  # Muon's
     if book.world.rank > 0:
         return
     state = dict(
         run_id=book.run_id,
         step=step,
-        tokens=step * book.hp.batch_tokens,
         train_time_ms=book.train_ms,
         validations=book.validations,
         log=book.text,
@@ -1529,8 +1591,8 @@ def save_model(path, model, hp):
 
 
 def read_checkpoint(where, checkpoint_dir):
-    """Returns the checkpoint `where`, the newest one in the folder `where`, or the newest of all runs
-    for "latest". Raises InputError if there is none or it is damaged."""
+    """`where` is a checkpoint, a folder, whose newest checkpoint is read, or "latest", for the
+    newest of all runs. Raises InputError if there is none or it is damaged."""
     path = Path(checkpoint_dir if where == "latest" else where)
     if not path.is_file():
         files = sorted(path.rglob("step*.pt"), key=lambda file: file.stat().st_mtime)
@@ -1539,18 +1601,18 @@ def read_checkpoint(where, checkpoint_dir):
     try:
         intact = zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code from the file
-        uuid.UUID(state["run_id"])  # it becomes a file name
+        uuid.UUID(state["run_id"])  # must be a UUID, because it is used as a file name
     except PermissionError:
         raise
     except Exception:  # corrupt files raise many exception types
         intact = False
-    require(intact, f"--resume: {path} is damaged or not a checkpoint; try the one before it")
+    require(intact, f"--resume: {path} is damaged or not a checkpoint; try the previous one")
     return state
 
 
 def find_checkpoint(args, hp):
-    """Returns the checkpoint of --resume. Without --resume_force, raises InputError if its source or
-    settings differ."""
+    """Returns the checkpoint of --resume. Raises InputError if its source or settings differ from
+    this run's, unless --resume_force is given."""
     state = read_checkpoint(args.resume, args.checkpoint_dir)
     may_differ = ["save_checkpoint"]
     if args.fit_memory:
@@ -1561,15 +1623,15 @@ def find_checkpoint(args, hp):
         if old != value and name not in may_differ:
             differences.append(f"{name}: {old} in the checkpoint, {value} now")
     if state["source"] != SOURCE:
-        differences.append("source: not the same")
+        differences.append("the source has changed")
     last_step, step = hp.num_iterations, state["step"]
-    too_late = f"--resume: the checkpoint is at step {step}, after --num_iterations {last_step}"
+    too_late = f"--resume: the checkpoint is at step {step}, but --num_iterations is {last_step}"
     require(step <= last_step, too_late)
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)
         advice = "undo the change, or use --resume_force"
-        require(args.resume_force, f"--resume: the run differs ({found}); {advice}")
+        require(args.resume_force, f"--resume: not the run of the checkpoint ({found}); {advice}")
         state["forced"] = f", with --resume_force ({found}); it can't be a record"
     return state
 
@@ -1578,7 +1640,7 @@ def load_checkpoint(state, model, optimizers):
     try:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
-            # only the moments: --resume_force may change learning rates and betas
+            # loads only the moments, because --resume_force may change learning rates and betas
             saved["param_groups"] = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict(saved)
     except (RuntimeError, ValueError) as e:
@@ -1598,14 +1660,14 @@ def sequences_per_pass(hp, world):
 
 
 def train_step(model, optimizers, buckets, inputs, targets, window_blocks, hp, world):
-    """Trains on this process's tokens (local,) of a step. Returns their mean loss."""
+    """Runs one training step on this process's tokens (local,). Returns their mean loss."""
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
     per_pass = sequences_per_pass(hp, world)
     inputs = inputs.view(-1, per_pass, hp.train_seq_len)  # (micro-steps, B, S)
     targets = targets.view(-1, per_pass, hp.train_seq_len)
     total = torch.zeros((), device=world.device)
-    # The gradient of a step is that of its summed loss, divided by its number of sequences as in
-    # modded-nanogpt. Muon ignores the scale, and so does Adam, up to adam_eps.
+    # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
+    # sequences. Muon ignores its scale, and so does Adam, up to adam_eps.
     weight = torch.full((), 1 / hp.num_sequences, device=world.device)
     model.train()
     for i in range(len(inputs)):
@@ -1622,8 +1684,8 @@ def train_step(model, optimizers, buckets, inputs, targets, window_blocks, hp, w
 
 @torch.no_grad()
 def evaluate(model, sequences, window_blocks, hp, world):
-    """Returns the mean loss over all processes. `sequences` yields this process's inputs and targets,
-    each (val_seq_len,). Every process has the same number of them."""
+    """Returns the mean loss over all processes. `sequences` yields this process's inputs and
+    targets, each (val_seq_len,). Every process has the same number of them."""
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
     model.eval()
     losses = [model(inputs[None], targets[None], window) for inputs, targets in sequences]
@@ -1634,8 +1696,8 @@ def evaluate(model, sequences, window_blocks, hp, world):
 
 
 def validate(model, step, hp, world):
-    """Returns the loss on the first val_tokens / val_seq_len sequences of the validation shards, the
-    same ones for any number of processes."""
+    """Returns the loss on the first val_tokens / val_seq_len sequences of the validation shards.
+    They don't depend on the number of processes."""
     sequences = distributed_data_generator(
         hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device  # rank 0 of 1: all of them
     )
@@ -1645,7 +1707,8 @@ def validate(model, step, hp, world):
 
 
 def peak_memory(world):
-    """Returns the log's line about memory: the GPU allocator's, or on a CPU the process's."""
+    """Returns a line for the log: peak memory of the GPU's allocator, or on a CPU of the
+    process."""
     if world.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     else:
@@ -1664,16 +1727,16 @@ def synchronized_ms(world):
 
 
 def read_vote(votes):
-    """Returns the first step whose loss isn't finite (math.inf without one), and the signal to act on
-    (0 without one)."""
+    """Returns the first step whose loss isn't finite (or math.inf), and the signal received (or
+    0)."""
     first_bad_step, minus_signal = votes.tolist()
     return first_bad_step, -int(minus_signal)
 
 
 def start_vote(first_bad_step, world):
-    """Combines over all ranks the first step whose loss isn't finite, and the signals that came.
-    Returns a copy on the CPU, and the CUDA event after which it can be read. Doesn't wait."""
-    # the minimum of the negative signals is the largest signal
+    """All-reduces the first step whose loss isn't finite, and the signal received. Returns a copy
+    on the CPU, and the CUDA event after which it can be read. Doesn't wait for the GPU."""
+    # one reduction serves for both: the minimum of the negative signals is the largest signal
     votes = torch.stack([first_bad_step, torch.full_like(first_bad_step, -stop_signal)])
     if world.size > 1:
         dist.all_reduce(votes, op=dist.ReduceOp.MIN)
@@ -1685,8 +1748,8 @@ def start_vote(first_bad_step, world):
 
 
 def finish_vote(votes, copied):
-    """Raises InputError if any rank has seen a loss that isn't finite. Returns the signal that all
-    ranks act on now, or 0. Waits for the copy if it isn't done yet."""
+    """Returns the signal that any rank has received, or 0. Raises InputError if any rank had a loss
+    that isn't finite. Waits for the copy."""
     if copied is not None:
         copied.synchronize()
     step, stop = read_vote(votes)
@@ -1700,14 +1763,15 @@ def finish_vote(votes, copied):
 
 
 def vote(first_bad_step, world):
-    """Votes, and waits for the GPU and for the other ranks."""
+    """Votes, and waits for the result."""
     return finish_vote(*start_vote(first_bad_step, world))
 
 
 def vote_while_training(votes, step, first_bad_step, world):
-    """Starts a vote every five steps, and reads it five steps later. By then the copy is there, so
-    the GPU never runs out of work. All ranks read it after the same step, and so stop together.
-    `votes` holds the vote that isn't read yet. One process on a CPU votes after every step."""
+    """Starts a vote every five steps, and reads it five steps later. By then the copy has finished,
+    so reading it doesn't stall the GPU. All ranks read it after the same step, and so stop
+    together. `votes` holds the vote that isn't read yet. A single process on a CPU votes after
+    every step."""
     if world.size == 1 and world.device.type == "cpu":
         return vote(first_bad_step, world)
     if step % 5 != 0:
@@ -1719,13 +1783,14 @@ def vote_while_training(votes, step, first_bad_step, world):
 
 
 def first_bad(first_bad_step, step, value):
-    """Returns first_bad_step, or `step` if that is earlier and the value isn't finite. Doesn't wait."""
+    """Returns the smaller of first_bad_step and `step` if the value isn't finite, otherwise
+    first_bad_step. Doesn't wait for the GPU."""
     earlier = first_bad_step.clamp_max(step)  # the smaller of the two
     return torch.where(value.isfinite(), first_bad_step, earlier)
 
 
 class Logbook:
-    """The clock, validations and log of a run. Rank 0 writes <log_dir>/<run_id>.txt and the console."""
+    """The clock, validations and log of a run. Rank 0 prints it and writes log_dir/RUN_ID.txt."""
 
     def __init__(self, log_dir, hp, world, resumed, compiler):
         self.hp = hp
@@ -1753,11 +1818,12 @@ class Logbook:
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
         if sys.stdout.isatty():
-            line = line.ljust(79)  # covers the line before
+            line = line.ljust(79)  # overwrite the previous line
         print(line, end=end, flush=True)
 
     def step(self, step):
-        ms = self.train_ms + 1000 * time.perf_counter() - self.start_ms  # the GPU may be behind
+        # approximate: doesn't wait for the GPU
+        ms = self.train_ms + 1000 * time.perf_counter() - self.start_ms
         end = "\r" if sys.stdout.isatty() else "\n"
         steps = f"step:{step}/{self.hp.num_iterations}"
         self.write(f"{steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", end)
@@ -1799,7 +1865,7 @@ def start_run(args, hp, world, parts, resumed):
     warm_up(compiled, optimizers, buckets, hp, world)
     seconds = time.perf_counter() - start
     book.write(f"warm-up: {hp.warmup_steps} steps in {seconds:.1f} s, untimed")
-    if compiler not in book.text:  # resumed with another compiler than the log's header names
+    if compiler not in book.text:  # resumed with a different compiler
         book.write(compiler)
     if resumed:
         load_checkpoint(resumed, model, optimizers)
@@ -1828,6 +1894,7 @@ def run(args, hp, world, parts, resumed):
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             book.stop_clock()
             val_loss = validate(compiled, step, hp, world)
+            # `stop` matters in the last step only: vote_while_training sets it again in the others
             stop = vote(first_bad(first_bad_step, step, val_loss), world)
             book.validation(step, val_loss.item())
             book.start_clock()
@@ -1846,13 +1913,13 @@ def run(args, hp, world, parts, resumed):
         if stop or due or (hp.save_checkpoint and step + 1 == hp.num_iterations):
             book.stop_clock()
             save_checkpoint(folder, step + 1, book, model, optimizers, first_bad_step)
-            book.start_clock()
+            book.start_clock()  # waits for rank 0, which writes the file
         if stop:
             os._exit(128 + stop)  # all ranks stop here
     book.result()
     if world.rank == 0 and (hp.save_checkpoint or args.checkpoint_every):
         save_model(folder / "model.safetensors", model, hp)
-    if stop:  # a signal came in the last validation or shortly before
+    if stop:  # received too late for a checkpoint
         os._exit(128 + stop)
     in_training = False
     return book.validations[-1]
@@ -1882,7 +1949,7 @@ def train(args, hp):
     world = start_world(args.device)
     resumed = find_checkpoint(args, hp) if args.resume else {}
     hp = fit_to_memory(args, hp, world, resumed)
-    check_hyperparameters(hp, world.size, args.device)  # with the length that fits
+    check_hyperparameters(hp, world.size, args.device)  # again, with the sequence length that fits
     handle_signals()  # for a script that imports this file
     model = build_model(hp, world)
     optimizers = build_optimizers(model, hp)
@@ -1902,8 +1969,8 @@ def train(args, hp):
 
 
 def main(argv, after_training=None):
-    """Returns the exit status: 0, 2 after a user error, 1 if another process died.
-    On success, it first calls after_training(model)."""
+    """Returns the exit status: 0 on success, 1 if another process died, 2 after a user error. On
+    success, it first calls after_training(model)."""
     name = f"rank {os.environ.get('RANK', 0)}"
     try:
         model = train(*parse_arguments(argv))
@@ -1917,11 +1984,11 @@ def main(argv, after_training=None):
             return 2  # every rank raises it; one prints it
         message = str(e)
     except torch.OutOfMemoryError:
-        message = f"{name}: the GPU's memory is full; halve --train_seq_len (or --val_seq_len)"
+        message = f"{name}: out of GPU memory; halve --train_seq_len (or --val_seq_len)"
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
-        message = f"error: {name} lost contact with another process; see the error of that process"
+        message = f"error: {name} lost contact with another process; see that process's error"
         print(message, file=sys.stderr, flush=True)
         return 1
     print(f"error: {message}", file=sys.stderr, flush=True)
@@ -1931,5 +1998,5 @@ def main(argv, after_training=None):
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     if status != 0:
-        sys.stdout = None  # if the disk is full, Python can't flush it and would print a second error
+        sys.stdout = None  # don't flush it: on a full disk, this would print a second error
     sys.exit(status)

@@ -50,15 +50,15 @@ stop_time = 0.0
 
 
 def on_signal(number, frame):
-    """Outside the training loop, exits at once. In the loop, the ranks stop together after one of the
-    next steps (see vote_while_training) and save a checkpoint; if too few steps are left for that, the
-    run finishes first. Another signal exits at once, unless it comes within a second of the first:
-    torchrun and batch systems often send several."""
+    """Handles Ctrl-C and SIGTERM. In the training loop, it only remembers the signal: all ranks
+    save a checkpoint and exit within a few steps (see vote_while_training), or finish if the run is
+    about to end. Before training, or on a second signal, it exits at once. Signals within a second
+    of the first are ignored, because torchrun and batch systems often send several."""
     global stop_signal, stop_time
     if not in_training:
         if os.environ.get("RANK", "0") == "0":
             if os.isatty(2):
-                os.write(2, b"\n")  # ends the line with ^C
+                os.write(2, b"\n")  # start a new line after the terminal's ^C
             os.write(2, b"stopped; there is nothing to save\n")
         os._exit(128 + number)
     if not stop_signal:
@@ -113,12 +113,11 @@ if __name__ == "__main__" and codecs.lookup(locale.getpreferredencoding(False)).
 # PyTorch and OpenMP read these variables when torch is imported.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 if sys.platform == "linux" and platform.machine() == "x86_64":
-    # If GCC 11 to 13 doesn't know the CPU, it tunes for a generic one, and then wrongly removes stores
-    # that PyTorch's bf16 transposes need (similar to https://gcc.gnu.org/PR113255). Naming a CPU to
-    # tune for avoids this. The instruction set is still the machine's own. PyTorch writes -march=
-    # in front of this value, so it can hold a second flag.
+    # Works around a bug of GCC 11 to 13 (similar to https://gcc.gnu.org/PR113255): on CPUs that GCC
+    # doesn't know, it miscompiles PyTorch's bf16 transposes. Naming a CPU with -mtune avoids this,
+    # and -march stays native. PyTorch puts "-march=" before this value.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
-# Waiting threads sleep instead of spinning. Next to another busy process this is much faster.
+# Make waiting OpenMP threads sleep instead of spin. This is much faster next to a busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -136,11 +135,11 @@ BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence len
 
 
 class InputError(Exception):
-    """A user error. It is printed as one line, without a traceback, by one process per machine."""
+    """A user error. One process per machine prints it, as one line without a traceback."""
 
 
 class RankError(InputError):
-    """A user error that only some ranks may see. Every rank that raises it prints it."""
+    """A user error that may occur on one rank only, so each rank prints its own."""
 
 
 # -----------------------------------------------------------------------------
@@ -155,12 +154,14 @@ def softcap(logits: Tensor) -> Tensor:
 
 
 def target_weights(targets: Tensor, weights: Tensor) -> Tensor:
-    """targets (T, K), weights (K,) -> float32 (T, K), which is zero where there is no target (-1)."""
+    """targets (T, K), weights (K,) -> float32 (T, K), which is zero where there is no target
+    (-1)."""
     return torch.where(targets >= 0, weights, 0.0)
 
 
 def cross_entropies(capped: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the loss (T, K) of each target (T, K), and the logsumexp (T, 1) of capped logits (T, V)."""
+    """Returns the loss (T, K) of each target (T, K), and the logsumexp (T, 1) of capped logits (T,
+    V)."""
     lse = capped.exp().sum(dim=-1, keepdim=True).log()  # exp(23) can't overflow
     return lse - capped.gather(1, targets.clamp_min(0)), lse
 
@@ -171,15 +172,17 @@ def as_scale(value: float, like: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("nanogpt2026::head_loss", mutates_args=())
-@torch.compile(dynamic=False)  # the model's compilation can't look into a custom op: compile it here
+@torch.compile(dynamic=False)  # compiling the model doesn't compile the body of a custom op
 def head_loss_op(
     x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, x_s: float, w_s: float, grad_s: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes the weighted cross-entropies of softcap(x @ w.T) in nats, summed over tokens and targets.
+    """Computes the weighted cross-entropies of softcap(x @ w.T) in nats, summed over tokens and
+    targets.
 
     x (T, C) and w (V, C) are bf16, targets (T, K) int64, -1 for none, weights (K,) float32. An FP8
-    operand times its scale (x_s, w_s, grad_s) is the value it stands for. Returns the loss in float32,
-    and for the backward pass the logits (T, V) in bf16, their logsumexp (T, 1) and both FP8 operands."""
+    operand times its scale (x_s, w_s, grad_s) is the value it stands for. Returns the loss in
+    float32, and for the backward pass the logits (T, V) in bf16, their logsumexp (T, 1) and both
+    FP8 operands."""
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
     w_f8 = (w / w_s).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
@@ -212,19 +215,19 @@ def head_loss_backward_op(
     weights: Tensor, x_s: float, w_s: float, grad_s: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns grad_x (T, C) and grad_w (V, C) in bf16, given the loss's scalar gradient.
-    Compiled, the logits' gradient is only stored in FP8. In bf16 it would be as large as the logits."""
-    # the soft-cap, and a function that multiplies by its derivative
-    capped, softcap_backward = torch.func.vjp(softcap, logits.float())
+    When compiled, it stores the gradient of the logits only in FP8."""
+    capped = softcap(logits)
     weights = target_weights(targets, weights)
     grad_capped = (capped - lse).exp() * weights.sum(dim=1, keepdim=True)
     column = torch.arange(logits.size(1), device=logits.device)
     for k in range(targets.size(1)):
         is_target = column == targets[:, k, None]
         grad_capped = grad_capped - torch.where(is_target, weights[:, k, None], 0.0)
-    (grad_logits,) = softcap_backward(grad * grad_capped)
+    # the derivative of 23 sigmoid((z + 5) / 7.5) is capped (1 - capped / 23) / 7.5
+    grad_logits = grad * grad_capped * capped * (1 - capped / 23) / 7.5
     grad_f8 = (grad_logits / grad_s).to(torch.float8_e5m2)
     grad_scale = as_scale(grad_s, grad)
-    # _scaled_mm wants the first operand row-major and the second column-major
+    # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
         grad_f8,
         w_f8.T.contiguous().T,
@@ -250,17 +253,19 @@ def _(grad, logits, lse, x_f8, w_f8, targets, weights, x_s, w_s, grad_s):
 
 
 def setup_context(ctx, inputs, output):
-    # saves what head_loss_backward_op takes, in its order
-    x, w, targets, weights, *scales = inputs
-    loss, *saved = output
-    ctx.save_for_backward(*saved, targets, weights)
-    ctx.scales = scales
-    ctx.set_materialize_grads(False)
+    x, w, targets, weights, x_s, w_s, grad_s = inputs
+    loss, logits, lse, x_f8, w_f8 = output
+    ctx.save_for_backward(logits, lse, x_f8, w_f8, targets, weights)
+    ctx.scales = (x_s, w_s, grad_s)
+    ctx.set_materialize_grads(False)  # creates no zero gradients for the other outputs
 
 
 def head_loss_gradients(ctx, grad, *unused):
-    backward = torch.ops.nanogpt2026.head_loss_backward
-    grad_x, grad_w = backward(grad, *ctx.saved_tensors, *ctx.scales)
+    logits, lse, x_f8, w_f8, targets, weights = ctx.saved_tensors
+    x_s, w_s, grad_s = ctx.scales
+    grad_x, grad_w = torch.ops.nanogpt2026.head_loss_backward(
+        grad, logits, lse, x_f8, w_f8, targets, weights, x_s, w_s, grad_s
+    )
     return grad_x, grad_w, None, None, None, None, None
 
 
@@ -301,12 +306,15 @@ def truncated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.view(torch.int32) & -65536).view(torch.float32).to(dtype)
 
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # PyTorch < 2.13
+if hasattr(dist, "all_gather_single"):  # its name since PyTorch 2.13
+    all_gather = dist.all_gather_single
+else:
+    all_gather = dist.all_gather_into_tensor
 
 
 class Muon(torch.optim.Optimizer):
-    """NorMuon with cautious weight decay. Each parameter is a bank of matrices (..., rows, cols), which
-    are updated one by one. A group's `scale` multiplies its learning rate.
+    """NorMuon with cautious weight decay. Each parameter is a bank of matrices (..., rows, cols),
+    which are updated one by one. A group's `scale` multiplies its learning rate.
 
     With several processes, each one keeps the state of its share of every bank, computes the new
     weights, and sends them to the others. Gradients must be equal on all ranks. Weights are kept in
@@ -382,7 +390,8 @@ class Muon(torch.optim.Optimizer):
             p.copy_(weights[: p.shape[:-2].numel()].view_as(p))
 
     def gather_state(self):
-        """Sends the state of all parameters to every rank, for a checkpoint. All ranks must call it."""
+        """Broadcasts the state of all parameters, so that rank 0 can save it. Call it on all
+        ranks."""
         if self.world_size == 1:
             return
         for group in self.param_groups:
@@ -445,8 +454,8 @@ def norm(x: Tensor) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Half-truncated rotary embeddings: the first half of a head's channels rotates, in pairs (i, i + D/4),
-    and the other half stays."""
+    """Half-truncated rotary embeddings: the first half of a head's channels rotates, in pairs (i, i
+    + D/4), and the other half stays."""
 
     def __init__(self, head_dim, max_seq_len, dtype):
         super().__init__()
@@ -474,22 +483,22 @@ class Rotary(nn.Module):
         return (torch.cat([y1, y2, still], dim=-1) * scale).type_as(x)
 
 
-# Attention masks. A query sees a key if the key is not later, is in the same document, and is at most
-# `window` tokens back. There are two versions: a BlockMask for FlexAttention on GPUs, and a mask in
-# plain PyTorch.
+# Attention masks. A query sees a key if the key is not later, is in the same document, and is at
+# most `window` tokens back. There are two versions: a BlockMask for FlexAttention on GPUs, and a
+# mask in plain PyTorch.
 
 
 def document_ids(input_seq: Tensor, eot_token: int) -> Tensor:
-    """Numbers the documents of input_seq (B, S) from 1 on. Returns int32 (T,). Every end-of-text token
-    begins a document, and so does every sequence."""
+    """Returns the number of each token's document, int32 (T,), starting at 1, for input_seq (B, S).
+    A document starts at each end-of-text token and at the start of each sequence."""
     begins = input_seq == eot_token
     begins[:, 0] = True
     return begins.flatten().cumsum(0, dtype=torch.int32)
 
 
 def block_lists(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Converts a matrix of blocks, bool (N, N), to FlexAttention's lists: for each row the number of
-    True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
+    """Converts a matrix of blocks, bool (N, N), to FlexAttention's lists: for each row the number
+    of True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
     counts = visible.sum(dim=-1, dtype=torch.int32)
     # a stable sort keeps the columns of True entries in order and puts them first
     columns = visible.int().argsort(dim=-1, descending=True, stable=True).int()
@@ -497,8 +506,9 @@ def block_lists(visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def flex_block_mask(docs: Tensor, window: Tensor) -> BlockMask:
-    """Makes the BlockMask of docs (T,) and a window in tokens, which is a scalar tensor on the device so
-    that its growth recompiles nothing. FlexAttention masks single tokens only in partly visible blocks."""
+    """Makes the BlockMask of docs (T,). window is a scalar tensor on the device, in tokens, so that
+    a growing window doesn't recompile. FlexAttention calls document_causal_window only in partly
+    visible blocks."""
 
     def document_causal_window(b, h, q_idx, kv_idx):
         causal = q_idx >= kv_idx
@@ -515,32 +525,42 @@ def flex_block_mask(docs: Tensor, window: Tensor) -> BlockMask:
     causal_any = distance >= 0
     causal_all = distance > 0
     document_any = (first[:, None] <= last) & (last[:, None] >= first)
-    document_all = (first[:, None] == last) & (last[:, None] == first)  # the same one document
+    document_all = (first[:, None] == last) & (last[:, None] == first)  # both in one document
     visible_any = window_any & causal_any & document_any
     visible_all = window_all & causal_all & document_all
     partial = visible_any & ~visible_all
+    # key blocks of each query block, for the forward pass
+    kv_num, kv_indices = block_lists(partial)
+    full_kv_num, full_kv_indices = block_lists(visible_all)
+    # query blocks of each key block, for the backward pass
+    q_num, q_indices = block_lists(partial.T)
+    full_q_num, full_q_indices = block_lists(visible_all.T)
     return BlockMask(
-        (len(docs), len(docs)),
-        *block_lists(partial),        # key blocks of each query block, for the forward pass
-        *block_lists(visible_all),
-        *block_lists(partial.T),      # query blocks of each key block, for the backward pass
-        *block_lists(visible_all.T),
-        (BLOCK_SIZE, BLOCK_SIZE),
-        document_causal_window,
+        seq_lengths=(len(docs), len(docs)),
+        kv_num_blocks=kv_num,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
+        mask_mod=document_causal_window,
     )
 
 
 def portable_mask(docs: Tensor, window: Tensor, span: int) -> Tensor:
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
-    visible. Each block of queries can see itself and the span - 1 blocks before it. `span` is a
-    static upper bound, so that growth of the window (in tokens) recompiles nothing."""
+    visible. Each block of queries has keys in itself and in the span - 1 blocks before it. `span`
+    is a constant upper bound, so that a growing window (in tokens) doesn't recompile."""
     query = torch.arange(len(docs), dtype=torch.int32, device=docs.device)
     query = query.view(-1, BLOCK_SIZE, 1)  # (N, 128, 1)
-    # docs is sorted: a search finds the first token of each query's document
+    # the first token of each query's document: docs 1 1 1 2 2 -> 0 0 0 3 3
     document_start = torch.searchsorted(docs, docs, out_int32=True).view_as(query)
     start = document_start.maximum(query - window)
     offset = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
-    key = query[:, :1] + offset  # (N, 1, span * 128)
+    key = query[:, :1] + offset  # (N, 1, span * 128); negative before the first token
     visible = (start <= key) & (key <= query)
     return visible[:, None]
 
@@ -551,9 +571,14 @@ def make_mask(docs: Tensor, window: Tensor, max_window: int) -> BlockMask | Tens
     return portable_mask(docs, window, math.ceil(max_window / BLOCK_SIZE) + 1)
 
 
+def split_blocks(t: Tensor) -> Tensor:
+    """(1, T, H, D) -> (N, H, 128, D)"""
+    return t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)
+
+
 def with_previous_blocks(t: Tensor, span: int) -> Tensor:
-    """(1, T, H, D) -> (N, H, span * 128, D): each block, behind the span - 1 blocks before it."""
-    t = t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)  # (N, H, 128, D)
+    """(1, T, H, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier blocks."""
+    t = split_blocks(t)
     shifted = []
     for back in reversed(range(span)):
         padded = F.pad(t, (0, 0, 0, 0, 0, 0, back, 0))  # zeros in front: (back + N, H, 128, D)
@@ -562,12 +587,12 @@ def with_previous_blocks(t: Tensor, span: int) -> Tensor:
 
 
 def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention block by block, for devices where FlexAttention has no backward. It costs O(T * span).
-    Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
+    """Attention block by block, in O(T * span), for devices where FlexAttention has no backward
+    (CPUs). Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
-    # QK norm bounds the scores, so exp can't overflow, although the maximum isn't subtracted
-    queries = with_previous_blocks(q * scale, 1)  # only split into blocks: (N, H, 128, D)
+    # no need to subtract the maximum: with QK norm, scores are at most scale * D, about 15
+    queries = split_blocks(q * scale)  # (N, H, 128, D)
     scores = queries @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()
     y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
@@ -596,10 +621,11 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:  # (..., C), (n, 12) -> (..., n)
 class GPT(nn.Module):
     """The model with its loss: GPT(hp)(input_seq, target_seq, window_blocks).
 
-    input_seq (B, S) is int32, target_seq (B, S) int64, window_blocks a scalar int32; S is a multiple
-    of 128. Returns in training the weighted cross-entropy of the next three tokens in nats, summed,
-    and in evaluation that of the next token, averaged. `dtype` is that of the activations, tables,
-    matrices and gates; lambdas are float32. set_step sets what is scheduled."""
+    input_seq (B, S) is int32, target_seq (B, S) int64, window_blocks a scalar int32; S is a
+    multiple of 128. Returns in training the weighted cross-entropy of the next three tokens in
+    nats, summed, and in evaluation that of the next token, averaged. `dtype` is that of the
+    activations, tables, matrices and gates; lambdas are float32. set_step sets what is
+    scheduled."""
 
     val_slice = 32768  # validation computes the logits of this many tokens at a time, to save memory
 
@@ -621,7 +647,8 @@ class GPT(nn.Module):
         if hp.bigram_factor:
             self.bigram_embed = weights(hp.bigram_factor * hp.padded_vocab_size, dim)
             self.bigram_lambdas = nn.Parameter(torch.full((layers,), 0.1))
-        # banks of matrices: Q, K, V and O (out, in); the MLP's input (hidden, in) and output (hidden, out)
+        # banks of matrices: Q, K, V and O (out, in); the MLP's input (hidden, in) and output
+        # (hidden, out)
         self.attn_bank = weights(attn_layers, 4, dim, dim)
         self.mlp_in_bank = weights(layers, 4 * dim, dim)
         self.mlp_out_bank = weights(layers, 4 * dim, dim)
@@ -645,7 +672,8 @@ class GPT(nn.Module):
         self.init_weights(hp.seed)
 
     def set_step(self, step):
-        """Sets the loss weights, and in a new stage the rotary tables and the scale of attention."""
+        """Sets the loss weights, and in a new stage the rotary tables and the scale of
+        attention."""
         for k, weight in enumerate(get_loss_weights(step, self.hp)):
             self.loss_weights[k].fill_(weight)
         if self.stage != get_stage(step, self.hp):
@@ -674,7 +702,8 @@ class GPT(nn.Module):
         self.embed.copy_(self.lm_head)
 
     def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
-        """Returns a mask for each layer. The final validation's longer window is for long layers only."""
+        """Returns a mask for each layer. The final validation's longer window is for long layers
+        only."""
         hp = self.hp
         last = hp.windows[-1]
         longest = hp.window_block * (last if self.training else hp.val_window)
@@ -690,16 +719,18 @@ class GPT(nn.Module):
         return masks
 
     def smeared_embeddings(self, tokens: Tensor) -> Tensor:
-        """tokens (B, S) -> (B, S, C). Each one but a sequence's first gets some of the one before."""
+        """tokens (B, S) -> (B, S, C). Each one but a sequence's first gets some of the one
+        before."""
         x = F.embedding(tokens, self.embed)
         smear = self.smear_lambda * gate(x[:, 1:], self.smear_gate) * x[:, :-1]
         return torch.cat([x[:, :1], x[:, 1:] + smear], dim=1)
 
     def bigram_rows(self, tokens: Tensor) -> Tensor:
-        """tokens (B, S) in int64 -> the row of each token and the one before in the table of bigrams.
+        """tokens (B, S) in int64 -> the row of each token and the one before in the table of
+        bigrams.
 
-        A sequence's first token has the last row. In the record, its number has also taken the place
-        of the token in the next bigram, where it overflows int32."""
+        A sequence's first token has the last row. In the record, its number has also taken the
+        place of the token in the next bigram, where it overflows int32."""
         last_row = len(self.bigram_embed) - 1
         first = torch.full_like(tokens[:, :1], last_row)
         earlier = 27191 * torch.cat([first, tokens[:, 1:-1]], dim=1)
@@ -708,8 +739,8 @@ class GPT(nn.Module):
         return torch.cat([first, rows], dim=1)
 
     def attention(self, x, ve, weights, mask, layer):
-        """x (B, S, C), normed -> (B, S, C). ve (B, S, C) are the value embeddings of this layer, or None;
-        weights (4, C, C) are Q, K, V and O."""
+        """x (B, S, C), normed -> (B, S, C). ve (B, S, C) are the value embeddings of this layer, or
+        None; weights (4, C, C) are Q, K, V and O."""
         hp = self.hp
         index = hp.attn_layers.index(layer)
         paired = layer in hp.paired_layers
@@ -726,8 +757,8 @@ class GPT(nn.Module):
         if ve is not None:
             ve_gate = 2 * gate(x, self.value_gates[hp.value_layers.index(layer)])
             v = v + ve_gate[..., None] * ve.view(heads)
-        # Paired heads are one sequence of twice the length: the first half of the heads of token t is
-        # in slot 2t, the second half in slot 2t + 1, which is how they lie in memory.
+        # Paired heads are one sequence of twice the length: the first half of the heads of token t
+        # is in slot 2t, the second half in slot 2t + 1, which is how they lie in memory.
         slots = (1, -1, hp.num_heads // 2 if paired else hp.num_heads, hp.head_dim)
         y = attention(q.reshape(slots), k.reshape(slots), v.reshape(slots), mask, scale=1.0)
         y = y.view(heads) * gate(x, self.attn_gates[index])[..., None]
@@ -790,32 +821,34 @@ class GPT(nn.Module):
 
 
 def shard_length(file):
-    """Returns the number of tokens in a shard. Raises RankError if header and file size disagree."""
+    """Returns the number of tokens in a shard. Raises RankError if the file size doesn't fit it."""
     header = np.fromfile(file, dtype="<i4", count=256)
     size = file.stat().st_size
     valid = len(header) == 256 and header[0] == 20240520 and header[1] == 1
     if not valid or size != 1024 + 2 * int(header[2]):
-        raise RankError(f"{file} ({size} bytes) is not a complete shard of tokens; make it again")
+        raise RankError(
+            f"{file} ({size} bytes) is not a valid shard; delete it and run its data script again"
+        )
     return int(header[2])
 
 
 def read_tokens(file, start, count, vocab_size):
-    """Reads tokens (count,) uint16. The file isn't memory-mapped, so a file that is truncated during
-    the run raises RankError instead of killing the process."""
+    """Reads tokens (count,) uint16. Raises RankError if the file was truncated. (With mmap, the
+    process would be killed.)"""
     tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
     if len(tokens) < count:
-        raise RankError(f"{file} has fewer tokens than its header says; was it changed? make it again")
+        raise RankError(f"{file} is shorter than its header says; run its data script again")
     if tokens.max() >= vocab_size:
         raise RankError(
             f"{file} has token {tokens.max()}, outside the vocabulary of {vocab_size}; "
-            "is it the data of another track?"
+            "does it belong to another track?"
         )
     return tokens
 
 
 def shard_files(pattern):
-    """Returns the shards in sorted order. A relative pattern is first looked for in the current folder,
-    then in the repository."""
+    """Returns the shards in sorted order. A relative pattern is first looked for in the current
+    folder, then in the repository."""
     files = sorted(glob.glob(pattern))
     if not files:
         folder = glob.escape(str(Path(__file__).resolve().parents[1]))
@@ -832,18 +865,18 @@ def global_batches(pattern, batch_size):
     """Yields the shard and the first token of each batch of consecutive tokens, for validation.
     Trailing tokens that don't fill a batch are dropped."""
     for file in shard_files(pattern):
-        # a batch needs batch_size + 1 tokens: the targets are one further
+        # a batch needs batch_size + 1 tokens, because targets are shifted by one
         for start in range(0, shard_length(file) - batch_size, batch_size):
             yield file, start
 
 
 def check_shards(pattern, batch_size, steps, vocab_size, option="--num_iterations"):
     """Reads everything that the run will read. Raises InputError now rather than hours later.
-    `option` is the one that the message suggests to lower if there are too few tokens."""
+    If there are too few tokens, the message suggests to lower `option`."""
     batches = list(itertools.islice(global_batches(pattern, batch_size), steps))
     if len(batches) < steps:
         raise InputError(
-            f"{pattern} has enough tokens for {len(batches)} batches of {batch_size}, but the run "
+            f"{pattern} has only enough tokens for {len(batches)} batches of {batch_size}, and the run "
             f"needs {steps}; add shards or lower {option}"
         )
     for file, start in batches:
@@ -887,11 +920,12 @@ def read_shards(hp):
 
 
 def pack_sequence(begins, end, position, count, hp):
-    """Fills a sequence of `count` tokens with documents from `position` on, of which each gives its first
-    max_document tokens. Returns the pieces as (start, stop), and the position after them.
+    """Fills a sequence of `count` tokens with documents from `position` on, of which each gives its
+    first max_document tokens. Returns the pieces as (start, stop), and the position after them.
 
-    `begins` are the documents' first tokens, `end` is the shard's. Returns (None, end) if it is reached.
-    With hp.skip_rest, what a document has left is skipped; otherwise the next piece goes on with it."""
+    `begins` are the documents' first tokens, `end` is the shard's. Returns (None, end) if it is
+    reached. With hp.skip_rest, what a document has left is skipped; otherwise the next piece goes
+    on with it."""
     pieces = []
     while count > 0:
         if hp.skip_rest:
@@ -958,7 +992,7 @@ def training_batches(hp, world, first_step=0):
 
 
 def setting(default, help):
-    """A field of Hyperparameters with its text in --help."""
+    """Defines a hyperparameter, with its text in --help."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -968,7 +1002,7 @@ class Hyperparameters:
     # data
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
-    val_tokens: int = setting(10_485_760, "validation tokens; compare losses only if this is the same")
+    val_tokens: int = setting(10_485_760, "validation tokens; losses only compare if it is the same")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
     num_sequences: int = setting(8, "sequences per step, on all processes together")
     seq_lens: tuple[int, ...] = setting((16384, 32768, 49152), "tokens per sequence, in thirds of the run")
@@ -1039,14 +1073,14 @@ class Hyperparameters:
 
     @property
     def padded_vocab_size(self):
-        """Rounded up to a multiple of 128, for faster matmuls."""
+        """vocab_size rounded up to a multiple of 128, for faster matmuls."""
         return math.ceil(self.vocab_size / 128) * 128
 
 
 # mini is the same model in miniature, on Shakespeare's bytes, for two CPU cores. Its rules:
 # - Depth: 4 layers in place of 11. The layers of the skip, backout and value embeddings keep their
-#   relative depth, the long windows are in layers 1 and 3, the paired heads in the other two, and no
-#   layer lacks attention, as in train_gpt.py's mini.
+#   relative depth, the long windows are in layers 1 and 3, the paired heads in the other two, and
+# no   layer lacks attention, as in train_gpt.py's mini.
 # - Sequences have 1/128 of the tokens. Scenes are longer than a sequence, so a sequence goes on where
 #   the one before ended.
 # - Windows have 1/8 of the tokens, as train_gpt.py's have about 1/7.
@@ -1137,7 +1171,7 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     require(
         most % world_size == 0,
         f"{world_size} processes can't share {hp.num_sequences} training and {val_sequences} "
-        f"validation sequences equally; use {', '.join(fits)}",
+        f"validation sequences equally; use {' or '.join(fits)}",
     )
 
 
@@ -1189,27 +1223,29 @@ def make_parser():
     add("--track", choices=TRACKS, help="default: fineweb when training on a GPU, otherwise mini")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU, otherwise cpu")
     add("--log_dir", default="logs", help="folder for logs; default: logs")
-    add("--num_runs", type=int, default=1, help="runs with seeds seed, seed + 1, ...; default: 1")
+    add("--num_runs", type=int, default=1, help="runs, with seeds --seed, --seed + 1, ...; default: 1")
     add("--checkpoint_dir", default="checkpoints", help="default: checkpoints")
     add("--checkpoint_every", type=int, default=0, help="steps between checkpoints; default: 0, never")
-    add("--resume", metavar="PATH", help="a checkpoint, a folder of checkpoints, or: latest")
-    add("--resume_force", action="store_true", help="resume with another source or other settings")
+    add("--resume", metavar="PATH", help="a checkpoint, a folder (its newest one), or latest")
+    add("--resume_force", action="store_true", help="resume even if the source or the settings changed")
     return parser
 
 
 def parse_arguments(argv):
-    """Returns the options of the run, and the track's hyperparameters with changes from the command
-    line. Raises InputError."""
+    """Returns the options of the run, and the hyperparameters: the track's defaults with the
+    changes from the command line. Raises InputError."""
     parser = make_parser()
     args = parser.parse_known_args(argv)[0]  # finds the track, whose defaults --help shows
-    # an unusable GPU is an error (see check_gpus); the run doesn't move to the CPU unasked
+    # with a GPU that PyTorch can't use, check_gpus fails; training must not silently use the CPU
     has_gpu = torch.cuda.is_available() or unusable_gpu()
     on_gpu = has_gpu and args.device != "cpu"
     hp = TRACKS[args.track or ("fineweb" if on_gpu else "mini")]
     parser.set_defaults(track=hp.track, device="cuda" if on_gpu else "cpu")
     parser.add_argument("-h", "--help", action="help", help="show this text and exit")
     group = parser.add_argument_group(f"hyperparameters, with the defaults of track {hp.track}")
-    for field in dataclasses.fields(hp)[1:]:  # the first one is the track
+    for field in dataclasses.fields(hp):
+        if field.name == "track":
+            continue
         value = getattr(hp, field.name)
         options = dict(type=type(value), default=value, metavar=type(value).__name__)
         shown = value
@@ -1217,7 +1253,7 @@ def parse_arguments(argv):
             options.update(nargs="?", const=True)
         if type(value) is tuple:
             shown = ",".join(map(str, value)) or "none"
-        help = f"{field.metadata.get('help', '')}; default: {shown}"
+        help = f"{field.metadata['help']}; default: {shown}"
         group.add_argument(f"--{field.name}", help=help, **options)
     args = parser.parse_args(argv)
     require(args.num_runs >= 1, f"--num_runs {args.num_runs}: must be at least 1")
@@ -1242,9 +1278,9 @@ def read_text(path):
 
 
 def cpu_quota(folder="/sys/fs/cgroup"):
-    """Returns how many CPUs' worth of time a container may use; infinity without a limit."""
+    """Returns the CPU limit of a container in cores, or infinity."""
     words = read_text(f"{folder}/cpu.max").split()
-    if not words:  # version 1 of control groups
+    if not words:  # cgroup v1
         words = read_text(f"{folder}/cpu/cpu.cfs_quota_us").split()
         words += read_text(f"{folder}/cpu/cpu.cfs_period_us").split()
     if len(words) < 2 or not words[0].isdigit():  # "max" or -1: no limit
@@ -1261,28 +1297,32 @@ def cpu_cores():
 
 
 # lines are "name\t: value"; the values of the last core stay
-cpuinfo = dict(re.findall(r"^(\S[^\t:]*)\s*: (.*)$", read_text("/proc/cpuinfo"), re.M))
+cpuinfo = {}
+for line in read_text("/proc/cpuinfo").splitlines():  # it repeats the lines for every core
+    name, _, value = line.partition(":")
+    cpuinfo[name.strip()] = value.strip()
 CPU_MODEL = cpuinfo.get("model name", platform.machine())
 CPU_FLAGS = set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())  # instruction sets
 CPU_CORES = cpu_cores()
 
 
 def activation_dtype(device):
-    """Returns bf16 on GPUs and on CPUs that multiply it in hardware, otherwise float32."""
+    """Returns bf16 on GPUs and on CPUs with bf16 matmul instructions, otherwise float32."""
     if device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"}:
         return torch.bfloat16
     return torch.float32
 
 
 def unusable_gpu():
-    """Returns whether this machine has an NVIDIA GPU that PyTorch can't use. Looks for /dev/nvidia*,
-    which only exists on Linux. An empty CUDA_VISIBLE_DEVICES, or -1, hides the GPU on purpose."""
+    """Returns whether this machine has an NVIDIA GPU that PyTorch can't use. Looks for
+    /dev/nvidia*, which only exists on Linux. If CUDA_VISIBLE_DEVICES is empty or -1, the user has
+    hidden the GPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden and not torch.cuda.is_available()
 
 
-def oldest_gpu():
-    """Returns the compute capability and name of the least capable GPU of this machine's processes."""
+def weakest_gpu():
+    """Returns the compute capability and the name of the weakest GPU in use on this machine."""
     gpus = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return min((torch.cuda.get_device_capability(i), torch.cuda.get_device_name(i)) for i in gpus)
 
@@ -1292,17 +1332,17 @@ def check_gpus():
     build = f"PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"
     require(
         torch.cuda.is_available(),
-        f"--device cuda: {build} can't use a GPU of this machine; check the driver with nvidia-smi, "
+        f"--device cuda: {build} finds no GPU that it can use; check the driver with nvidia-smi, "
         "install a build for it (https://pytorch.org/get-started/locally), or use --device cpu",
     )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     require(
         processes <= gpus,
-        f"{processes} processes need as many GPUs, but PyTorch finds {gpus}; start fewer processes "
+        f"{processes} processes need {processes} GPUs, but PyTorch finds {gpus}; start fewer processes "
         "or use --device cpu",
     )
-    capability, name = oldest_gpu()
+    capability, name = weakest_gpu()
     require(
         torch.version.hip or capability >= (8, 0),
         f"the GPU {name} has compute capability {capability[0]}.{capability[1]}, but bfloat16 and "
@@ -1311,12 +1351,13 @@ def check_gpus():
 
 
 def uses_fp8(hp):
-    """Returns whether the head uses FP8: only on NVIDIA GPUs that support it. AMD's format may differ."""
-    return hp.fp8 and torch.version.hip is None and oldest_gpu()[0] >= (8, 9)
+    """Returns whether the head uses FP8: only on NVIDIA GPUs that support it. AMD GPUs may use
+    another FP8 format."""
+    return hp.fp8 and torch.version.hip is None and weakest_gpu()[0] >= (8, 9)
 
 
 def start_world(device_name):
-    """Joins torchrun's process group (NCCL on CUDA, gloo on the CPU). One process needs none."""
+    """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU, none for a single process."""
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     if device_name == "cuda":
@@ -1328,7 +1369,7 @@ def start_world(device_name):
         device = torch.device("cpu")
         backend, device_id = "gloo", None
         set_up_cpu()
-    if size > 1:  # a rank may wait ten minutes for one that is still compiling
+    if size > 1:  # ten minutes, because another rank may still be compiling
         timeout = datetime.timedelta(minutes=10)
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     return World(rank, size, device)
@@ -1339,23 +1380,25 @@ def set_up_cpu():
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc: keep freed memory, or each step pays to map it again
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return the top of the heap
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: take large blocks from the heap, too
+    if hasattr(libc, "mallopt"):  # glibc: keep freed memory, because mapping it again is slow
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the top of the heap
+        libc.mallopt(M_MMAP_MAX, 0)  # take large blocks from the heap, too
     if "OMP_NUM_THREADS" not in os.environ:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, CPU_CORES // processes))
 
 
 def describe_machine(world, compiler):
-    """Returns the log's lines about the GPUs, or the CPU and its compiler, without a host or user name."""
+    """Returns lines for the log about the GPUs, or the CPU and its compiler. No host or user
+    name."""
     if world.device.type == "cuda":
         try:
             command = subprocess.run(
                 ["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace"
             )
         except FileNotFoundError:
-            return f"{torch.cuda.get_device_name()} with world_size={world.size}: there is no nvidia-smi"
+            return f"{torch.cuda.get_device_name()} with world_size={world.size}: nvidia-smi not found"
         # cuts off the table of processes, because it has paths in it
         return re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", command.stdout, flags=re.S)
     prefixes = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
@@ -1365,7 +1408,7 @@ def describe_machine(world, compiler):
         if name.startswith(("OMP_", "GOMP_")):
             openmp.append(f"{name}={value}")
     return (
-        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
+        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads per process, "
         f"instruction sets: {' '.join(flags)}\n{compiler}\nOpenMP: {' '.join(openmp) or 'defaults'}"
     )
 
@@ -1392,7 +1435,7 @@ def log_header(hp, world, compiler=""):
 
 
 def build_model(hp, world):
-    torch.manual_seed(hp.seed)  # for new vectors with random values: init_weights only sets matrices
+    torch.manual_seed(hp.seed)  # for vectors that you add; init_weights only sets matrices
     use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
     model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
     if world.size > 1:
@@ -1402,8 +1445,8 @@ def build_model(hp, world):
 
 
 def build_optimizers(model, hp):
-    """Muon trains the banks of matrices; Adam the rest. Raises ValueError for a parameter that isn't in
-    exactly one group."""
+    """Muon trains the banks of matrices; Adam the rest. Raises ValueError for a parameter that
+    isn't in exactly one group."""
 
     def group(params, lr, betas, weight_decay=0):
         params = [p for p in params if p is not None]
@@ -1441,7 +1484,7 @@ def build_optimizers(model, hp):
     for name, p in model.named_parameters():
         count = grouped.count(id(p))
         if count != 1:
-            raise ValueError(f"{name} is in {count} optimizer groups; build_optimizers: one is needed")
+            raise ValueError(f"build_optimizers puts {name} into {count} groups, instead of one")
     for group in groups:
         group["initial_lr"] = group["lr"]
     return [adam, muon]
@@ -1457,15 +1500,16 @@ def get_seq_len(step, hp):
 
 
 def get_window_blocks(step, hp):
-    """Returns the long window of a step in units of window_block, or that of the last validation."""
+    """Returns the long window of a step in units of window_block, or that of the last
+    validation."""
     if step >= hp.num_iterations:
         return hp.val_window
     return hp.windows[get_stage(step, hp)]
 
 
 def get_lr(step, hp):
-    """Returns the factor of all learning rates: 1, then larger with larger batches, with a linear decay to
-    final_lr at the end."""
+    """Returns the factor of all learning rates: 1, then larger with larger batches, with a linear
+    decay to final_lr at the end."""
     factor = 1.0
     if 3 * step > hp.scheduled_iterations:
         factor = hp.lr_factor2
@@ -1487,15 +1531,15 @@ def get_muon_momentum(step, hp):
 
 
 def get_loss_weights(step, hp):
-    """Returns the weights of the next three tokens: 1, 0.5 to the second third, 0.25 to the first. Both
-    end with a linear decay over a third."""
+    """Returns the weights of the next three tokens: 1, 0.5 to the second third, 0.25 to the first.
+    Both end with a linear decay over a third."""
     thirds = 3 * step / hp.scheduled_iterations
     return 1.0, 0.5 * min(1, max(0, 2 - thirds)), 0.25 * max(0, 1 - thirds)
 
 
 def get_rotary(step, hp, device):
-    """Returns the rotary frequencies (D/4,) and the scale of attention. Both change with the window by
-    YaRN: frequencies that turn rarely within it are lowered, those that turn often stay."""
+    """Returns the rotary frequencies (D/4,) and the scale of attention. Both change with the window
+    by YaRN: frequencies that turn rarely within it are lowered, those that turn often stay."""
     freqs = (1 / 1024) ** torch.linspace(0, 1, hp.head_dim // 4, device=device)
     scale = 0.1
     windows = hp.windows[: get_stage(step, hp) + 1]
@@ -1525,9 +1569,14 @@ def set_schedules(model, optimizers, step, hp):
 # -----------------------------------------------------------------------------
 # 9. Compilation and warm-up: everything that the run uses, on random tokens, before the clock starts
 
-CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as PyTorch chooses it
-MAX_LOSS_ERROR = 1e-3     # relative; correct builds of mini differ by up to 2e-6
-MAX_GRADIENT_ERROR = 0.1  # relative, of each matrix's norm; correct builds differ by up to 1.4e-2
+CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+MAX_LOSS_ERROR = 1e-3     # relative; correct builds of mini stay below 2e-6
+MAX_GRADIENT_ERROR = 0.1  # relative error of the norm; correct builds of mini stay below 1.4e-2
+COMPILE_ADVICE = (
+    f"compiling needs a C++ compiler ({CXX}), Python's headers and openssl (Debian, Ubuntu: apt "
+    "install g++ python3-dev openssl), free disk space, and a TORCHINDUCTOR_CACHE_DIR that is "
+    "writable and not mounted noexec"
+)
 
 
 def print_dots(done):
@@ -1548,7 +1597,8 @@ def compiler_version():
 
 @torch.no_grad()
 def randomize(model):
-    """Sets random weights, none of them zero. At initialization, most gradients would be zero."""
+    """Replaces all weights with random values. With projections initialized to zero, most gradients
+    would be zero, and comparing them would show nothing."""
     rng = torch.Generator().manual_seed(0)
     for name, p in model.named_parameters():
         if p.ndim < 2:
@@ -1560,9 +1610,9 @@ def randomize(model):
 
 
 def losses_and_gradients(run_model, model, hp, world):
-    """Runs a micro-batch of training and a validation sequence of random tokens through run_model,
+    """Runs a training micro-batch and a validation sequence of random tokens through run_model,
     which is the model or its compiled version. Returns the losses and the gradients by name.
-    Gradients of scalars are left out: each is a sum whose terms cancel, so it is mostly rounding."""
+    Gradients of scalars are left out, because they are mostly rounding error."""
     rng = torch.Generator().manual_seed(0)
     shape = (sequences_per_pass(hp, world), hp.train_seq_len)
     tokens = torch.randint(hp.vocab_size, shape, generator=rng)
@@ -1576,7 +1626,7 @@ def losses_and_gradients(run_model, model, hp, world):
             results[f"gradient of {name}"] = p.grad.double()
     model.zero_grad()
     tokens = torch.randint(hp.vocab_size, (hp.val_seq_len,), generator=rng)
-    alone = World(0, 1, world.device)  # without the other processes' results
+    alone = World(0, 1, world.device)  # evaluate on this process only
     sequences = [(tokens.int(), tokens.roll(1))]
     results["validation loss"] = evaluate(run_model, sequences, window_blocks, hp, alone)
     return results
@@ -1588,8 +1638,9 @@ def relative_error(value, right):
 
 def wrong_results(model, compiled, hp, world):
     """Compares the compiled model with the uncompiled one. Returns what differs, or "".
-    Some models amplify rounding errors. So a difference only counts if it is also much larger than
-    the uncompiled model's own rounding error, which is its difference from a copy in float32."""
+
+    Some models amplify rounding. So a difference also has to be three times as large as the
+    rounding error of the uncompiled model, which is measured against a copy in float32."""
     results = losses_and_gradients(compiled, model, hp, world)
     expected = losses_and_gradients(model, model, hp, world)
     if not expected["training loss"].isfinite():
@@ -1605,9 +1656,18 @@ def wrong_results(model, compiled, hp, world):
             twin = copy.deepcopy(model).float()
             in_float32 = losses_and_gradients(twin, twin, hp, world)
         rounding_error = relative_error(right, in_float32[name])
-        if not error <= 3 * rounding_error:  # also if it is NaN
+        if error > 3 * rounding_error or rounding_error.isnan():
             return f"the {name} is off by {100 * error:.2g}%"
     return ""
+
+
+def first_error(text):
+    """Returns the first line with an error of the compiler, or else the first line of the text."""
+    output = text.partition("Output:\n")[2] or text  # PyTorch quotes the compiler after this
+    for line in output.splitlines():
+        if "error" in line:
+            return line.strip()[:200]
+    return text.partition("\n")[0].strip()[:200]
 
 
 def compile_problem(model, compiled, hp, world):
@@ -1617,25 +1677,18 @@ def compile_problem(model, compiled, hp, world):
         wrong = wrong_results(model, compiled, hp, world)
     except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
         model.zero_grad()
-        losses_and_gradients(model, model, hp, world)  # if the model is at fault, this fails, too
-        text = str(e)
-        output = text.partition("Output:\n")[2] or text  # of the compiler, if it ran
-        lines = [line for line in output.splitlines() if "error" in line] or [text.partition("\n")[0]]
-        return (
-            f"{lines[0].strip()[:200]}; compiling needs a C++ compiler ({CXX}), Python's headers and "
-            "openssl (Debian, Ubuntu: apt install g++ python3-dev openssl), free disk space, and a "
-            "TORCHINDUCTOR_CACHE_DIR that can be written and isn't mounted noexec"
-        )
+        losses_and_gradients(model, model, hp, world)  # a bug in the model itself raises here, too
+        return f"{first_error(str(e))}; {COMPILE_ADVICE}"
     finally:
         model.zero_grad()
     if wrong:
-        return f"{CXX} makes wrong code ({wrong}); install GCC 14 or later, or set CXX"
+        return f"code compiled by {CXX} is wrong ({wrong}); install GCC 14 or later, or set CXX"
     return ""
 
 
 def compile_model(model, hp, world):
-    """Returns the model to train with, compiled if possible, and the log's line about the compiler.
-    On a CPU, checks the compiled code, which changes the weights."""
+    """Returns the model to train with, compiled if possible, and a line about the compiler for the
+    log. On a CPU, it also checks the results of the compiled model. This overwrites the weights."""
     compiled = torch.compile(model, dynamic=False)
     if world.device.type == "cuda":
         return compiled, ""
@@ -1653,21 +1706,22 @@ def compile_model(model, hp, world):
     done.set()
     if world.rank == 0:
         print()
-    failed = torch.tensor(world.rank if problem else world.size)
-    if world.size > 1:  # the first rank that failed, or size; if one can't compile, none does
-        dist.all_reduce(failed, op=dist.ReduceOp.MIN)
-    if failed == world.size:
+    # if one rank can't compile, no rank does
+    first_failed = torch.tensor(world.rank if problem else world.size)
+    if world.size > 1:
+        dist.all_reduce(first_failed, op=dist.ReduceOp.MIN)
+    if first_failed == world.size:
         return compiled, f"{line} yes"
-    problem = problem or f"rank {failed.item()} can't compile it"
-    if failed == world.rank:
+    problem = problem or f"rank {first_failed.item()} can't compile it"
+    if world.rank == first_failed:
         message = f"warning: training without torch.compile, at about half the speed: {problem}"
         print(message, file=sys.stderr, flush=True)
     return model, f"{line} no ({problem})"
 
 
 def warm_up(model, optimizers, hp, world):
-    """Trains and validates on random tokens, so that everything is compiled, connected and allocated.
-    Then resets the weights and the optimizers."""
+    """Trains and validates on random tokens: this compiles the kernels, connects the processes and
+    allocates memory. Then resets the weights and the optimizers."""
     local = hp.num_sequences // world.size
     window_blocks = get_window_blocks(hp.num_iterations, hp)
     rng = torch.Generator(world.device).manual_seed(world.rank)
@@ -1679,7 +1733,7 @@ def warm_up(model, optimizers, hp, world):
     targets = torch.randint(hp.vocab_size, (hp.val_seq_len,), device=world.device, generator=rng)
     if hp.warmup_steps:
         evaluate(model, [(targets.int(), targets)], window_blocks, hp, world)
-    with torch.no_grad():  # also undoes compile_model's random weights; hp has the seed of this run
+    with torch.no_grad():  # compile_model and earlier runs have changed the weights, too
         for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
             p.copy_(initial)
     for optimizer in optimizers:
@@ -1722,7 +1776,8 @@ def writing(path):
         yield
     except OSError as e:
         reason = e.strerror or e
-        raise RankError(f"can't write {path} ({reason}); free space or choose another folder") from None
+        advice = "free some space or use another folder"
+        raise RankError(f"can't write {path} ({reason}); {advice}") from None
 
 
 def write_file(path, data):
@@ -1741,21 +1796,19 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/stepNNNNNN.pt. Of the others, it keeps the one with the most steps.
-    All ranks must call this. Raises InputError if a weight isn't finite, or the loss of any step so
-    far. There is no random state, because training draws no random numbers.
-    The number of steps must be even: then no gradients wait for Adam."""
+    """Rank 0 writes folder/stepNNNNNN.pt, and deletes the others except the latest one. All ranks
+    must call this. Raises InputError if a weight or any loss so far isn't finite. There is no
+    random state to save, because training draws no random numbers. The number of steps must be
+    even: then no gradients wait for Adam."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
     vote(first_bad(first_bad_step, step, weight_norm), book.world)
-    adam, muon = optimizers
-    muon.gather_state()
+    optimizers[1].gather_state()  # Muon's
     if book.world.rank > 0:
         return
     state = dict(
         run_id=book.run_id,
         step=step,
-        tokens=tokens_trained(step, book.hp),
         train_time_ms=book.train_ms,
         validations=book.validations,
         log=book.text,
@@ -1782,8 +1835,8 @@ def save_model(path, model, hp):
 
 
 def read_checkpoint(where, checkpoint_dir):
-    """Returns the checkpoint `where`, the newest one in the folder `where`, or the newest of all runs
-    for "latest". Raises InputError if there is none or it is damaged."""
+    """`where` is a checkpoint, a folder, whose newest checkpoint is read, or "latest", for the
+    newest of all runs. Raises InputError if there is none or it is damaged."""
     path = Path(checkpoint_dir if where == "latest" else where)
     if not path.is_file():
         files = sorted(path.rglob("step*.pt"), key=lambda file: file.stat().st_mtime)
@@ -1792,18 +1845,18 @@ def read_checkpoint(where, checkpoint_dir):
     try:
         intact = zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code from the file
-        uuid.UUID(state["run_id"])  # it becomes a file name
+        uuid.UUID(state["run_id"])  # must be a UUID, because it is used as a file name
     except PermissionError:
         raise
     except Exception:  # corrupt files raise many exception types
         intact = False
-    require(intact, f"--resume: {path} is damaged or not a checkpoint; try the one before it")
+    require(intact, f"--resume: {path} is damaged or not a checkpoint; try the previous one")
     return state
 
 
 def find_checkpoint(args, hp):
-    """Returns the checkpoint of --resume. Without --resume_force, raises InputError if its source or
-    settings differ."""
+    """Returns the checkpoint of --resume. Raises InputError if its source or settings differ from
+    this run's, unless --resume_force is given."""
     state = read_checkpoint(args.resume, args.checkpoint_dir)
     differences = []
     for name, value in dataclasses.asdict(hp).items():
@@ -1811,15 +1864,15 @@ def find_checkpoint(args, hp):
         if old != value and name != "save_checkpoint":
             differences.append(f"{name}: {old} in the checkpoint, {value} now")
     if state["source"] != SOURCE:
-        differences.append("source: not the same")
+        differences.append("the source has changed")
     last_step, step = hp.num_iterations, state["step"]
-    too_late = f"--resume: the checkpoint is at step {step}, after --num_iterations {last_step}"
+    too_late = f"--resume: the checkpoint is at step {step}, but --num_iterations is {last_step}"
     require(step <= last_step, too_late)
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)
         advice = "undo the change, or use --resume_force"
-        require(args.resume_force, f"--resume: the run differs ({found}); {advice}")
+        require(args.resume_force, f"--resume: not the run of the checkpoint ({found}); {advice}")
         state["forced"] = f", with --resume_force ({found}); it can't be a record"
     return state
 
@@ -1833,8 +1886,8 @@ def load_checkpoint(state, model, optimizers):
             f"--resume: the checkpoint is from a different model ({reason}); use the settings of its run"
         ) from None
     for optimizer, saved in zip(optimizers, state["optimizers"]):
-        # Only the moments: --resume_force may change learning rates and betas. PyTorch's own
-        # load_state_dict would round them to the dtype of the parameters.
+        # Loads only the moments, because --resume_force may change learning rates and betas.
+        # PyTorch's own load_state_dict would round them to the dtype of the parameters.
         for i, p in enumerate(parameters_of(optimizer)):
             for name, value in saved["state"].get(i, {}).items():
                 optimizer.state[p][name] = value if name == "step" else value.to(p.device)
@@ -1855,15 +1908,16 @@ def tokens_trained(steps, hp):
 
 
 def train_step(model, optimizers, inputs, targets, window_blocks, step, hp, world):
-    """Trains on this process's sequences (num_sequences / world.size, S) of a step. Muon updates its
-    parameters in every step, Adam in odd steps, with the sum of two gradients. Returns the mean loss."""
+    """Trains on this process's sequences (num_sequences / world.size, S) of a step. Muon updates
+    its parameters in every step, Adam in odd steps, with the sum of two gradients. Returns the mean
+    loss."""
     adam, muon = optimizers
     adam_step = step % 2 == 1
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
     per_pass = sequences_per_pass(hp, world)
     total = torch.zeros((), device=world.device)
-    # The gradient of a step is that of its summed loss, divided by its number of sequences as in
-    # modded-nanogpt. Muon ignores the scale, and so does Adam, up to adam_eps.
+    # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
+    # sequences. Muon ignores its scale, and so does Adam, up to its epsilon.
     weight = torch.full((), 1 / hp.num_sequences, device=world.device)
     model.train()
     for x, y in zip(inputs.split(per_pass), targets.split(per_pass)):
@@ -1887,8 +1941,8 @@ def train_step(model, optimizers, inputs, targets, window_blocks, step, hp, worl
 
 @torch.no_grad()
 def evaluate(model, sequences, window_blocks, hp, world):
-    """Returns the mean loss over all processes. `sequences` yields this process's inputs and targets,
-    each (val_seq_len,). Every process has the same number of them."""
+    """Returns the mean loss over all processes. `sequences` yields this process's inputs and
+    targets, each (val_seq_len,). Every process has the same number of them."""
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
     model.eval()
     losses = [model(inputs[None], targets[None], window) for inputs, targets in sequences]
@@ -1899,8 +1953,8 @@ def evaluate(model, sequences, window_blocks, hp, world):
 
 
 def validate(model, step, hp, world):
-    """Returns the loss on the first val_tokens / val_seq_len sequences of the validation shards, the
-    same ones for any number of processes."""
+    """Returns the loss on the first val_tokens / val_seq_len sequences of the validation shards.
+    They don't depend on the number of processes."""
     sequences = distributed_data_generator(
         hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device  # rank 0 of 1: all of them
     )
@@ -1910,7 +1964,8 @@ def validate(model, step, hp, world):
 
 
 def peak_memory(world):
-    """Returns the log's line about memory: the GPU allocator's, or on a CPU the process's."""
+    """Returns a line for the log: peak memory of the GPU's allocator, or on a CPU of the
+    process."""
     if world.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     else:
@@ -1929,16 +1984,16 @@ def synchronized_ms(world):
 
 
 def read_vote(votes):
-    """Returns the first step whose loss isn't finite (math.inf without one), and the signal to act on
-    (0 without one)."""
+    """Returns the first step whose loss isn't finite (or math.inf), and the signal received (or
+    0)."""
     first_bad_step, minus_signal = votes.tolist()
     return first_bad_step, -int(minus_signal)
 
 
 def start_vote(first_bad_step, world):
-    """Combines over all ranks the first step whose loss isn't finite, and the signals that came.
-    Returns a copy on the CPU, and the CUDA event after which it can be read. Doesn't wait."""
-    # the minimum of the negative signals is the largest signal
+    """All-reduces the first step whose loss isn't finite, and the signal received. Returns a copy
+    on the CPU, and the CUDA event after which it can be read. Doesn't wait for the GPU."""
+    # one reduction serves for both: the minimum of the negative signals is the largest signal
     votes = torch.stack([first_bad_step, torch.full_like(first_bad_step, -stop_signal)])
     if world.size > 1:
         dist.all_reduce(votes, op=dist.ReduceOp.MIN)
@@ -1950,8 +2005,8 @@ def start_vote(first_bad_step, world):
 
 
 def finish_vote(votes, copied):
-    """Raises InputError if any rank has seen a loss that isn't finite. Returns the signal that all
-    ranks act on now, or 0. Waits for the copy if it isn't done yet."""
+    """Returns the signal that any rank has received, or 0. Raises InputError if any rank had a loss
+    that isn't finite. Waits for the copy."""
     if copied is not None:
         copied.synchronize()
     step, stop = read_vote(votes)
@@ -1965,14 +2020,15 @@ def finish_vote(votes, copied):
 
 
 def vote(first_bad_step, world):
-    """Votes, and waits for the GPU and for the other ranks."""
+    """Votes, and waits for the result."""
     return finish_vote(*start_vote(first_bad_step, world))
 
 
 def vote_while_training(votes, step, first_bad_step, world):
-    """Starts a vote every four steps, and reads it four steps later. By then the copy is there, so
-    the GPU never runs out of work. All ranks read it after the same step, and so stop together.
-    `votes` holds the vote that isn't read yet. One process on a CPU votes after every second step."""
+    """Starts a vote every four steps, and reads it four steps later. By then the copy has finished,
+    so reading it doesn't stall the GPU. All ranks read it after the same step, and so stop
+    together. `votes` holds the vote that isn't read yet. A single process on a CPU votes after
+    every second step."""
     if step % 2 != 0:
         return 0  # Adam needs two steps
     if world.size == 1 and world.device.type == "cpu":
@@ -1986,13 +2042,15 @@ def vote_while_training(votes, step, first_bad_step, world):
 
 
 def first_bad(first_bad_step, step, value):
-    """Returns first_bad_step, or `step` if that is earlier and the value isn't finite. Doesn't wait."""
+    """Returns the smaller of first_bad_step and `step` if the value isn't finite, otherwise
+    first_bad_step. Doesn't wait for the GPU."""
     earlier = first_bad_step.clamp_max(step)  # the smaller of the two
     return torch.where(value.isfinite(), first_bad_step, earlier)
 
 
 class Logbook:
-    """The clock, validations and log of a run. Rank 0 writes <log_dir>/<run_id>.txt and the console."""
+    """The clock, validations and log of a run. Rank 0 writes <log_dir>/<run_id>.txt and the
+    console."""
 
     def __init__(self, log_dir, hp, world, resumed, compiler):
         self.hp = hp
@@ -2020,11 +2078,12 @@ class Logbook:
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
         if sys.stdout.isatty():
-            line = line.ljust(79)  # covers the line before
+            line = line.ljust(79)  # overwrite the previous line
         print(line, end=end, flush=True)
 
     def step(self, step):
-        ms = self.train_ms + 1000 * time.perf_counter() - self.start_ms  # the GPU may be behind
+        # approximate: doesn't wait for the GPU
+        ms = self.train_ms + 1000 * time.perf_counter() - self.start_ms
         end = "\r" if sys.stdout.isatty() else "\n"
         steps = f"step:{step}/{self.hp.num_iterations}"
         self.write(f"{steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", end)
@@ -2181,11 +2240,11 @@ def main(argv, after_training=None):
             return 2  # every rank raises it; one prints it
         message = str(e)
     except torch.OutOfMemoryError:
-        message = f"{name}: the GPU's memory is full; give a smaller --val_seq_len, or use a larger GPU"
+        message = f"{name}: out of GPU memory; use a smaller --val_seq_len, or use a larger GPU"
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
-        message = f"error: {name} lost contact with another process; see the error of that process"
+        message = f"error: {name} lost contact with another process; see that process's error"
         print(message, file=sys.stderr, flush=True)
         return 1
     print(f"error: {message}", file=sys.stderr, flush=True)
@@ -2195,5 +2254,5 @@ def main(argv, after_training=None):
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     if status != 0:
-        sys.stdout = None  # if the disk is full, Python can't flush it and would print a second error
+        sys.stdout = None  # don't flush it: on a full disk, this would print a second error
     sys.exit(status)

@@ -111,7 +111,7 @@ def wrong_code(folder):
         "done\n"
         'exec g++ "$@"'
     )
-    return uncompiled(train(folder, CXX=shim(folder, spoil)), "makes wrong code", "GCC 14")
+    return uncompiled(train(folder, CXX=shim(folder, spoil)), "is wrong", "GCC 14")
 
 
 # -----------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def run_sh_elsewhere(folder):
     ]
     done = run(command, folder, environment)
     outcome = compiled(done)
-    if outcome.ok and "compiled code goes to" not in done.output:
+    if outcome.ok and "storing compiled code in" not in done.output:
         return Outcome(False, "says nothing of the other folder", done.last_line)
     return outcome
 

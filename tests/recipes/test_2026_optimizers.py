@@ -397,7 +397,7 @@ def test_every_parameter_is_in_exactly_one_group():
     hp = tiny(january2026)
     model = january2026.GPT(hp)
     model.new_gate = torch.nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match="new_gate is in 0 optimizer groups"):
+    with pytest.raises(ValueError, match="puts new_gate into 0 groups"):
         january2026.build_optimizers(model, hp)
 
 

@@ -14,12 +14,12 @@ RECIPE = (ROOT / "recipes" / "january2026.py").read_text(encoding="utf-8")
 
 SHARED = """
 on_signal handle_signals InputError RankError as_scale
-norm document_ids block_lists with_previous_blocks portable_attention attention
+norm document_ids block_lists split_blocks with_previous_blocks portable_attention attention
 shard_length read_tokens check_shards distributed_data_generator
 setting require parse_bool parse_layers
-read_text cpu_quota cpu_cores activation_dtype unusable_gpu oldest_gpu check_gpus uses_fp8
+read_text cpu_quota cpu_cores activation_dtype unusable_gpu weakest_gpu check_gpus uses_fp8
 start_world set_up_cpu describe_machine log_header build_model
-print_dots compiler_version randomize losses_and_gradients relative_error wrong_results compile_problem compile_model
+print_dots compiler_version randomize losses_and_gradients relative_error wrong_results first_error compile_problem compile_model
 writing write_file read_checkpoint
 sequences_per_pass evaluate validate peak_memory synchronized_ms read_vote start_vote finish_vote vote first_bad
 """.split()

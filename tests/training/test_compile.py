@@ -198,8 +198,8 @@ def test_wrong_code_is_noticed_and_not_trained_with(shakespeare, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     (warning,) = done.stderr.splitlines()
     assert warning.startswith("warning: training without torch.compile")
-    assert f"{cxx} makes wrong code" in warning
-    assert f"model compiled: no ({cxx} makes wrong code" in compiler_line(tmp_path / "run")
+    assert f"code compiled by {cxx} is wrong" in warning
+    assert f"model compiled: no (code compiled by {cxx} is wrong" in compiler_line(tmp_path / "run")
     uncompiled = run_compiled(tmp_path / "uncompiled", *FEW_KERNELS, TORCH_COMPILE_DISABLE="1")
     assert val_losses(done.stdout) == val_losses(uncompiled.stdout)
 

@@ -126,7 +126,7 @@ def test_a_build_without_cuda_is_one_line(old_driver):
 
 
 def test_an_unusable_gpu_with_several_processes_is_one_line(old_driver):
-    assert_one_line(old_driver(nproc=2), "can't use a GPU of this machine")
+    assert_one_line(old_driver(nproc=2), "finds no GPU that it can use")
 
 
 def test_the_cpu_can_be_chosen_beside_an_unusable_gpu(old_driver):
@@ -152,7 +152,7 @@ def test_no_gpu_at_all():
     args, hp = train_gpt.parse_arguments([])
     assert args.device == "cpu"
     assert hp == TRACKS["mini"]
-    with pytest.raises(InputError, match="can't use a GPU of this machine.*--device cpu"):
+    with pytest.raises(InputError, match="finds no GPU that it can use.*--device cpu"):
         train_gpt.check_gpus()
 
 
@@ -203,7 +203,7 @@ def test_capability_of_8_is_needed(cards, name):
 
 
 @pytest.mark.parametrize("processes, refused", [(1, False), (2, False), (3, True)])
-def test_the_oldest_gpu_in_use_decides(cards, monkeypatch, processes, refused):
+def test_the_weakest_gpu_in_use_decides(cards, monkeypatch, processes, refused):
     cards("H100", "A100", "T4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     if refused:
@@ -216,7 +216,7 @@ def test_the_oldest_gpu_in_use_decides(cards, monkeypatch, processes, refused):
 def test_more_processes_than_gpus(cards, monkeypatch):
     cards("H100")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="2 processes need as many GPUs, but PyTorch finds 1;"):
+    with pytest.raises(InputError, match="2 processes need 2 GPUs, but PyTorch finds 1;"):
         train_gpt.check_gpus()
 
 

@@ -305,7 +305,7 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(train_gpt, "train", full)
     assert train_gpt.main([]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: rank 0: the GPU's memory is full; halve --train_seq_len")
+    assert error.startswith("error: rank 0: out of GPU memory; halve --train_seq_len")
     assert error.count("\n") == 1
 
 

@@ -123,11 +123,11 @@ def test_optimizers_and_what_each_trains():
 def test_every_parameter_is_in_exactly_one_group():
     model = GPT(TINY)
     model.gate = torch.nn.Parameter(torch.zeros(4, 4))  # a matrix outside the blocks
-    with pytest.raises(ValueError, match="gate is in 0 optimizer groups"):
+    with pytest.raises(ValueError, match="puts gate into 0 groups"):
         build_optimizers(model, TINY)
     model = GPT(TINY)
     model.blocks[0].embed = torch.nn.Parameter(torch.zeros(4, 4))  # both Muon and Adam train it
-    with pytest.raises(ValueError, match="blocks.0.embed is in 2 optimizer groups"):
+    with pytest.raises(ValueError, match="puts blocks.0.embed into 2 groups"):
         build_optimizers(model, TINY)
 
 
