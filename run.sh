@@ -52,7 +52,7 @@ stop() {
         kill $child $importing 2>/dev/null || true
         wait 2>/dev/null || true
     fi
-    echo "run.sh: stopped by $1; the next ./run.sh goes on from here" >&3
+    echo "run.sh: stopped by $1; run the same command again to continue" >&3
     exit "$2"
 }
 
@@ -73,7 +73,7 @@ show_usage() {
     cat <<'END'
 usage: ./run.sh [OPTIONS OF train_gpt.py]  install packages, make the data, train
        ./run.sh --recipe NAME [OPTIONS]    train with recipes/NAME.py instead
-       ./run.sh compare [OPTIONS]          does an idea help?
+       ./run.sh compare [OPTIONS]          find out whether an idea helps
        ./run.sh screen FILE [OPTIONS]      measure many settings or ideas at once
        ./run.sh test [PYTEST ARGUMENTS]    run the tests
 Add --help to a command for its options. The options of train_gpt.py (or of the recipe):
@@ -144,9 +144,9 @@ fi
 has_amd_gpu() {
     [ -e "$devices/kfd" ] || return
     local bytes
-    for bytes in $(cat "$graphics"/card*/device/mem_info_vram_total 2>/dev/null); do
+    while read -r bytes; do
         [ "$bytes" -lt $((8 * 2 ** 30)) ] || return 0
-    done
+    done < <(cat "$graphics"/card*/device/mem_info_vram_total 2>/dev/null)
     return 1
 }
 
@@ -174,7 +174,7 @@ lock() {
     exec 9<.
     run flock --nonblock 9 2>/dev/null || code=$?
     if [ "$code" -eq 1 ]; then
-        say "waiting for another ./run.sh, which prepares this checkout"
+        say "waiting for another ./run.sh to finish its setup in this folder"
         run flock 9
     fi
 }
@@ -209,8 +209,8 @@ find_base() {
     done
     local version
     version=$(python3 --version 2>/dev/null) || version=missing
-    fail "Python 3.11 or later is needed, and python3 is $version:" \
-        "install Python 3.11, 3.12 or 3.13 with its venv module"
+    fail "Python 3.11 or later is needed, but python3 is $version;" \
+        "install Python 3.11, 3.12 or 3.13, including its venv module"
 }
 
 # Prints the version of the base Python's PyTorch if we can use it; doesn't import it
@@ -228,32 +228,35 @@ if (int(major), int(minor)) >= (2, 11):
 # Makes .venv, with the base Python's packages if it has a PyTorch, and pip in any case
 make_environment() {
     [ -w . ] ||
-        fail "$PWD can't be written (a read-only disk?): clone the repository elsewhere"
+        fail "can't write to $PWD: the disk is read-only, or you lack permission;" \
+            "clone the repository into a folder that is writable"
     [[ $PWD != *:* ]] ||
-        fail "$PWD has a colon in its path, which Python's venv can't have: move the repository"
+        fail "the path $PWD contains a colon, which Python's venv module doesn't allow;" \
+            "move the repository to a path without a colon"
     find_base
     local options=(-m venv)
     local note=""
-    [ ! -e .venv ] || note=" again, as it is incomplete"
+    [ ! -e .venv ] || note=" again, because it is incomplete"
     ask "$base" -c "$has_torch" || answer=""
     if [ -n "$answer" ]; then
         options+=(--system-site-packages)
-        note+=", which uses the system's PyTorch $answer"
+        note+="; it will use the system's PyTorch $answer"
     fi
     say "making the virtual environment .venv$note"
     # Debian and Colab take ensurepip away
     local pip_from_base=""
     if ! ask "$base" -c "import venv, ensurepip"; then
         ask "$base" -c "import venv, pip" ||
-            fail "$base lacks its venv module: install it (on Debian: apt install python3-venv)"
+            fail "$base has no venv module; install it" \
+                "(on Debian or Ubuntu: apt install python3-venv)"
         options+=(--without-pip)
         pip_from_base=yes
     fi
-    run rm -rf .venv >"$work/log" 2>&1 || explain "the old .venv can't be removed"
+    run rm -rf .venv >"$work/log" 2>&1 || explain "could not remove the old .venv"
     run "$base" "${options[@]}" .venv >"$work/log" 2>&1 || explain "python -m venv failed"
     if [ -n "$pip_from_base" ] && ! ask .venv/bin/python -m pip --version; then
         run "$base" -m pip --python .venv/bin/python install pip >"$work/log" 2>&1 ||
-            explain "pip could not install itself"
+            explain "could not install pip"
     fi
 }
 
@@ -293,13 +296,15 @@ network_errors+="|onnection (refused|reset|timed out|broken)"
 explain() {
     local log=$work/log
     if grep -qE "No space left on device|Disk quota exceeded" "$log"; then
-        fail "$1: the disk is full; free some space (.venv, or ${TMPDIR:-/tmp}) and start again"
+        fail "$1: the disk is full; free some space in $PWD or ${TMPDIR:-/tmp}," \
+            "then run ./run.sh again"
     elif grep -qE "Read-only file system|Permission denied" "$log"; then
-        fail "$1: a folder can't be written:" \
-            "$(grep -m 1 -E "Read-only file system|Permission denied" "$log")"
+        fail "$1: can't write to a folder" \
+            "($(grep -m 1 -E "Read-only file system|Permission denied" "$log"));" \
+            "make the folder writable, then run ./run.sh again"
     elif grep -qE "$network_errors" "$log"; then
-        fail "$1: no network, or it doesn't reach the package index; check the connection," \
-            "the proxy and pip's settings (python -m pip config list), then start again"
+        fail "$1: can't reach the package index; check the network, the proxy and pip's settings" \
+            "(python3 -m pip config list), then run ./run.sh again"
     elif grep -q "No matching distribution found for" "$log"; then
         local package
         package=$(grep -m 1 "No matching distribution found for" "$log" | cut -d " " -f 7)
@@ -307,7 +312,7 @@ explain() {
             "use Python 3.11, 3.12 or 3.13"
     fi
     tail -n 20 "$log" >&2
-    fail "$1; the reason is above"
+    fail "$1; see the output above"
 }
 
 # pip install, with a progress bar on a terminal. Elsewhere its output is shown if it fails.
@@ -328,7 +333,7 @@ pip_install() {
 install_torch() {
     if ask "$python" -m pip config list &&
         grep -qE "(index-url|find-links|no-index)=" <<<"$answer"; then
-        say "installing packages from where your pip settings say (a minute or two)"
+        say "installing packages from the source in your pip settings (a minute or two)"
         return
     fi
     if [ "$(uname -s)" != Linux ]; then
@@ -337,7 +342,7 @@ install_torch() {
     fi
     if [ "$maker" = AMD ]; then
         say "installing packages, with PyTorch's build for AMD GPUs: a download of about 5 GB" \
-            "(--device cpu takes another: 0.2 GB)"
+            "(about 0.2 GB with --device cpu)"
         pip_install --index-url "$torch_index/rocm7.2" "$1"
         return
     fi
@@ -348,7 +353,7 @@ install_torch() {
         return
     fi
     if [ -z "$maker" ]; then
-        say "$torch_index/cpu doesn't answer, so PyTorch's build is PyPI's"
+        say "$torch_index/cpu doesn't answer; using PyTorch's build from PyPI instead"
     fi
     say "installing packages, with PyTorch and CUDA: a download of up to 5 GB"
 }
@@ -373,14 +378,17 @@ installed=""
 install() {
     if [ -z "$own" ]; then
         list_missing "$@" || fail "the active environment (${VIRTUAL_ENV:-$CONDA_PREFIX}) has no" \
-            "Python 3.11 or later: deactivate it, or activate another"
+            "Python 3.11 or later; deactivate it or activate another one"
     elif ! list_missing "$@" || ! is_whole; then
         make_environment
-        list_missing "$@" || fail "the Python of $PWD/.venv doesn't run: $(tail -n 1 "$work/log")"
+        list_missing "$@" || fail "$PWD/.venv/bin/python, made with $base, doesn't run" \
+            "($(tail -n 1 "$work/log")); reinstall Python, then run ./run.sh again"
     fi
     if [ -n "$missing" ]; then
         if [ -n "$own" ]; then
-            [ -w .venv ] || fail "$PWD/.venv can't be written (a read-only disk?)"
+            [ -w .venv ] ||
+                fail "can't write to $PWD/.venv: the disk is read-only, or you lack permission;" \
+                    "make .venv writable, or clone the repository into another folder"
             run rm -f .venv/ready
         fi
         local torch
@@ -464,18 +472,25 @@ count_gpus() {
     [ "$present" -gt 0 ] || return 0
     if ! ask "$python" -c "$ask_torch"; then
         cat "$work/log" >&2
-        fail "PyTorch can't be imported; the reason is above"
+        fail "PyTorch can't be imported; see the error above"
     fi
     local cuda hip
     { read -r gpus; read -r cuda; read -r hip; } <<<"$answer"$'\n\n' || true
     [ "$gpus" -eq 0 ] || return 0
-    local choice="or give --device cpu"
+    local site=https://pytorch.org/get-started
+    local choice="or use --device cpu"
     if [ -z "$cuda$hip" ]; then
-        fail "this machine has an $maker GPU, but PyTorch here is the build for CPUs:" \
-            "install the one for $maker GPUs (remove .venv and start again), $choice"
+        local remedy="remove .venv and run ./run.sh again to install the build for $maker GPUs"
+        if [ -z "$own" ]; then
+            remedy="install the build for $maker GPUs in the active environment ($site)"
+        elif grep -q "^include-system-site-packages = true" .venv/pyvenv.cfg; then
+            remedy="replace the system's PyTorch with the build for $maker GPUs ($site)"
+        fi
+        fail "this machine has an $maker GPU, but the installed PyTorch is the build for CPUs;" \
+            "$remedy, $choice"
     elif [ "$maker" = AMD ] || [ -n "$hip" ]; then
-        fail "this machine has an $maker GPU, but PyTorch (ROCm ${hip:-missing}) can't use it:" \
-            "see https://pytorch.org/get-started for a build and a driver that fit, $choice"
+        fail "this machine has an $maker GPU, but PyTorch (ROCm ${hip:-missing}) can't use it;" \
+            "install a PyTorch build and a driver that support the GPU ($site), $choice"
     fi
     local needed=525
     [ "${cuda%%.*}" -lt 13 ] || needed=580
@@ -484,10 +499,10 @@ count_gpus() {
         true
     if [ "${driver%%.*}" -ge "$needed" ] 2>/dev/null; then
         fail "this machine has an NVIDIA GPU, but PyTorch (CUDA $cuda) can't use it," \
-            "though driver $driver is new enough: see what nvidia-smi says, $choice"
+            "although driver $driver is new enough; check the output of nvidia-smi, $choice"
     fi
     fail "this machine has an NVIDIA GPU, but PyTorch can't use it:" \
-        "CUDA $cuda needs driver $needed or later, and this one is ${driver:-unknown};" \
+        "CUDA $cuda needs driver $needed or later, but the version here is ${driver:-unknown};" \
         "update the driver, $choice"
 }
 
@@ -506,14 +521,16 @@ else:
 print(max(n for n in range(1, gpus + 1) if n == 1 or shared % n == 0))
 '
 
-# ---- Data: made or fetched where there is none ---------------------------------------------------
+# ---- Data: made or downloaded where there is none ------------------------------------------------
 has() { compgen -G "data/$1_train_*.bin" >/dev/null && compgen -G "data/$1_val_*.bin" >/dev/null; }
 
 get_data() {
     case "$track" in
         fineweb)
-            if ! has fineweb10B/fineweb; then
-                say "fetching the fineweb shards (2 GB)"
+            # cached_fineweb10B.py leaves the file `unfinished` if it was interrupted. It skips the
+            # shards that are there.
+            if ! has fineweb10B/fineweb || [ -e data/fineweb10B/unfinished ]; then
+                say "downloading the FineWeb shards (2 GB in all)"
                 TMPDIR=$work run "$python" data/cached_fineweb10B.py || exit
             fi ;;
         mini)
@@ -539,13 +556,17 @@ can_run_from() {
 choose_code_folder() {
     local temporary=${TMPDIR:-/tmp}
     local usual=${TORCHINDUCTOR_CACHE_DIR:-$temporary}
-    if can_run_from "$usual" && can_run_from "$temporary"; then
-        return
+    local bad=$usual
+    if can_run_from "$usual"; then
+        bad=$temporary
+        if can_run_from "$temporary"; then
+            return
+        fi
     fi
     local folder
     for folder in "${XDG_CACHE_HOME:-${HOME:-$PWD/data}/.cache}/torchinductor" "$PWD/data/.cache/torchinductor"; do
         if is_plain "$folder" && can_run_from "$folder"; then
-            say "compiled code goes to $folder, as $usual or $temporary is read-only or mounted noexec"
+            say "storing compiled code in $folder, because $bad is read-only or mounted noexec"
             export TORCHINDUCTOR_CACHE_DIR=$folder
             export TMPDIR=$folder
             return

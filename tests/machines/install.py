@@ -214,7 +214,7 @@ def two_at_once(folder: Path) -> Outcome:
     outcome = stub_trained(finish(first))
     if outcome.ok:
         outcome = stub_trained(second)
-    return says(second, "waiting for another ./run.sh", outcome)
+    return says(second, "waiting for another ./run.sh to finish its setup", outcome)
 
 
 # -----------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def no_network(folder: Path) -> Outcome:
     checkout = make_checkout(folder)
     use_real_pip(folder)
     done = run(["unshare", "--map-root-user", "--net", "./run.sh"], checkout, environment(folder))
-    return one_line(done, "network", code=2)
+    return one_line(done, "can't reach the package index", code=2)
 
 
 READ_ONLY = "mount --bind . . && mount -o remount,bind,ro . && cd . && exec ./run.sh"
@@ -242,7 +242,7 @@ def read_only(folder: Path) -> Outcome:
         "-c",
         f'cd "$PWD" && {READ_ONLY}',
     ]
-    return one_line(run(command, checkout, environment(folder)), "read-only", code=2)
+    return one_line(run(command, checkout, environment(folder)), "the disk is read-only", code=2)
 
 
 def local_index(folder: Path):
@@ -285,7 +285,8 @@ def silent_index(folder: Path) -> Outcome:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         settings = environment(folder, SPEEDRUN_TORCH_INDEX=address, **NO_PYPI)
         done = run(["./run.sh"], checkout, settings)
-    return says(done, "doesn't answer, so PyTorch's build is PyPI's", one_line(done, "network"))
+    outcome = one_line(done, "can't reach the package index")
+    return says(done, "doesn't answer; using PyTorch's build from PyPI instead", outcome)
 
 
 def dead_index(folder: Path) -> Outcome:
@@ -382,7 +383,7 @@ def has_system_torch(folder: Path) -> Outcome:
     checkout = make_checkout(folder)
     system_torch(checkout, "2.12.1")
     done = run(["./run.sh"], checkout, environment(folder))
-    return says(done, "which uses the system's PyTorch 2.12.1", stub_trained(done))
+    return says(done, "it will use the system's PyTorch 2.12.1", stub_trained(done))
 
 
 def lacks_ensurepip(folder: Path) -> Outcome:

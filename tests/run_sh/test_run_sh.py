@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "machines"))
 from checkout import (
     NVIDIA_SMI,
     OLD_PYTHON,
+    TORCH,
     calls,
     environment,
     make_checkout,
@@ -199,7 +200,7 @@ def test_what_an_interruption_left_is_repaired(checkout, damage):
         shutil.rmtree(site / "torch-2.13.0.dist-info")
     done = run_sh(checkout)
     assert_trains(done)
-    again = "making the virtual environment .venv again, as it is incomplete" in done.output
+    again = "making the virtual environment .venv again, because it is incomplete" in done.output
     assert again == (damage != "no metadata")  # without metadata, only PyTorch is installed again
     assert (checkout / ".venv" / "ready").exists()
 
@@ -244,7 +245,7 @@ def test_the_systems_pytorch_is_used(checkout, version):
     site = system_torch(checkout, version)
     done = run_sh(checkout)
     assert_trains(done)
-    assert f"the system's PyTorch {version}\n" in done.output
+    assert f".venv; it will use the system's PyTorch {version}\n" in done.output
     assert f"{site}/torch" in done.output
     assert "include-system-site-packages = true" in (checkout / ".venv" / "pyvenv.cfg").read_text()
     assert len(calls(checkout.parent)) == 1  # for the other packages
@@ -266,7 +267,7 @@ def test_ensurepip_is_missing(checkout):
 
 def test_venv_is_missing(checkout):
     without_ensurepip(checkout, has_pip=False)
-    assert_line(run_sh(checkout), "venv module", "apt install python3-venv")
+    assert_line(run_sh(checkout), "has no venv module; install it", "apt install python3-venv")
     assert not (checkout / ".venv").exists()
 
 
@@ -300,7 +301,8 @@ def test_pypi_where_that_index_is_down(checkout):
     done = run_sh(checkout, INDEX_IS_DOWN="1")
     assert_trains(done)
     assert torch_calls(checkout) == []
-    assert "http://torch.invalid/cpu doesn't answer" in done.output
+    words = "http://torch.invalid/cpu doesn't answer; using PyTorch's build from PyPI instead\n"
+    assert words in done.output
     assert "up to 5 GB" in done.output
 
 
@@ -317,7 +319,7 @@ def test_the_users_settings_of_pip_come_first(checkout, setting):
     done = run_sh(checkout, PIP_SETTINGS=f"global.timeout='60'\n{setting}", INDEX_IS_DOWN="1")
     assert_trains(done)
     assert torch_calls(checkout) == []
-    assert "pip settings" in done.output
+    assert "installing packages from the source in your pip settings" in done.output
     assert "doesn't answer" not in done.output
 
 
@@ -358,7 +360,7 @@ def test_with_an_amd_gpu_it_is_rocms(checkout):
         (
             "WARNING: Retrying after connection broken by 'NewConnectionError(...)'\n"
             "ERROR: No matching distribution found for torch==2.13.0",
-            ["no network", "proxy"],
+            ["can't reach the package index; check the network, the proxy"],
         ),
         (
             "ERROR: Could not find a version that satisfies torch==2.13.0\n"
@@ -367,13 +369,13 @@ def test_with_an_amd_gpu_it_is_rocms(checkout):
         ),
         (
             "ERROR: Could not install packages: [Errno 28] No space left on device",
-            ["disk is full"],
+            ["the disk is full; free some space in", "then run ./run.sh again"],
         ),
         (
             "ERROR: Could not install: [Errno 30] Read-only file system: '/x'",
-            ["can't be written", "/x"],
+            ["can't write to a folder (ERROR: ", "'/x'); make the folder writable"],
         ),
-        ("ERROR: something new", ["; the reason is above"]),
+        ("ERROR: something new", ["; see the output above"]),
     ],
 )
 def test_pip_fails(checkout, error, words):
@@ -400,6 +402,53 @@ def test_data_that_fails_says_so_itself(checkout):
     assert done.code == 1
     assert done.output.endswith("error: no wheel\n")
     assert "trains" not in done.output
+
+
+# -----------------------------------------------------------------------------
+# FineWeb shards
+
+# Imitates the download of three shards, without the data. It leaves `unfinished` when it fails.
+DOWNLOAD = """
+import os, pathlib, sys
+folder = pathlib.Path(__file__).parent / "fineweb10B"
+folder.mkdir(exist_ok=True)
+(folder / "unfinished").touch()
+for name in ("val_000000", "train_000001", "train_000002"):
+    (folder / f"fineweb_{name}.bin").touch()
+    if name == os.environ.get("LAST"):
+        sys.exit("error: no network")
+(folder / "unfinished").unlink()
+print("stub downloaded", sys.argv[1:])
+"""
+
+
+def test_an_interrupted_download_is_finished(checkout):
+    """After an interruption, there are a validation shard and a training shard, but not all."""
+    write(checkout / "data" / "cached_fineweb10B.py", DOWNLOAD)
+    done = run_sh(checkout, "--track", "fineweb", LAST="train_000001")
+    assert done.code == 1
+    assert done.output.endswith("error: no network\n")
+    own_data = ["--train_files", "mine_*.bin", "--val_files", "mine_val.bin"]
+    done = run_sh(checkout, "--track", "fineweb", *own_data)
+    assert_trains(done)
+    assert "stub downloaded" not in done.output
+    done = run_sh(checkout, "--track", "fineweb")
+    assert_trains(done)
+    assert "run.sh: downloading the FineWeb shards (2 GB in all)\n" in done.output
+    assert "stub downloaded []" in done.output
+    done = run_sh(checkout, "--track", "fineweb")
+    assert_trains(done)
+    assert "downloading" not in done.output
+
+
+def test_fewer_shards_are_enough_if_the_user_downloaded_them(checkout):
+    """`python data/cached_fineweb10B.py 1` is enough for a short run."""
+    write(checkout / "data" / "cached_fineweb10B.py", DOWNLOAD)
+    for name in ("val_000000", "train_000001"):
+        write(checkout / "data" / "fineweb10B" / f"fineweb_{name}.bin", "")
+    done = run_sh(checkout, "--track", "fineweb")
+    assert_trains(done)
+    assert "downloading" not in done.output
 
 
 # -----------------------------------------------------------------------------
@@ -434,7 +483,8 @@ def test_a_signal_breaks_nothing(checkout, phase, number, code):
     done = finish(process, 20)
     assert done.code == code
     if number != signal.SIGKILL:
-        assert re.fullmatch(rf"run\.sh: stopped by {number.name}; .*\n", done.output), done.output
+        stopped = f"run.sh: stopped by {number.name}; run the same command again to continue\n"
+        assert done.output == stopped
     assert_trains(run_sh(checkout))
 
 
@@ -449,7 +499,8 @@ def test_a_signal_while_an_incomplete_environment_is_removed(checkout):
     kill_group(process, signal.SIGTERM)
     done = finish(process, 60)
     assert done.code == 143
-    assert re.fullmatch(r"run\.sh: stopped by SIGTERM; .*\n", done.output), done.output
+    stopped = "run.sh: stopped by SIGTERM; run the same command again to continue\n"
+    assert done.output == stopped
     assert_trains(run_sh(checkout))
 
 
@@ -490,7 +541,7 @@ def test_two_at_once(checkout):
     second = run_sh(checkout)
     assert_trains(finish(first))
     assert_trains(second)
-    assert second.output.startswith("run.sh: waiting for another ./run.sh")
+    assert second.output.startswith("run.sh: waiting for another ./run.sh to finish")
     assert len(calls(checkout.parent)) == 2  # only one of the two installed packages
 
 
@@ -547,7 +598,7 @@ def test_a_special_path_where_no_link_can_be_made(tmp_path):
 
 def test_a_colon_in_the_path(tmp_path):
     """Python's venv refuses such a path."""
-    assert_line(run_sh(make_checkout(tmp_path, "a:b")), "a:b has a colon", "move")
+    assert_line(run_sh(make_checkout(tmp_path, "a:b")), "a:b contains a colon", "move")
 
 
 def test_called_from_elsewhere(checkout):
@@ -570,15 +621,36 @@ def with_gpus(checkout):
 @pytest.mark.parametrize(
     "cuda, driver, words",
     [
-        ("13.0", "550.54.15", ["driver 580 or later", "550.54.15", "--device cpu"]),
-        ("12.6", "470.199.02", ["driver 525 or later", "470.199.02"]),
-        ("13.0", "580.65", ["580.65 is new enough"]),
-        ("12.6", "", ["driver 525 or later", "unknown"]),
-        (None, "580.65", ["build for CPUs", "remove .venv"]),
+        ("13.0", "550.54.15", ["driver 580 or later", "is 550.54.15;", "use --device cpu"]),
+        ("12.6", "470.199.02", ["driver 525 or later", "is 470.199.02;"]),
+        ("13.0", "580.65", ["580.65 is new enough; check the output of nvidia-smi"]),
+        ("12.6", "", ["driver 525 or later", "is unknown;"]),
+        (None, "580.65", ["build for CPUs; remove .venv and run ./run.sh again"]),
     ],
 )
 def test_gpus_that_pytorch_cannot_use(with_gpus, cuda, driver, words):
     assert_line(run_sh(with_gpus, USABLE="0", TORCH_CUDA=cuda, DRIVER=driver), *words)
+
+
+def test_the_users_own_environment_is_not_removed(with_gpus):
+    """Its PyTorch is the build for CPUs. The user must install another one into it."""
+    theirs = with_gpus.parent / "theirs"
+    (with_gpus / ".venv").rename(theirs)
+    path = f"{theirs / 'bin'}:{with_gpus.parent / 'bin'}"
+    done = run_sh(with_gpus, VIRTUAL_ENV=theirs, PATH=path, USABLE="0", DRIVER="580.65")
+    assert_line(done, "install the build for NVIDIA GPUs in the active environment (https://")
+    assert "remove .venv" not in done.output
+
+
+def test_the_systems_pytorch_cannot_use_the_gpu(checkout):
+    """A new .venv would have the same PyTorch, so run.sh must not advise to remove .venv."""
+    system_torch(checkout, "2.12.1")
+    torch = checkout.parent / "system" / "torch" / "__init__.py"
+    torch.write_text(TORCH)
+    write_program(checkout.parent, "nvidia-smi", NVIDIA_SMI)
+    done = run_sh(checkout, USABLE="0", DRIVER="580.65")
+    assert_line(done, "replace the system's PyTorch with the build for NVIDIA GPUs (https://")
+    assert "remove .venv" not in done.output
 
 
 def test_the_cpu_can_be_chosen(with_gpus):
@@ -643,14 +715,16 @@ def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(checkout
     done = run_sh(checkout, TORCHINDUCTOR_CACHE_DIR=checkout.parent / "file")
     assert_trains(done)
     home = checkout.parent / "home" / ".cache" / "torchinductor"
-    assert f"compiled code goes to {home}, as {checkout.parent / 'file'}" in done.output
+    bad = checkout.parent / "file"
+    words = f"storing compiled code in {home}, because {bad} is read-only or mounted noexec\n"
+    assert words in done.output
     assert list(home.iterdir()) == []  # run.sh has removed its test file
 
 
 def test_a_folder_that_holds_compiled_code_is_kept(checkout):
     done = run_sh(checkout, TORCHINDUCTOR_CACHE_DIR=checkout.parent / "cache")
     assert_trains(done)
-    assert "compiled code goes" not in done.output
+    assert "storing compiled code" not in done.output
     assert list((checkout.parent / "cache").iterdir()) == []
 
 
