@@ -1171,7 +1171,7 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     require(
         most % world_size == 0,
         f"{world_size} processes can't share {hp.num_sequences} training and {val_sequences} "
-        f"validation sequences equally; use {' or '.join(fits)}",
+        f"validation sequences equally; use {', '.join(fits)}",
     )
 
 
@@ -1253,8 +1253,8 @@ def parse_arguments(argv):
             options.update(nargs="?", const=True)
         if type(value) is tuple:
             shown = ",".join(map(str, value)) or "none"
-        help = f"{field.metadata['help']}; default: {shown}"
-        group.add_argument(f"--{field.name}", help=help, **options)
+        text = field.metadata.get("help", "")  # a field that you add may have none
+        group.add_argument(f"--{field.name}", help=f"{text}; default: {shown}", **options)
     args = parser.parse_args(argv)
     require(args.num_runs >= 1, f"--num_runs {args.num_runs}: must be at least 1")
     require(args.num_runs == 1 or not args.resume, "--resume: only one run can be resumed")
@@ -2177,7 +2177,6 @@ def run(args, hp, world, parts, resumed):
         save_model(folder / "model.safetensors", model, hp)
     if stop:  # a signal came in the last validation or shortly before
         os._exit(128 + stop)
-    in_training = False
     return book.validations[-1]
 
 
@@ -2203,6 +2202,7 @@ def check_inputs(args, hp):
 
 def train(args, hp):
     """Trains --num_runs times. Returns the model of the last run."""
+    global in_training
     check_inputs(args, hp)
     world = start_world(args.device)
     resumed = find_checkpoint(args, hp) if args.resume else {}
@@ -2214,7 +2214,10 @@ def train(args, hp):
     losses = []
     for i in range(args.num_runs):
         hp_of_run = dataclasses.replace(hp, seed=hp.seed + i)
-        _, val_loss, _ = run(args, hp_of_run, world, parts, resumed)
+        try:
+            _, val_loss, _ = run(args, hp_of_run, world, parts, resumed)
+        finally:
+            in_training = False  # Ctrl-C exits at once again
         losses.append(val_loss)
     if len(losses) > 1 and world.rank == 0:
         mean, std = statistics.mean(losses), statistics.stdev(losses)
@@ -2225,8 +2228,8 @@ def train(args, hp):
 
 
 def main(argv, after_training=None):
-    """Returns the exit status: 0, 2 after a user error, 1 if another process died.
-    On success, it first calls after_training(model)."""
+    """Returns the exit status: 0 on success, 1 if another process died, 2 after a user error. On
+    success, it first calls after_training(model)."""
     name = f"rank {os.environ.get('RANK', 0)}"
     try:
         model = train(*parse_arguments(argv))

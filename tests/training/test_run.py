@@ -755,6 +755,7 @@ def test_non_finite_loss_stops_the_run(shards, tmp_path, monkeypatch, capsys):
     assert re.fullmatch(line, err), err
     assert "step:6/6" not in out
     assert "target" not in out
+    assert not train_gpt.in_training  # the next Ctrl-C ends this process
 
 
 def test_a_bad_input_as_a_subprocess(tmp_path):
