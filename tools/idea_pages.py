@@ -74,7 +74,7 @@ SIZES = {
 TWO_KINDS = [
     "The page has two kinds of tables, and their figures differ:",
     "",
-    "- A [screen](screens/README.md) measures many ideas together. It uses a recipe with NorMuon.",
+    "- A [screen](screens/README.md) measures many ideas together. It uses the recipe with NorMuon.",
     "- The other tables compare one change at a time with the recipe before NorMuon (490 steps).",
     "  An idea that a screen has measured has no row there.",
     "",

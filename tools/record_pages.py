@@ -171,7 +171,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
         [
             f"# {record.name}",
             "",
-            f"A record of the `{record.track}` track, set on {record.date} on {record.hardware}. "
+            f"A record of the `{record.track}` track, set on {record.date} on {record.hardware}.",
             f"The target loss is {record.target:g}.",
             "",
             "## What changed",
@@ -194,7 +194,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
             *commands_to_repeat(record, prior),
             "```",
             "",
-            "`replay.py` extracts the source of the run from its log. The log also has all "
+            "`replay.py` extracts the source of the run from its log. The log also has all",
             "hyperparameters.",
             "",
         ]
@@ -231,7 +231,7 @@ def leaderboard(track: str, records: list[Record]) -> list[str]:
     return [
         f"## {track}",
         "",
-        f"Target: a mean validation loss below {targets} with p < {P_VALUE:g}. Seconds are the "
+        f"Target: a mean validation loss below {targets} with p < {P_VALUE:g}. Seconds are the",
         "mean training time. The fastest record on each hardware is in bold.",
         "",
         *markdown_table(header, cells, right=("#", "seconds", "val_loss", "p", "runs", "steps")),
