@@ -2,9 +2,11 @@
 Times a training step on this machine: each part of it, and how close it comes to the machine's speed.
 
     python tools/bench.py                                the default track and device
-    python tools/bench.py --track fineweb                on a CPU, steps have 1,024 tokens, not 393,216
+    python tools/bench.py --track fineweb                on a CPU: steps of 1,024 tokens, not 393,216
     python tools/bench.py --fp8 false --num_layers 4     with any option of train_gpt.py
     python tools/bench.py --kernels 25                   also list the 25 slowest kernels
+
+It runs on a CPU or on one GPU.
 
 Times are medians of --repeats measurements in milliseconds. Each waits until the device is done. A
 micro-step runs --sequences_per_pass sequences of train_seq_len tokens through forward and backward. A
@@ -17,15 +19,14 @@ both are the memory of the process.
 
 The "matmul peak" is the speed of the best of several large square matrix products in the data type of
 the activations. It is measured before and after the steps, and the tables show percentages of the
-higher of the two. The GFLOP of a row are the model's (tools/flops.py says what counts); for the
-optimizers, those of Newton-Schulz; for the whole step, both. The gap to 100% is element-wise work,
-masked pairs, memory traffic and small products. The second table has the
-matrix products of activations with weights in the forward pass of one micro-step. If the head runs in
-FP8, it also has the gradient of the head's weight: as train_gpt.py computes it, and with the operands
-swapped.
+higher of the two. The GFLOP of a row are those of the model, as tools/flops.py counts them. For the
+optimizers, they are those of Newton-Schulz; for the whole step, the sum of both. The gap to 100% is
+element-wise work, masked pairs, memory traffic and small products. The second table has the matrix
+products of activations with weights in the forward pass of one micro-step. If the head runs in FP8, it
+also has the gradient of the head's weight: as train_gpt.py computes it, and with the operands swapped.
 
 MFU (model FLOPs utilization) is the model's FLOP/s divided by the dense bf16 peak in the GPU's
-datasheet, also if the head runs in FP8.
+datasheet, even if the head runs in FP8.
 """
 import argparse
 import dataclasses
@@ -45,9 +46,10 @@ ROOT = Path(__file__).resolve().parent.parent
 def check_packages(*names):
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"error: missing packages: {', '.join(missing)}; install them with pip, or on a "
-                 f"machine with a network run pip download --no-deps {' '.join(missing)}, and "
-                 "bring the wheels here")
+        packages = " ".join(missing)
+        sys.exit(f"error: missing packages: {', '.join(missing)}; run pip install {packages}. Without a "
+                 f"network: run pip download -d FOLDER {packages} on another machine, copy FOLDER, and "
+                 f"run pip install --no-index -f FOLDER {packages}")
 
 
 check_packages("torch", "numpy", "safetensors", "tqdm")
@@ -401,9 +403,12 @@ def print_kernels(step, device, count):
 
 
 def positive(text):
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from None
     if number < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
     return number
 
 
@@ -425,7 +430,7 @@ def add_timing_options(parser):
                         help="timed repetitions (default: 20)")
     parser.add_argument("--warmup", type=positive, default=10, metavar="N",
                         help="untimed steps before the timed ones (default: 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file, too")
 
 
 def add_step_options(parser):
@@ -433,7 +438,8 @@ def add_step_options(parser):
     parser.add_argument("--kernels", type=positive, metavar="N",
                         help="list the N slowest kernels of a step")
     parser.add_argument("--peak_tflops", type=float, metavar="X",
-                        help="the GPU's dense bf16 peak, if this program doesn't know it")
+                        help="the GPU's dense bf16 peak in TFLOP/s, which the MFU needs (default: "
+                             "known for the H100 SXM and the H200)")
 
 
 def check_step_options(args):

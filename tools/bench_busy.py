@@ -13,9 +13,10 @@ variables has a process of its own, which is stopped while others are timed. The
 - OpenMP's default: PyTorch is loaded before train_gpt.py can set anything
 - those of --openmp
 
-OMP_WAIT_POLICY and GOMP_SPINCOUNT of your own environment are ignored. Each of --rounds times every
-setting next to every number of busy processes once, so that a machine that slows down with time
-favors none. The table shows the median, lowest and highest of the rounds' medians in milliseconds.
+OMP_WAIT_POLICY and GOMP_SPINCOUNT of your own environment are ignored. A round times every setting
+once next to every number of busy processes. There are --rounds rounds, so a machine that slows down
+with time favors no setting. The table shows the median, the lowest and the highest of the rounds'
+medians in milliseconds.
 """
 import contextlib
 import itertools
@@ -185,7 +186,7 @@ def read_busy_options(argv):
     parser.add_argument("--openmp", action="append", default=[], metavar="NAME=VALUE",
                         help="also time this setting; several variables are separated by spaces")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N",
-                        help="rounds to measure, 3 or more (default: 3)")
+                        help="number of rounds, 3 or more (default: 3)")
     args, options, hp = read_options(parser, argv)
     for setting in args.openmp:
         check_openmp(setting)

@@ -5,23 +5,25 @@ Does an idea help? Trains a base and your ideas with the same seeds until the an
     ./run.sh compare --idea "--muon_lr 0.03"           a setting against the default
     ./run.sh compare --idea a.patch --idea my-branch --until 1% --hours 8
 
-The answer is one of these:
+compare stops at the first of these answers that it can prove:
 
     helps          the loss is lower, by any amount
     hurts          the loss is higher
-    not worth it   a gain of --until (2% of the steps by default) is ruled out
-    undecided      --hours or the limit of pairs ended it first
+    not worth it   the idea saves less than --until (default: 2%) of the steps
     identical      all losses are the same
 
---base and --idea take [NAME=]SOURCE. SOURCE is options of train_gpt.py in quotes, a .patch or .diff to
-the base, a .py script, a git revision, or . for the working tree. Options may also follow a file, a
-revision or . : "gelu.patch --muon_lr 0.03". Options that compare doesn't know go to all runs:
---num_iterations 200.
+The answer is "undecided" if --hours, --runs, Ctrl-C or the maximum number of pairs ends it earlier.
 
-Stop it with Ctrl-C whenever you like. It then prints the answer so far. Run the same command again to
-continue. You may look as often as you like: that doesn't make a wrong answer more likely. All runs are
-kept in logs/compare/runs/, and later comparisons use them where source, settings, data and machine are
-the same.
+--base and --idea take [NAME=]SOURCE. SOURCE is options of train_gpt.py in quotes, a .patch or .diff
+to the base, a .py script, a git revision, or . for the working tree. Options may also follow a file,
+a revision or . : "gelu.patch --muon_lr 0.03". compare passes all options that it doesn't know to the
+runs: --num_iterations 200. The track is train_gpt.py's default (fineweb with a GPU, otherwise mini),
+unless you pass --track.
+
+Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
+You may look as often as you like: that doesn't make a wrong answer more likely. Finished runs are
+kept in logs/compare/runs/. Later comparisons reuse those with the same source, settings, data and
+machine.
 
 Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interrupted. With --gate:
 0 helps, 1 any other answer, 2 an error, 130 interrupted.
@@ -42,6 +44,7 @@ import numpy as np
 
 import compare_runs
 from compare_answer import (
+    STEPS_UNKNOWN,
     answer_for_many,
     answer_for_one,
     effect_as_json,
@@ -62,8 +65,8 @@ from machine import usable_cores
 
 INTERRUPTED = "interrupted; finished runs are kept; run the same command again to continue"
 REMOVED = {
-    "--name": "comparisons have no names any more; all runs are kept together, --list shows them",
-    "--no_steps": "the answer is in steps now, so they are always measured; leave it out",
+    "--name": "this option was removed; leave it out (--list shows the runs that are kept)",
+    "--no_steps": "this option was removed, because compare always measures steps; leave it out",
 }
 
 
@@ -75,24 +78,33 @@ def fail(message: str):
     raise UsageError(f"{message}; --help lists all options")
 
 
+def read_percent(text: str) -> float:
+    """ "2%" or "2" as 0.02. Raises ArgumentTypeError."""
+    try:
+        return float(text.removesuffix("%")) / 100
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a percentage, like 2%") from None
+
+
 def parse_percent(text: str) -> float:
-    """ "2%" or "2" as 0.02."""
-    value = float(text.removesuffix("%")) / 100
+    value = read_percent(text)
     if not 0.001 <= value <= 0.5:
         raise argparse.ArgumentTypeError(f"{text}: must be between 0.1% and 50%")
     return value
 
 
 def parse_start(text: str) -> float:
-    """ "70%" or "70" as 0.7."""
-    value = float(text.removesuffix("%")) / 100
+    value = read_percent(text)
     if not 0.5 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 50% and less than 100%")
     return value
 
 
 def parse_count(text: str) -> int:
-    count = int(text)
+    try:
+        count = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from None
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
     return count
@@ -108,24 +120,29 @@ def make_parser() -> argparse.ArgumentParser:
     parser.error = fail
     add = parser.add_argument
     source = "[NAME=]SOURCE"
-    add("--base", metavar=source, help="default: the working tree; without --idea, HEAD")
-    add("--idea", metavar=source, action="append", help="any number; default: the working tree")
+    base = "what to compare with; default: the working tree, or the last commit without --idea"
+    add("--base", metavar=source, help=base)
+    idea = "can be given several times; default: the working tree"
+    add("--idea", metavar=source, action="append", help=idea)
     percents = {"type": parse_percent, "metavar": "X%"}
-    add("--until", default=0.02, help="the gain in steps that matters; default: 2%%", **percents)
+    until = "the smallest saving of steps that matters; default: 2%%"
+    add("--until", default=0.02, help=until, **percents)
     start = {"type": parse_start, "metavar": "X%", "dest": "start"}
-    add("--from", help="for late ideas: start at the base's checkpoint after X%% of its steps", **start)
-    add("--hours", type=float, metavar="H", help="stop after this time; default: no limit")
-    runs = "make exactly N pairs, even if the answer is clear earlier; a pair is one run of the base "
-    runs += "and one of the idea, with the same seed"
+    late = "for ideas that only change the end of training: start at the base's checkpoint after X%% of "
+    late += "the steps"
+    add("--from", help=late, **start)
+    add("--hours", type=float, metavar="H", help="stop after H hours; default: no limit")
+    runs = "make N pairs and look only once, at the end; never says \"not worth it\". A pair is one run of "
+    runs += "the base and one of the idea, with the same seed"
     add("--runs", type=parse_count, metavar="N", help=runs)
     add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
-    add("--jobs", type=parse_count, metavar="N", help="runs at a time; default: one per core")
+    add("--jobs", type=parse_count, metavar="N", help="runs at a time on a CPU; default: one per core")
     add("--nproc_per_node", type=parse_count, default=1, metavar="N", help="processes per run")
-    aa = "compare the base with a copy of itself on twice the threads, to check compare itself"
+    aa = "compare the base with itself on twice as many threads, to check compare"
     add("--aa", action="store_true", help=aa)
     add("--no_times", action="store_true", help="don't measure step times")
-    add("--gate", action="store_true", help="print only the verdict; exit status 0 if it helps")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--gate", action="store_true", help="print only the answer; exit status 0 if it helps")
+    add("--json", type=Path, metavar="FILE", help="write all numbers")
     add("--plot", type=Path, metavar="FILE.png", help="draw the effects and their intervals")
     add("--list", action="store_true", help="list the runs that are kept, and exit")
     add("--clear", action="store_true", help="delete the runs that are kept, and exit")
@@ -161,7 +178,7 @@ def check_arguments(args: argparse.Namespace, common: list[str]) -> None:
     for word in common:
         if not before.startswith("--") and not word.startswith("--"):
             fail(
-                f"{word}: not the value of an option; name a source with --idea or --base, and put several "
+                f"unexpected argument: {word}. Say what to compare with --idea or --base, and put several "
                 'words in quotes: --idea "--muon_lr 0.03"'
             )
         before = word
@@ -174,7 +191,7 @@ def check_arguments(args: argparse.Namespace, common: list[str]) -> None:
     if args.aa and args.idea:
         fail("--aa compares the base with itself; leave out --idea")
     if args.start and (args.aa or args.nproc_per_node > 1):
-        fail("--from needs an --idea, and runs of one process")
+        fail("--from can't be combined with --aa or with several processes per run")
     if args.json:
         check_output_file(args.json, "")
     if args.plot:
@@ -210,7 +227,10 @@ def number_of_jobs(args: argparse.Namespace, variants: list[Variant]) -> int:
     """One run per core on a CPU: that gives the most runs an hour. One on GPUs. Raises UsageError."""
     if on_gpu(variants) or args.nproc_per_node > 1:
         if args.jobs not in (None, 1):
-            raise UsageError("--jobs: runs on GPUs, or of several processes, are made one at a time")
+            raise UsageError(
+                "--jobs: on GPUs, and with several processes per run, only one run is made at a time; "
+                "leave out --jobs"
+            )
         return 1
     return args.jobs or usable_cores()
 
@@ -351,7 +371,7 @@ def measure_times(c: Comparison) -> None:
         say(c, f"step times of {idea.name}: starting both scripts")
         ratios = measure_rounds(c.setup, c.base, idea, threads, show)
         if half_width(ratios) > LARGEST_ERROR:
-            c.notes.append("This machine is too noisy to time the steps: the losses alone count.")
+            c.notes.append("This machine is too noisy to time steps, so only losses are compared.")
         else:
             c.log_ratios[idea.name] = ratios
 
@@ -374,9 +394,10 @@ def ratios_of_runs(c: Comparison, idea: Variant) -> list[float]:
 def facts_in_words(c: Comparison) -> list[str]:
     """Sentences for the end of the answer."""
     facts = c.setup.facts
-    threads = plural(facts["threads"], "thread")
+    per = "run" if facts["processes"] == 1 else "process"
+    threads = f"{plural(facts['threads'], 'thread')} per {per}"
     slope = slope_in_words(c.slope())
-    sentences = [slope] if slope else ["Steps are unknown: the slope of the loss isn't measured yet."]
+    sentences = [slope or STEPS_UNKNOWN]
     for idea in c.ideas:
         steps = idea.num_iterations()
         if steps != c.base.num_iterations():
@@ -387,7 +408,7 @@ def facts_in_words(c: Comparison) -> list[str]:
     if c.from_step:
         sentences.append(f"Runs of the ideas start at the base's checkpoint of step {c.from_step}.")
     sentences += c.notes
-    sentences.append(f"{facts['machine']}; {threads} a run, PyTorch {facts['torch']}.")
+    sentences.append(f"{facts['machine']}; {threads}, PyTorch {facts['torch']}.")
     return sentences
 
 
@@ -435,7 +456,7 @@ def report(c: Comparison) -> None:
         print(effects[0].verdict if effects else "undecided")
         return
     if not effects:
-        print("Too early for an answer: no idea has two pairs of runs yet.")
+        print("Too early for an answer: an idea needs two pairs of runs.")
         return
     until = None if c.args.runs else c.args.until
     facts = facts_in_words(c)
@@ -495,7 +516,8 @@ def compare(argv: list[str]) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UsageError(
-                f"another comparison is running in {compare_runs.FOLDER}; wait until it has ended"
+                f"another comparison or screen is running in {compare_runs.FOLDER}; "
+                "wait for it to finish"
             ) from None
         if args.clear:
             compare_runs.clear_runs()

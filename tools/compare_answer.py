@@ -11,6 +11,8 @@ from compare_stats import P_VALUE, Bounds, Effect, Slope, half_widths, log_steps
 from verify import p_text
 
 WIDTH = 80
+STEPS_UNKNOWN = "Steps are unknown: they take more runs of the base with fewer and with more steps."
+NO_INTERVAL = "no interval before 12 pairs"
 
 
 def plural(count: int, noun: str) -> str:
@@ -59,7 +61,7 @@ def headline(effect: Effect, until: float | None) -> str:
     if effect.verdict == "hurts":
         return f"{name} hurts.{needs}"
     if effect.verdict == "not worth it":
-        return f"{name} is not worth {goal(until)}: it doesn't save {goal(until)} of the steps."
+        return f"{name} is not worth it: it saves less than {goal(until)} of the steps."
     if known and has_interval(effect):
         low, high = effect.steps_interval
         return f"{name}: undecided. It changes the steps by {percent(low)} to {percent(high)}."
@@ -83,14 +85,13 @@ def has_interval(effect: Effect) -> bool:
     return math.isfinite(effect.difference_interval[0])
 
 
-def figures(effect: Effect) -> list[str]:
-    """A line for each figure, with its interval."""
+def numbers(effect: Effect) -> list[str]:
+    """A line for each number, with its interval."""
     low, high = effect.difference_interval
     interval = f"{low:+.4f} to {high:+.4f}"
     interval_in_steps = percent_interval(effect.steps_interval or (0, 0))
     if not has_interval(effect):
-        interval = "12 pairs or more give an interval"
-        interval_in_steps = "the same"
+        interval = interval_in_steps = NO_INTERVAL
     rows = [("loss", f"{effect.difference:+.4f}", interval)]
     if effect.steps is not None:
         rows.append(("steps", percent(effect.steps), interval_in_steps))
@@ -98,8 +99,8 @@ def figures(effect: Effect) -> list[str]:
         bounds = (effect.step_time_interval[0] - 1, effect.step_time_interval[1] - 1)
         rows.append(("time of a step", percent(effect.step_time - 1), percent_interval(bounds)))
     if effect.time is not None:
-        interval = percent_interval(effect.time_interval)
-        rows.append(("time", percent(effect.time), interval if has_interval(effect) else "the same"))
+        interval = percent_interval(effect.time_interval) if has_interval(effect) else NO_INTERVAL
+        rows.append(("time", percent(effect.time), interval))
     return [f"  {name:<15} {value:>8}   ({interval})" for name, value, interval in rows]
 
 
@@ -111,18 +112,17 @@ def answer_for_one(effect: Effect, until: float | None, facts: list[str]) -> lis
     conflict = time_conflict(effect)
     if conflict:
         lines.append(conflict)
-    lines += figures(effect)
-    about = f"{effect.n} pairs, p = {p_text(effect.p)}. In parentheses: 99% intervals."
+    lines += numbers(effect)
+    about = f"{effect.n} pairs of runs, p = {p_text(effect.p)}. In parentheses: 99% confidence intervals."
     if effect.steps is not None:
-        about += f" {what_is_equal(effect.time is not None)}"
+        about += f" {what_steps_are(effect.time is not None)}"
     lines += textwrap.wrap(" ".join([about, *facts]), WIDTH)
     return lines
 
 
-def what_is_equal(timed: bool) -> str:
-    if timed:
-        return "Steps and time are compared at equal loss."
-    return "Steps are compared at equal loss."
+def what_steps_are(timed: bool) -> str:
+    steps = "Steps and time are those" if timed else "Steps are those"
+    return f"{steps} to reach the base's loss, computed from the difference in loss."
 
 
 def table(effects: list[Effect]) -> list[str]:
@@ -156,8 +156,8 @@ def answer_for_many(effects: list[Effect], until: float | None, facts: list[str]
     for effect in effects:
         lines += textwrap.wrap(" ".join([headline(effect, until), time_conflict(effect)]), WIDTH)
     timed = any(effect.time is not None for effect in effects)
-    about = f"n: pairs. Intervals have 99% confidence for all {len(effects)} ideas together. "
-    about += what_is_equal(timed)
+    about = f"n: pairs of runs. Intervals have 99% confidence for all {len(effects)} ideas together. "
+    about += what_steps_are(timed)
     return lines + textwrap.wrap(" ".join([about, *facts]), WIDTH)
 
 
@@ -180,7 +180,8 @@ def slope_in_words(slope: Slope | None) -> str:
     if slope is None:
         return ""
     one_percent = abs(slope.value) * -math.log1p(-0.01)
-    return f"1% fewer steps raise the loss by {one_percent:.5f} (standard error {slope.error:.0%})."
+    words = f"If the base trains 1% fewer steps, its loss rises by {one_percent:.5f}"
+    return f"{words} (standard error {slope.error:.0%})."
 
 
 # -----------------------------------------------------------------------------

@@ -20,9 +20,14 @@ def late_start(start: float, base: Variant, ideas: list[Variant]) -> int:
     """The step that `start`, a fraction of the steps, means. Raises UsageError."""
     for variant in [base, *ideas]:
         if variant.settings is None:
-            raise UsageError(f"--from: {variant.name} must be train_gpt.py, or a change to it")
+            raise UsageError(
+                f"--from works only with train_gpt.py or a recipe, changed or not; {variant.name} is "
+                "another script, so leave out --from"
+            )
         if variant.num_iterations() != base.num_iterations():
-            raise UsageError(f"--from: {variant.name} must train as many steps as the base")
+            raise UsageError(
+                f"--from: {variant.name} must train as many steps as the base; leave out --from"
+            )
     # recipes/january2026.py can be saved after even steps only
     return 2 * round(start * base.num_iterations() / 2)
 
@@ -80,13 +85,13 @@ def check_late_idea(setup: Setup, base: Variant, idea: Variant, seed: int) -> No
         if not equal(weight, states[1]["model"].get(name)):
             raise UsageError(
                 f"--from: {idea.name} changes training before step {step} ({name} differs from the base's), "
-                "so it must be compared in whole runs; leave out --from"
+                "so only whole runs can be compared; leave out --from"
             )
     same = len(states[0]["model"]) == len(states[1]["model"])
     if not same or not equal(moments(states[0]), moments(states[1])):
         raise UsageError(
-            f"--from: {idea.name} has other parameters or another optimizer state at step {step} than the "
-            "base, so it must be compared in whole runs; leave out --from"
+            f"--from: at step {step}, the parameters or the optimizer state of {idea.name} differ from the "
+            "base's, so only whole runs can be compared; leave out --from"
         )
     home.mkdir(parents=True, exist_ok=True)
     write_file(marker, b"")

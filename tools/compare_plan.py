@@ -238,11 +238,12 @@ def plan_in_words(c: Comparison) -> str:
     runs = max(0, expected - len(c.losses(c.base)))
     runs += sum(max(0, expected - len(c.losses(idea))) for idea in c.ideas)
     runs += sum(max(0, FEWEST_SLOPES - len(c.losses(v))) for v in (c.fewer, c.more))
-    words = f"about {expected} pairs to see or exclude {goal(c.args.until)}"
+    words = f"about {expected} pairs tell whether an idea saves {goal(c.args.until)}"
     if c.args.runs:
         words = f"{expected} pairs"
-    words += f": {plural(runs, 'run')} to make, {kept} kept"
+    words += f": {plural(runs, 'run')} to make"
     if seconds and runs:
         minutes = 1.15 * runs * np.mean(seconds) / c.jobs / 60
-        words += f", about {max(1, round(minutes))} minutes"
+        words += f" in about {max(1, round(minutes))} min"
+    words += f", {kept} kept"
     return words

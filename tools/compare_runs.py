@@ -353,7 +353,7 @@ def collect(setup: Setup, worker: Worker, runs: dict[int, Log]) -> bool:
         return True
     if status != 0 or worker.kept < len(task.seeds):
         seed = task.seeds[min(worker.kept, len(task.seeds) - 1)]
-        reason = f"exit status {status}" if status else "its log isn't that of a whole run"
+        reason = f"exit status {status}" if status else "its log is incomplete"
         lines = last_lines(worker)
         lines.append(
             f"error: a run failed: {task.variant.name}, seed {seed} ({reason}). Above are the last "

@@ -136,7 +136,8 @@ def read_source(kind: str, base: bytes) -> bytes:
         commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", kind + "^{commit}")
     except UsageError:
         raise UsageError(
-            "this is no git revision, no .py, .patch or .diff file, and no options (they begin with --)"
+            "no git revision has this name; give a revision, a .py, .patch or .diff file, or options "
+            "that begin with --"
         ) from None
     return git("show", f"{commit.decode().strip()}:train_gpt.py")
 
@@ -174,7 +175,7 @@ def read_variant(text: str, base: bytes, common: list[str]) -> Variant:
     for word in common + options:
         if word.split("=")[0] in OURS:
             option = word.split("=")[0]
-            raise UsageError(f"{option}: compare gives this option to the runs itself; leave it out")
+            raise UsageError(f"{option}: compare sets this option for each run; remove it")
     name = name or default_name(kind, options)
     name = re.sub(r"[^\w.+-]+", "_", name).strip("_.")
     return Variant(name[:60] or "idea", source, common + options)
@@ -249,8 +250,9 @@ def tell_apart(variants: list[Variant]) -> None:
         for other in earlier:
             if variant.digest() == other.digest():
                 raise UsageError(
-                    f"{variant.name}: the same source and settings as {other.name}, so there is nothing "
-                    "to compare (--aa compares the base with itself)"
+                    f"{variant.name} has the same source and settings as {other.name}, so there is "
+                    "nothing to compare; edit train_gpt.py, or pass an --idea that changes the training "
+                    "(--aa compares the base with itself)"
                 )
         while variant.name in [other.name for other in earlier]:
             variant.name += "_2"

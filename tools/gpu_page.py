@@ -157,7 +157,7 @@ def stage_lines(name, result):
     kernels = figures.pop("kernels", [])
     losses = figures.pop("losses", {})
     if figures:
-        lines += table(["figure", "value"], figures.items())
+        lines += table(["quantity", "value"], figures.items())
     if checks:
         rows = []
         for check in checks:

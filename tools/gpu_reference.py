@@ -1,11 +1,13 @@
 """
-Trains 50 steps of mini on a CPU, and keeps the losses for tools/gpu_report.py to compare a GPU with.
+Trains 50 steps of mini on a CPU. tools/gpu_report.py compares the losses of a GPU with these losses.
 
     python tools/gpu_reference.py --seeds 5
 
-Each seed trains in float32, which is the reference, in bf16, and in bf16 with the FP8 head: the
-arithmetic of a GPU. How far the losses of the last two are from those of the first says how far a
-GPU that computes rightly may be, on the mean over the seeds. The result is tools/gpu_reference.json, the losses by step in nats.
+Each seed trains three times: in float32, in bf16, and in bf16 with the FP8 head. The float32 losses
+are the reference. The other two runs use the arithmetic of a GPU, so their distance from the
+reference says how far a correct GPU may be from it, on the mean over the seeds.
+
+The result is tools/gpu_reference.json: the losses of each step, in nats per token.
 """
 import argparse
 import hashlib

@@ -1,39 +1,40 @@
 """
-Measures an NVIDIA GPU (Ampere or later). It needs PyTorch 2.11 or later and the data of mini (python
-data/shakespeare.py), but no network:
+Checks and times an NVIDIA GPU (Ampere or later). Needs PyTorch 2.11 or later and the data of mini
+(python data/shakespeare.py), but no network.
 
     python tools/gpu_report.py
 
-writes logs/report/gpu_report.md and gpu_report.json, in at most 20 minutes. It has these stages:
+This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes. The stages are:
 
     machine      the GPU, and the versions of its software
-    head         the head with its loss and gradients against float64, in bf16, and in FP8 if supported
+    head         the head, its loss and gradients against float64: in bf16, and in FP8 if supported
     attention    FlexAttention and its gradients against float64
     muon         three steps of Muon against float64
     mini         50 steps of mini against a CPU in float32 (tools/gpu_reference.py)
     speed        the time of a step of fineweb by part, its memory and its slowest kernels
     waits        how often the host waits for the GPU between validations
-    memory ...   the peaks of training and validation by length of a sequence and kind of head: four
-                 stages, with quotes around a name: --stage "memory 49152"
+    memory ...   the peaks in training and validation, by sequence length and kind of head. There are
+                 four of these stages. Put their names in quotes: --stage "memory 49152"
 
-gpu_report.md begins with how the results compare with records/HARDWARE.md, and ends with the figures
-of each stage. A stage that fails is named there, and the others go on. If a report was interrupted, run
-the same command again to continue: finished stages are kept if the GPU, the source and PyTorch's
-version are the same. --stage runs single stages again.
+gpu_report.md first compares the results with records/HARDWARE.md, then lists the numbers of each
+stage. If a stage fails, the page says so, and the other stages still run. If the report is
+interrupted, run the same command again to continue: finished stages are kept if the GPU, the source
+and PyTorch's version are the same. --stage NAME runs only that stage, even if it has a result.
 
     python tools/gpu_report.py --change "what changed" --shards DIR
     python tools/gpu_report.py --change "what changed" --shards DIR --stage fp8     only one stage
 
-adds a row to the table in records/fineweb/HOPPER.md. A row has four other stages:
+With --change and --shards, it adds a row to the table in records/fineweb/HOPPER.md instead. That
+takes four other stages:
 
     tests      the GPU tests
     fp8        200 steps on DIR's shards with the FP8 head
     bf16       the same with a bf16 head
-    figures    what tools/bench.py measures; its docstring explains the columns
+    figures    what tools/bench.py measures; bench.py --help explains the columns
 
-The results of each stage are kept in logs/report/ until all four are there. So stages can run one by
-one, and the same command continues a row that was interrupted. Results are used together if the source,
-machine, PyTorch version and hyperparameters are the same. The last stage adds the row.
+The results of the stages are kept in logs/report/. When all four are there, the row is added. So you
+can run the stages one by one, and continue an interrupted command with the same command. All four
+must have the same source, machine, PyTorch version and hyperparameters.
 """
 import argparse
 import hashlib
@@ -272,8 +273,8 @@ def append_row(path, cells):
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     header = table_row({column: column for column in COLUMNS})
     if header not in text:
-        raise InputError(f"{path}: it has no table with the columns of a row; end the file with a table "
-                         f"whose first line is the following, and run the same command again: {header}")
+        raise InputError(f"{path}: the table of results is missing or has other columns; end the file "
+                         f"with a table that begins with this line, then run the command again: {header}")
     text = text.rstrip("\n") + "\n" + table_row(cells) + "\n"
     write_file(path, text.encode())
 
@@ -312,7 +313,7 @@ def report(stages, shards, folder, measure_figures):
     files = {stage: folder / f"{stage}.json" for stage in STAGES}
     for stage in stages:
         if files[stage].exists():
-            print(f"{stage}: already measured ({files[stage].relative_to(ROOT)})")
+            print(f"{stage}: measured before ({files[stage].relative_to(ROOT)})")
             continue
         result = run_stage(stage, shards, measure_figures)
         folder.mkdir(parents=True, exist_ok=True)
@@ -323,7 +324,7 @@ def report(stages, shards, folder, measure_figures):
             parts[stage] = json.loads(file.read_text(encoding="utf-8"))
     missing = [stage for stage in STAGES if stage not in parts]
     if missing:
-        print(f"no row yet; still to run: --stage {', --stage '.join(missing)}")
+        print(f"the row needs more stages; still to run: --stage {', --stage '.join(missing)}")
         return parts
     row = row_of_parts(parts)
     append_row(HOPPER, row)
@@ -346,14 +347,14 @@ def make_report_parser():
     parser.error = fail
     parser.add_argument("--stage", action="append", metavar="STAGE",
                         help="run only this stage; can be given several times. Stages of the report: "
-                             f"{', '.join(CHECKS)}. Stages of a row: {', '.join(STAGES)}")
+                             f"{', '.join(CHECKS)}. Stages of a row in HOPPER.md: {', '.join(STAGES)}")
     report = parser.add_argument_group("options of the report")
     report.add_argument("--out", type=Path, default=PARTS, metavar="DIR",
                         help="folder of the report (default: logs/report)")
     report.add_argument("--minutes", type=float, default=MINUTES, metavar="N",
                         help="stop after N minutes, divided among the stages (default: 20)")
-    row = parser.add_argument_group("options of a row, which needs --change and --shards",
-                                    "A row also takes the options of train_gpt.py.")
+    row = parser.add_argument_group("options of a row in HOPPER.md, which needs --change and --shards",
+                                    "All other options go to train_gpt.py.")
     row.add_argument("--change", type=readable, metavar="TEXT",
                      help="what has changed since the last row; it becomes a column")
     row.add_argument("--shards", type=Path, metavar="DIR",
@@ -386,7 +387,7 @@ def check_shards(folder):
 
 def check_report_options(parser, args, rest):
     """Raises InputError for options that the report doesn't have."""
-    refuse(parser, args, ROW_OPTIONS, "is an option of a row; give --change and --shards, too")
+    refuse(parser, args, ROW_OPTIONS, "is only for adding a row; give --change and --shards, too")
     check_stages(args, CHECKS)
     if rest:
         fail(f"unrecognized arguments: {' '.join(rest)}")
@@ -396,8 +397,8 @@ def check_row_options(parser, args):
     """Raises InputError for options that a row lacks or doesn't have."""
     for name in ("change", "shards"):
         if getattr(args, name) is None:
-            fail(f"a row needs --change and --shards; give --{name}")
-    refuse(parser, args, REPORT_OPTIONS, "is an option of the report; a row doesn't take it")
+            fail(f"adding a row takes both --change and --shards; give --{name}")
+    refuse(parser, args, REPORT_OPTIONS, "is only for the report; leave it out when adding a row")
     check_stages(args, STAGES)
     check_step_options(args)
     check_shards(args.shards)
@@ -406,8 +407,8 @@ def check_row_options(parser, args):
 def read_row_options(parser, argv):
     args, options, hp = read_options(parser, argv)
     if options.device != "cuda" or not torch.cuda.is_available():
-        raise InputError("a row needs a CUDA GPU, and this machine has none that can be used; "
-                         "tools/bench.py times a step on a CPU")
+        raise InputError("adding a row needs a CUDA GPU, and PyTorch finds none here; tools/bench.py "
+                         "times a step on a CPU")
     return args, options, hp
 
 

@@ -481,7 +481,9 @@ def read_final_losses(paths: list[str | Path]) -> list[FinalLoss]:
                 "all runs must have the same number"
             )
         if loss.digest in seen:
-            raise LogError(f"{loss.path}: a copy of {seen[loss.digest]}; each run counts once")
+            raise LogError(
+                f"{loss.path}: a copy of {seen[loss.digest]}; each run counts once, so leave one out"
+            )
         seen[loss.digest] = loss.path
     return losses
 

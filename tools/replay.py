@@ -19,7 +19,9 @@ def sources_of(path: str | Path) -> list[bytes]:
     """The script, then the files that the log shows after it. Raises LogError if there is none."""
     log = parse_log(path)
     if not log.source:
-        raise LogError(f"{path}: this log contains no source (it would be above a line of =)")
+        raise LogError(
+            f"{path}: no source found in this log; it should come first, above a line of = signs"
+        )
     return log.sources
 
 
@@ -47,11 +49,10 @@ def script_of(path: Path) -> bytes:
     """The script. If the log contains more files, a line on stderr says so."""
     script, *more = sources_of(path)
     if more:
-        sources = "source" if len(more) == 1 else "sources"
+        files = "other source file" if len(more) == 1 else "other source files"
         lines = " and ".join(str(len(source.splitlines())) for source in more)
         print(
-            f"{path}: this is the script; the log contains {len(more)} more {sources} "
-            f"({lines} lines)",
+            f"{path}: wrote only the script; the log also contains {len(more)} {files} ({lines} lines)",
             file=sys.stderr,
         )
     return script

@@ -1,19 +1,19 @@
 """
 What are many settings or ideas worth? Measures up to 16 of them at once, in 32 configurations.
 
-    ./run.sh screen SCREEN.toml --blocks 16    make runs until there are 16 blocks
-    ./run.sh screen SCREEN.toml                show what is known so far
-    ./run.sh screen SCREEN.toml --check        check that each switch of the script trains exactly like
-                                               its patch
+    ./run.sh screen SCREEN.toml --blocks 16    make runs until there are 16 blocks in all
+    ./run.sh screen SCREEN.toml                show the results so far
+    ./run.sh screen SCREEN.toml --check        check that each switch of the script trains exactly
+                                               like its patch
 
-SCREEN.toml names the settings or ideas, as records/mini/screens/ideas-1/screen.toml does. A block is one
-seed in all configurations. The docstring of tools/screen_blocks.py explains the format of SCREEN.toml,
-that of tools/screen_design.py the design and the statistics.
+SCREEN.toml names the settings or ideas. An example is records/mini/screens/ideas-1/screen.toml;
+tools/screen_blocks.py explains the format. A block is one seed in all configurations.
+tools/screen_design.py explains the statistics.
 
-Finished blocks are kept beside SCREEN.toml, and single runs in logs/compare/runs/. Stop whenever you
-like. Run the same command again to continue, also on another day or on another machine. You may look as
-often as you like: that doesn't make a wrong answer more likely. Only losses are compared, not the time
-of a step.
+Finished blocks are kept beside SCREEN.toml, and single runs in logs/compare/runs/. Press Ctrl-C to
+stop. Run the same command again to continue, also on another machine that has the finished blocks.
+For more blocks, run it with a larger --blocks. You may look as often as you like: that doesn't make a
+wrong answer more likely. Only losses are compared, not the time of a step.
 
 Exit status: 0 done, 1 a run failed or a switch differs from its patch, 2 bad input, 130 interrupted.
 """
@@ -82,12 +82,17 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser.error = fail
     add = parser.add_argument
-    add("definition", type=Path, metavar="SCREEN.toml", help="the screen; its format is in tools/screen_blocks.py")
-    add("--blocks", type=compare.parse_count, metavar="N", help="make blocks until there are N")
-    add("--until", metavar="X%", help="the gain in steps that matters; default: that in SCREEN.toml, or 1%%")
-    add("--jobs", type=compare.parse_count, metavar="N", help="runs at a time; default: one per core")
-    add("--check", action="store_true", help="compare the script's switches with the patches, and exit")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("definition", type=Path, metavar="SCREEN.toml", help="defines the screen")
+    blocks = "make blocks until there are N with this source, data type and PyTorch version; without it, "
+    blocks += "make none"
+    add("--blocks", type=compare.parse_count, metavar="N", help=blocks)
+    until = "the smallest saving of steps that matters; default: that in SCREEN.toml, or 1%%"
+    add("--until", metavar="X%", help=until)
+    jobs = "runs at a time on a CPU; default: one per core"
+    add("--jobs", type=compare.parse_count, metavar="N", help=jobs)
+    check = "check that each switch of the script trains exactly like its patch, and exit"
+    add("--check", action="store_true", help=check)
+    add("--json", type=Path, metavar="FILE", help="write all numbers")
     add("--plot", type=Path, metavar="FILE.png", help="draw the effects and their intervals")
     return parser
 
@@ -267,7 +272,8 @@ def run_locked(args: argparse.Namespace, screen: Screen) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UsageError(
-                f"another comparison or screen is running in {compare_runs.FOLDER}; wait until it has ended"
+                f"another comparison or screen is running in {compare_runs.FOLDER}; "
+                "wait for it to finish"
             ) from None
         shutil.rmtree(compare_runs.FOLDER / "working", ignore_errors=True)
         session = make_session(args, screen, lock.fileno())
@@ -316,7 +322,7 @@ def check_switches(screen: Screen) -> int:
     Returns the exit status. Raises RunError and UsageError."""
     switches = [factor for factor in screen.factors if factor.patch and factor.high]
     if not switches:
-        raise UsageError("no factor has both high and patch, so there is nothing to check")
+        raise UsageError("nothing to check: --check needs a factor with both high and patch")
     plain = (compare_sources.ROOT / "train_gpt.py").read_bytes()
     script = screen.base.source
     status = 0

@@ -6,7 +6,16 @@ import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from compare_answer import finite, goal, percent, percent_interval, plural, short, slope_in_words
+from compare_answer import (
+    STEPS_UNKNOWN,
+    finite,
+    goal,
+    percent,
+    percent_interval,
+    plural,
+    short,
+    slope_in_words,
+)
 from compare_stats import Slope
 from screen_blocks import Block, Factor
 from screen_design import Contrast, Fit, pairs_of_group, separating_order, verdict
@@ -101,8 +110,8 @@ def group_in_words(result: Result, group: int) -> list[str]:
     if not pairs:
         return []
     names = ", ".join(f"{factors[i].name} x {factors[j].name}" for i, j in pairs)
-    words = f"Pairs that act together: {names}. Their joint effect is {contrast.difference:+.4f}, more "
-    words += "than chance allows."
+    words = f"Pairs that act together: {names}. Their joint effect is {contrast.difference:+.4f}, "
+    words += "too large to be chance."
     if len(pairs) > 1:
         order = separating_order(group, len(factors))
         if order is not None:
@@ -113,8 +122,9 @@ def group_in_words(result: Result, group: int) -> list[str]:
 
 def facts_in_words(result: Result) -> str:
     blocks = result.blocks
-    machines = sorted({f"{block.machine}, {plural(block.threads, 'thread')} a run" for block in blocks})
-    words = "Loss and steps: high minus low; steps to the same loss, fewer are better. "
+    machines = sorted({f"{block.machine}, {plural(block.threads, 'thread')} per run" for block in blocks})
+    words = "Loss: high minus low. Steps: how many more or fewer it takes to reach the same loss with "
+    words += "high instead of low. "
     if len(blocks) > 1:
         words += f"Intervals have 99% confidence for all {len(result.factors)} factors together. "
         words += f"Standard deviation of a run: {result.fit.sd:.4f}. "
@@ -124,7 +134,7 @@ def facts_in_words(result: Result) -> str:
         words += f"Mean loss of all configurations: {result.mean_loss():.4f}. Of the base, from its runs "
         words += f"with fewer and more steps: about {result.base_loss():.4f}. If that is lower, the best "
         words += "values may lie between low and high. "
-    words += slope_in_words(result.slope) or "Steps are unknown: the slope isn't measured yet."
+    words += slope_in_words(result.slope) or STEPS_UNKNOWN
     return f"{words} Runs on {'; '.join(machines)}."
 
 
@@ -135,7 +145,7 @@ def answer(name: str, result: Result, current: bool) -> list[str]:
     title = f"{name}: {plural(len(blocks), 'block')} of 32 runs, seeds {seeds}, {blocks[0].dtype}, "
     title += f"PyTorch {blocks[0].torch}"
     if not current:
-        title += ", of another source or other settings than now"
+        title += ", made with another source or other settings than today's"
     lines = [*textwrap.wrap(title, WIDTH), "", *table(result), ""]
     for group, contrast in enumerate(result.fit.groups, start=1):
         if contrast.found:

@@ -9,12 +9,13 @@ A definition has these keys. All but `factor` may be left out:
     until = "1%"                  the gain in steps that matters
     [[factor]]                    5 to 16 of these
     name = "muon_lr"
-    low = "--muon_lr 0.04"        options of the low side; without it, the default
+    low = "--muon_lr 0.04"        options of the low side
     high = "--muon_lr 0.06"       options of the high side
     patch = "idea.patch"          a patch to the script instead of options: off is low, on is high
 
-If a factor has `high` and `patch`, the script must have a switch that does the same as the patch to
-train_gpt.py. `high` turns it on. `screen.py --check` compares the two.
+A factor without `low` is a switch, which is off (the default) or on. If it has both `high` and `patch`,
+the script must have a switch that does the same as the patch does to train_gpt.py: `high` is the option
+that turns it on. `screen.py --check` compares the two.
 """
 
 import hashlib
@@ -109,7 +110,7 @@ def read_keys(table: dict, known: dict, where: str) -> dict:
     """Raises UsageError for a key that isn't known, or whose value has another type."""
     for key, value in table.items():
         if key not in known:
-            raise UsageError(f"{where}: there is no key {key}; there are {', '.join(known)}")
+            raise UsageError(f"{where}: unknown key {key}; the keys are {', '.join(known)}")
         if type(value) is not known[key]:
             raise UsageError(f"{where}: {key} must be {TYPE_NAMES[known[key]]}")
     return table
@@ -123,7 +124,7 @@ def split_options(text: str, where: str) -> list[str]:
         raise UsageError(f"{where}: {text}: {e}") from None
     for word in words:
         if word.split("=")[0] in OURS:
-            raise UsageError(f"{where}: {word}: screen.py gives this option to the runs itself")
+            raise UsageError(f"{where}: {word}: screen sets this option for each run; remove it")
     return words
 
 
@@ -223,8 +224,10 @@ def check_sides(factors: list[Factor], sides: list[Variant]) -> None:
     """Raises UsageError if both sides of a factor are equal. `sides` has low and high of each factor."""
     for factor, low, high in zip(factors, sides[::2], sides[1::2]):
         if low.digest() == high.digest():
-            sides = "with and without the patch" if factor.patches_source else "low and high"
-            raise UsageError(f"{factor.name}: {sides} are the same training; change one")
+            if factor.patches_source:
+                raise UsageError(f"{factor.name}: {factor.patch} changes nothing; remove the factor")
+            low_name = "low" if factor.low else "the default"
+            raise UsageError(f"{factor.name}: {low_name} and high have the same settings; change one")
 
 
 def read_script(name: str, where: str) -> bytes:
@@ -297,7 +300,9 @@ def read_block(path: Path) -> Block:
     except (OSError, ValueError, TypeError):
         whole = False
     if not whole:
-        raise UsageError(f"{path}: this block can't be read; delete it, and it is made again")
+        raise UsageError(
+            f"{path}: this block is damaged; delete the file, and make the block again with --blocks"
+        )
     return block
 
 

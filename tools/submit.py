@@ -5,10 +5,11 @@ Files a record: checks its logs, copies them, writes a README, and updates the l
                            [--what TEXT] [--date YYYY-MM-DD] [--same-ml]
     python tools/submit.py --regenerate      write READMEs and plots again from the logs in records/
 
-It refuses logs that verify.py refuses, logs that name the user, the machine or absolute paths, and
-logs of train_gpt.py with fewer than 8 validations after step 0. (Records that were filed before
-this rule stay.) A record must be faster than the fastest one of its track on the same hardware. On
-hardware that is new to the track, there is no time to beat.
+It refuses logs that verify.py refuses, logs that contain the name of the user or the machine or an
+absolute path, and logs of train_gpt.py with fewer than 8 validations after step 0. (Records that were
+filed before this rule stay valid.) A record must be faster than the fastest record of its track on
+the same hardware, in the test of verify.py --against. On hardware that is new to the track, there is
+no time to beat.
 
 Exit status: 0 filed, 1 refused (the reasons are listed), 2 bad input.
 """

@@ -6,15 +6,18 @@ Checks whether the logs of several runs make a valid record.
                            [--rule optimization]
 
 The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01).
-The runs must also keep those rules of tools/README.md that a log can show. With --against they must
-be faster than another record (Welch's t-test on the training times, p < 0.01). --same-ml is for
-changes that only make the same training faster: one log is enough, because the losses of the
---against record are taken as proof of the target.
+verify.py also checks those rules of tools/README.md that can be checked in a log. With --against,
+the runs must also be faster than another record: one-sided Welch's t-test on the training times,
+p < 0.01. If one side has a single run, it is Student's t-test. With one run on each side, there is
+no test, and the mean time must be lower.
+--same-ml is for changes that only make the same training faster: one log is enough, because the
+losses of the --against record are taken as proof of the target.
 
---rule optimization checks only the rule of modded-nanogpt's optimization track. Without --against
-it asks whether these runs reach the target; with --against, whether this recipe beats the other.
+--rule optimization checks only the rule of modded-nanogpt's optimization track: without --against,
+whether these runs reach the target; with --against, whether this recipe is better than the other.
 
-Exit status: 0 valid, 1 not valid (the reasons are listed), 2 bad input.
+Exit status: 0 valid, 1 not valid, or not faster than the --against record (the reasons are listed),
+2 bad input.
 """
 
 import argparse
@@ -284,7 +287,9 @@ def check_repeats(logs: list[Log]) -> list[str]:
                 continue
             earlier = seen.setdefault((what, key), log)
             if earlier is not log:
-                reasons.append(f"{log.name}: {what} {earlier.name}; each run counts once")
+                reasons.append(
+                    f"{log.name}: {what} {earlier.name}; each run counts once, so leave one out"
+                )
                 break
     return reasons
 
@@ -300,7 +305,7 @@ def broken_rules(logs: list[Log]) -> list[str]:
         reasons.append(f"the runs differ in their hyperparameters: {', '.join(differ)}")
     hardware = list(dict.fromkeys(log.hardware for log in logs))
     if len(hardware) > 1 or "" in hardware:
-        reasons.append(f"all runs must be on the same, known hardware, not on {listed(hardware)}")
+        reasons.append(f"all runs must be on the same known hardware; these are on {listed(hardware)}")
     reasons += per_run(logs, wrong_val_tokens)
     reasons += per_run(logs, out_of_bounds)
     numbers = sorted({log.val_tokens for log in logs}, key=str)

@@ -247,7 +247,8 @@ def id_of(value):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--repeats", "0"], "--repeats"),
+        (["--repeats", "0"], "--repeats: 0: must be at least 1"),
+        (["--repeats", "x"], "--repeats: x: must be a whole number"),
         (["--device", "cpu", "--peak_tflops", "-1"], "above zero"),
         (["--json", "no_such_folder/out.json"], "no_such_folder doesn't exist"),
         (["--busy", "2"], "--busy has moved to tools/bench_busy.py"),

@@ -135,13 +135,13 @@ def test_an_idea_that_hurts(place):
 def test_an_idea_that_does_nothing(place):
     """Not worth what was asked for, and nothing is said of less."""
     status, out, err = run("--idea", "nothing=--slower 1.1", "--until", "3%", "--no_times")
-    assert status == 0 and "nothing is not worth 3%: it doesn't save 3% of the steps." in out
+    assert status == 0 and "nothing is not worth it: it saves less than 3% of the steps." in out
 
 
 def test_undecided(place):
     status, out, err = run("--idea", "--effect -0.001", "--runs", "3", "--no_times")
-    assert status == 0 and "undecided" in out and "12 pairs or more give an interval" in out
-    assert "3 pairs, p = " in out and "inf" not in out
+    assert status == 0 and "undecided" in out and out.count("(no interval before 12 pairs)") == 2
+    assert "3 pairs of runs, p = " in out and "inf" not in out
 
 
 def test_many_ideas(place):
@@ -182,7 +182,7 @@ def test_a_noisy_machine(place, monkeypatch):
     status, out, err = run("--idea", "better=--effect -0.01")
     (file,) = place.glob("logs/compare/times/*.json")
     assert len(json.loads(file.read_text())) == 2 * compare_steps.ROUNDS
-    assert status == 0 and "too noisy to time" in " ".join(out.split()) and "time of a step" not in out
+    assert status == 0 and "too noisy to time steps" in " ".join(out.split()) and "time of a step" not in out
 
 
 def test_other_steps_are_no_gain(place):
@@ -391,6 +391,9 @@ def test_a_script_of_another_make(place):
     assert "other with 40 steps" in found["runs"]
     status, out, err = run("--base", "other.py", "--idea", "other.py --effect 0.1")
     assert status == 2 and "give --num_iterations" in err and len(err.splitlines()) == 1
+    status, out, err = run(*arguments, "--from", "70%")
+    assert status == 2 and "--from works only with train_gpt.py or a recipe" in err
+    assert "other is another script, so leave out --from" in err and len(err.splitlines()) == 1
 
 
 def test_several_processes(place, monkeypatch):
@@ -487,13 +490,23 @@ def test_an_idea_that_is_not_late_is_refused(place, small):
 
 
 BAD = {
-    "an idea that is the base": (["--idea", "--effect 0.0"], "the same source and settings as worktree"),
-    "no change since the commit": ([], "the same source and settings as HEAD"),
+    "an idea that is the base": (
+        ["--idea", "--effect 0.0"],
+        "effect_0.0 has the same source and settings as worktree",
+    ),
+    "no change since the commit": (
+        [],
+        "worktree has the same source and settings as HEAD, so there is nothing to compare; edit "
+        "train_gpt.py, or pass an --idea",
+    ),
     "twice the same idea": (
         ["--idea", "--effect 1", "--idea", "x=--effect 1.0"],
-        "the same source and settings as effect_1",
+        "x has the same source and settings as effect_1",
     ),
-    "only another validation": (["--idea", "--val_loss_every 9"], "the same source and settings"),
+    "only another validation": (
+        ["--idea", "--val_loss_every 9"],
+        "val_loss_every_9 has the same source and settings",
+    ),
     "a patch that does not apply": (
         ["--idea", "no.patch"],
         "no.patch: the patch doesn't apply (patch failed: train_gpt.py:1)",
@@ -508,20 +521,20 @@ BAD = {
     "an unknown field for all": (["--idea", "--effect 1", "--width", "3"], "unrecognized arguments"),
     "a value that is none": (["--idea", "--effect much"], "invalid float value"),
     "a value out of range": (["--idea", "--num_iterations 0"], "must be more than zero"),
-    "no such revision": (["--idea", "nowhere"], "nowhere: this is no git revision"),
+    "no such revision": (["--idea", "nowhere"], "nowhere: no git revision has this name"),
     "a revision without the file": (["--idea", "v0"], "train_gpt.py"),
     "quotes that do not close": (["--idea", "--effect '1"], "No closing quotation"),
-    "a seed of its own": (["--idea", "--seed 4"], "--seed: compare gives this option"),
-    "a folder of its own": (["--idea", "--effect 1", "--log_dir", "x"], "--log_dir: compare gives this"),
-    "a source without --idea": (["v1"], "v1: not the value of an option"),
+    "a seed of its own": (["--idea", "--seed 4"], "--seed: compare sets this option"),
+    "a folder of its own": (["--idea", "--effect 1", "--log_dir", "x"], "--log_dir: compare sets this"),
+    "a source without --idea": (["v1"], "unexpected argument: v1. Say what to compare"),
     "an idea without its quotes": (
         ["--num_iterations", "9", "--idea", "--effect", "1"],
-        "1: not the value of an option",
+        "unexpected argument: 1. Say what to compare",
     ),
     "one run": (["--idea", "--effect 1", "--runs", "1"], "--runs must be 2 or more"),
-    "runs that are no number": (["--idea", "--effect 1", "--runs", "many"], "many"),
+    "runs that are no number": (["--idea", "--effect 1", "--runs", "many"], "many: must be a whole number"),
     "a goal that is none": (["--idea", "--effect 1", "--until", "0"], "between 0.1% and 50%"),
-    "a goal in words": (["--idea", "--effect 1", "--until", "much"], "much"),
+    "a goal in words": (["--idea", "--effect 1", "--until", "much"], "much: must be a percentage"),
     "no hours": (["--idea", "--effect 1", "--hours", "0"], "--hours must be more than zero"),
     "an idea left out": (["--idea"], "expected one argument"),
     "a copy and an idea": (["--aa", "--idea", "--effect 1"], "leave out --idea"),
@@ -534,12 +547,22 @@ BAD = {
     "a folder that is not there": (["--idea", "--effect 1", "--json", "nowhere/x.json"], "nowhere"),
     "steps that can't be changed": (["--idea", "--effect 1", "--num_iterations", "1"], "--num_iterations"),
     "an early start": (["--idea", "--effect 1", "--from", "20%"], "at least 50%"),
+    "a start in words": (["--idea", "--effect 1", "--from", "late"], "late: must be a percentage"),
+    "a late start of a copy": (["--aa", "--from", "70%"], "--from can't be combined with --aa"),
+    "a late start of several processes": (
+        ["--idea", "--effect 1", "--from", "70%", "--nproc_per_node", "2"],
+        "--from can't be combined with --aa or with several processes per run",
+    ),
+    "jobs of several processes": (
+        ["--idea", "--effect 1", "--jobs", "2", "--nproc_per_node", "2"],
+        "only one run is made at a time; leave out --jobs",
+    ),
     "a late start with other steps": (
         ["--idea", "--num_iterations 90", "--from", "70%"],
-        "num_iterations_90 must train as many steps as the base",
+        "num_iterations_90 must train as many steps as the base; leave out --from",
     ),
-    "a removed name": (["--idea", "--effect 1", "--name", "x"], "--name: comparisons have no names"),
-    "removed steps": (["--idea", "--effect 1", "--no_steps"], "--no_steps: the answer is in steps"),
+    "a removed name": (["--idea", "--effect 1", "--name", "x"], "--name: this option was removed"),
+    "removed steps": (["--idea", "--effect 1", "--no_steps"], "--no_steps: this option was removed, because"),
 }
 
 
@@ -573,7 +596,7 @@ def test_a_run_that_fails(place):
     assert [path.name for path in kept[0].parent.glob("seed*")] == ["seed0.txt"]
     (place / "short.py").write_text(STANDIN.read_text().replace("step:{n}/{n}", "step:{n - 1}/{n}"))
     status, out, err = run("--base", "v1", "--idea", "short.py", "--runs", "2")
-    assert status == 1 and "its log isn't that of a whole run" in err
+    assert status == 1 and "its log is incomplete" in err
 
 
 def test_a_killed_run_is_made_again(place):
@@ -601,7 +624,7 @@ def test_a_second_comparison_waits_for_the_first(place):
     with open(place / "logs" / "compare" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         status, out, err = run("--idea", "--effect 0.1")
-    assert status == 2 and "another comparison is running" in err and len(err.splitlines()) == 1
+    assert status == 2 and "another comparison or screen is running" in err and len(err.splitlines()) == 1
 
 
 def read_terminal(ours: int, pattern: str, seconds: float) -> str:

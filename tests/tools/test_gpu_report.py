@@ -56,7 +56,7 @@ def test_rows_are_added_to_the_table_that_ends_hopper_md(tmp_path):
     assert "| second |" in second
     assert list(tmp_path.iterdir()) == [path]
     path.write_text("another table\n")
-    with pytest.raises(InputError, match=r"no table with the columns .*: \| date \| machine "):
+    with pytest.raises(InputError, match=r"table of results is missing .*: \| date \| machine "):
         gpu_report.append_row(path, {})
     assert path.read_text() == "another table\n"
 
@@ -139,9 +139,9 @@ def test_the_command_in_the_row():
         (["--change", "x"], "--shards"),
         (["--shards", "."], "--change"),
         (["--change", "x", "--shards", ".", "--stage", "fp9"], "--stage fp9: choose from tests, fp8"),
-        (["--change", "x", "--shards", ".", "--minutes", "5"], "--minutes is an option of the report"),
+        (["--change", "x", "--shards", ".", "--minutes", "5"], "--minutes is only for the report"),
         (["--stage", "fp8"], "--stage fp8: choose from machine, head"),
-        (["--repeats", "5"], "--repeats is an option of a row; give --change and --shards"),
+        (["--repeats", "5"], "--repeats is only for adding a row; give --change and --shards"),
         ([], "unrecognized arguments: --device cpu"),
         (["--change", "x", "--shards", "nowhere"], "make them with data/fineweb.py"),
         (["--change", "x", "--shards", "SHARDS"], "needs a CUDA GPU"),

@@ -354,7 +354,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list, str]]:
         "a word": ([words], "val_loss is tensor(3.27), not a number from 0 to 1,000,000"),
         "two numbers of steps": ([mixed], "1.txt: a run of 3400 steps, but "),
         "copies": ([copies], "b.txt: a copy of "),
-        "twice": ([good, good], "each run counts once"),
+        "twice": ([good, good], "each run counts once, so leave one out"),
         "bad against": ([good, "--against", cut], "cut.txt: unfinished"),
         "empty against": ([good, "--against", folder / "empty"], "no .txt or .log file"),
     }

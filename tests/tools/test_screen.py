@@ -305,12 +305,12 @@ def test_blocks_that_do_not_belong_together(place):
     assert "seeds 7" not in run()[1]
     with open(place / "train_gpt.py", "a") as file:
         file.write("# changed\n")
-    assert "of another source or other settings than now" in " ".join(run()[1].split())
+    assert "made with another source or other settings than today's" in " ".join(run()[1].split())
     path.write_text("{")
     status, out, err = run()
     assert status == 2
     assert err.startswith("error: ")
-    assert "delete it" in err
+    assert "this block is damaged; delete the file" in err
 
 
 def test_a_failing_configuration(place):
@@ -341,14 +341,14 @@ def test_a_killed_run(place):
     "text, message",
     [
         ("options =", "Invalid value"),
-        ("seeds = 3\n" + definition(), "there is no key seeds"),
+        ("seeds = 3\n" + definition(), "unknown key seeds; the keys are script"),
         (definition().replace("seed = 7", 'seed = "7"'), "seed must be a whole number"),
         ('options = ""\n[[factor]]\nname = "a"\nhigh = "--a 1"', "1 factors; a screen has 5 to 16"),
         (definition().replace('name = "b"', 'name = "a"'), "there are two factors a"),
         (definition(b='high = "--a 3"'), "--a is set by a and by b"),
-        (definition(b='high = "--seed 3"'), "screen.py gives this option to the runs itself"),
+        (definition(b='high = "--seed 3"'), "screen sets this option for each run"),
         (definition(b='high = "--nothing 3"'), "b, high: unrecognized arguments"),
-        (definition(b='high = "--b 0"'), "b: low and high are the same training"),
+        (definition(b='high = "--b 0"'), "b: the default and high have the same settings"),
         (definition(b='low = "--b 0"'), 'b: set high = "OPTIONS" or patch = "FILE"'),
         (definition(b='high = "--b 1'), "Illegal character"),
         (definition(b="high = \"--b '1\""), "No closing quotation"),
@@ -386,9 +386,10 @@ def test_a_revision(place):
 def test_bad_arguments(place):
     for arguments, message in [
         (["--blocks", "0"], "must be at least 1"),
+        (["--blocks", "x"], "x: must be a whole number"),
         (["--until", "0%"], "must be a percentage"),
         (["--json", "no/folder.json"], "its folder doesn't exist"),
-        (["--check"], "nothing to check"),
+        (["--check"], "nothing to check: --check needs a factor with both high and patch"),
     ]:
         status, out, err = run(*arguments)
         assert status == 2
