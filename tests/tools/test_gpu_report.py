@@ -331,8 +331,13 @@ def test_right_arithmetic_passes(in_bf16):
 
 
 def test_a_wrong_head_is_noticed(monkeypatch):
+    """The FP8 head computes the soft-cap's derivative from its value, so only a wrong value changes it."""
     plain = train_gpt.softcap
     monkeypatch.setattr(train_gpt, "softcap", lambda logits, dim: plain(1.1 * logits, dim))
+    names = failed(small_head())
+    assert any(name.startswith("bf16 gradient") for name in names)
+    assert "FP8 loss" in names
+    monkeypatch.setattr(train_gpt, "softcap", lambda logits, dim: 1.3 * plain(logits, dim))
     names = failed(small_head())
     assert any(name.startswith("bf16 gradient") for name in names)
     assert any(name.startswith("FP8 gradient") for name in names)
