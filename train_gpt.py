@@ -103,7 +103,8 @@ if sys.platform == "linux" and platform.machine() == "x86_64":
     # doesn't know, it miscompiles PyTorch's bf16 transposes. Naming a CPU with -mtune avoids this,
     # and -march stays native. PyTorch puts "-march=" before this value.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
-# Make waiting OpenMP threads sleep instead of spin. This is much faster next to a busy process.
+# Make waiting OpenMP threads sleep instead of spin. This is much faster when another process keeps
+# the cores busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -458,15 +459,17 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
 
     # documents are numbered in order, so the first and last token bound the documents of a block
-    first = docs.view(-1, BLOCK_SIZE)[:, 0]  # (N,)
-    last = docs.view(-1, BLOCK_SIZE)[:, -1]
-    block = torch.arange(len(first), dtype=torch.int32, device=docs.device)
+    first_doc = docs.view(-1, BLOCK_SIZE)[:, 0]  # (N,)
+    last_doc = docs.view(-1, BLOCK_SIZE)[:, -1]
+    q_first, q_last = first_doc[:, None], last_doc[:, None]  # rows are query blocks
+    k_first, k_last = first_doc, last_doc  # columns are key blocks
+    block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
     distance = block[:, None] - block  # (N, N): query block - key block
     in_window = distance < window_blocks
     causal_any = distance >= 0
     causal_all = distance > 0
-    document_any = (first[:, None] <= last) & (last[:, None] >= first)
-    document_all = (first[:, None] == last) & (last[:, None] == first)  # both in one document
+    document_any = (q_first <= k_last) & (q_last >= k_first)
+    document_all = (q_first == k_last) & (q_last == k_first)  # both blocks are in one document
     visible_any = in_window & causal_any & document_any
     visible_all = in_window & causal_all & document_all
     partial = visible_any & ~visible_all
@@ -493,8 +496,9 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
 
 def portable_mask(docs: Tensor, window_blocks: Tensor, span: int) -> Tensor:
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
-    visible. Each block of queries has keys in itself and in the span - 1 blocks before it. `span`
-    is a constant upper bound of window_blocks, so that a growing window doesn't recompile."""
+    visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
+    before it. `span` is a constant upper bound of window_blocks, so that a growing window doesn't
+    recompile."""
     query = torch.arange(len(docs), dtype=torch.int32, device=docs.device)
     query = query.view(-1, BLOCK_SIZE, 1)  # (N, 128, 1)
     block_start = query[:, :1]  # (N, 1, 1)
@@ -712,7 +716,8 @@ class GPT(nn.Module):
 
 
 def shard_length(file):
-    """Returns the number of tokens in a shard. Raises RankError if the file size doesn't fit it."""
+    """Returns the number of tokens in a shard. Raises RankError if the header is invalid or doesn't
+    match the file size."""
     header = np.fromfile(file, dtype="<i4", count=256)
     size = file.stat().st_size
     valid = len(header) == 256 and header[0] == 20240520 and header[1] == 1
@@ -758,7 +763,7 @@ def global_batches(pattern, batch_size):
 
 def check_shards(pattern, batch_size, steps, vocab_size, option="--num_iterations"):
     """Reads everything that the run will read. Raises InputError now rather than hours later.
-    If there are too few tokens, the message suggests to lower `option`."""
+    If there are too few tokens, the message suggests lowering `option`."""
     batches = list(itertools.islice(global_batches(pattern, batch_size), steps))
     if len(batches) < steps:
         raise InputError(
@@ -802,11 +807,11 @@ class Hyperparameters:
     # data
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
-    val_tokens: int = setting(10_485_760, "validation tokens; losses only compare if it is the same")
+    val_tokens: int = setting(10_485_760, "number of validation tokens; compare losses only if it is the same")
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, summed over all processes")
-    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; fewer on small GPUs unless set")
+    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; halved on small GPUs if not set")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, "micro-batch size in sequences; reduced if it doesn't fit")
+    sequences_per_pass: int = setting(1, "sequences per micro-batch, reduced if they don't divide")
     vocab_size: int = setting(50257, "number of token ids")
     eot_token: int = setting(50256, "token id that begins a document")
     # model
@@ -814,14 +819,14 @@ class Hyperparameters:
     num_heads: int = setting(6, "attention heads per block")
     head_dim: int = setting(128, "channels per head")
     model_dim: int = setting(768, "channels of the residual stream")
-    num_value_embeds: int = setting(3, "value embedding tables N, for the first N and the last N layers")
+    num_value_embeds: int = setting(3, "N value embedding tables, for the first N and last N layers")
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7")
     long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, such as 0,7")
     max_window: int = setting(1728, "attention window at the end of training, in tokens")
     fp8: bool = setting(True, "compute the head in FP8 on GPUs that support it")
     # optimization
     num_iterations: int = setting(1770, "training steps")
-    cooldown_frac: float = setting(0.4, "last fraction of the steps, in which learning rates decay")
+    cooldown_frac: float = setting(0.4, "learning rates decay in this last fraction of the steps")
     final_lr_frac: float = setting(0.1, "final learning rate, as a fraction of the initial one")
     head_lr: float = setting(0.22, "Adam's learning rate for the head")
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
@@ -913,13 +918,13 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     for name in BELOW_ONE:
         require(getattr(hp, name) < 1, f"--{name} {getattr(hp, name)}: must be less than 1")
     require(hp.cooldown_frac <= 1, f"--cooldown_frac {hp.cooldown_frac}: must be at most 1")
-    for whole, name in [
+    for whole_name, part_name in [
         ("batch_tokens", "train_seq_len"),
         ("val_tokens", "val_seq_len"),
     ]:
-        size, part = getattr(hp, whole), getattr(hp, name)
-        require(part % BLOCK_SIZE == 0, f"--{name} {part}: must be a multiple of {BLOCK_SIZE}")
-        require(size % part == 0, f"--{whole} {size}: must be a multiple of --{name} {part}")
+        whole, part = getattr(hp, whole_name), getattr(hp, part_name)
+        require(part % BLOCK_SIZE == 0, f"--{part_name} {part}: must be a multiple of {BLOCK_SIZE}")
+        require(whole % part == 0, f"--{whole_name} {whole}: must be a multiple of --{part_name} {part}")
     require(hp.head_dim % 4 == 0, f"--head_dim {hp.head_dim}: must be a multiple of 4")
     require(
         hp.eot_token < hp.vocab_size,
@@ -949,7 +954,7 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     require(
         most % world_size == 0,
         f"{world_size} processes can't share {hp.num_sequences} training and {val_sequences} "
-        f"validation sequences equally; use {', '.join(fits)}",
+        f"validation sequences equally; possible numbers of processes: {', '.join(fits)}",
     )
 
 
@@ -983,10 +988,12 @@ def make_parser():
     add("--track", choices=TRACKS, help="default: fineweb when training on a GPU, otherwise mini")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU, otherwise cpu")
     add("--log_dir", default="logs", help="folder for logs; default: logs")
-    add("--num_runs", type=int, default=1, help="runs, with seeds --seed, --seed + 1, ...; default: 1")
-    add("--checkpoint_dir", default="checkpoints", help="default: checkpoints")
-    add("--checkpoint_every", type=int, default=0, help="steps between checkpoints; default: 0, never")
-    add("--resume", metavar="PATH", help="a checkpoint, a folder (its newest one), or latest")
+    add("--num_runs", type=int, default=1, help="number of runs, with seeds from --seed on; default: 1")
+    add("--checkpoint_dir", default="checkpoints", help="folder for checkpoints; default: checkpoints")
+    every = "steps between checkpoints; also saves the final model; default: 0, never"
+    add("--checkpoint_every", type=int, default=0, help=every)
+    resume = "a checkpoint, a folder with checkpoints (takes the newest), or the word latest"
+    add("--resume", metavar="PATH", help=resume)
     add("--resume_force", action="store_true", help="resume even if the source or the settings changed")
     return parser
 
@@ -995,7 +1002,7 @@ def parse_arguments(argv):
     """Returns the options of the run, and the hyperparameters: the track's defaults with the
     changes from the command line. Raises InputError."""
     parser = make_parser()
-    args = parser.parse_known_args(argv)[0]  # finds the track, whose defaults --help shows
+    args = parser.parse_known_args(argv)[0]  # the track sets the defaults of the options below
     # with a GPU that PyTorch can't use, check_gpus fails; training must not silently use the CPU
     has_gpu = torch.cuda.is_available() or unusable_gpu()
     on_gpu = has_gpu and args.device != "cpu"
@@ -1224,7 +1231,7 @@ def log_header(hp, world, compiler=""):
 
 
 def build_model(hp, world):
-    torch.manual_seed(hp.seed)  # for vectors that you add; init_weights only sets matrices
+    torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
     use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
     model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
     if world.size > 1:
@@ -1311,7 +1318,7 @@ def print_dots(done):
 
 
 def compiler_version():
-    """Returns the first line of `g++ --version`, or "" without a compiler that works."""
+    """Returns the first line of `g++ --version`, or "" if there is no working compiler."""
     try:
         command = subprocess.run(
             [CXX, "--version"], capture_output=True, encoding="utf-8", errors="replace"
@@ -1344,7 +1351,7 @@ def losses_and_gradients(run_model, model, hp, world):
     tokens = torch.randint(hp.vocab_size, shape, generator=rng)
     window_blocks = get_window_blocks(hp.num_iterations, hp)
     model.train()
-    loss = run_model(tokens.int(), tokens.roll(1), torch.tensor(window_blocks, dtype=torch.int32))
+    loss = run_model(tokens.int(), tokens.roll(-1), torch.tensor(window_blocks, dtype=torch.int32))
     loss.backward()
     results = {"training loss": loss.detach().double()}
     for name, p in model.named_parameters():
@@ -1353,7 +1360,7 @@ def losses_and_gradients(run_model, model, hp, world):
     model.zero_grad()
     tokens = torch.randint(hp.vocab_size, (hp.val_seq_len,), generator=rng)
     alone = World(0, 1, world.device)  # evaluate on this process only
-    sequences = [(tokens.int(), tokens.roll(1))]
+    sequences = [(tokens.int(), tokens.roll(-1))]
     results["validation loss"] = evaluate(run_model, sequences, window_blocks, hp, alone)
     return results
 
@@ -1419,7 +1426,7 @@ def compile_model(model, hp, world):
     if world.device.type == "cuda":
         return compiled, ""
     march = "native"
-    if torch.__version__ >= (2, 13):  # earlier versions ignore the variable
+    if torch.__version__ >= (2, 13):  # a TorchVersion, not a str; earlier ones ignore the variable
         march = os.environ.get("TORCHINDUCTOR_CPP_MARCH", "native")
     line = f"Compiler: {compiler_version() or 'none'}; flags: -march={march}; model compiled:"
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
@@ -1433,7 +1440,9 @@ def compile_model(model, hp, world):
     if world.rank == 0:
         print()
     # if one rank can't compile, no rank does
-    first_failed = torch.tensor(world.rank if problem else world.size)
+    first_failed = torch.tensor(world.size)  # no rank
+    if problem:
+        first_failed = torch.tensor(world.rank)
     if world.size > 1:
         dist.all_reduce(first_failed, op=dist.ReduceOp.MIN)
     if first_failed == world.size:
@@ -1471,7 +1480,8 @@ def warm_up(model, optimizers, buckets, hp, world):
 
 
 class GradientBuckets:
-    """Sums gradients over the processes. A bucket has one dtype and up to 25 MB, or one gradient.
+    """Sums gradients over the processes, in buckets. The gradients of a bucket have the same dtype
+    and at most 25 MB in total; a larger gradient has a bucket of its own.
 
     Backward produces gradients in the reverse order of the forward pass. In the last micro-step of
     a step, a bucket is all-reduced as soon as all its gradients are there. This overlaps with the
@@ -1553,12 +1563,13 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/stepNNNNNN.pt, and deletes the others except the latest one. All ranks
+    """Rank 0 writes folder/stepNNNNNN.pt, keeps the one before it, and deletes the rest. All ranks
     must call this. Raises InputError if a weight or any loss so far isn't finite. There is no
     random state to save, because training draws no random numbers."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
-    vote(first_bad(first_bad_step, step, weight_norm), book.world)
+    bad_step = first_bad(first_bad_step, step, weight_norm)
+    vote(bad_step, book.world)  # raises InputError on all ranks if there is one
     optimizers[1].gather_state()  # Muon's
     if book.world.rank > 0:
         return
@@ -1591,8 +1602,8 @@ def save_model(path, model, hp):
 
 
 def read_checkpoint(where, checkpoint_dir):
-    """`where` is a checkpoint, a folder, whose newest checkpoint is read, or "latest", for the
-    newest of all runs. Raises InputError if there is none or it is damaged."""
+    """Reads a checkpoint. `where` is a file, a folder (its newest checkpoint), or "latest" (the
+    newest of all runs). Raises InputError if there is none or it is damaged."""
     path = Path(checkpoint_dir if where == "latest" else where)
     if not path.is_file():
         files = sorted(path.rglob("step*.pt"), key=lambda file: file.stat().st_mtime)
@@ -1655,7 +1666,8 @@ def load_checkpoint(state, model, optimizers):
 
 
 def sequences_per_pass(hp, world):
-    """Returns the micro-batch size. It divides the number of sequences of each process."""
+    """Returns the micro-batch size: hp.sequences_per_pass, reduced to a divisor of the number of
+    sequences of each process."""
     return math.gcd(hp.sequences_per_pass, hp.num_sequences // world.size)
 
 
@@ -1764,22 +1776,24 @@ def finish_vote(votes, copied):
 
 def vote(first_bad_step, world):
     """Votes, and waits for the result."""
-    return finish_vote(*start_vote(first_bad_step, world))
+    votes, copied = start_vote(first_bad_step, world)
+    return finish_vote(votes, copied)
 
 
-def vote_while_training(votes, step, first_bad_step, world):
+def vote_while_training(pending, step, first_bad_step, world):
     """Starts a vote every five steps, and reads it five steps later. By then the copy has finished,
     so reading it doesn't stall the GPU. All ranks read it after the same step, and so stop
-    together. `votes` holds the vote that isn't read yet. A single process on a CPU votes after
+    together. `pending` holds the vote that isn't read yet. A single process on a CPU votes after
     every step."""
     if world.size == 1 and world.device.type == "cpu":
         return vote(first_bad_step, world)
     if step % 5 != 0:
         return 0
-    votes.append(start_vote(first_bad_step, world))
-    if len(votes) == 1:
-        return 0
-    return finish_vote(*votes.pop(0))
+    pending.append(start_vote(first_bad_step, world))
+    if len(pending) == 1:
+        return 0  # this is the first vote
+    votes, copied = pending.pop(0)
+    return finish_vote(votes, copied)
 
 
 def first_bad(first_bad_step, step, value):
@@ -1860,7 +1874,10 @@ def start_run(args, hp, world, parts, resumed):
     book = Logbook(args.log_dir, hp, world, resumed, compiler)
     usual = TRACKS[hp.track].train_seq_len
     if hp.train_seq_len != usual and not resumed:
-        book.write(f"train_seq_len {hp.train_seq_len} (track: {usual}), {hp.batch_tokens} tokens per step")
+        book.write(
+            f"train_seq_len is {hp.train_seq_len} instead of the track's {usual}, with "
+            f"{hp.batch_tokens} tokens per step"
+        )
     start = time.perf_counter()
     warm_up(compiled, optimizers, buckets, hp, world)
     seconds = time.perf_counter() - start
@@ -1869,7 +1886,8 @@ def start_run(args, hp, world, parts, resumed):
         book.write(compiler)
     if resumed:
         load_checkpoint(resumed, model, optimizers)
-        where = f"from step {resumed['step']}, on {world.size} process(es)"
+        plural = "es" if world.size > 1 else ""
+        where = f"from step {resumed['step']}, on {world.size} process{plural}"
         book.write(f"resume: {where}{resumed['forced']}")
     return book
 
@@ -1885,7 +1903,7 @@ def run(args, hp, world, parts, resumed):
         hp.train_files, hp.batch_tokens, world.rank, world.size, hp.vocab_size, world.device, first_step
     )
     first_bad_step = torch.full((), math.inf, dtype=torch.float64, device=world.device)
-    votes = []
+    pending = []
     in_training = True
     book.start_clock()
     for step in range(first_step, hp.num_iterations + 1):
@@ -1894,8 +1912,8 @@ def run(args, hp, world, parts, resumed):
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             book.stop_clock()
             val_loss = validate(compiled, step, hp, world)
-            # `stop` matters in the last step only: vote_while_training sets it again in the others
-            stop = vote(first_bad(first_bad_step, step, val_loss), world)
+            bad_step = first_bad(first_bad_step, step, val_loss)
+            stop = vote(bad_step, world)  # for the last step; in others, it is set again below
             book.validation(step, val_loss.item())
             book.start_clock()
         if last_step:
@@ -1906,7 +1924,7 @@ def run(args, hp, world, parts, resumed):
         window_blocks = get_window_blocks(step, hp)
         loss = train_step(compiled, optimizers, buckets, inputs, targets, window_blocks, hp, world)
         first_bad_step = first_bad(first_bad_step, step + 1, loss)
-        stop = vote_while_training(votes, step + 1, first_bad_step, world)
+        stop = vote_while_training(pending, step + 1, first_bad_step, world)
         book.step(step + 1)
         # --------------- checkpoint
         due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0

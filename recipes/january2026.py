@@ -117,7 +117,8 @@ if sys.platform == "linux" and platform.machine() == "x86_64":
     # doesn't know, it miscompiles PyTorch's bf16 transposes. Naming a CPU with -mtune avoids this,
     # and -march stays native. PyTorch puts "-march=" before this value.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
-# Make waiting OpenMP threads sleep instead of spin. This is much faster next to a busy process.
+# Make waiting OpenMP threads sleep instead of spin. This is much faster when another process keeps
+# the cores busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -516,16 +517,18 @@ def flex_block_mask(docs: Tensor, window: Tensor) -> BlockMask:
         return causal & same_document & (q_idx - kv_idx <= window)
 
     # documents are numbered in order, so the first and last token bound the documents of a block
-    first = docs.view(-1, BLOCK_SIZE)[:, 0]  # (N,)
-    last = docs.view(-1, BLOCK_SIZE)[:, -1]
-    block = torch.arange(len(first), dtype=torch.int32, device=docs.device)
+    first_doc = docs.view(-1, BLOCK_SIZE)[:, 0]  # (N,)
+    last_doc = docs.view(-1, BLOCK_SIZE)[:, -1]
+    q_first, q_last = first_doc[:, None], last_doc[:, None]  # rows are query blocks
+    k_first, k_last = first_doc, last_doc  # columns are key blocks
+    block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
     distance = BLOCK_SIZE * (block[:, None] - block)  # (N, N), from the first key to the first query
     window_any = distance - (BLOCK_SIZE - 1) <= window  # from the last key to the first query
     window_all = distance + (BLOCK_SIZE - 1) <= window  # from the first key to the last query
     causal_any = distance >= 0
     causal_all = distance > 0
-    document_any = (first[:, None] <= last) & (last[:, None] >= first)
-    document_all = (first[:, None] == last) & (last[:, None] == first)  # both in one document
+    document_any = (q_first <= k_last) & (q_last >= k_first)
+    document_all = (q_first == k_last) & (q_last == k_first)  # both blocks are in one document
     visible_any = window_any & causal_any & document_any
     visible_all = window_all & causal_all & document_all
     partial = visible_any & ~visible_all
@@ -821,7 +824,8 @@ class GPT(nn.Module):
 
 
 def shard_length(file):
-    """Returns the number of tokens in a shard. Raises RankError if the file size doesn't fit it."""
+    """Returns the number of tokens in a shard. Raises RankError if the header is invalid or doesn't
+    match the file size."""
     header = np.fromfile(file, dtype="<i4", count=256)
     size = file.stat().st_size
     valid = len(header) == 256 and header[0] == 20240520 and header[1] == 1
@@ -872,7 +876,7 @@ def global_batches(pattern, batch_size):
 
 def check_shards(pattern, batch_size, steps, vocab_size, option="--num_iterations"):
     """Reads everything that the run will read. Raises InputError now rather than hours later.
-    If there are too few tokens, the message suggests to lower `option`."""
+    If there are too few tokens, the message suggests lowering `option`."""
     batches = list(itertools.islice(global_batches(pattern, batch_size), steps))
     if len(batches) < steps:
         raise InputError(
@@ -1002,7 +1006,7 @@ class Hyperparameters:
     # data
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
-    val_tokens: int = setting(10_485_760, "validation tokens; losses only compare if it is the same")
+    val_tokens: int = setting(10_485_760, "number of validation tokens; compare losses only if it is the same")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
     num_sequences: int = setting(8, "sequences per step, on all processes together")
     seq_lens: tuple[int, ...] = setting((16384, 32768, 49152), "tokens per sequence, in thirds of the run")
@@ -1171,7 +1175,7 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     require(
         most % world_size == 0,
         f"{world_size} processes can't share {hp.num_sequences} training and {val_sequences} "
-        f"validation sequences equally; use {', '.join(fits)}",
+        f"validation sequences equally; possible numbers of processes: {', '.join(fits)}",
     )
 
 
@@ -1223,10 +1227,12 @@ def make_parser():
     add("--track", choices=TRACKS, help="default: fineweb when training on a GPU, otherwise mini")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU, otherwise cpu")
     add("--log_dir", default="logs", help="folder for logs; default: logs")
-    add("--num_runs", type=int, default=1, help="runs, with seeds --seed, --seed + 1, ...; default: 1")
-    add("--checkpoint_dir", default="checkpoints", help="default: checkpoints")
-    add("--checkpoint_every", type=int, default=0, help="steps between checkpoints; default: 0, never")
-    add("--resume", metavar="PATH", help="a checkpoint, a folder (its newest one), or latest")
+    add("--num_runs", type=int, default=1, help="number of runs, with seeds from --seed on; default: 1")
+    add("--checkpoint_dir", default="checkpoints", help="folder for checkpoints; default: checkpoints")
+    every = "steps between checkpoints; also saves the final model; default: 0, never"
+    add("--checkpoint_every", type=int, default=0, help=every)
+    resume = "a checkpoint, a folder with checkpoints (takes the newest), or the word latest"
+    add("--resume", metavar="PATH", help=resume)
     add("--resume_force", action="store_true", help="resume even if the source or the settings changed")
     return parser
 
@@ -1235,7 +1241,7 @@ def parse_arguments(argv):
     """Returns the options of the run, and the hyperparameters: the track's defaults with the
     changes from the command line. Raises InputError."""
     parser = make_parser()
-    args = parser.parse_known_args(argv)[0]  # finds the track, whose defaults --help shows
+    args = parser.parse_known_args(argv)[0]  # the track sets the defaults of the options below
     # with a GPU that PyTorch can't use, check_gpus fails; training must not silently use the CPU
     has_gpu = torch.cuda.is_available() or unusable_gpu()
     on_gpu = has_gpu and args.device != "cpu"
@@ -1435,7 +1441,7 @@ def log_header(hp, world, compiler=""):
 
 
 def build_model(hp, world):
-    torch.manual_seed(hp.seed)  # for vectors that you add; init_weights only sets matrices
+    torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
     use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
     model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
     if world.size > 1:
@@ -1585,7 +1591,7 @@ def print_dots(done):
 
 
 def compiler_version():
-    """Returns the first line of `g++ --version`, or "" without a compiler that works."""
+    """Returns the first line of `g++ --version`, or "" if there is no working compiler."""
     try:
         command = subprocess.run(
             [CXX, "--version"], capture_output=True, encoding="utf-8", errors="replace"
@@ -1618,7 +1624,7 @@ def losses_and_gradients(run_model, model, hp, world):
     tokens = torch.randint(hp.vocab_size, shape, generator=rng)
     window_blocks = get_window_blocks(hp.num_iterations, hp)
     model.train()
-    loss = run_model(tokens.int(), tokens.roll(1), torch.tensor(window_blocks, dtype=torch.int32))
+    loss = run_model(tokens.int(), tokens.roll(-1), torch.tensor(window_blocks, dtype=torch.int32))
     loss.backward()
     results = {"training loss": loss.detach().double()}
     for name, p in model.named_parameters():
@@ -1627,7 +1633,7 @@ def losses_and_gradients(run_model, model, hp, world):
     model.zero_grad()
     tokens = torch.randint(hp.vocab_size, (hp.val_seq_len,), generator=rng)
     alone = World(0, 1, world.device)  # evaluate on this process only
-    sequences = [(tokens.int(), tokens.roll(1))]
+    sequences = [(tokens.int(), tokens.roll(-1))]
     results["validation loss"] = evaluate(run_model, sequences, window_blocks, hp, alone)
     return results
 
@@ -1693,7 +1699,7 @@ def compile_model(model, hp, world):
     if world.device.type == "cuda":
         return compiled, ""
     march = "native"
-    if torch.__version__ >= (2, 13):  # earlier versions ignore the variable
+    if torch.__version__ >= (2, 13):  # a TorchVersion, not a str; earlier ones ignore the variable
         march = os.environ.get("TORCHINDUCTOR_CPP_MARCH", "native")
     line = f"Compiler: {compiler_version() or 'none'}; flags: -march={march}; model compiled:"
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
@@ -1707,7 +1713,9 @@ def compile_model(model, hp, world):
     if world.rank == 0:
         print()
     # if one rank can't compile, no rank does
-    first_failed = torch.tensor(world.rank if problem else world.size)
+    first_failed = torch.tensor(world.size)  # no rank
+    if problem:
+        first_failed = torch.tensor(world.rank)
     if world.size > 1:
         dist.all_reduce(first_failed, op=dist.ReduceOp.MIN)
     if first_failed == world.size:
@@ -1796,13 +1804,14 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/stepNNNNNN.pt, and deletes the others except the latest one. All ranks
+    """Rank 0 writes folder/stepNNNNNN.pt, keeps the one before it, and deletes the rest. All ranks
     must call this. Raises InputError if a weight or any loss so far isn't finite. There is no
     random state to save, because training draws no random numbers. The number of steps must be
     even: then no gradients wait for Adam."""
     start = time.perf_counter()
     weight_norm = nn.utils.get_total_norm(model.parameters())
-    vote(first_bad(first_bad_step, step, weight_norm), book.world)
+    bad_step = first_bad(first_bad_step, step, weight_norm)
+    vote(bad_step, book.world)  # raises InputError on all ranks if there is one
     optimizers[1].gather_state()  # Muon's
     if book.world.rank > 0:
         return
@@ -1835,8 +1844,8 @@ def save_model(path, model, hp):
 
 
 def read_checkpoint(where, checkpoint_dir):
-    """`where` is a checkpoint, a folder, whose newest checkpoint is read, or "latest", for the
-    newest of all runs. Raises InputError if there is none or it is damaged."""
+    """Reads a checkpoint. `where` is a file, a folder (its newest checkpoint), or "latest" (the
+    newest of all runs). Raises InputError if there is none or it is damaged."""
     path = Path(checkpoint_dir if where == "latest" else where)
     if not path.is_file():
         files = sorted(path.rglob("step*.pt"), key=lambda file: file.stat().st_mtime)
@@ -1898,7 +1907,8 @@ def load_checkpoint(state, model, optimizers):
 
 
 def sequences_per_pass(hp, world):
-    """Returns the micro-batch size. It divides the number of sequences of each process."""
+    """Returns the micro-batch size: hp.sequences_per_pass, reduced to a divisor of the number of
+    sequences of each process."""
     return math.gcd(hp.sequences_per_pass, hp.num_sequences // world.size)
 
 
@@ -2021,13 +2031,14 @@ def finish_vote(votes, copied):
 
 def vote(first_bad_step, world):
     """Votes, and waits for the result."""
-    return finish_vote(*start_vote(first_bad_step, world))
+    votes, copied = start_vote(first_bad_step, world)
+    return finish_vote(votes, copied)
 
 
-def vote_while_training(votes, step, first_bad_step, world):
+def vote_while_training(pending, step, first_bad_step, world):
     """Starts a vote every four steps, and reads it four steps later. By then the copy has finished,
     so reading it doesn't stall the GPU. All ranks read it after the same step, and so stop
-    together. `votes` holds the vote that isn't read yet. A single process on a CPU votes after
+    together. `pending` holds the vote that isn't read yet. A single process on a CPU votes after
     every second step."""
     if step % 2 != 0:
         return 0  # Adam needs two steps
@@ -2035,10 +2046,11 @@ def vote_while_training(votes, step, first_bad_step, world):
         return vote(first_bad_step, world)
     if step % 4 != 0:
         return 0
-    votes.append(start_vote(first_bad_step, world))
-    if len(votes) == 1:
-        return 0
-    return finish_vote(*votes.pop(0))
+    pending.append(start_vote(first_bad_step, world))
+    if len(pending) == 1:
+        return 0  # this is the first vote
+    votes, copied = pending.pop(0)
+    return finish_vote(votes, copied)
 
 
 def first_bad(first_bad_step, step, value):
@@ -2127,7 +2139,8 @@ def start_run(args, hp, world, parts, resumed):
         book.write(compiler)
     if resumed:
         load_checkpoint(resumed, model, optimizers)
-        where = f"from step {resumed['step']}, on {world.size} process(es)"
+        plural = "es" if world.size > 1 else ""
+        where = f"from step {resumed['step']}, on {world.size} process{plural}"
         book.write(f"resume: {where}{resumed['forced']}")
     return book
 
@@ -2142,7 +2155,7 @@ def run(args, hp, world, parts, resumed):
     batches = training_batches(hp, world, first_step)
     first_bad_step = torch.full((), math.inf, dtype=torch.float64, device=world.device)
     # even, because a signal saves a checkpoint: see save_checkpoint
-    votes = []
+    pending = []
     in_training = True
     book.start_clock()
     for step in range(first_step, hp.num_iterations + 1):
@@ -2162,7 +2175,7 @@ def run(args, hp, world, parts, resumed):
         window_blocks = get_window_blocks(step, hp)
         loss = train_step(compiled, optimizers, inputs, targets, window_blocks, step, hp, world)
         first_bad_step = first_bad(first_bad_step, step + 1, loss)
-        stop = vote_while_training(votes, step + 1, first_bad_step, world)
+        stop = vote_while_training(pending, step + 1, first_bad_step, world)
         book.step(step + 1)
         # --------------- checkpoint
         due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0

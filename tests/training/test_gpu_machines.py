@@ -445,7 +445,7 @@ def test_a_run_on_gpus_with_different_free_memory(tmp_path):
     done = run_forked(argv, tmp_path, nproc=2, script=script, FREE="2000,500")
     assert done.returncode == 0, done.stderr
     log = read_log(tmp_path)
-    assert "train_seq_len 128 (track: 1024)" in log
+    assert "train_seq_len is 128 instead of the track's 1024" in log
     assert "step:4/4 val_loss" in log
 
     for path in (tmp_path / "checkpoints").glob("*/step000004.pt"):

@@ -246,7 +246,7 @@ def test_shorter_sequences_keep_the_tokens_of_a_step(tmp_path, monkeypatch, shar
     assert [tokens for tokens, _ in seen[:2]] == [tokens for tokens, _ in seen[2:]]
     assert [n for _, n in seen] == [8, 8, 16, 16]
     run = log.split("=" * 100)[2]
-    lines = [line for line in run.splitlines() if line.startswith("train_seq_len 128")]
+    lines = [line for line in run.splitlines() if line.startswith("train_seq_len is 128")]
     assert "2048 tokens per step" in lines[0]
     assert lines[0] in capsys.readouterr().out
 
