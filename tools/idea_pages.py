@@ -221,10 +221,7 @@ def figure_there(idea: dict, effect: dict) -> str:
 
 
 def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
-    """The lines about a screen. Raises LogError.
-
-    Its verdict "undecided" is "unclear" here, as in the other tables.
-    """
+    """The lines about a screen. Raises LogError."""
     rows = []
     effects = screen["effects"]
     for idea_name in sorted(effects, key=lambda n: effects[n]["difference"]):
@@ -238,7 +235,7 @@ def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]
             f"{effect['difference']:+.4f}",
             percent(effect["steps"]),
             percent_interval(effect["steps_interval"]),
-            effect["verdict"].replace("undecided", "unclear"),
+            effect["verdict"],
             f"{idea['records']}: {idea['field']}",
             figure_there(idea, effect),
         )
@@ -281,7 +278,7 @@ def screens_explained(until: float) -> list[str]:
         "- **verdict**: *helps* or *hurts* if the loss clearly differs. The interval of the steps",
         "  can then still contain zero, because it includes the error of converting losses to",
         f"  steps. *Not worth it* if a gain of {goal(until)} of the steps is ruled out. Otherwise",
-        "  *unclear*; the tool calls it *undecided*.",
+        "  *undecided*: more runs are needed.",
         "- **record and gain in the speedrun**: the record of the NanoGPT speedrun that",
         "  introduced the idea, and how many steps it saved there. Percentages with *about* are",
         "  our estimates: the steps that it saved, divided by the steps of a record near it.",

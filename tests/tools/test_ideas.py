@@ -269,7 +269,7 @@ def test_a_screen_has_a_table_and_replaces_the_rows_of_its_ideas(folder, tmp_pat
     assert rows[0][2:6] == ["-0.0100", "-7.0%", "-9.0% to -3.2%", "helps"]
     # -3.1% is above the interval, -1.5% is inside, and d has no figure
     assert [row[-1] for row in rows] == ["excluded", "inside", "not comparable"]
-    assert [row[5] for row in rows] == ["helps", "unclear", "not worth it"]  # screen.py: "undecided"
+    assert [row[5] for row in rows] == ["helps", "undecided", "not worth it"]
     assert "3 ideas, each off or on, in 32 combinations with seeds 7 and 8:\n64 runs on a CPU" in screened
     assert "64 runs on a CPU, 2 cores, bfloat16, PyTorch 2.13.0.\n" in screened
     assert [re.search(r"ideas/(\w)/", row[1])[1] for row in idea_rows(one_by_one)] == ["c"]
