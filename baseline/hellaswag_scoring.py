@@ -25,6 +25,10 @@ class DataError(Exception):
     """A user error about the items: printed as one line, without a traceback."""
 
 
+class DownloadError(DataError):
+    """The items can't be downloaded."""
+
+
 # -----------------------------------------------------------------------------
 # Items
 
@@ -42,7 +46,7 @@ def load_items(path=None, limit=None) -> list[dict]:
         item = parse_item(row)
         if item is None:
             raise DataError(
-                f"{path}: item {number} is not a context, four endings and a label from 0 to 3"
+                f"{path}: item {number} must have a context, four endings and a label from 0 to 3"
             )
         items.append(item)
     if not items:
@@ -55,14 +59,15 @@ def download_items() -> str:
     try:
         return hf_hub_download(REPO, FILE, repo_type="dataset")
     except Exception as e:  # the hub's errors share no base class
-        raise DataError(
+        raise DownloadError(
             f"cannot download HellaSwag from the Hugging Face hub ({type(e).__name__}); check the "
-            "network, or use a local file with evals/hellaswag.py --data"
+            "network and run the same command again"
         ) from e
 
 
 def read_rows(path) -> list:
-    """Returns the rows of a .parquet file, or the lines of any other file parsed as JSON."""
+    """Returns the rows of a .parquet file, or the lines of any other file parsed as JSON. Raises
+    DataError."""
     try:
         if str(path).endswith(".parquet"):
             import pyarrow.parquet
@@ -70,9 +75,13 @@ def read_rows(path) -> list:
             return table.to_pylist()
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines if line.strip()]
+    except ImportError as e:
+        raise DataError(
+            f"HellaSwag needs pyarrow ({e}); run pip install -r evals/requirements.txt"
+        ) from e
     except (OSError, ValueError) as e:  # pyarrow's errors and JSON errors are ValueErrors
         reason = " ".join(str(e).split())[:100]
-        raise DataError(f"{path}: not HellaSwag items ({reason})") from e
+        raise DataError(f"{path}: can't be read as HellaSwag items ({reason})") from e
 
 
 def parse_item(row):

@@ -4,12 +4,12 @@ Measures what each speedup of the baseline gives on this machine.
     python baseline/levers.py [--track T] [--device D] [--steps 20] [--micro_batch N]
 
 Each row of the table adds one speedup to the row above it. It times whole training steps (forward,
-backward, clipping, AdamW) on one micro-batch of random tokens and shows the median, after a few
-untimed steps that compile the model. A speedup that the device doesn't have, or that fails there,
-is marked and left out of the following rows.
+backward, clipping, AdamW) on one micro-batch of random tokens and shows the median. A few untimed
+steps come first, in which the model is compiled. A speedup that the device doesn't support, or that
+fails, is marked and left out of the following rows.
 
-The default on CUDA is GPT-2 124M. On one A100, others have seen a step go from 1000 ms to 90 ms
-this way. On a CPU, the default is the small model of the mini track.
+On a GPU, the default is GPT-2 124M. With these speedups, others have reduced the time per step on
+one A100 from 1000 ms to 90 ms. On a CPU, the default is the small model of the mini track.
 """
 import argparse
 import dataclasses
@@ -74,10 +74,14 @@ def parse_args():
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--device", default=default_device, choices=["cpu", "cuda"])
-    add("--track", choices=TRACKS, help="default: fineweb on CUDA, mini on a CPU")
-    add("--steps", type=int, default=20, help="timed steps of each row; default: %(default)s")
-    add("--micro_batch", type=int, help="sequences in a step; default: 16 on fineweb, 2 on mini")
+    add("--device", default=default_device, choices=["cpu", "cuda"],
+        help="what to measure; default: cuda with a GPU, otherwise cpu")
+    add("--track", choices=TRACKS,
+        help="which model and settings; default: fineweb on a GPU, mini on a CPU")
+    add("--steps", type=int, default=20, metavar="N",
+        help="timed steps per row; default: %(default)s")
+    add("--micro_batch", type=int, metavar="N",
+        help="sequences per step; default: 16 on fineweb, 2 on mini")
     args = parser.parse_args()
     if args.track is None:
         args.track = "fineweb" if args.device == "cuda" else "mini"
@@ -98,7 +102,7 @@ def print_header(args, hp):
     print(f"{machine}, PyTorch {torch.__version__}")
     print(
         f"{args.track}: {hp.n_layer} layers, width {hp.n_embd}, {hp.micro_batch} x {hp.block_size} "
-        f"tokens a step, median of {args.steps} steps\n"
+        f"tokens per step, median of {args.steps} steps\n"
     )
     columns = f"{'ms/step':>9} {'tokens/s':>10} {'x previous':>11} {'x first':>8}"
     print(f"{'each row adds':<18} {columns}")

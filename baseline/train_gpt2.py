@@ -7,9 +7,11 @@ appendix B). The rest follows Karpathy's "Let's reproduce GPT-2" and llm.c. The 
 same shards as train_gpt.py in the same order and writes the same kind of log, so the tools in
 tools/ can compare the two.
 
-    python baseline/train_gpt2.py --track mini                    # one process, CPU or GPU
+    python baseline/train_gpt2.py --track mini            # one process, CPU or GPU
     torchrun --standalone --nproc_per_node=8 baseline/train_gpt2.py --track fineweb
-    python baseline/train_gpt2.py --init_from gpt2 --num_iterations 0   # evaluates OpenAI's weights
+    python baseline/train_gpt2.py --track fineweb --init_from gpt2 --num_iterations 0
+
+The last command evaluates OpenAI's weights. README.md says which data and packages each needs.
 
 Each speedup is an option: --tf32, --bf16, --compile, --flash, --pad_vocab and --fused, each true or
 false. levers.py in this folder measures them one after another.
@@ -200,7 +202,10 @@ CONV1D_WEIGHTS = (
     "mlp.c_fc.weight",
     "mlp.c_proj.weight",
 )
-DOWNLOAD_AGAIN = "delete this model from the hub's cache, and run the same command again"
+DOWNLOAD_AGAIN = (
+    "delete this model from the hub's cache (~/.cache/huggingface/hub by default) and run the same "
+    "command again"
+)
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
@@ -252,7 +257,7 @@ def from_pretrained(name: str, flash: bool = True, offline: bool = False) -> GPT
             raise InputError(f"{name} is not in the hub's cache; run without --offline") from e
         raise InputError(
             f"cannot download {name} from the Hugging Face hub ({type(e).__name__}); check the "
-            "network, and run the same command again"
+            "network and run the same command again"
         ) from e
     n_layer, n_head, n_embd = FAMILY[name]
     # No padding: the logits of rows of zeros would be 0, and the trained ones are negative, so
@@ -287,18 +292,21 @@ def save_model(model: GPT, path: Path):
 # -----------------------------------------------------------------------------
 # Data: a shard has 256 int32 (magic number, version, number of tokens, zeros), then uint16 tokens
 
+NEW_SHARD = "delete it and run the data script again (see data/README.md)"
+
+
 def shard_length(path) -> int:
     """Returns the number of tokens of a shard. Raises InputError unless the header is valid and
     agrees with the file's size."""
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256 or header[0] != 20240520:
-        raise InputError(f"{path}: not a token shard (wrong magic number); make it again")
+        raise InputError(f"{path}: not a token shard (wrong magic number); {NEW_SHARD}")
     if header[1] != 1:
-        raise InputError(f"{path}: shard version {header[1]} instead of 1; make it again")
+        raise InputError(f"{path}: shard version {header[1]} instead of 1; {NEW_SHARD}")
     count = int(header[2])
     if os.path.getsize(path) != 1024 + 2 * count:
         raise InputError(
-            f"{path}: the header says {count} tokens, but the file's size differs; make it again"
+            f"{path}: the header says {count} tokens, but the file's size differs; {NEW_SHARD}"
         )
     return count
 
@@ -310,8 +318,8 @@ def load_shard(path, vocab_size: int):
     largest = tokens.max(initial=0)
     if largest >= vocab_size:
         raise InputError(
-            f"{path}: token id {largest} is outside the vocabulary of {vocab_size}; is it the data of "
-            "another track?"
+            f"{path}: token id {largest} is outside the vocabulary of {vocab_size}; is it the data "
+            "of another track?"
         )
     return tokens
 
@@ -334,8 +342,8 @@ def training_batches(hp, rank: int, world_size: int, device):
     """Yields (inputs, targets), each (sequences of this rank, block_size) int64: this rank's part
     of each batch.
 
-    The order is train_gpt.py's: sorted files, batch_tokens a step. Trailing tokens of a shard that
-    don't fill a batch are dropped. After the last shard, the first one follows.
+    The order is train_gpt.py's: sorted files, batch_tokens per step. Trailing tokens of a shard
+    that don't fill a batch are dropped. After the last shard, the first one follows.
     """
     local_tokens = hp.batch_tokens // world_size
     while True:
@@ -384,7 +392,7 @@ class Hyperparameters:
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
     val_tokens: int = setting(10_485_760, "validate on this many tokens of the first shard")
-    repeat_data: bool = setting(False, "go back to the first shard when the training shards are used up")
+    repeat_data: bool = setting(False, "start again at the first shard after the last one")
     target_val_loss: float = setting(3.28, "validation loss that the run should reach")
     # model
     init_from: str = setting("scratch", "scratch, or OpenAI's gpt2, gpt2-medium, -large or -xl")
@@ -459,9 +467,21 @@ def parse_args(argv=None):
     Hyperparameters with the changes that the command line makes."""
     has_cuda = torch.cuda.is_available()
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--track", choices=TRACKS, default="fineweb" if has_cuda else "mini")
-    first.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_cuda else "cpu")
-    first.add_argument("--log_dir", default="logs", help="folder for logs; default: logs")
+    first.add_argument(
+        "--track",
+        choices=TRACKS,
+        default="fineweb" if has_cuda else "mini",
+        help="data, model and default settings; default: fineweb with a GPU, otherwise mini",
+    )
+    first.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if has_cuda else "cpu",
+        help="where to train; default: cuda with a GPU, otherwise cpu",
+    )
+    first.add_argument(
+        "--log_dir", default="logs", metavar="DIR", help="folder for logs; default: logs"
+    )
     track = TRACKS[first.parse_known_args(argv)[0].track]
 
     parser = argparse.ArgumentParser(
@@ -570,8 +590,8 @@ def check_batches(hp: Hyperparameters, world_size: int) -> Hyperparameters:
     micro_batch = min(hp.micro_batch, sequences)
     if sequences % micro_batch:
         raise InputError(
-            f"--micro_batch {micro_batch} must divide the {sequences} sequences of a process in each "
-            "step"
+            f"--micro_batch {micro_batch} must divide the {sequences} sequences of a process in "
+            "each step"
         )
     return dataclasses.replace(hp, micro_batch=micro_batch)
 
@@ -583,11 +603,11 @@ def check_data(hp: Hyperparameters):
         for path in find_shards(hp.train_files):
             steps += (shard_length(path) - 1) // hp.batch_tokens
     if hp.num_iterations > steps and not (hp.repeat_data and steps):
-        advice = "add shards"
+        advice = "add shards (see data/README.md)"
         if steps:
-            advice += ", lower --num_iterations or give --repeat_data true"
+            advice += ", lower --num_iterations or use --repeat_data true"
         raise InputError(
-            f"{hp.train_files} has enough tokens for {steps} steps, but the run needs "
+            f"{hp.train_files} has only enough tokens for {steps} steps, and the run needs "
             f"{hp.num_iterations}; {advice}"
         )
     tokens = shard_length(find_shards(hp.val_files)[0])
@@ -830,7 +850,7 @@ def train_step(model, optimizer, autocast, inputs, targets, hp, lr: float):
     loss_sum = torch.zeros((), device=inputs.device)
     for i in range(micro_steps):
         if isinstance(model, DistributedDataParallel):
-            # average gradients over processes once a step, in the last backward pass
+            # average gradients over processes once per step, in the last backward pass
             model.require_backward_grad_sync = i == micro_steps - 1
         with autocast:
             loss = model(micro_inputs[i], micro_targets[i]) / micro_steps
@@ -942,8 +962,8 @@ def codec(vocab_size: int, offline: bool = False):
         return encode_bytes, byte_of_token
     if vocab_size != 50257:
         raise InputError(
-            f"a vocabulary of {vocab_size} tokens can't be turned into text, only 257 (bytes) and "
-            "50257 (GPT-2's) can; train on it with --samples 0 --hellaswag 0"
+            f"tokens of a vocabulary of {vocab_size} can't be converted to text; the supported "
+            "vocabularies have 257 tokens (bytes) or 50257 tokens (GPT-2's)"
         )
     sys.path.append(str(ROOT / "data"))
     from gpt2_bpe import gpt2_encoding
@@ -961,14 +981,17 @@ def load_text_tools(hp):
     token_bytes = None
     items = []
     if hp.samples or hp.hellaswag:
-        encode, token_bytes = codec(hp.vocab_size)
+        try:
+            encode, token_bytes = codec(hp.vocab_size)
+        except InputError as e:
+            raise InputError(f"{e}; to train without text, use --samples 0 --hellaswag 0") from e
     if hp.hellaswag:
         import hellaswag_scoring  # not at the top, so that a copy of this file can train alone
 
         try:
             items = hellaswag_scoring.load_items(limit=hp.hellaswag)
         except hellaswag_scoring.DataError as e:
-            raise InputError(f"{e}, or train without HellaSwag: --hellaswag 0") from e
+            raise InputError(f"{e}, or use --hellaswag 0 to train without HellaSwag") from e
     return encode, token_bytes, items
 
 
@@ -1043,7 +1066,7 @@ def log_header(run: Run, track: str):
     micro_steps = hp.batch_tokens // (hp.block_size * world.size * hp.micro_batch)
     run.log.write(
         f"parameters: {parameters:,}  activations: {activations}  "
-        f"tokens a step: {hp.batch_tokens:,} in {micro_steps} micro-steps x {world.size} processes "
+        f"tokens per step: {hp.batch_tokens:,} in {micro_steps} micro-steps x {world.size} processes "
         f"x {hp.micro_batch} sequences of {hp.block_size}"
     )
 
@@ -1102,7 +1125,8 @@ def train(run: Run) -> list[tuple[int, float, float]]:
         training_time += seconds
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise InputError(
-                f"step {step + 1}: loss {loss}, gradient norm {norm}; lower the --learning_rate"
+                f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite; "
+                "lower --learning_rate"
             )
         ms = 1000 * training_time
         run.log.write(

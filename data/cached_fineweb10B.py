@@ -4,10 +4,13 @@ shards of the official speedrun.
 
     python data/cached_fineweb10B.py [N] [--out DIR]
 
-Downloads the validation shard and the first N training shards (default 9, at most 103). Each shard
-has 100M tokens and 200 MB; 9 of them (900M tokens) are enough for the official run. A dropped
-connection is resumed where it broke off. After an error or an interrupt, run the same command
-again: complete shards are skipped.
+Downloads the validation shard and the first N training shards (default: 9, at most 103). A shard
+has 100M tokens and takes 200 MB. Nine training shards (900M tokens) are enough for the official
+run. If the connection breaks, the script reconnects and resumes the download. After an error or an
+interruption, run the same command again. It skips complete shards: those whose size agrees with the
+number of tokens in their header. Checksums are not compared.
+
+As long as shards are missing, the folder has an empty file named `unfinished`. run.sh looks for it.
 """
 import argparse
 import errno
@@ -22,6 +25,7 @@ from shards import ShardError, check_shard, hub_unreachable, read_shard, run_scr
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
 VOCAB_SIZE = 50257
+UNFINISHED = "unfinished"
 DISK_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -40,7 +44,7 @@ def fetch(name, out):
             print(f"{name}: exists, {check_shard(path):,} tokens")
             return
         except ShardError as e:
-            print(f"{e}: downloading it again")
+            print(f"{e}; downloading it again")
     with writing(path):
         tokens = download(name, path)
     print(f"{name}: downloaded, {len(tokens):,} tokens")
@@ -50,6 +54,7 @@ def download(name, path):
     """Downloads a shard to a temporary folder, checks it, and then renames it to `path`. Returns
     its tokens. Raises ShardError, or OSError if the disk can't be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    (path.parent / UNFINISHED).touch()
     # The temporary folder is beside the final file, so the shard is renamed and not copied.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as folder:
         downloaded = download_from_hub(name, folder)
@@ -57,7 +62,8 @@ def download(name, path):
             tokens = read_shard(downloaded, VOCAB_SIZE)
         except ShardError as e:
             raise ShardError(
-                f"{name}: the downloaded file is bad and was deleted; run the same command again ({e})"
+                f"{name}: the downloaded file was damaged and has been deleted ({e}); run the same "
+                "command again"
             ) from None
         with open(downloaded, "rb") as f:
             os.fsync(f.fileno())
@@ -74,8 +80,8 @@ def download_from_hub(name, folder):
             raise
         reason = hub_unreachable(e)
         if not reason:
-            reason = f"run the same command again to continue ({e})"
-        raise ShardError(f"{name} could not be downloaded: {reason}") from None
+            reason = f"{e}; run the same command again"
+        raise ShardError(f"could not download {name}: {reason}") from None
 
 
 def parse_arguments():
@@ -88,7 +94,8 @@ def parse_arguments():
         nargs="?",
         default=9,
         metavar="N",
-        help="number of training shards to download, 100M tokens each, 0 to 103 (default: 9)",
+        help="number of training shards to download, from 0 to 103; each has 100M tokens and takes "
+        "200 MB (default: 9)",
     )
     parser.add_argument(
         "--out",
@@ -109,7 +116,8 @@ def main():
     fetch("fineweb_val_000000.bin", args.out)
     for i in range(1, args.shards + 1):
         fetch(f"fineweb_train_{i:06d}.bin", args.out)
+    (args.out / UNFINISHED).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "run the same command again to download the remaining shards")

@@ -9,11 +9,12 @@ hub, or your own files.
 Each document is preceded by end-of-text (50256). The first shard, fineweb_val_000000.bin, is the
 validation set; the others, fineweb_train_000001.bin and so on, are the training set. A document may
 continue in the next shard, and the last shard may be shorter than the others. A shard is written to
-a temporary file and renamed when it is complete.
+a temporary file and renamed when it is complete. The script can't resume: after an error or an
+interruption, delete the shards that it has written and run the same command again.
 
-Your own files are read in the order of their sorted paths. A .jsonl file has one JSON object a
-line, and its "text" is a document. Any other file is one document. Streaming from the hub needs
-data/requirements.txt.
+Your own files are read in the order of their sorted paths. A .jsonl file has one JSON object per
+line, and the "text" of each object is a document. Any other file is one document. Streaming from
+the hub needs more packages: pip install -r data/requirements.txt.
 """
 import argparse
 import glob
@@ -38,6 +39,10 @@ from gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
 from machine import usable_cores
 from shards import ShardError, hub_unreachable, run_script, split_tokens, write_shard
 
+RESTART = (
+    "delete any shards that this script has written, because it can't resume, and run the same "
+    "command again"
+)
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 BATCH = 64  # documents sent to a process at a time
 
@@ -52,7 +57,7 @@ def stream_dataset(version, config):
         for row in dataset_rows(version, config):
             yield row["text"]
     except Exception as e:  # the hub's and its HTTP library's errors share no base class
-        message = hub_unreachable(e)
+        message = hub_unreachable(e, RESTART)
         if message:
             raise ShardError(message) from None
         raise
@@ -64,7 +69,9 @@ def dataset_rows(version, config):
         return load_dataset(DATASETS[version], name=config, split="train", streaming=True)
     except ImportError as e:
         requirements = Path(__file__).resolve().parent / "requirements.txt"
-        raise ShardError(f"{e}: run pip install -r {requirements}") from None
+        raise ShardError(
+            f"streaming needs more packages ({e}); run pip install -r {requirements}"
+        ) from None
     except ValueError as e:  # raised by the datasets library for an unknown config
         raise ShardError(str(e)) from None
 
@@ -156,7 +163,8 @@ def tokenize(texts, workers):
             yield pending.popleft().result()
     except BrokenProcessPool:
         raise ShardError(
-            "a tokenizing process died, perhaps out of memory; try fewer --workers"
+            "a tokenizer process died, perhaps because the memory was full; use fewer --workers, "
+            f"then {RESTART}"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -179,9 +187,12 @@ def limit(arrays, count, progress):
 # The command
 
 def positive_int(text):
-    n = int(text)
+    try:
+        n = int(text)
+    except ValueError:
+        n = 0
     if n < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"must be a positive whole number, not {text!r}")
     return n
 
 
@@ -275,8 +286,8 @@ def write_shards(shards, val_tokens, out):
     train = next(shards, None)
     if train is None:
         raise ShardError(
-            f"the text has {len(val):,} tokens, no more than the {val_tokens:,} for validation; "
-            "add text or lower --val_tokens"
+            f"the text has only {len(val):,} tokens, and the validation shard takes "
+            f"{val_tokens:,}, so none are left for training; add text or lower --val_tokens"
         )
     total = 0
     count = 0
@@ -296,8 +307,8 @@ def main():
     existing = sorted(args.out.glob("fineweb_*_*.bin"))
     if existing:
         raise ShardError(
-            f"{args.out} already has shards ({existing[0].name}...); delete them or choose "
-            "another --out"
+            f"{args.out} already has shards ({existing[0].name}...); delete them or choose another "
+            "folder with --out"
         )
     texts, val_tokens = open_texts(args)
     fetch_vocabulary()  # once, before the worker processes load it
@@ -317,4 +328,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, RESTART)

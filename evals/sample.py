@@ -5,16 +5,18 @@ Samples text from a saved model and prints it as it is generated.
     python evals/sample.py gpt2-xl        # OpenAI's weights, from the Hugging Face hub
 
 MODEL is a model.safetensors of train_gpt.py or of the baseline, the folder of one, or OpenAI's
-gpt2, gpt2-medium, gpt2-large or gpt2-xl. All n texts are generated together, as one batch. The
-first one is printed token by token, the others when they are complete. A text starts after an
-end-of-text token and ends at the next one or after max_tokens.
+gpt2, gpt2-medium, gpt2-large or gpt2-xl. `./run.sh --save_checkpoint` saves a model.safetensors.
+
+All n texts are generated together, as one batch. The first one is printed token by token, the
+others when they are complete. A text starts after an end-of-text token. It ends at the next
+end-of-text token or after max_tokens.
 """
 import argparse
 import codecs
 import sys
 
 # before torch, because models sets OpenMP's variables and the path to tools/
-from models import InputError, check_device, generate, load
+from models import DEVICE_HELP, MODEL_HELP, InputError, check_device, generate, load
 from machine import readable, show_any_text
 
 import torch
@@ -59,19 +61,20 @@ def parse_arguments():
         description="Sample text from a saved model.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("model", help="a model.safetensors, its folder, or gpt2, gpt2-medium, ...")
-    add("--prompt", type=readable, default="Hello, I'm a language model,",
+    add("model", help=MODEL_HELP)
+    add("--prompt", type=readable, default="Hello, I'm a language model,", metavar="TEXT",
         help="beginning of each text; default: %(default)r")
-    add("--n", type=int, default=5, help="number of texts; default: %(default)s")
-    add("--max_tokens", type=int, default=100, help="new tokens per text; default: %(default)s")
-    add("--temperature", type=float, default=1.0,
-        help="lower is less random, 0 is greedy; default: %(default)s")
-    add("--top_k", type=int, default=50,
-        help="sample from the k most likely tokens, 0 for all; default: %(default)s")
-    add("--seed", type=int, default=42, help="random seed; default: %(default)s")
-    add("--device", default=default_device, choices=["cpu", "cuda"])
+    add("--n", type=int, default=5, metavar="N", help="number of texts; default: %(default)s")
+    add("--max_tokens", type=int, default=100, metavar="N",
+        help="maximum new tokens per text; default: %(default)s")
+    add("--temperature", type=float, default=1.0, metavar="T",
+        help="lower is less random; 0 always takes the most likely token; default: %(default)s")
+    add("--top_k", type=int, default=50, metavar="K",
+        help="sample from the K most likely tokens, or 0 for all; default: %(default)s")
+    add("--seed", type=int, default=42, metavar="N", help="random seed; default: %(default)s")
+    add("--device", default=default_device, choices=["cpu", "cuda"], help=DEVICE_HELP)
     add("--offline", action="store_true",
-        help="don't download anything; stop if a file is not on this machine")
+        help="don't download anything; stop with an error if a file is missing")
     args = parser.parse_args()
     for name, least in (("n", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 0)):
         value = getattr(args, name)

@@ -3,9 +3,9 @@ Trains with train_gpt.py, then prints a short text that the trained model writes
 
     python evals/train_and_sample.py [train_gpt.py's arguments]
 
-./run.sh calls this. Training, its exit status and its signals are those of train_gpt.py. The text
-is printed after a successful run. Nothing is downloaded: without the GPT-2 vocabulary on this
-machine, a model of the fineweb track prints no text.
+./run.sh calls this script. It trains, exits and handles signals as train_gpt.py does. The text is
+printed after a successful run. The script downloads nothing. A model of the fineweb track prints no
+text if GPT-2's vocabulary isn't in data/.cache.
 """
 import os
 import signal
@@ -74,7 +74,7 @@ def after_training(model):
         print_sample(model)
     except Exception as e:  # an idea may change the model in ways that evals/ doesn't know
         if model.hp.track == "mini":
-            print(f"no sample: {e}", file=sys.stderr)
+            print(f"can't print a sample: {e}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -224,8 +224,12 @@ def test_encoding():
     encode, token_bytes = train_gpt2.codec(257)
     assert encode("aé") == [97, 0xC3, 0xA9]
     assert b"".join(map(token_bytes, [97, 256, 0xC3, 0xA9])) == "aé".encode()
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="tokens of a vocabulary of 300 can't be converted") as e:
         train_gpt2.codec(300)
+    message = f"{e.value}; to train without text, use --samples 0 --hellaswag 0"
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        train_gpt2.load_text_tools(tiny_hp(vocab_size=300, samples=1))
+    train_gpt2.load_text_tools(tiny_hp(vocab_size=300, samples=0))
 
 
 # -----------------------------------------------------------------------------
@@ -247,6 +251,9 @@ def test_help_names_every_setting(capsys):
     for field in dataclasses.fields(Hyperparameters):
         assert f"--{field.name} " in text
         assert field.metadata["help"], field.name
+    words = " ".join(text.split())
+    assert "--track {fineweb,mini} data, model and default settings; default: " in words
+    assert "--device {cpu,cuda} where to train; default: cuda with a GPU, otherwise cpu " in words
 
 
 # -----------------------------------------------------------------------------
@@ -556,6 +563,44 @@ def test_hellaswag_during_training(workplace, monkeypatch):
     assert re.search(line, log, re.MULTILINE)
 
 
+def test_openais_weights_are_evaluated_without_a_gpu(workplace):
+    """The command in README.md checks its settings. It needs a validation shard only."""
+    words = "--track fineweb --init_from gpt2 --num_iterations 0"
+    for text in (train_gpt2.__doc__, (BASELINE / "README.md").read_text(encoding="utf-8")):
+        assert f"python baseline/train_gpt2.py {words}\n" in text
+    val_files = workplace / "fineweb_val_000000.bin"
+    write_shard(val_files, random_tokens(2049, seed=9))
+    changes = ["--device", "cpu", "--val_files", str(val_files), "--val_tokens", "2048"]
+    _, hp = train_gpt2.parse_args([*words.split(), *changes])
+    hp = train_gpt2.check(hp, world_size=1)
+    assert (hp.init_from, hp.n_layer, hp.n_embd) == ("gpt2", 12, 768)
+    with pytest.raises(InputError, match="needs GPT-2's tokens \\(--track fineweb\\)"):
+        _, mini = train_gpt2.parse_args(["--track", "mini", *words.split()[2:], "--device", "cpu"])
+        train_gpt2.check(mini, world_size=1)
+
+
+def test_fineweb_needs_101_shards_of_100m_tokens(monkeypatch):
+    """README.md says so. The headers of the shards are not read here."""
+    hp = train_gpt2.TRACKS["fineweb"]
+    monkeypatch.setattr(train_gpt2, "shard_length", lambda path: 100_000_000)
+    shards = [f"{i}.bin" for i in range(101)]
+    monkeypatch.setattr(train_gpt2, "find_shards", lambda pattern: shards)
+    train_gpt2.check(hp, world_size=8)
+    shards.pop()
+    with pytest.raises(InputError, match="for 19000 steps, and the run needs 19073; add shards"):
+        train_gpt2.check(hp, world_size=8)
+
+
+def test_pyarrow_is_missing(monkeypatch):
+    def fail(limit):
+        raise hellaswag_scoring.DataError("HellaSwag needs pyarrow")
+
+    monkeypatch.setattr(hellaswag_scoring, "load_items", fail)
+    message = "^HellaSwag needs pyarrow, or use --hellaswag 0 to train without HellaSwag$"
+    with pytest.raises(InputError, match=message):
+        train_gpt2.load_text_tools(tiny_hp(hellaswag=2))
+
+
 # -----------------------------------------------------------------------------
 # Bad input
 
@@ -569,7 +614,8 @@ def test_hellaswag_during_training(workplace, monkeypatch):
     ({"beta2": 1.0}, "--beta2 must be in [0, 1)"),
     (
         {"num_iterations": 8, "repeat_data": False},
-        "has enough tokens for 7 steps, but the run needs 8; add shards, lower --num_iterations or",
+        "has only enough tokens for 7 steps, and the run needs 8; add shards (see data/README.md), "
+        "lower --num_iterations or use --repeat_data true",
     ),
     ({"val_tokens": 1024}, "at most 992"),
     ({"val_tokens": 100}, "must be a multiple of --block_size 32"),
@@ -585,9 +631,9 @@ def test_impossible_settings(workplace, changes, message):
 
 
 @pytest.mark.parametrize("header, message", [
-    ({"magic": 1}, "wrong magic number.*; make it again"),
-    ({"version": 2}, "shard version 2 instead of 1; make it again"),
-    ({"count": 99}, "size differs; make it again"),
+    ({"magic": 1}, "wrong magic number.*; delete it and run the data script again"),
+    ({"version": 2}, "shard version 2 instead of 1; delete it and run the data script again"),
+    ({"count": 99}, "size differs; delete it and run the data script again"),
 ])
 def test_impossible_shards(workplace, header, message):
     path = workplace / "data" / "shakespeare" / "shakespeare_train_000001.bin"
@@ -603,14 +649,18 @@ def test_tokens_outside_the_vocabulary(workplace):
 
 
 @pytest.mark.parametrize("run, changes, message", [
-    (run_script, {"n_head": 3}, "error: --n_embd 32 must be"),
-    (run_forked, {"learning_rate": 1e30, "val_loss_every": 0}, "error: step "),
+    (run_script, {"n_head": 3}, "error: --n_embd 32 must be a multiple of --n_head 3"),
+    (
+        run_forked,
+        {"learning_rate": 1e30, "val_loss_every": 0},
+        r"error: step \d+: the loss \(.+\) or the gradient norm \(.+\) is not finite; lower --lear",
+    ),
 ])
 def test_errors_are_one_line(workplace, run, changes, message):
     """Runs the script with a bad setting, and with one that makes the loss infinite."""
     result = run(command_line(**changes), cwd=workplace, script=SCRIPT)
     assert result.returncode == 2
-    assert result.stderr.startswith(message), result.stderr
+    assert re.match(message, result.stderr), result.stderr
     assert result.stderr.count("\n") == 1
     assert not (workplace / "checkpoints").exists()
 
@@ -620,7 +670,7 @@ def test_levers_table(workplace):
     result = run_script(arguments, cwd=workplace, script=BASELINE / "levers.py")
     assert result.returncode == 0, result.stderr[-2000:]
     lines = result.stdout.splitlines()
-    assert lines[1].startswith("mini: 4 layers, width 192, 1 x 1024 tokens a step")
+    assert lines[1].startswith("mini: 4 layers, width 192, 1 x 1024 tokens per step")
     rows = lines[4:]
     assert [row[:18].strip() for row in rows] == [
         "float32",

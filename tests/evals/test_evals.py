@@ -325,7 +325,7 @@ def test_wrong_checkpoints_are_refused(name, tmp_path):
             models.load(str(path))
         text = str(e.value)
         assert "\n" not in text
-        remedies = ("save it again", "train it again", "give a model.safetensors")
+        remedies = ("copy it again", "or train the model again", "use a model.safetensors that one")
         assert any(words in text for words in remedies) or f"{width} 0" in text
 
     without_matrix = dict(good)
@@ -334,12 +334,12 @@ def test_wrong_checkpoints_are_refused(name, tmp_path):
     refused(f"{matrix} is missing", without_matrix)
     refused("tensor extra is not part of the model", good | {"extra": torch.zeros(1)})
     refused("has shape", **{width: 64})
-    refused("layers, but only", **{LAYERS[name]: 10**9})
+    refused("says 1000000000 layers, but the file has only", **{LAYERS[name]: 10**9})
     refused(f"{width} = 'wide'", **{width: "wide"})
     refused(f"{width} = True", **{width: True})
     refused(f"{width} = \\(1, 2\\)", **{width: [1, 2]})
     refused("another version", new_field=1)
-    refused(f"no possible model|{width} 0", **{width: 0})
+    refused(f"impossible model sizes|{width} 0", **{width: 0})
     refused("not a JSON object", metadata={"model": name, key: "[1"})
     refused("not a JSON object", metadata={"model": name, key: "3"})
     refused("names no model", metadata={"format": "pt"})
@@ -368,8 +368,21 @@ def test_files_that_are_no_checkpoints(tmp_path):
     with pytest.raises(InputError, match="not a complete safetensors file"):
         models.load(str(path))
     assert not (tmp_path / "exploded").exists()
-    with pytest.raises(InputError, match="no such model"):
-        models.load(str(tmp_path / "nothing"))
+    nothing = tmp_path / "nothing"
+    with pytest.raises(InputError, match=f"{nothing}: no such file; use a model.safetensors, its"):
+        models.load(str(nothing))
+    path.unlink()
+    with pytest.raises(InputError, match=f"{path}: no such file; use a model.safetensors, its"):
+        models.load(str(tmp_path))
+
+
+def test_a_vocabulary_without_text(tmp_path):
+    """The message gives no advice about training."""
+    model = train_gpt2.GPT(replace(GPT2_BYTES, vocab_size=300))
+    train_gpt2.save_model(model, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="tokens of a vocabulary of 300 can't be") as e:
+        models.load(str(tmp_path))
+    assert str(e.value).endswith("257 tokens (bytes) or 50257 tokens (GPT-2's)")
 
 
 # -----------------------------------------------------------------------------
@@ -619,20 +632,40 @@ def test_items_from_parquet_and_jsonl(tmp_path):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("bad.jsonl", b"{", "not HellaSwag items"),
-    ("bad.jsonl", b"\xff\xfe", "not HellaSwag items"),
+    ("bad.jsonl", b"{", "can't be read as HellaSwag items"),
+    ("bad.jsonl", b"\xff\xfe", "can't be read as HellaSwag items"),
     ("bad.jsonl", b"", "no items"),
-    ("bad.jsonl", b'{"ctx": "a", "endings": ["b"], "label": 0}', "item 1 is not"),
-    ("bad.jsonl", b"[]", "item 1 is not"),
-    ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "item 1 is not"),
-    ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": ""}', "item 1 is not"),
-    ("bad.parquet", b"PAR1", "not HellaSwag items"),
+    ("bad.jsonl", b'{"ctx": "a", "endings": ["b"], "label": 0}', "item 1 must have"),
+    ("bad.jsonl", b"[]", "item 1 must have"),
+    ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "item 1 must have"),
+    ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": ""}', "item 1 must have"),
+    ("bad.parquet", b"PAR1", "can't be read as HellaSwag items"),
 ])
 def test_bad_items(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(hellaswag_scoring.DataError, match=message):
         hellaswag_scoring.load_items(path)
+
+
+def test_pyarrow_is_missing(tmp_path, monkeypatch):
+    write_items(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # importing it fails
+    message = "HellaSwag needs pyarrow .*; run pip install -r evals/requirements.txt$"
+    with pytest.raises(hellaswag_scoring.DataError, match=message):
+        hellaswag_scoring.load_items(tmp_path / "items.parquet")
+    assert len(hellaswag_scoring.load_items(tmp_path / "items.jsonl")) == 13
+
+
+def test_a_failed_download_of_the_items(tmp_path):
+    """--data is an option of hellaswag.py only, so hellaswag_scoring.py doesn't mention it."""
+    save("speedrun", tmp_path)
+    settings = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    result = run_script([tmp_path], cwd=tmp_path, script=HELLASWAG, **settings)
+    assert result.returncode == 2
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("error: cannot download HellaSwag from the Hugging Face hub (")
+    assert message.endswith("run the same command again, or use a local file with --data")
 
 
 def test_two_processes_count_as_one(tmp_path):
