@@ -75,8 +75,7 @@ TWO_KINDS = [
     "The page has two kinds of tables, and their figures differ:",
     "",
     "- A [screen](screens/README.md) measures many ideas together. It uses the recipe with NorMuon.",
-    "- The other tables compare one change at a time with the recipe before NorMuon (490 steps).",
-    "  An idea that a screen has measured has no row there.",
+    "- The other tables compare one change at a time with the recipe before NorMuon (490 steps).",    "  An idea that a screen has measured has no row there, except at other sizes.",
     "",
 ]
 # Not kept of a comparison, because it depends on the other ideas in the same comparison
@@ -496,7 +495,7 @@ def summary(recipe: dict[str, dict]) -> list[str]:
     each = " or ".join(str(n) for n in runs)
     return [
         f"{len(results)} of {len(recipe)} changes to the recipe were measured, {each} runs each.",
-        "Each one removes or replaces a part that helped the larger model of the NanoGPT",
+        "Each one adds, removes or replaces a part that helped the larger model of the NanoGPT",
         f"speedrun. Of these parts, on `mini`: **{', '.join(counts)}**. If a part was replaced in",
         "several ways, the best one counts.",
         "",

@@ -171,7 +171,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
         [
             f"# {record.name}",
             "",
-            f"A record of the `{record.track}` track, set on {record.date} on {record.hardware}.",
+            f"A record of the `{record.track}` track, set on {record.date}. Hardware: {record.hardware}.",
             f"The target loss is {record.target:g}.",
             "",
             "## What changed",
