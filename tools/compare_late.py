@@ -1,10 +1,10 @@
 """
 Late ideas: --from 70% starts an idea's runs at the base's checkpoint after 70% of the steps.
 
-An idea that only changes the end of training has the same losses then as in a whole run. Its final
-losses also differ much less from the base's at the same seed, so it needs far fewer runs. To make sure
-that it changes nothing earlier, the idea trains once from step 0 to the checkpoint, and must arrive at
-the same weights and optimizer state, bit for bit.
+An idea that only changes the end of training has the same losses then as in a whole run. Its
+final losses also differ much less from the base's at the same seed, so it needs far fewer runs. To
+make sure that it changes nothing earlier, the idea trains once from step 0 to the checkpoint, and
+must arrive at the same weights and optimizer state, bit for bit.
 """
 
 import time
@@ -84,14 +84,14 @@ def check_late_idea(setup: Setup, base: Variant, idea: Variant, seed: int) -> No
     for name, weight in states[0]["model"].items():
         if not equal(weight, states[1]["model"].get(name)):
             raise UsageError(
-                f"--from: {idea.name} changes training before step {step} ({name} differs from the base's), "
-                "so only whole runs can be compared; leave out --from"
+                f"--from: {idea.name} changes training before step {step} ({name} differs from the "
+                "base's), so only whole runs can be compared; leave out --from"
             )
     same = len(states[0]["model"]) == len(states[1]["model"])
     if not same or not equal(moments(states[0]), moments(states[1])):
         raise UsageError(
-            f"--from: at step {step}, the parameters or the optimizer state of {idea.name} differ from the "
-            "base's, so only whole runs can be compared; leave out --from"
+            f"--from: at step {step}, the parameters or the optimizer state of {idea.name} differ from "
+            "the base's, so only whole runs can be compared; leave out --from"
         )
     home.mkdir(parents=True, exist_ok=True)
     write_file(marker, b"")
