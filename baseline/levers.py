@@ -75,7 +75,7 @@ def parse_args():
     )
     add = parser.add_argument
     add("--device", default=default_device, choices=["cpu", "cuda"],
-        help="what to measure; default: cuda with a GPU, otherwise cpu")
+        help="device to measure; default: cuda with a GPU, otherwise cpu")
     add("--track", choices=TRACKS,
         help="which model and settings; default: fineweb on a GPU, mini on a CPU")
     add("--steps", type=int, default=20, metavar="N",

@@ -1,7 +1,7 @@
 """
 Imitates other people's machines, and prints a table of what happens on each.
 
-    python tests/machines                  runs all cases: about twenty minutes on two cores
+    python tests/machines                  runs all cases: 20 to 30 minutes on two cores
     python tests/machines --only network   runs the situations that contain this word
     python tests/machines --list           lists the situations without running them
 
