@@ -179,7 +179,7 @@ def gpu_page_and_json(folder, only, minutes):
         if seconds > 1:
             results[name] = run_check(name, seconds)
         else:
-            left_out = f"the {minutes:g} minutes were over; run the command again to continue"
+            left_out = f"the {minutes:g} minutes are over; run the command again to continue"
             results[name] = {"status": "was left out", "seconds": 0.0, "figures": {}, "error": left_out}
         print(f"{results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
         write_report(folder, conditions, results)

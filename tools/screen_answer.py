@@ -110,12 +110,12 @@ def group_in_words(result: Result, group: int) -> list[str]:
     if not pairs:
         return []
     names = ", ".join(f"{factors[i].name} x {factors[j].name}" for i, j in pairs)
-    words = f"Pairs that act together: {names}. Their joint effect is {contrast.difference:+.4f}, "
-    words += "too large to be chance."
+    words = "Two factors interact" if len(pairs) == 1 else "At least one of these pairs interacts"
+    words += f": {names}. The effect is {contrast.difference:+.4f}, too large to be chance."
     if len(pairs) > 1:
         order = separating_order(group, len(factors))
         if order is not None:
-            words += " To tell them apart, screen again with the factors in this order: "
+            words += " To find out which, screen again with the factors in this order: "
             words += ", ".join(factors[i].name for i in order) + "."
     return textwrap.wrap(words, WIDTH)
 
@@ -123,17 +123,19 @@ def group_in_words(result: Result, group: int) -> list[str]:
 def facts_in_words(result: Result) -> str:
     blocks = result.blocks
     machines = sorted({f"{block.machine}, {plural(block.threads, 'thread')} per run" for block in blocks})
-    words = "Loss: high minus low. Steps: how many more or fewer it takes to reach the same loss with "
-    words += "high instead of low. "
+    steps = "Steps: how many more or fewer it takes to reach the same loss"
+    words = f"Loss: high minus low. {steps} with high than with low. "
+    if all(factor.is_switch for factor in result.factors):
+        words = f"Loss: with the idea minus without it. {steps} with the idea than without it. "
     if len(blocks) > 1:
         words += f"Intervals have 99% confidence for all {len(result.factors)} factors together. "
         words += f"Standard deviation of a run: {result.fit.sd:.4f}. "
     else:
         words += "Intervals need two blocks. "
     if not any(factor.is_switch for factor in result.factors):
-        words += f"Mean loss of all configurations: {result.mean_loss():.4f}. Of the base, from its runs "
-        words += f"with fewer and more steps: about {result.base_loss():.4f}. If that is lower, the best "
-        words += "values may lie between low and high. "
+        words += f"The mean loss of all configurations is {result.mean_loss():.4f}. That of the base is "
+        words += f"about {result.base_loss():.4f}, estimated from its runs with fewer and with more steps. "
+        words += "If the base's is lower, the best values may lie between low and high. "
     words += slope_in_words(result.slope) or STEPS_UNKNOWN
     return f"{words} Runs on {'; '.join(machines)}."
 

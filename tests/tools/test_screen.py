@@ -258,10 +258,10 @@ def test_screen(place):
     (group,) = [group for group in answer["groups"] if group["found"]]
     assert group["pairs"] == [["d", "e"]]
     assert group["difference"] == pytest.approx(0.025, abs=0.002)
-    assert "Pairs that act together: d x e." in out
+    assert "Two factors interact: d x e. The effect is +0.0" in out
     # a: -0.014 on average over low and high, b: 0.011, d and e: 0.05 in a quarter of the configurations
     assert answer["mean_loss"] - answer["base_loss"] == pytest.approx(0.0095, abs=0.002)
-    assert "Mean loss" not in out  # ideas that are off or on have no middle
+    assert "mean loss" not in out  # ideas that are off or on have no middle
     assert (place / "o.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -425,8 +425,9 @@ def test_settings_around_the_base(place):
     # five factors at 0.015 on average, and 0.05 as both d and e are positive
     assert answer["mean_loss"] - answer["base_loss"] == pytest.approx(0.125, abs=0.003)
     words = " ".join(out.split())
-    assert f"Mean loss of all configurations: {answer['mean_loss']:.4f}. Of the base" in words
-    assert f"about {answer['base_loss']:.4f}. If that is lower" in words
+    mean = f"The mean loss of all configurations is {answer['mean_loss']:.4f}. That of the base is about "
+    assert f"{mean}{answer['base_loss']:.4f}, estimated from its runs" in words
+    assert "Loss: high minus low." in words
 
 
 def test_patches(place):
