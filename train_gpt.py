@@ -13,13 +13,14 @@ The recipe is modded-nanogpt's of May 2025 (https://github.com/KellerJordan/modd
   U-net skips, value embeddings
 - each block mixes the token embedding back into the residual stream, with learned weights
 - sliding-window attention within documents, with a window that grows during training
-- soft-capped logits, computed in FP8 on GPUs that support it
+- soft-capped logits, in training computed in FP8 on GPUs that support it
 
 The batch doesn't depend on the number of processes: one GPU and eight GPUs train the same model.
+Only on GPUs with little memory, sequences are shorter (see fitted).
 
 Importing this file trains nothing. Shapes in comments: B sequences, S tokens per sequence,
-T = B * S tokens, N = T / 128 blocks, H heads, D channels per head, C = model_dim, V = padded
-vocabulary size.
+T = B * S tokens, N = T / 128 blocks of the mask, H heads, D channels per head, C = model_dim,
+V = padded vocabulary size.
 """
 # -----------------------------------------------------------------------------
 # 1. Preamble
@@ -199,7 +200,7 @@ def head_loss_backward_op(
     probabilities = (capped - lse[:, None]).exp()
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
     grad_capped = grad * (probabilities - one_hot.float())
-    # the derivative of 30 sigmoid(z / s) is capped (1 - capped / 30) / s
+    # d capped / d logits = capped (1 - capped / 30) / (7.5 sqrt(model_dim)), see softcap
     grad_logits = grad_capped * capped * (1 - capped / 30) / (7.5 * model_dim**0.5)
     grad_f8 = (grad_logits / grad_s).to(torch.float8_e5m2)
     grad_scale = as_scale(grad_s, grad)
@@ -310,8 +311,8 @@ class Muon(torch.optim.Optimizer):
 
     def _normalize(self, params: list[Tensor], group: dict, updates: Tensor) -> Tensor:
         """NorMuon: divides each channel by its running RMS, and keeps the norm of the update.
-        Updates are (n, ..., rows, cols) with rows <= cols. A channel is an index along the longer
-        side: a column. In a square matrix it is a row, that is, an output."""
+        Updates are (n, ..., rows, cols) with rows <= cols. A channel is a column, that is, an index
+        along the longer side. Only in a square matrix, it is a row, that is, an output."""
         square = updates.size(-2) == updates.size(-1)
         dim = -1 if square else -2  # the dimension to average over
         updates = updates.float()
@@ -702,7 +703,8 @@ class GPT(nn.Module):
             return F.cross_entropy(logits, targets, reduction="sum")
         # Scales as in modded-nanogpt. x is RMS-normed, so its elements are at most sqrt(C). Weights
         # are assumed to stay below 24. train_step multiplies the gradient by 1 / num_sequences, so
-        # a logit's gradient is below that; grad_s maps it to less than 448.
+        # a logit's gradient is below that. grad_s maps it to less than 448, far below 57,344, the
+        # largest value of e5m2.
         x_s = self.hp.model_dim**0.5 / FP8_MAX
         w_s = 24 / FP8_MAX
         grad_s = 1 / FP8_MAX / self.hp.num_sequences
@@ -811,7 +813,7 @@ class Hyperparameters:
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, summed over all processes")
     train_seq_len: int = setting(48 * 1024, "tokens per training sequence; halved on small GPUs if not set")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, "sequences per micro-batch, reduced if they don't divide")
+    sequences_per_pass: int = setting(1, "sequences per micro-batch, reduced to a divisor of all")
     vocab_size: int = setting(50257, "number of token ids")
     eot_token: int = setting(50256, "token id that begins a document")
     # model
@@ -820,10 +822,11 @@ class Hyperparameters:
     head_dim: int = setting(128, "channels per head")
     model_dim: int = setting(768, "channels of the residual stream")
     num_value_embeds: int = setting(3, "N value embedding tables, for the first N and last N layers")
+    # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7")
     long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, such as 0,7")
-    max_window: int = setting(1728, "attention window at the end of training, in tokens")
-    fp8: bool = setting(True, "compute the head in FP8 on GPUs that support it")
+    max_window: int = setting(1728, "last attention window in tokens, rounded up to 128s")
+    fp8: bool = setting(True, "in training, compute the head in FP8 on GPUs that support it")
     # optimization
     num_iterations: int = setting(1770, "training steps")
     cooldown_frac: float = setting(0.4, "learning rates decay in this last fraction of the steps")
@@ -1185,7 +1188,7 @@ def set_up_cpu():
         torch.set_num_threads(max(1, CPU_CORES // processes))
 
 
-def describe_machine(world, compiler):
+def describe_machine(world, compiler_line):
     """Returns lines for the log about the GPUs, or the CPU and its compiler. No host or user
     name."""
     if world.device.type == "cuda":
@@ -1205,11 +1208,11 @@ def describe_machine(world, compiler):
             openmp.append(f"{name}={value}")
     return (
         f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads per process, "
-        f"instruction sets: {' '.join(flags)}\n{compiler}\nOpenMP: {' '.join(openmp) or 'defaults'}"
+        f"instruction sets: {' '.join(flags)}\n{compiler_line}\nOpenMP: {' '.join(openmp) or 'defaults'}"
     )
 
 
-def log_header(hp, world, compiler=""):
+def log_header(hp, world, compiler_line=""):
     """Returns the start of a log: the source, versions, machine and settings."""
     settings = dict(dataclasses.asdict(hp), world_size=world.size)
     plural = "es" if world.size > 1 else ""
@@ -1218,7 +1221,7 @@ def log_header(hp, world, compiler=""):
         "=" * 100,
         f"Running Python {sys.version}",
         f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}",
-        describe_machine(world, compiler),
+        describe_machine(world, compiler_line),
         f"{world.size} process{plural} on {world.device.type}",
         "=" * 100,
         f"hyperparameters: {json.dumps(settings)}\n",
@@ -1462,7 +1465,7 @@ def warm_up(model, optimizers, buckets, hp, world):
     rng = torch.Generator(world.device).manual_seed(world.rank)
     count = max(local, hp.val_seq_len)
     tokens = torch.randint(hp.vocab_size, (count,), device=world.device, generator=rng)
-    targets = tokens[:local]
+    targets = tokens[:local]  # also the inputs: only shapes and dtypes matter here
     for _ in range(hp.warmup_steps):
         train_step(model, optimizers, buckets, targets.int(), targets, window_blocks, hp, world)
     targets = tokens[: hp.val_seq_len]
@@ -1806,13 +1809,13 @@ def first_bad(first_bad_step, step, value):
 class Logbook:
     """The clock, validations and log of a run. Rank 0 prints it and writes log_dir/RUN_ID.txt."""
 
-    def __init__(self, log_dir, hp, world, resumed, compiler):
+    def __init__(self, log_dir, hp, world, resumed, compiler_line):
         self.hp = hp
         self.world = world
         self.run_id = resumed.get("run_id", str(uuid.uuid4()))
         self.train_ms = resumed.get("train_time_ms", 0.0)
         self.validations = resumed.get("validations", [])  # (step, val_loss, train_ms)
-        self.text = resumed.get("log") or log_header(hp, world, compiler)
+        self.text = resumed.get("log") or log_header(hp, world, compiler_line)
         self.path = Path(log_dir) / f"{self.run_id}.txt"
         if world.rank == 0:
             write_file(self.path, self.text.encode())
@@ -1870,8 +1873,8 @@ class Logbook:
 
 def start_run(args, hp, world, parts, resumed):
     """Starts the log, warms up, and loads the checkpoint of a resumed run."""
-    model, compiled, compiler, optimizers, buckets = parts
-    book = Logbook(args.log_dir, hp, world, resumed, compiler)
+    model, compiled, compiler_line, optimizers, buckets = parts
+    book = Logbook(args.log_dir, hp, world, resumed, compiler_line)
     usual = TRACKS[hp.track].train_seq_len
     if hp.train_seq_len != usual and not resumed:
         book.write(
@@ -1882,8 +1885,8 @@ def start_run(args, hp, world, parts, resumed):
     warm_up(compiled, optimizers, buckets, hp, world)
     seconds = time.perf_counter() - start
     book.write(f"warm-up: {hp.warmup_steps} steps in {seconds:.1f} s, untimed")
-    if compiler not in book.text:  # resumed with a different compiler
-        book.write(compiler)
+    if compiler_line not in book.text:  # resumed with a different compiler
+        book.write(compiler_line)
     if resumed:
         load_checkpoint(resumed, model, optimizers)
         plural = "es" if world.size > 1 else ""
@@ -1913,7 +1916,7 @@ def run(args, hp, world, parts, resumed):
             book.stop_clock()
             val_loss = validate(compiled, step, hp, world)
             bad_step = first_bad(first_bad_step, step, val_loss)
-            stop = vote(bad_step, world)  # for the last step; in others, it is set again below
+            stop = vote(bad_step, world)  # raises InputError; only the last step uses `stop`
             book.validation(step, val_loss.item())
             book.start_clock()
         if last_step:
@@ -1971,8 +1974,8 @@ def train(args, hp):
     handle_signals()  # for a script that imports this file
     model = build_model(hp, world)
     optimizers = build_optimizers(model, hp)
-    compiled, compiler = compile_model(model, hp, world)
-    parts = (model, compiled, compiler, optimizers, GradientBuckets(model.parameters()))
+    compiled, compiler_line = compile_model(model, hp, world)
+    parts = (model, compiled, compiler_line, optimizers, GradientBuckets(model.parameters()))
     losses = []
     for i in range(args.num_runs):
         hp_of_run = dataclasses.replace(hp, seed=hp.seed + i)

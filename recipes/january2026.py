@@ -1395,7 +1395,7 @@ def set_up_cpu():
         torch.set_num_threads(max(1, CPU_CORES // processes))
 
 
-def describe_machine(world, compiler):
+def describe_machine(world, compiler_line):
     """Returns lines for the log about the GPUs, or the CPU and its compiler. No host or user
     name."""
     if world.device.type == "cuda":
@@ -1415,11 +1415,11 @@ def describe_machine(world, compiler):
             openmp.append(f"{name}={value}")
     return (
         f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads per process, "
-        f"instruction sets: {' '.join(flags)}\n{compiler}\nOpenMP: {' '.join(openmp) or 'defaults'}"
+        f"instruction sets: {' '.join(flags)}\n{compiler_line}\nOpenMP: {' '.join(openmp) or 'defaults'}"
     )
 
 
-def log_header(hp, world, compiler=""):
+def log_header(hp, world, compiler_line=""):
     """Returns the start of a log: the source, versions, machine and settings."""
     settings = dict(dataclasses.asdict(hp), world_size=world.size)
     plural = "es" if world.size > 1 else ""
@@ -1428,7 +1428,7 @@ def log_header(hp, world, compiler=""):
         "=" * 100,
         f"Running Python {sys.version}",
         f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}",
-        describe_machine(world, compiler),
+        describe_machine(world, compiler_line),
         f"{world.size} process{plural} on {world.device.type}",
         "=" * 100,
         f"hyperparameters: {json.dumps(settings)}\n",
@@ -2064,13 +2064,13 @@ class Logbook:
     """The clock, validations and log of a run. Rank 0 writes <log_dir>/<run_id>.txt and the
     console."""
 
-    def __init__(self, log_dir, hp, world, resumed, compiler):
+    def __init__(self, log_dir, hp, world, resumed, compiler_line):
         self.hp = hp
         self.world = world
         self.run_id = resumed.get("run_id", str(uuid.uuid4()))
         self.train_ms = resumed.get("train_time_ms", 0.0)
         self.validations = resumed.get("validations", [])  # (step, val_loss, train_ms)
-        self.text = resumed.get("log") or log_header(hp, world, compiler)
+        self.text = resumed.get("log") or log_header(hp, world, compiler_line)
         self.path = Path(log_dir) / f"{self.run_id}.txt"
         if world.rank == 0:
             write_file(self.path, self.text.encode())
@@ -2128,15 +2128,15 @@ class Logbook:
 
 def start_run(args, hp, world, parts, resumed):
     """Starts the log, warms up, and loads the checkpoint of a resumed run."""
-    model, compiled, compiler, optimizers = parts
-    book = Logbook(args.log_dir, hp, world, resumed, compiler)
+    model, compiled, compiler_line, optimizers = parts
+    book = Logbook(args.log_dir, hp, world, resumed, compiler_line)
     start = time.perf_counter()
     warm_up(compiled, optimizers, hp, world)
     seconds = time.perf_counter() - start
     steps = hp.warmup_steps * len(hp.seq_lens)
     book.write(f"warm-up: {steps} steps in {seconds:.1f} s, untimed")
-    if compiler not in book.text:  # resumed with another compiler than the log's header names
-        book.write(compiler)
+    if compiler_line not in book.text:  # resumed with another compiler than the log's header names
+        book.write(compiler_line)
     if resumed:
         load_checkpoint(resumed, model, optimizers)
         plural = "es" if world.size > 1 else ""
@@ -2222,8 +2222,8 @@ def train(args, hp):
     handle_signals()  # for a script that imports this file
     model = build_model(hp, world)
     optimizers = build_optimizers(model, hp)
-    compiled, compiler = compile_model(model, hp, world)
-    parts = (model, compiled, compiler, optimizers)
+    compiled, compiler_line = compile_model(model, hp, world)
+    parts = (model, compiled, compiler_line, optimizers)
     losses = []
     for i in range(args.num_runs):
         hp_of_run = dataclasses.replace(hp, seed=hp.seed + i)
