@@ -512,7 +512,7 @@ def later_section(title: str, ideas: dict[str, dict]) -> list[str]:
     for idea in ideas.values():
         if idea.get("entered"):
             entered.append(f"{idea['part']} (`{idea['entered']}`)")
-    adopted = ", ".join(entered) or "none"
+    adopted = ", ".join(entered) or "none of them"
     own = []
     for idea in ideas.values():
         if idea.get("ours") and idea["part"] not in own:
@@ -520,13 +520,13 @@ def later_section(title: str, ideas: dict[str, dict]) -> list[str]:
     lines = [
         f"## {title}",
         "",
-        "These ideas shortened the NanoGPT speedrun after May 2025. Each one was added alone to",
-        "the recipe before any of them. An idea that doesn't help here may help at the official",
+        "These ideas shortened the NanoGPT speedrun after May 2025. Each was added alone to",
+        "a recipe that had none of them. An idea that doesn't help here may help at the official",
         "size.",
     ]
     if own:
         lines.append(f"Not an idea of the speedrun, but a variation of ours: {', '.join(own)}.")
-    return [*lines, f"The mini track now uses: {adopted}.", "", *table(ideas)]
+    return [*lines, f"The mini track now uses {adopted}.", "", *table(ideas)]
 
 
 def descriptions(title: str, ideas: dict[str, dict]) -> list[str]:

@@ -232,7 +232,7 @@ def leaderboard(track: str, records: list[Record]) -> list[str]:
         f"## {track}",
         "",
         f"Target: a mean validation loss below {targets} with p < {P_VALUE:g}. Seconds are the",
-        "mean training time. The fastest record on each hardware is in bold.",
+        "mean training time. The fastest record on each kind of hardware is in bold.",
         "",
         *markdown_table(header, cells, right=("#", "seconds", "val_loss", "p", "runs", "steps")),
         "",

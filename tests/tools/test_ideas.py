@@ -178,8 +178,8 @@ def test_later_ideas_have_a_table_and_a_correction_of_their_own(folder, tmp_path
     later, muon = text.split("## Later ideas\n")[1].split("## Later ideas about Muon\n")
     assert "| 0.0040 |" in later  # c is now the only measured idea in its table
     assert "(ideas/d/)" not in later
-    assert "The mini track now uses: none." in later
-    assert "The mini track now uses: d (`muon_d`)." in muon
+    assert "The mini track now uses none of them." in later
+    assert "The mini track now uses d (`muon_d`)." in muon
     assert "| 1.0e-05 |" in muon
     assert "(ideas/c/)" not in muon
     assert "- **d** (section" in muon
