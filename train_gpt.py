@@ -813,7 +813,9 @@ class Hyperparameters:
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, summed over all processes")
     train_seq_len: int = setting(48 * 1024, "tokens per training sequence; halved on small GPUs if not set")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, "sequences per micro-batch, reduced to a divisor of all")
+    sequences_per_pass: int = setting(
+        1, "sequences per micro-batch; reduced if it doesn't divide the sequences of a process"
+    )
     vocab_size: int = setting(50257, "number of token ids")
     eot_token: int = setting(50256, "token id that begins a document")
     # model
@@ -825,7 +827,7 @@ class Hyperparameters:
     # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7")
     long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, such as 0,7")
-    max_window: int = setting(1728, "last attention window in tokens, rounded up to 128s")
+    max_window: int = setting(1728, "attention window at the end of training, in tokens")
     fp8: bool = setting(True, "in training, compute the head in FP8 on GPUs that support it")
     # optimization
     num_iterations: int = setting(1770, "training steps")

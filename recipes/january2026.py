@@ -1010,7 +1010,9 @@ class Hyperparameters:
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
     num_sequences: int = setting(8, "sequences per step, on all processes together")
     seq_lens: tuple[int, ...] = setting((16384, 32768, 49152), "tokens per sequence, in thirds of the run")
-    sequences_per_pass: int = setting(1, "micro-batch size in sequences, lowered to a divisor")
+    sequences_per_pass: int = setting(
+        1, "sequences per micro-batch; reduced if it doesn't divide the sequences of a process"
+    )
     max_document: int = setting(2048, "tokens after which a document is cut")
     skip_rest: bool = setting(True, "skip what a document has left when it is cut")
     vocab_size: int = setting(50257, "number of token ids")
