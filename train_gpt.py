@@ -1209,7 +1209,7 @@ def describe_machine(world, compiler_line):
         if name.startswith(("OMP_", "GOMP_")):
             openmp.append(f"{name}={value}")
     return (
-        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads per process, "
+        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
         f"instruction sets: {' '.join(flags)}\n{compiler_line}\nOpenMP: {' '.join(openmp) or 'defaults'}"
     )
 

@@ -237,7 +237,7 @@ def test_numbers_of_processes_that_do_not_fit():
     for size in (1, 2, 4, 8):
         january2026.check_hyperparameters(hp, size)
     for size in (3, 5, 16):
-        with pytest.raises(january2026.InputError, match="use 1, 2, 4, 8"):
+        with pytest.raises(january2026.InputError, match="possible numbers of processes: 1, 2, 4, 8"):
             january2026.check_hyperparameters(hp, size)
 
 

@@ -748,7 +748,7 @@ def test_resume_force_with_another_model_is_one_line(shards, stopped):
 def test_resume_after_the_last_step_is_one_line(shards, stopped):
     before = contents(stopped)
     job = resume(shards, stopped, "--resume_force", num_iterations=5)
-    job.fails("step 6", "--num_iterations 5")
+    job.fails("step 6", "--num_iterations is 5")
     assert contents(stopped) == before
 
 
@@ -868,7 +868,7 @@ def test_damaged_checkpoint_is_refused(kind, shards, stopped, whole):
     newest = checkpoints(stopped)[6]
     DAMAGE[kind](newest)
     assert not list(stopped.rglob("victim"))
-    says = r"step000006\.pt is damaged .*try the one before"
+    says = r"step000006\.pt is damaged .*try the previous one"
     with pytest.raises(train_gpt.InputError, match=says) as error:
         train_gpt.read_checkpoint(str(newest.parent), "")
     assert "\n" not in str(error.value)
