@@ -551,6 +551,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: 
     return y.transpose(1, 2)
 
 
+def exclusive_self_attention(y: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+    """Removes a part of the component of y along the token's own value (XSA: Shuangfei Zhai,
+    https://arxiv.org/abs/2603.09078). @djdumpling made the part learnable: tanh(weight), in record
+    82 of the speedrun. y, v (1, T, H, D), weights (H,) -> (1, T, H, D)."""
+    dot = (y * v).sum(dim=-1, keepdim=True)  # (1, T, H, 1)
+    square = (v * v).sum(dim=-1, keepdim=True).clamp_min(1e-8)
+    fraction = weights.tanh().type_as(y)[:, None]
+    return y - fraction * (dot / square) * v
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, hp, rotary):
         super().__init__()
@@ -560,7 +570,11 @@ class CausalSelfAttention(nn.Module):
         hdim = hp.num_heads * hp.head_dim
         self.qkv_w = nn.Parameter(torch.empty(3, hdim, hp.model_dim))  # Q, K and V in one matmul
         self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
+        self.scale = hp.attention_scale
         self.c_proj = CastedLinear(hdim, hp.model_dim)
+        self.xsa_weights = None
+        if hp.xsa:
+            self.xsa_weights = nn.Parameter(torch.zeros(hp.num_heads))
 
     def forward(self, x, ve, mask, seq_len):  # x (1, T, C), ve (T, H * D) or None -> (1, T, C)
         heads = (self.num_heads, self.head_dim)
@@ -572,20 +586,24 @@ class CausalSelfAttention(nn.Module):
         v = self.lambdas[0] * v
         if ve is not None:
             v = v + self.lambdas[1] * ve.view_as(v)
-        # with QK norm, the scale is free: 0.12 was tuned for the speedrun
-        y = attention(q, k, v, mask, scale=0.12)
+        y = attention(q, k, v, mask, self.scale)
+        if self.xsa_weights is not None:
+            y = exclusive_self_attention(y, v, self.xsa_weights)
         return self.c_proj(y.flatten(2))
 
 
 class MLP(nn.Module):
-    def __init__(self, dim):
+    def __init__(self, hp):
         super().__init__()
-        self.c_fc = CastedLinear(dim, 4 * dim)
-        self.c_proj = CastedLinear(4 * dim, dim)
+        self.relu_slope = hp.relu_slope
+        self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)
+        self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_fc(x)
-        x = F.relu(x).square()  # ReLU squared, https://arxiv.org/abs/2109.08668
+        # ReLU squared (https://arxiv.org/abs/2109.08668) if the slope is 0. @parinzee introduced
+        # the leaky version in https://github.com/openai/parameter-golf/pull/493.
+        x = F.leaky_relu(x, self.relu_slope).square()
         return self.c_proj(x)
 
 
@@ -596,7 +614,7 @@ class Block(nn.Module):
         self.attn = None
         if layer not in hp.attn_free_layers:
             self.attn = CausalSelfAttention(hp, rotary)
-        self.mlp = MLP(hp.model_dim)
+        self.mlp = MLP(hp)
 
     def forward(
         self, x: Tensor, x0: Tensor, ve: Tensor | None, mask: BlockMask | Tensor, seq_len: int
@@ -605,6 +623,22 @@ class Block(nn.Module):
         if self.attn is not None:
             x = x + self.attn(norm(x), ve, mask, seq_len)
         return x + self.mlp(norm(x))
+
+
+class Smear(nn.Module):
+    """Adds a part of the previous token's embedding to each token's. The part is a learned scale
+    times a gate that reads the first 12 channels. By @classiclarryd, record 34 of the speedrun."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(12))
+        self.scale = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, C)
+        previous = F.pad(x, (0, 0, 1, 0))[:, :-1]  # zeros before the first token
+        gate = (x[..., :12] @ self.gate.type_as(x)).sigmoid()  # (B, S)
+        part = self.scale * gate
+        return x + part.type_as(x)[..., None] * previous
 
 
 class GPT(nn.Module):
@@ -632,6 +666,9 @@ class GPT(nn.Module):
             self.value_embeds.append(nn.Embedding(hp.vocab_size, hdim, dtype=dtype))
             self.ve_of_layer[i] = i
             self.ve_of_layer[hp.num_layers - hp.num_value_embeds + i] = i
+        self.smear = None
+        if hp.smear:
+            self.smear = Smear()
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len))
         self.blocks = nn.ModuleList(Block(hp, i, rotary) for i in range(hp.num_layers))
         self.skip_weights = None
@@ -676,7 +713,10 @@ class GPT(nn.Module):
         tokens = input_seq.flatten()
         seq_len = input_seq.size(1)
         value_embeds = [table(tokens) for table in self.value_embeds]  # each (T, H * D)
-        x = x0 = norm(self.embed(tokens))[None]  # (1, T, C)
+        x = self.embed(input_seq)  # (B, S, C)
+        if self.smear is not None:
+            x = self.smear(x)
+        x = x0 = norm(x).flatten(0, 1)[None]  # (1, T, C)
         skips = []
         num_skips = self.hp.num_layers // 2
         first_decoder = self.hp.num_layers - num_skips
@@ -828,6 +868,10 @@ class Hyperparameters:
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7")
     long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, such as 0,7")
     max_window: int = setting(1728, "attention window at the end of training, in tokens")
+    attention_scale: float = setting(0.12, "scale of the attention scores")
+    xsa: bool = setting(False, "exclusive self-attention (XSA)")
+    smear: bool = setting(False, "add a part of the previous token's embedding to each token's")
+    relu_slope: float = setting(0.0, "slope of the MLP's ReLU for negative inputs; 0 for ReLU squared")
     fp8: bool = setting(True, "in training, compute the head in FP8 on GPUs that support it")
     # optimization
     num_iterations: int = setting(1770, "training steps")
@@ -859,8 +903,8 @@ class Hyperparameters:
 
     @property
     def padded_vocab_size(self):
-        """vocab_size rounded up to a multiple of 128, for faster matmuls."""
-        return math.ceil(self.vocab_size / 128) * 128
+        """vocab_size rounded up to a multiple of 64, for faster matmuls."""
+        return math.ceil(self.vocab_size / 64) * 64
 
 
 TRACKS = {

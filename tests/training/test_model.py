@@ -219,7 +219,7 @@ def test_initial_loss_of_the_byte_track():
     inputs, targets = batch(hp, 2, 256)
     with torch.no_grad():
         loss = model(inputs, targets, blocks(1)).item()
-    assert loss == pytest.approx(math.log(384), abs=1e-5)
+    assert loss == pytest.approx(math.log(320), abs=1e-5)
 
 
 def fineweb_shapes():

@@ -141,7 +141,7 @@ def one_process(shards, tmp_path_factory):
 
 def test_training_learns_from_an_exact_start(one_process):
     assert list(one_process) == [0, 2, 4, 6]
-    assert one_process[0] == round(math.log(384), 4)
+    assert one_process[0] == round(math.log(320), 4)
     assert one_process[6] < one_process[0] - 0.05
 
 
@@ -175,7 +175,7 @@ def test_torchrun(shards, tmp_path):
     losses = val_losses(done.stdout)
     assert list(losses) == [0, 2]
     assert losses == val_losses(read_log(tmp_path))
-    assert losses[0] == pytest.approx(math.log(384), abs=2e-4)
+    assert losses[0] == pytest.approx(math.log(320), abs=2e-4)
     assert losses[2] < losses[0]
 
 
@@ -798,7 +798,7 @@ def test_mini_meets_its_target(shakespeare, tmp_path):
     done = run_script(["--track", "mini", "--device", "cpu"], tmp_path, TORCH_COMPILE_DISABLE="0")
     assert done.returncode == 0, done.stderr[-3000:]
     losses = val_losses(done.stdout)
-    assert losses[0] == pytest.approx(math.log(384), abs=2e-4)
+    assert losses[0] == pytest.approx(math.log(320), abs=2e-4)
     assert losses[hp.num_iterations] < hp.target_val_loss + 0.005, losses
     assert len(losses) == 12  # a record needs at least eight after step 0
 
