@@ -533,7 +533,7 @@ def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: flo
     (CPUs). Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
-    # no need to subtract the maximum: with QK norm, scores are at most scale * D, about 15
+    # no need to subtract the maximum: with QK norm, scores are at most scale * D
     queries = split_blocks(q * scale)  # (N, H, 128, D)
     scores = queries @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()
@@ -928,13 +928,16 @@ TRACKS = {
         attn_free_layers=(),
         long_window_layers=(0, 3),
         max_window=256,
-        num_iterations=385,
+        xsa=True,
+        smear=True,
+        relu_slope=0.5,
+        num_iterations=325,
         cooldown_frac=1.0,
         final_lr_frac=0.0,
         head_lr=0.1,
         embed_lr=0.2,
         adam_beta2=0.98,
-        muon_momentum=0.9,
+        muon_momentum=0.86,
         muon_momentum_warmup=100,
         muon_beta2=0.95,
         warmup_steps=3,
@@ -948,6 +951,7 @@ POSITIVE = (
     "num_layers", "num_heads", "head_dim", "model_dim", "max_window", "num_iterations",
     "cooldown_frac", "adam_eps", "ns_steps", "target_val_loss",
 )
+MAX_SCORE = 60  # of the attention, with QK norm
 BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "muon_momentum_start", "muon_beta2")
 
 
@@ -975,6 +979,13 @@ def check_hyperparameters(hp, world_size, device="cpu"):
         require(part % BLOCK_SIZE == 0, f"--{part_name} {part}: must be a multiple of {BLOCK_SIZE}")
         require(whole % part == 0, f"--{whole_name} {whole}: must be a multiple of --{part_name} {part}")
     require(hp.head_dim % 4 == 0, f"--head_dim {hp.head_dim}: must be a multiple of 4")
+    # portable_attention doesn't subtract the maximum of the scores, and exp overflows above 88
+    largest_score = hp.attention_scale * hp.head_dim
+    require(
+        largest_score <= MAX_SCORE,
+        f"--attention_scale {hp.attention_scale}: scores would reach {largest_score:g}; with "
+        f"--head_dim {hp.head_dim}, the scale must be at most {MAX_SCORE / hp.head_dim:g}",
+    )
     require(
         hp.eot_token < hp.vocab_size,
         f"--eot_token {hp.eot_token}: must be less than --vocab_size {hp.vocab_size}",

@@ -179,11 +179,23 @@ def speedrun_attention(model, layer: int, x, value_embed, cache, visible):
     v = attn.lambdas[0] * v
     if value_embed is not None:
         v = v + attn.lambdas[1] * value_embed.view_as(v)
-    k, v = cache.append(layer, k.transpose(1, 2), v.transpose(1, 2), first)
+    keys, values = cache.append(layer, k.transpose(1, 2), v.transpose(1, 2), first)
     q = q.transpose(1, 2)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.12)
-    y = y.transpose(1, 2).reshape(B, t, -1)
-    return attn.c_proj(y)
+    y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=attn.scale)
+    y = y.transpose(1, 2)  # (B, t, H, D)
+    if attn.xsa_weights is not None:
+        y = train_gpt.exclusive_self_attention(y, v, attn.xsa_weights)
+    return attn.c_proj(y.flatten(2))
+
+
+def speedrun_embeddings(model, cache, start: int, end: int):
+    """Returns the embeddings (B, end - start, C) of tokens in the cache. With smear, each has a part
+    of the previous token's embedding."""
+    if model.smear is None:
+        return model.embed(cache.tokens[:, start:end])
+    first = max(0, start - 1)  # the first token of a text has no previous one
+    x = model.smear(model.embed(cache.tokens[:, first:end]))
+    return x[:, start - first:]
 
 
 def speedrun_forward(model, ids, cache=None, last_only=False):
@@ -208,7 +220,7 @@ def speedrun_forward(model, ids, cache=None, last_only=False):
     short_window = visible_keys(cache, cache.length, end, max(1, window_blocks // 2))
 
     value_embeds = [table(ids) for table in model.value_embeds]  # (B, t, H*D) each
-    x = norm(model.embed(ids))  # (B, t, C)
+    x = norm(speedrun_embeddings(model, cache, cache.length, end))  # (B, t, C)
     x0 = x
     skips = []
     num_skips = hp.num_layers // 2

@@ -63,7 +63,15 @@ SCREENS = "screens"  # the folder of the screens, beside FOLDER
 FACTS = ("machine", "torch", "threads", "processes", "jobs")
 FIELDS = ("part", "change", "does", "where", "records", "field")
 # The recipe that all ideas are compared with: the track before NorMuon
-RECIPE = ["--muon_beta2", "0", "--num_iterations", "490"]
+RECIPE = [
+    "--muon_beta2", "0",
+    "--muon_momentum", "0.9",
+    "--smear", "false",
+    "--xsa", "false",
+    "--relu_slope", "0",
+    "--attention_scale", "0.12",
+    "--num_iterations", "490",
+]
 SIZES = {
     "wide": (
         "twice the width",

@@ -53,7 +53,12 @@ SPEEDRUN = replace(
     train_seq_len=256,
     val_seq_len=1024,
     val_tokens=1024,
+    attention_scale=0.2,
+    xsa=True,
+    smear=True,
+    relu_slope=0.5,
 )
+PLAIN = dict(attention_scale=0.12, xsa=False, smear=False, relu_slope=0.0)  # as in fineweb
 
 
 @torch.no_grad()
@@ -128,18 +133,20 @@ def test_gpt2_forward_is_the_models_own():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("max_window, long_layers, free_layers", [
-    (512, (0, 4), (2,)),
-    (256, (0, 1, 2, 3, 4), ()),
-    (1024, (1,), (0, 4)),
-    (128, (), ()),
+@pytest.mark.parametrize("max_window, long_layers, free_layers, changes", [
+    (512, (0, 4), (2,), {}),
+    (512, (0, 4), (2,), PLAIN),
+    (256, (0, 1, 2, 3, 4), (), {}),
+    (1024, (1,), (0, 4), PLAIN),
+    (128, (), (), {}),
 ])
-def test_speedrun_forward_is_the_models_own(max_window, long_layers, free_layers):
+def test_speedrun_forward_is_the_models_own(max_window, long_layers, free_layers, changes):
     hp = replace(
         SPEEDRUN,
         max_window=max_window,
         long_window_layers=long_layers,
         attn_free_layers=free_layers,
+        **changes,
     )
     model = speedrun_checkpoint(hp).model
     ids = text(2, 897)

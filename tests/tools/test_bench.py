@@ -209,7 +209,7 @@ def test_table_of_parts(measured):
         ("attention out", (256, 16, 32)),
         ("MLP in", (256, 32, 128)),
         ("MLP out", (256, 128, 32)),
-        ("head", (256, 32, 384)),
+        ("head", (256, 32, 320)),
     ],
 )
 def test_table_of_products(measured, product, shape):

@@ -81,13 +81,26 @@ def reference_attention(params, hp, i, x, ve, mask):
         v = v + lambdas[1] * ve.view(heads)
     q = rotate(rms_norm(q), hp.head_dim)
     k = rotate(rms_norm(k), hp.head_dim)
-    y = dense_attention(q, k, v, mask, 0.12)
+    y = dense_attention(q, k, v, mask, hp.attention_scale)
+    if hp.xsa:
+        along = torch.einsum("bshd,bshd->bsh", y, v) / torch.einsum("bshd,bshd->bsh", v, v)
+        part = params[f"blocks.{i}.attn.xsa_weights"].tanh()
+        y = y - torch.einsum("h,bsh,bshd->bshd", part, along, v)
     return y.reshape(len(x), -1) @ params[f"blocks.{i}.attn.c_proj.weight"].T
 
 
-def reference_mlp(params, i, x):
+def reference_smear(params, embeddings):
+    """x[t] + scale * sigmoid(gate @ x[t, :12]) * x[t - 1], token by token."""
+    smeared = [embeddings[0]]
+    for t in range(1, len(embeddings)):
+        gate = torch.sigmoid(params["smear.gate"] @ embeddings[t, :12])
+        smeared.append(embeddings[t] + params["smear.scale"] * gate * embeddings[t - 1])
+    return torch.stack(smeared)
+
+
+def reference_mlp(params, hp, i, x):
     h = x @ params[f"blocks.{i}.mlp.c_fc.weight"].T
-    h = h.relu().square()
+    h = torch.where(h > 0, h, hp.relu_slope * h).square()
     return h @ params[f"blocks.{i}.mlp.c_proj.weight"].T
 
 
@@ -101,7 +114,10 @@ def reference_logits(params, hp, seq, window_blocks, long_layers, free_layers):
     first_decoder = n - num_skips
     ve = [params[f"value_embeds.{i}.weight"][seq] for i in range(hp.num_value_embeds)]
     ve = ve + [None] * (n - 2 * len(ve)) + ve
-    x0 = rms_norm(params["embed.weight"][seq])  # (S, dim)
+    x0 = params["embed.weight"][seq]  # (S, dim)
+    if hp.smear:
+        x0 = reference_smear(params, x0)
+    x0 = rms_norm(x0)
     x = x0
     skips = []
     for i in range(n):
@@ -112,7 +128,7 @@ def reference_logits(params, hp, seq, window_blocks, long_layers, free_layers):
         if i not in free_layers:
             mask = long_mask if i in long_layers else short_mask
             x = x + reference_attention(params, hp, i, rms_norm(x), ve[i], mask)
-        x = x + reference_mlp(params, i, rms_norm(x))
+        x = x + reference_mlp(params, hp, i, rms_norm(x))
         if i < num_skips:
             skips.append(x)
     logits = rms_norm(x) @ params["lm_head.weight"].T
@@ -182,6 +198,27 @@ def test_loss_and_gradients_equal_the_plain_model(window, num_seqs):
         with torch.no_grad():
             loss = model(inputs, targets, blocks(window))
         assert loss.item() == pytest.approx(want, rel=2e-6)
+
+
+IDEAS = dict(smear=True, xsa=True, relu_slope=0.5, attention_scale=0.2)
+
+
+@pytest.mark.parametrize("changes", [IDEAS, *({name: value} for name, value in IDEAS.items())])
+def test_each_idea_equals_the_plain_model(changes):
+    """The options that fineweb doesn't use, all together and one by one."""
+    hp = replace(TINY, **changes)
+    model = randomize(GPT(hp, dtype=torch.float32)).train()
+    inputs, targets = batch(hp, 3, 256)
+    exact = double_parameters(model)
+    losses = reference_losses(exact, hp, inputs, targets, 2, (0, 4, 7, 11), (7,))
+    losses.sum().backward()
+    loss = model(inputs, targets, blocks(2))
+    assert loss.item() == pytest.approx(losses.sum().item(), rel=2e-6)
+    loss.backward()
+    assert_same_gradients(model, exact)
+    # without the change, tokens have other losses
+    plain = reference_losses(exact, TINY, inputs, targets, 2, (0, 4, 7, 11), (7,))
+    assert (plain - losses).abs().max() > 1e-3
 
 
 def test_mini_equals_the_plain_model():
