@@ -181,7 +181,7 @@ def speedrun_attention(model, layer: int, x, value_embed, cache, visible):
         v = v + attn.lambdas[1] * value_embed.view_as(v)
     keys, values = cache.append(layer, k.transpose(1, 2), v.transpose(1, 2), first)
     q = q.transpose(1, 2)
-    y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=attn.scale)
+    y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.12)
     y = y.transpose(1, 2)  # (B, t, H, D)
     if attn.xsa_weights is not None:
         y = train_gpt.exclusive_self_attention(y, v, attn.xsa_weights)
@@ -189,13 +189,13 @@ def speedrun_attention(model, layer: int, x, value_embed, cache, visible):
 
 
 def speedrun_embeddings(model, cache, start: int, end: int):
-    """Returns the embeddings (B, end - start, C) of tokens in the cache. With smear, each has a part
-    of the previous token's embedding."""
+    """Returns the embeddings (B, end - start, C) of tokens in the cache. With smear, each includes a
+    part of the previous token's embedding."""
     if model.smear is None:
         return model.embed(cache.tokens[:, start:end])
     first = max(0, start - 1)  # the first token of a text has no previous one
     x = model.smear(model.embed(cache.tokens[:, first:end]))
-    return x[:, start - first:]
+    return x[:, start - first:]  # without the token before the first one
 
 
 def speedrun_forward(model, ids, cache=None, last_only=False):

@@ -594,7 +594,7 @@ def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: flo
     (CPUs). Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
-    # no need to subtract the maximum: with QK norm, scores are at most scale * D
+    # no need to subtract the maximum: with QK norm, scores are at most scale * D, about 15
     queries = split_blocks(q * scale)  # (N, H, 128, D)
     scores = queries @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()

@@ -69,7 +69,6 @@ RECIPE = [
     "--smear", "false",
     "--xsa", "false",
     "--relu_slope", "0",
-    "--attention_scale", "0.12",
     "--num_iterations", "490",
 ]
 SIZES = {
@@ -82,8 +81,9 @@ SIZES = {
 TWO_KINDS = [
     "The page has two kinds of tables, and their figures differ:",
     "",
-    "- A [screen](screens/README.md) measures many ideas together. It uses the recipe with NorMuon.",
-    "- The other tables compare one change at a time with the recipe before NorMuon (490 steps).",    "  An idea that a screen has measured has no row there, except at other sizes.",
+    "- A [screen](screens/README.md) measures many ideas together. It uses the recipe with NorMuon (385 steps).",
+    "- The other tables compare one change at a time with the recipe before NorMuon (490 steps).",
+    "  An idea that a screen has measured has no row there, except at other sizes.",
     "",
 ]
 # Not kept of a comparison, because it depends on the other ideas in the same comparison

@@ -53,12 +53,11 @@ SPEEDRUN = replace(
     train_seq_len=256,
     val_seq_len=1024,
     val_tokens=1024,
-    attention_scale=0.2,
     xsa=True,
     smear=True,
     relu_slope=0.5,
 )
-PLAIN = dict(attention_scale=0.12, xsa=False, smear=False, relu_slope=0.0)  # as in fineweb
+PLAIN = dict(xsa=False, smear=False, relu_slope=0.0)  # as in fineweb
 
 
 @torch.no_grad()
