@@ -347,11 +347,13 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
         axes.step(xs, ys, "o-", where="post", color=color, label=hardware)
         for n in own:
             name = textwrap.shorten(records[n].name, 32, placeholder=" …")
-            annotate(axes, f"#{n + 1} {name}, {times[n]:.1f} s", (places[n], times[n]), (7, 5))
+            text = f"#{n + 1} {name}, {times[n]:.1f} s"
+            offset = (7, -14) if n == own[-1] else (7, 5)  # above the line, but the last one below
+            annotate(axes, text, (places[n], times[n]), offset)
     if one_month:
         axes.set_xticks(numbers, [f"#{n}" for n in numbers])
         room = max(len(records) - 1, 1)
-        axes.set_xlim(1 - 0.05 * room, len(records) + 0.45 * room)  # room for the last name
+        axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
         label = f"record, {min(dates)}"
         if max(dates) > min(dates):
             label += f" to {max(dates)}"
@@ -360,7 +362,7 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
         finish_time_axes(axes, dates)
     axes.set_ylim(0, 1.15 * max(times))
     axes.set_ylabel("training time to the target (s)")
-    axes.legend(loc="upper right")
+    figure.legend(loc="outside upper center", ncols=2)
     save_figure(figure, path)
 
 
