@@ -1,5 +1,5 @@
 """
-Trains 50 steps of mini on a CPU. tools/gpu_report.py compares the losses of a GPU with these losses.
+Trains 50 steps of an older mini on a CPU. tools/gpu_report.py compares the losses of a GPU with these losses.
 
     python tools/gpu_reference.py --seeds 5
 
@@ -26,9 +26,21 @@ WINDOWS = {"steps 11 to 20": slice(10, 20), "steps 41 to 50": slice(40, 50)}
 VARIANTS = ("float32", "bf16", "fp8")
 
 
+# mini as it was when the losses were kept: without smear, XSA and leaky ReLU, with 384 logits
+OPTIONS = [
+    "--track", "mini",
+    "--num_iterations", str(STEPS),
+    "--smear", "false",
+    "--xsa", "false",
+    "--relu_slope", "0",
+    "--muon_momentum", "0.9",
+    "--vocab_size", "384",
+]
+
+
 def settings():
-    """The hyperparameters of the 50 steps: mini with a shorter schedule."""
-    _, hp = train_gpt.parse_arguments(["--track", "mini", "--num_iterations", str(STEPS)])
+    """The hyperparameters of the 50 steps: an older mini with a shorter schedule."""
+    _, hp = train_gpt.parse_arguments(OPTIONS)
     return hp
 
 

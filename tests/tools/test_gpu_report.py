@@ -397,8 +397,21 @@ def test_reference_is_complete():
         assert list(reference[variant]) == seeds
         for losses in reference[variant].values():
             assert len(losses) == gpu_reference.STEPS
-            assert losses[0] == pytest.approx(math.log(320), abs=1e-3)  # the head starts at zero
+            assert losses[0] == pytest.approx(math.log(384), abs=1e-3)  # the head starts at zero
             assert losses[-1] < 2.2
+
+
+def test_settings_are_those_of_the_kept_losses(monkeypatch):
+    """The recipe of mini changes, but a GPU must train that of the kept losses."""
+    hp = gpu_reference.settings()
+    assert hp.padded_vocab_size == 384
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    world = train_gpt.World(rank=0, size=1, device=CPU)
+    two_steps = replace(hp, num_iterations=2)
+    found = gpu_reference.losses_of_seeds(two_steps, world, [0], torch.float32, fp8=False)["0"]
+    kept = gpu_reference.read_reference()["float32"]["0"]
+    assert found == pytest.approx(kept[:2], abs=1e-4)
 
 
 @pytest.mark.parametrize("window", gpu_reference.WINDOWS)
