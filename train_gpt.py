@@ -884,7 +884,9 @@ class Hyperparameters:
     final_lr_frac: float = setting(0.1, "final learning rate, as a fraction of the initial one")
     head_lr: float = setting(0.22, "Adam's learning rate for the head")
     embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
-    scalar_lr: float = setting(0.04, "Adam's learning rate for scalars and vectors, such as lambdas and skip weights")
+    scalar_lr: float = setting(
+        0.04, "Adam's learning rate for scalars and vectors, such as lambdas and skip weights"
+    )
     adam_beta1: float = setting(0.8, "decay of Adam's first moment")
     adam_beta2: float = setting(0.95, "decay of Adam's second moment")
     adam_eps: float = setting(1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens")

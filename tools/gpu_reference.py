@@ -1,5 +1,6 @@
 """
-Trains 50 steps of an older mini on a CPU. tools/gpu_report.py compares the losses of a GPU with these losses.
+Trains 50 steps of an older mini on a CPU. tools/gpu_report.py compares the losses of a GPU with
+these losses.
 
     python tools/gpu_reference.py --seeds 5
 
