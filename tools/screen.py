@@ -316,6 +316,29 @@ def differing_weight(weights: dict, expected: dict) -> str:
     return ""
 
 
+def read_original(screen: Screen, path: str) -> bytes:
+    """A file of the revision that the screen names, or of the working tree. Raises UsageError."""
+    if not screen.revision:
+        return (compare_sources.ROOT / path).read_bytes()
+    try:
+        return compare_sources.git("show", f"{screen.revision}:{path}")
+    except UsageError as e:
+        raise UsageError(f"{screen.name}: revision {screen.revision}: {e}") from None
+
+
+def patched_original(screen: Screen, patch: str) -> bytes:
+    """train_gpt.py with a patch, both of the revision that the screen names. Raises UsageError."""
+    source = read_original(screen, "train_gpt.py")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder).resolve() / "idea.patch"
+        file.write_bytes(read_original(screen, patch))
+        try:
+            return patched(file, source)
+        except UsageError as e:
+            hint = "" if screen.revision else '; set revision = "COMMIT" if it belongs to an older train_gpt.py'
+            raise UsageError(f"{patch}: {e}{hint}") from None
+
+
 def check_switches(screen: Screen) -> int:
     """Trains with all switches off, and with each one alone, beside train_gpt.py and its patches.
 
@@ -323,7 +346,7 @@ def check_switches(screen: Screen) -> int:
     switches = [factor for factor in screen.factors if factor.patch and factor.high]
     if not switches:
         raise UsageError("nothing to check: --check needs a factor with both high and patch")
-    plain = (compare_sources.ROOT / "train_gpt.py").read_bytes()
+    plain = read_original(screen, "train_gpt.py")
     script = screen.base.source
     status = 0
     for factor in [None, *switches]:
@@ -332,7 +355,7 @@ def check_switches(screen: Screen) -> int:
         switch = []
         if factor is not None:
             name = factor.name
-            source = patched((compare_sources.ROOT / factor.patch).resolve(), plain)
+            source = patched_original(screen, factor.patch)
             switch = shlex.split(factor.high)
         weights = weights_of(script, (*screen.options, *switch))
         different = differing_weight(weights, weights_of(source, tuple(screen.options)))

@@ -4,6 +4,8 @@ The definition of a screen (a TOML file), its 32 configurations, and its finishe
 A definition has these keys. All but `factor` may be left out:
 
     script = "train_gpt.py"       the script to train with, or a git revision, whose train_gpt.py is meant
+    revision = "f8091ed"          for screen.py --check: the git revision whose train_gpt.py and patches
+                                  the script is compared with; default: the working tree
     options = "--track mini"      options of all runs
     seed = 1000                   the seed of the first block
     until = "1%"                  the gain in steps that matters
@@ -31,7 +33,7 @@ from compare_stats import SLOPE_FACTOR
 from log_parsing import UsageError, write_file
 from screen_design import CONFIGURATIONS, FEWEST_FACTORS, MOST_FACTORS, make_design
 
-KEYS = {"script": str, "options": str, "seed": int, "until": str, "factor": list}
+KEYS = {"script": str, "revision": str, "options": str, "seed": int, "until": str, "factor": list}
 FACTOR_KEYS = {"name": str, "low": str, "high": str, "patch": str}
 TYPE_NAMES = {str: "a text in quotes", int: "a whole number", list: "a list of [[factor]] tables"}
 
@@ -58,6 +60,7 @@ class Factor:
 class Screen:
     folder: Path  # of the definition and the blocks
     script: str
+    revision: str  # "" for the working tree
     options: list[str]
     seed: int
     until: float
@@ -247,8 +250,10 @@ def read_screen(path: Path) -> Screen:
     factors = table["factor"]
     common = table["options"]
     script = table.get("script", "train_gpt.py")
+    revision = table.get("revision", "")
     for factor in factors:
-        if factor.patch and not (compare_sources.ROOT / factor.patch).is_file():
+        in_working_tree = factor.patches_source or (factor.patch and not revision)
+        if in_working_tree and not (compare_sources.ROOT / factor.patch).is_file():
             raise UsageError(f"{path}: there is no file {factor.patch} in the repository")
     source = read_script(script, str(path))
     base = Variant("the base", source, common)
@@ -266,6 +271,7 @@ def read_screen(path: Path) -> Screen:
     return Screen(
         folder=path.resolve().parent,
         script=script,
+        revision=revision,
         options=common,
         seed=table.get("seed", 0),
         until=read_percent(table.get("until", "1%")),

@@ -482,3 +482,26 @@ def test_check_of_switches(tmp_path, monkeypatch):
     off, muon, head = out.splitlines()
     assert (off, muon) == ("all off: equal", "muon: equal")
     assert head.startswith("head: differs in ")
+
+    # Later, train_gpt.py and a patch change. The script and its switches still belong to the first commit.
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "first")
+    (tmp_path / "script.py").write_text(source)
+    (tmp_path / "train_gpt.py").write_text(source.replace("0.05, \"Muon's", "0.04, \"Muon's"))
+    (tmp_path / "head.patch").unlink()
+    later = ['script = "script.py"', 'revision = "HEAD"', *lines]
+    (tmp_path / "screens/first/screen.toml").write_text("\n".join(later))
+    status, again, err = run("--check")
+    assert (status, again) == (1, out), err
+    later[1] = 'revision = "nothing"'
+    (tmp_path / "screens/first/screen.toml").write_text("\n".join(later))
+    status, again, err = run("--check")
+    assert status == 2
+    assert "revision nothing: " in err
+    (tmp_path / "head.patch").write_text("")
+    (tmp_path / "screens/first/screen.toml").write_text("\n".join([later[0], *later[2:]]))
+    status, again, err = run("--check")
+    assert status == 2
+    assert "the patch doesn't apply" in err
+    assert 'set revision = "COMMIT"' in err
