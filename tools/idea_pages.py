@@ -19,7 +19,7 @@ Fields of idea.json. The first five are required:
                    can't be compared (for example, because it was measured with other ideas)
     later          true for ideas from after May 2025
     options        options of train_gpt.py that the idea needs, too
-    current        false if train_gpt.py has the idea as an option now, so the patch no longer applies
+    current        false if the patch no longer applies, because train_gpt.py has the idea as an option
 
 Exit status: 0 written, 2 bad input.
 """
@@ -36,6 +36,37 @@ from record_pages import RECORDS, markdown_table
 FOLDER = RECORDS / "mini" / "ideas"
 SCREENS = "screens"  # the folder of the screens, beside FOLDER
 FIELDS = ("part", "change", "does", "records", "field")
+
+INTRODUCTION = """\
+# What ideas are worth on the mini track
+
+`python tools/idea_pages.py` writes this page from [ideas/](ideas/) and [screens/](screens/). Don't
+edit it.
+
+A [screen](screens/README.md) measures up to 16 ideas at once. An idea that doesn't help here may
+help at the official size. [NOTES.md](NOTES.md#five-runs-for-each-idea) has older results.
+"""
+
+COLUMNS = """\
+- **steps**: how many more (+) or fewer (-) steps it takes to reach the same loss. The effect is the
+  mean over all combinations of the other factors. The time of a step isn't counted.
+- **99% interval**: for all ideas of a screen together.
+- **verdict**: *helps* or *hurts* if the loss clearly differs. The interval of the steps can then
+  still contain zero, because it includes the error of converting losses to steps. *Not worth it*
+  if a gain of {until} of the steps is ruled out. Otherwise *undecided*: more runs are needed.
+- **record and gain in the speedrun**: the record of the NanoGPT speedrun that introduced the idea,
+  and how many steps it saved there. Percentages with *about* are our estimates: the steps that it
+  saved, divided by the steps of a record near it.
+- **that gain is**: *inside* our interval or *excluded* by it. *Not comparable* if the speedrun
+  measured the idea together with other changes.
+"""
+
+UNMEASURED = """\
+## Not in a screen yet
+
+To measure one of these, run `./run.sh compare --idea records/mini/ideas/NAME/idea.patch`. Its
+`idea.json` describes it, and names any options that it needs.
+"""
 
 
 # -----------------------------------------------------------------------------
@@ -70,8 +101,10 @@ def read_ideas(folder: Path) -> dict[str, dict]:
 
 
 def read_screens(folder: Path) -> dict[str, dict]:
-    """Maps the names of screens of ideas to their results. A result is what `screen.py --json` wrote
-    about the largest group of blocks, and `effects`: names of ideas to factors. Raises LogError."""
+    """Maps the names of screens of ideas to their results.
+
+    A result is what `screen.py --json` wrote about the largest group of blocks, and `effects`, which
+    maps names of ideas to factors. Raises LogError."""
     screens = {}
     for file in sorted((folder.parent / SCREENS).glob("*/result.json")):
         try:
@@ -124,35 +157,17 @@ def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]
     """The lines about a screen. Raises LogError."""
     seeds = " and ".join(map(str, screen["seeds"]))
     runs = 32 * len(screen["seeds"])
+    machines = "; ".join(screen["machines"])
     return [
         f"## The screen {name}",
         "",
         f"{len(screen['effects'])} ideas, each off or on, in 32 combinations with seeds {seeds}:",
-        f"{runs} runs on {'; '.join(screen['machines'])}, {screen['dtype']}, PyTorch {screen['torch']}.",
+        f"{runs} runs on {machines}, {screen['dtype']}, PyTorch {screen['torch']}.",
         f"A run's standard deviation is {screen['sd']:.4f}.",
         "",
         *screen_table(name, screen, ideas),
         "",
         f"![The effects with their intervals](screens/{name}/effects.png)",
-        "",
-    ]
-
-
-def columns(until: float) -> list[str]:
-    """The lines that explain the columns of the tables."""
-    return [
-        "- **steps**: how many more (+) or fewer (-) steps it takes to reach the same loss. The effect",
-        "  is the mean over all combinations of the other factors. The time of a step isn't counted.",
-        "- **99% interval**: for all ideas of a screen together.",
-        "- **verdict**: *helps* or *hurts* if the loss clearly differs. The interval of the steps can",
-        "  then still contain zero, because it includes the error of converting losses to steps.",
-        f"  *Not worth it* if a gain of {goal(until)} of the steps is ruled out. Otherwise *undecided*: more",
-        "  runs are needed.",
-        "- **record and gain in the speedrun**: the record of the NanoGPT speedrun that introduced the",
-        "  idea, and how many steps it saved there. Percentages with *about* are our estimates: the",
-        "  steps that it saved, divided by the steps of a record near it.",
-        "- **that gain is**: *inside* our interval or *excluded* by it. *Not comparable* if the speedrun",
-        "  measured the idea together with other changes.",
         "",
     ]
 
@@ -198,13 +213,7 @@ def unmeasured(ideas: dict[str, dict]) -> list[str]:
         return []
     later = {name: idea for name, idea in ideas.items() if idea.get("later")}
     recipe = {name: idea for name, idea in ideas.items() if not idea.get("later")}
-    lines = [
-        "## Not in a screen yet",
-        "",
-        "To measure one of these, run `./run.sh compare --idea records/mini/ideas/NAME/idea.patch`. Its",
-        "`idea.json` describes it, and names any options that it needs.",
-        "",
-    ]
+    lines = UNMEASURED.splitlines() + [""]
     if later:
         lines += ["Ideas from after May 2025:", "", *table(later), ""]
     if recipe:
@@ -216,22 +225,14 @@ def page(folder: Path) -> str:
     """IDEAS.md. Raises LogError."""
     ideas = read_ideas(folder)
     screens = read_screens(folder)
-    lines = [
-        "# What ideas are worth on the mini track",
-        "",
-        "`python tools/idea_pages.py` writes this page from [ideas/](ideas/) and [screens/](screens/). "
-        "Don't edit it.",
-        "",
-        "A [screen](screens/README.md) measures up to 16 ideas at once. An idea that doesn't help here may",
-        "help at the official size. [NOTES.md](NOTES.md#five-runs-for-each-idea) has older results.",
-        "",
-    ]
+    lines = INTRODUCTION.splitlines() + [""]
     measured = []
     for name, screen in screens.items():
         lines += screen_section(name, screen, ideas)
         measured += [idea for idea in screen["effects"] if idea not in measured]
     if measured:
-        lines += columns(next(iter(screens.values()))["until"])
+        until = goal(next(iter(screens.values()))["until"])
+        lines += COLUMNS.format(until=until).splitlines() + [""]
         lines += descriptions(sorted(measured, key=lambda n: ideas[n]["part"].lower()), ideas)
     lines += unmeasured({name: idea for name, idea in ideas.items() if name not in measured})
     return "\n".join(lines).rstrip() + "\n"

@@ -335,7 +335,9 @@ def patched_original(screen: Screen, patch: str) -> bytes:
         try:
             return patched(file, source)
         except UsageError as e:
-            hint = "" if screen.revision else '; set revision = "COMMIT" if it belongs to an older train_gpt.py'
+            hint = ""
+            if not screen.revision:
+                hint = '; if it belongs to an older train_gpt.py, set revision = "COMMIT"'
             raise UsageError(f"{patch}: {e}{hint}") from None
 
 

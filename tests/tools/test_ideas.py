@@ -189,7 +189,8 @@ def test_patches_of_current_ideas_apply_and_train(name):
     """
     source = SCRIPT.read_bytes()
     options = tuple(CURRENT[name].get("options", "").split())
-    changed = weights_of(compare_sources.patched(idea_pages.FOLDER / name / "idea.patch", source), options)
+    patched = compare_sources.patched(idea_pages.FOLDER / name / "idea.patch", source)
+    changed = weights_of(patched, options)
     base = weights_of(source, options)
     assert changed.keys() != base.keys() or any(
         not torch.equal(t, base[key]) for key, t in changed.items()
