@@ -34,6 +34,7 @@ from log_parsing import LogError, run_command, write_file
 from record_pages import RECORDS, markdown_table
 
 FOLDER = RECORDS / "mini" / "ideas"
+PATCHES = "records/mini/ideas/"  # how the patch of an idea begins in a screen's definition
 SCREENS = "screens"  # the folder of the screens, beside FOLDER
 FIELDS = ("part", "change", "does", "records", "field")
 
@@ -96,6 +97,14 @@ def read_ideas(folder: Path) -> dict[str, dict]:
     return {file.parent.name: read_idea(file) for file in sorted(folder.glob("*/idea.json"))}
 
 
+def link(name: str, idea: dict) -> str:
+    return f"[{idea['part']}](ideas/{name}/)"
+
+
+def record_and_gain(idea: dict) -> str:
+    return f"{idea['records']}: {idea['field']}"
+
+
 # -----------------------------------------------------------------------------
 # Screens
 
@@ -111,9 +120,9 @@ def read_screens(folder: Path) -> dict[str, dict]:
             found = json.loads(file.read_text(encoding="utf-8"))[0]
             effects = {}
             for factor in found["factors"]:
-                if factor["patch"]:
+                if factor["patch"].startswith(PATCHES):
                     effects[Path(factor["patch"]).parent.name] = factor
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             raise LogError(f"{file}: not written by screen.py --json") from None
         if effects:
             screens[file.parent.name] = {**found, "effects": effects}
@@ -139,12 +148,12 @@ def screen_table(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
         idea = ideas[idea_name]
         effect = effects[idea_name]
         row = {
-            "idea": f"[{idea['part']}](ideas/{idea_name}/)",
+            "idea": link(idea_name, idea),
             "change": idea["change"],
             "steps": percent(effect["steps"]),
             "99% interval": percent_interval(effect["steps_interval"]),
             "verdict": effect["verdict"],
-            "record and gain in the speedrun": f"{idea['records']}: {idea['field']}",
+            "record and gain in the speedrun": record_and_gain(idea),
             "that gain is": figure_there(idea, effect),
         }
         rows.append(row)
@@ -199,10 +208,7 @@ def descriptions(names: list[str], ideas: dict[str, dict]) -> list[str]:
 def table(ideas: dict[str, dict]) -> list[str]:
     """The lines of a table of ideas without figures."""
     header = ("idea", "change", "record and gain in the speedrun")
-    rows = []
-    for name, idea in ideas.items():
-        link = f"[{idea['part']}](ideas/{name}/)"
-        rows.append((link, idea["change"], f"{idea['records']}: {idea['field']}"))
+    rows = [(link(name, idea), idea["change"], record_and_gain(idea)) for name, idea in ideas.items()]
     rows.sort(key=lambda row: row[0].lower())
     return markdown_table(header, rows)
 

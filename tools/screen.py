@@ -326,9 +326,8 @@ def read_original(screen: Screen, path: str) -> bytes:
         raise UsageError(f"{screen.name}: revision {screen.revision}: {e}") from None
 
 
-def patched_original(screen: Screen, patch: str) -> bytes:
-    """train_gpt.py with a patch, both of the revision that the screen names. Raises UsageError."""
-    source = read_original(screen, "train_gpt.py")
+def patched_original(screen: Screen, patch: str, source: bytes) -> bytes:
+    """The source with a patch of the revision that the screen names. Raises UsageError."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder).resolve() / "idea.patch"
         file.write_bytes(read_original(screen, patch))
@@ -357,7 +356,7 @@ def check_switches(screen: Screen) -> int:
         switch = []
         if factor is not None:
             name = factor.name
-            source = patched_original(screen, factor.patch)
+            source = patched_original(screen, factor.patch, plain)
             switch = shlex.split(factor.high)
         weights = weights_of(script, (*screen.options, *switch))
         different = differing_weight(weights, weights_of(source, tuple(screen.options)))

@@ -97,12 +97,15 @@ def test_measured_ideas_have_figures_and_the_others_are_listed(folder, tmp_path)
     describe(folder, "a", field_steps=-1.5, part="part a", does="gates.", later=True)
     describe(folder, "b", field_steps=-3.1, part="part b")
     describe(folder, "e", part="part e", does="smears.", later=True)
+    a_patch_that_is_no_idea = factor("", 0.001, 0.007, -0.016, 0.031, "undecided")
+    a_patch_that_is_no_idea["patch"] = "records/mini/screens/first/constant.patch"
     screen_result(
         tmp_path,
         factor("a", 0.001, 0.007, -0.016, 0.031, "undecided"),
         factor("b", -0.01, -0.07, -0.09, -0.032, "helps"),
         factor("d", 0.002, 0.014, -0.005, 0.04, "not worth it"),
         factor("", 0.002, 0.014, -0.005, 0.04, "undecided"),  # a setting
+        a_patch_that_is_no_idea,
     )
     assert idea_pages.main(["--folder", str(folder)]) == 0
     text = (tmp_path / "IDEAS.md").read_text()
