@@ -412,7 +412,11 @@ def screen_command(argv: list[str]) -> int:
     args = read_arguments(argv)
     screen = read_screen(args.definition)
     if args.check:
-        return check_switches(screen)
+        try:
+            return check_switches(screen)
+        except KeyboardInterrupt:
+            print("interrupted; --check keeps nothing and starts again next time", file=sys.stderr)
+            return 130
     status = 0
     if args.blocks:
         try:

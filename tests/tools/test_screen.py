@@ -505,3 +505,14 @@ def test_check_of_switches(tmp_path, monkeypatch):
     assert status == 2
     assert "the patch doesn't apply" in err
     assert 'set revision = "COMMIT"' in err
+
+
+def test_an_interrupted_check_keeps_nothing(place, monkeypatch):
+    def interrupt(screen):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(screen, "check_switches", interrupt)
+    status, out, err = run("--check")
+    assert status == 130
+    assert "--check keeps nothing" in err
+    assert "are kept" not in err
