@@ -3,7 +3,8 @@ The definition of a screen (a TOML file), its 32 configurations, and its finishe
 
 A definition has these keys. All but `factor` may be left out:
 
-    script = "train_gpt.py"       the script to train with, or a git revision, whose train_gpt.py is meant
+    script = "train_gpt.py"       the script to train with; or a git revision, whose train_gpt.py is meant;
+                                  or another file of a revision: "f8091ed:recipes/january2026.py"
     revision = "f8091ed"          for screen.py --check: the git revision whose train_gpt.py and patches
                                   the script is compared with; default: the working tree
     options = "--track mini"      options of all runs
@@ -239,6 +240,8 @@ def read_script(name: str, where: str) -> bytes:
     if file.is_file():
         return file.read_bytes()
     try:
+        if ":" in name:
+            return compare_sources.git("show", name)  # REVISION:PATH
         return read_source(name, b"")
     except (OSError, UsageError):
         raise UsageError(f"{where}: {name} is neither a script nor a git revision") from None

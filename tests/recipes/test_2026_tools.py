@@ -83,7 +83,7 @@ def test_compare_reads_the_recipe():
     base = compare_sources.read_variant(str(SCRIPT), tree, ["--track", "mini"])
     idea = compare_sources.read_variant("--muon_lr 0.03", base.source, ["--track", "mini"])
     compare_sources.check_settings([base, idea], 1)
-    assert base.settings["muon_lr"] == 0.023
+    assert base.settings["muon_lr"] == 0.035
     assert idea.settings["muon_lr"] == 0.03
     assert base.settings["seq_lens"] == [128, 256, 384]
     longer = compare_sources.with_steps(base, 1.25)

@@ -355,6 +355,7 @@ def test_a_killed_run(place):
         (definition(b='patch = "none.patch"'), "there is no file none.patch"),
         (definition().replace("seed = 7", 'seed = 7\nuntil = "x"'), "must be a percentage"),
         ('script = "v9"\n' + definition(), "v9 is neither a script nor a git revision"),
+        ('script = "v9:train_gpt.py"\n' + definition(), "v9:train_gpt.py is neither a script nor a git"),
     ],
 )
 def test_bad_definition(place, text, message):
@@ -367,7 +368,7 @@ def test_bad_definition(place, text, message):
 
 
 def test_a_revision(place):
-    """The script can be train_gpt.py as it was in a commit, so that a screen goes on although it changes."""
+    """The script can be a file of a commit, so that a screen goes on although the file changes."""
     git(place, "init", "-q")
     git(place, "add", "train_gpt.py")
     git(place, "commit", "-qm", "one")
@@ -377,6 +378,12 @@ def test_a_revision(place):
     assert run("--blocks", 1)[0] == 0
     with open(place / "train_gpt.py", "a") as file:
         file.write("# changed\n")
+    status, out, err = run("--blocks", 1)
+    assert status == 0
+    assert "0 blocks to make" in err
+    assert "another source" not in out
+    text = 'script = "v1:train_gpt.py"\n' + definition()
+    (place / "screens/first/screen.toml").write_text(text)
     status, out, err = run("--blocks", 1)
     assert status == 0
     assert "0 blocks to make" in err
