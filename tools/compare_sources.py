@@ -120,13 +120,16 @@ def patched(patch: Path, source: bytes) -> bytes:
 
 
 def read_source(kind: str, base: bytes) -> bytes:
-    """The script that a file, a revision or "." names. Patches are applied to `base`.
+    """The script that a file, a revision, a revision's file (REVISION:PATH) or "." names. Patches are
+    applied to `base`.
 
     Raises UsageError and OSError.
     """
     file = Path(kind)
     if kind in (".", "worktree"):
         return (ROOT / "train_gpt.py").read_bytes()
+    if ":" in kind and not file.exists():
+        return git("show", "--end-of-options", kind)
     if file.suffix == ".py":
         return file.read_bytes()
     if file.suffix in (".patch", ".diff"):

@@ -240,8 +240,6 @@ def read_script(name: str, where: str) -> bytes:
     if file.is_file():
         return file.read_bytes()
     try:
-        if ":" in name:
-            return compare_sources.git("show", name)  # REVISION:PATH
         return read_source(name, b"")
     except (OSError, UsageError):
         raise UsageError(f"{where}: {name} is neither a script nor a git revision") from None

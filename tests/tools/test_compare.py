@@ -523,6 +523,7 @@ BAD = {
     "a value out of range": (["--idea", "--num_iterations 0"], "must be more than zero"),
     "no such revision": (["--idea", "nowhere"], "nowhere: no git revision has this name"),
     "a revision without the file": (["--idea", "v0"], "train_gpt.py"),
+    "a file that a revision lacks": (["--idea", "v0:gone.py"], "gone.py"),
     "quotes that do not close": (["--idea", "--effect '1"], "No closing quotation"),
     "a seed of its own": (["--idea", "--seed 4"], "--seed: compare sets this option"),
     "a folder of its own": (["--idea", "--effect 1", "--log_dir", "x"], "--log_dir: compare sets this"),
