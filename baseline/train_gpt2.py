@@ -407,6 +407,7 @@ class Hyperparameters:
     num_iterations: int = setting(19_073, "training steps")
     warmup_iters: int = setting(715, "steps of linear learning rate warm-up")
     learning_rate: float = setting(6e-4, "peak learning rate")
+    final_lr_frac: float = setting(0.1, "final learning rate as a fraction of the peak")
     weight_decay: float = setting(0.1, "weight decay of matrices and embedding tables")
     beta1: float = setting(0.9, "AdamW's beta1")
     beta2: float = setting(0.95, "AdamW's beta2")
@@ -429,25 +430,26 @@ class Hyperparameters:
 
 TRACKS = {
     "fineweb": Hyperparameters(),
-    # The data, target and sequence length are those of train_gpt.py's mini track. README.md in this
-    # folder says how the other settings were chosen.
+    # The data and target are those of train_gpt.py's mini track. README.md in this folder says how
+    # the other settings were chosen.
     "mini": Hyperparameters(
         train_files="data/shakespeare/shakespeare_train_*.bin",
         val_files="data/shakespeare/shakespeare_val_*.bin",
         val_tokens=389_120,
         repeat_data=True,
         target_val_loss=1.50,
-        block_size=1024,
+        block_size=128,
         vocab_size=257,
         n_layer=4,
         n_head=6,
         n_embd=192,
         batch_tokens=2048,
-        micro_batch=2,
+        micro_batch=16,
         num_iterations=5800,
         warmup_iters=100,
         learning_rate=4e-3,
         beta2=0.99,
+        flash=False,
         val_loss_every=500,
         hellaswag=0,
         samples=1,
@@ -559,6 +561,8 @@ def check_ranges(hp: Hyperparameters):
         value = getattr(hp, name)
         if not 0 <= value < 1:
             raise InputError(f"--{name} must be in [0, 1), not {value}")
+    if not 0 <= hp.final_lr_frac <= 1:
+        raise InputError(f"--final_lr_frac must be in [0, 1], not {hp.final_lr_frac}")
 
 
 def check_model(hp: Hyperparameters) -> Hyperparameters:
@@ -803,13 +807,13 @@ def configure_optimizer(model, hp):
 
 
 def get_lr(step: int, hp) -> float:
-    """Linear warm-up for warmup_iters steps, then a cosine decay to a tenth of the peak."""
+    """Linear warm-up for warmup_iters steps, then a cosine decay to final_lr_frac of the peak."""
     if step < hp.warmup_iters:
         return hp.learning_rate * (step + 1) / hp.warmup_iters
     decay_steps = max(1, hp.num_iterations - hp.warmup_iters)
     progress = min(1.0, (step - hp.warmup_iters) / decay_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
-    return hp.learning_rate * (0.1 + 0.9 * cosine)
+    return hp.learning_rate * (hp.final_lr_frac + (1 - hp.final_lr_frac) * cosine)
 
 
 def build(hp, device):

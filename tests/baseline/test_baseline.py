@@ -236,12 +236,11 @@ def test_encoding():
 # Settings
 
 def test_mini_is_the_mini_of_train_gpt():
-    """Losses can be compared only if the data, the target and the sequence length are the same."""
+    """Losses can be compared only if the data and the target are the same."""
     ours = train_gpt2.TRACKS["mini"]
     theirs = train_gpt.TRACKS["mini"]
     for name in ("train_files", "val_files", "val_tokens", "target_val_loss", "vocab_size"):
         assert getattr(ours, name) == getattr(theirs, name), name
-    assert ours.block_size == theirs.train_seq_len
 
 
 def test_help_names_every_setting(capsys):
@@ -293,6 +292,9 @@ def test_learning_rate_corners():
     assert train_gpt2.get_lr(0, no_warmup) == pytest.approx(6e-4)
     only_warmup = replace(hp, num_iterations=5)
     assert train_gpt2.get_lr(5, only_warmup) == pytest.approx(6e-4 * 6 / 715)
+    to_zero = replace(hp, final_lr_frac=0.0)
+    assert train_gpt2.get_lr((715 + 19_073) // 2, to_zero) == pytest.approx(3e-4)
+    assert train_gpt2.get_lr(19_073, to_zero) == 0
 
 
 def one_step(hp, inputs, targets):
@@ -612,6 +614,7 @@ def test_pyarrow_is_missing(monkeypatch):
     ({"learning_rate": math.nan}, "--learning_rate must be a positive number"),
     ({"grad_clip": 0.0}, "--grad_clip must be a positive number"),
     ({"beta2": 1.0}, "--beta2 must be in [0, 1)"),
+    ({"final_lr_frac": 1.1}, "--final_lr_frac must be in [0, 1]"),
     (
         {"num_iterations": 8, "repeat_data": False},
         "has only enough tokens for 7 steps, and the run needs 8; add shards (see data/README.md), "
