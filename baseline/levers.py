@@ -80,13 +80,11 @@ def parse_args():
         help="which model and settings; default: fineweb on a GPU, mini on a CPU")
     add("--steps", type=int, default=20, metavar="N",
         help="timed steps per row; default: %(default)s")
-    add("--micro_batch", type=int, metavar="N",
-        help="sequences per step; default: 16 on fineweb, 2 on mini")
+    add("--micro_batch", type=int, default=16, metavar="N",
+        help="sequences per step; default: %(default)s")
     args = parser.parse_args()
     if args.track is None:
         args.track = "fineweb" if args.device == "cuda" else "mini"
-    if args.micro_batch is None:
-        args.micro_batch = 16 if args.track == "fineweb" else TRACKS["mini"].micro_batch
     if args.steps < 1 or args.micro_batch < 1:
         sys.exit("error: --steps and --micro_batch must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -1085,8 +1085,8 @@ class Hyperparameters:
 
 # mini is the same model in miniature, on Shakespeare's bytes, for two CPU cores. Its rules:
 # - Depth: 4 layers in place of 11. The layers of the skip, backout and value embeddings keep their
-#   relative depth, the long windows are in layers 1 and 3, the paired heads in the other two, and
-# no   layer lacks attention, as in train_gpt.py's mini.
+#   relative depth. The long windows are in layers 1 and 3, and the paired heads in the other two. No
+#   layer lacks attention, as in train_gpt.py's mini.
 # - Sequences have 1/128 of the tokens. Scenes are longer than a sequence, so a sequence goes on where
 #   the one before ended.
 # - Windows have 1/8 of the tokens, as train_gpt.py's have about 1/7.
