@@ -259,7 +259,7 @@ def test_help_names_every_setting(capsys):
 # Optimizer and schedule
 
 def test_decay_groups():
-    hp = tiny_hp(beta2=0.95)
+    hp = tiny_hp(beta1=0.9, beta2=0.95, weight_decay=0.1)
     model, _, optimizer, _ = train_gpt2.build(hp, CPU)
     decayed, kept = optimizer.param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
@@ -673,7 +673,7 @@ def test_levers_table(workplace):
     result = run_script(arguments, cwd=workplace, script=BASELINE / "levers.py")
     assert result.returncode == 0, result.stderr[-2000:]
     lines = result.stdout.splitlines()
-    assert lines[1].startswith("mini: 4 layers, width 192, 1 x 1024 tokens per step")
+    assert lines[1].startswith("mini: 3 layers, width 224, 1 x 128 tokens per step")
     rows = lines[4:]
     assert [row[:18].strip() for row in rows] == [
         "float32",
