@@ -418,13 +418,16 @@ def muon_steps(dtype):
 
 
 def muon_child(rank, world_size, folder):
+    float32(january2026)
     for dtype in (torch.float32, torch.bfloat16):
         torch.save(muon_steps(dtype), f"{folder}/{rank}_{dtype}.pt")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_muon_on_several_processes(world_size, tmp_path):
-    """Weights and the gathered state are those of one process, on all ranks."""
+def test_muon_on_several_processes(world_size, tmp_path, in_float32):
+    """Weights and the gathered state are those of one process, on all ranks. The orthogonalization
+    is in float32: in bf16, on an Intel Xeon with AMX, four processes round some weights differently
+    from one."""
     spawn(muon_child, world_size, tmp_path, str(tmp_path))
     for dtype in (torch.float32, torch.bfloat16):
         alone = muon_steps(dtype)
