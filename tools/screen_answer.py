@@ -18,9 +18,10 @@ from compare_answer import (
 )
 from compare_stats import Slope
 from screen_blocks import Block, Factor
-from screen_design import Contrast, Fit, pairs_of_group, separating_order, verdict
+from screen_design import Contrast, Fit, make_design, pairs_of_group, separating_order, verdict
 
 WIDTH = 80
+FAR = 3  # see far_above
 
 
 @dataclass
@@ -120,6 +121,37 @@ def group_in_words(result: Result, group: int) -> list[str]:
     return textwrap.wrap(words, WIDTH)
 
 
+def far_above(losses: list[float]) -> list[int]:
+    """The configurations whose loss is more than FAR times as far above the median as the best one is
+    below it. Effects are differences of means, so one such loss moves all of them."""
+    middle = statistics.median(losses)
+    limit = middle + FAR * (middle - min(losses))
+    return [number for number, loss in enumerate(losses) if loss > limit]
+
+
+def warning_in_words(result: Result) -> str:
+    """Names configurations that hardly learn, and the sides that all of them have. "" if there are none."""
+    by_configuration = zip(*(block.losses for block in result.blocks))
+    losses = [statistics.mean(values) for values in by_configuration]
+    far = far_above(losses)
+    if not far:
+        return ""
+    numbers = ", ".join(f"{number} ({losses[number]:.4f})" for number in far)
+    words = f"Warning: {plural(len(far), 'configuration')} of {len(losses)} ended far above the median loss "
+    words += f"of {statistics.median(losses):.4f}, and may dominate the table: {numbers}."
+    design = make_design(len(result.factors))
+    shared = []
+    for index, factor in enumerate(result.factors):
+        low, high = sides(factor).split(", ")
+        if (design[far, index] == 1).all():
+            shared.append(f"{factor.name} {high}")
+        elif (design[far, index] == -1).all():
+            shared.append(f"{factor.name} {low}")
+    if shared and len(far) > 1:
+        words += f" All of them have {', '.join(shared)}."
+    return words + " Consider a screen with smaller changes."
+
+
 def facts_in_words(result: Result) -> str:
     blocks = result.blocks
     machines = sorted({f"{block.machine}, {plural(block.threads, 'thread')} per run" for block in blocks})
@@ -144,7 +176,8 @@ def answer(name: str, result: Result, current: bool) -> list[str]:
     """Lines of 80 columns. `current`: the blocks are of the source and the settings as they are now."""
     blocks = result.blocks
     seeds = ", ".join(str(block.seed) for block in blocks)
-    title = f"{name}: {plural(len(blocks), 'block')} of 32 runs, seeds {seeds}, {blocks[0].dtype}, "
+    word = "seed" if len(blocks) == 1 else "seeds"
+    title = f"{name}: {plural(len(blocks), 'block')} of 32 runs, {word} {seeds}, {blocks[0].dtype}, "
     title += f"PyTorch {blocks[0].torch}"
     if not current:
         title += ", made with another source or other settings than today's"
@@ -152,6 +185,7 @@ def answer(name: str, result: Result, current: bool) -> list[str]:
     for group, contrast in enumerate(result.fit.groups, start=1):
         if contrast.found:
             lines += group_in_words(result, group)
+    lines += textwrap.wrap(warning_in_words(result), WIDTH)
     return lines + textwrap.wrap(facts_in_words(result), WIDTH)
 
 

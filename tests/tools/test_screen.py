@@ -249,6 +249,7 @@ def test_screen(place):
         both = 0.025 if name in "de" else 0  # the effect of one is averaged over the other
         difference = factors[name]["difference"]
         assert abs(difference - effect - both) < factors[name]["half_width"], name
+    assert "Warning" not in out
     assert factors["a"]["verdict"] == "high is better"
     assert factors["b"]["verdict"] == "low is better"
     assert factors["d"]["verdict"] == "hurts"
@@ -298,11 +299,11 @@ def test_blocks_that_do_not_belong_together(place):
     block["dtype"] = "float16"
     path.write_text(json.dumps(block))
     out = run()[1]
-    assert "1 block of 32 runs, seeds 8" in out
-    assert f"1 block of 32 runs, seeds 7, {block['dtype']}" in out
+    assert "1 block of 32 runs, seed 8" in out
+    assert f"1 block of 32 runs, seed 7, {block['dtype']}" in out
     block["factors"][0]["name"] = "other"
     path.write_text(json.dumps(block))
-    assert "seeds 7" not in run()[1]
+    assert "seed 7" not in run()[1]
     with open(place / "train_gpt.py", "a") as file:
         file.write("# changed\n")
     assert "made with another source or other settings than today's" in " ".join(run()[1].split())
@@ -435,6 +436,26 @@ def test_settings_around_the_base(place):
     mean = f"The mean loss of all configurations is {answer['mean_loss']:.4f}. That of the base is about "
     assert f"{mean}{answer['base_loss']:.4f}, estimated from its runs" in words
     assert "Loss: high minus low." in words
+
+
+def test_configurations_that_hardly_learn(place):
+    """A warning names them, and what they have in common. Here the loss is higher by 2 if both a and b
+    are high, in 8 of 32 configurations."""
+    script = place / "train_gpt.py"
+    text = script.read_text()
+    old = "hp.effect + "
+    assert text.count(old) == 1
+    script.write_text(text.replace(old, "hp.effect + (2 if hp.a < 0 and hp.b > 0.01 else 0) + "))
+    status, out, err = run("--blocks", 1)
+    assert status == 0, err
+    words = " ".join(out.split())
+    assert "Warning: 8 configurations of 32 ended far above the median loss of " in words
+    far = re.search(r"may dominate the table: (.*?\))\. All", words)[1]
+    numbers = [int(number) for number in re.findall(r"(\d+) \(", far)]
+    design = make_design(5)
+    assert numbers == np.flatnonzero((design[:, 0] > 0) & (design[:, 1] > 0)).tolist()
+    assert f"All of them have a {EFFECTS['a'] + 0.001}, b 0.021. Consider" in words
+    assert max(len(line) for line in out.splitlines()) <= 80
 
 
 def test_patches(place):
