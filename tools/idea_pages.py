@@ -164,15 +164,16 @@ def screen_table(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
 
 def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
     """The lines about a screen. Raises LogError."""
-    seeds = " and ".join(map(str, screen["seeds"]))
+    seeds = ", ".join(map(str, screen["seeds"]))
     runs = 32 * len(screen["seeds"])
-    machines = "; ".join(screen["machines"])
+    machines = ", and ".join(screen["machines"])
+    facts = f"{len(screen['effects'])} ideas, each off or on, in 32 combinations. "
+    facts += f"{runs} runs with seeds {seeds}, in {screen['dtype']} with PyTorch {screen['torch']}, "
+    facts += f"on {machines}. A run's standard deviation is {screen['sd']:.4f}."
     return [
         f"## The screen {name}",
         "",
-        f"{len(screen['effects'])} ideas, each off or on, in 32 combinations with seeds {seeds}:",
-        f"{runs} runs on {machines}, {screen['dtype']}, PyTorch {screen['torch']}.",
-        f"A run's standard deviation is {screen['sd']:.4f}.",
+        *wrapped(facts),
         "",
         *screen_table(name, screen, ideas),
         "",
