@@ -49,6 +49,7 @@ from compare_answer import (
     answer_for_one,
     effect_as_json,
     finite,
+    has_interval,
     plot_answer,
     plural,
     progress,
@@ -58,7 +59,7 @@ from compare_late import check_late_idea, late_start
 from compare_plan import Comparison, next_task, pairs_expected, plan_in_words, time_left, undecided
 from compare_runs import RunError, Setup, Task, Worker
 from compare_sources import Variant, check_settings, read_variant, tell_apart, with_steps
-from compare_stats import SLOPE_FACTOR, Effect
+from compare_stats import SLOPE_FACTOR, Effect, fewest_pairs
 from compare_steps import LARGEST_ERROR, ROUNDS, half_width, measure_rounds
 from log_parsing import UsageError, run_command, write_file
 from machine import usable_cores
@@ -407,6 +408,9 @@ def facts_in_words(c: Comparison) -> list[str]:
         sentences.append("The runs were not compiled (their logs say why).")
     if c.from_step:
         sentences.append(f"Runs of the ideas start at the base's checkpoint of step {c.from_step}.")
+    if len(c.ideas) > 1 and not all(has_interval(effect) for effect in c.effects()):
+        fewest = fewest_pairs(len(c.ideas))
+        sentences.append(f"With {len(c.ideas)} ideas, there is no interval before {fewest} pairs.")
     sentences += c.notes
     sentences.append(f"{facts['machine']}; {threads}, PyTorch {facts['torch']}.")
     return sentences

@@ -22,6 +22,7 @@ from compare_stats import (
     Slope,
     add_times,
     analyse,
+    fewest_pairs,
     measure_slope,
     most_pairs,
     pairs_for,
@@ -246,4 +247,7 @@ def plan_in_words(c: Comparison) -> str:
         minutes = 1.15 * runs * np.mean(seconds) / c.jobs / 60
         words += f" in about {max(1, round(minutes))} min"
     words += f", {kept} kept"
+    fewest = fewest_pairs(len(c.ideas))
+    if c.args.runs and c.args.runs < fewest:
+        words += f"\nwarning: too few to say helps or hurts; use --runs {fewest} or more"
     return words

@@ -108,6 +108,14 @@ def half_widths(differences: np.ndarray, alpha: float, prior: float = PRIOR) -> 
     return np.where(finite, half, np.inf)
 
 
+def fewest_pairs(ideas: int) -> int:
+    """How many pairs it takes at least for an interval, and so for a verdict, with this many ideas."""
+    n = 2
+    while (n / PRIOR + 1) ** ((n - 1) / 2) <= ideas / P_VALUE:  # the largest possible e-value
+        n += 1
+    return n
+
+
 def p_value(differences: np.ndarray) -> float:
     """1 / the largest e-value so far, at most 1. Valid however often one looks."""
     return min(1.0, math.exp(-float(np.max(log_e_values(differences)))))

@@ -142,6 +142,20 @@ def test_undecided(place):
     status, out, err = run("--idea", "--effect -0.001", "--runs", "3", "--no_times")
     assert status == 0 and "undecided" in out and out.count("(no interval before 12 pairs)") == 2
     assert "3 pairs of runs, p = " in out and "inf" not in out
+    assert "warning: too few to say helps or hurts; use --runs 12 or more" in err
+    status, out, err = run("--idea", "a=--effect 0.3", "--idea", "b=--effect 0.4", "--runs", "3", "--no_times")
+    assert status == 0 and "With 2 ideas, there is no interval before 13 pairs." in " ".join(out.split())
+    assert "use --runs 13 or more" in err
+    status, out, err = run("--idea", "a=--effect 0.3", "--idea", "b=--effect 0.4", "--runs", "13", "--no_times")
+    assert status == 0 and out.count("hurts") == 4 and "no interval" not in out
+    assert "warning" not in err
+
+
+@pytest.mark.parametrize("ideas", [1, 2, 3, 8, 20])
+def test_fewest_pairs(ideas):
+    """The first finite interval."""
+    half = compare_stats.half_widths(np.arange(40.0) % 2, compare_stats.P_VALUE / ideas)
+    assert compare_stats.fewest_pairs(ideas) == 1 + np.flatnonzero(np.isfinite(half))[0]
 
 
 def test_many_ideas(place):
