@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from compare_stats import P_VALUE, Bounds, Effect, Slope, half_widths, log_steps
+from compare_stats import P_VALUE, Bounds, Effect, Slope, fewest_pairs, half_widths, log_steps
 from verify import p_text
 
 WIDTH = 80
 STEPS_UNKNOWN = "Steps are unknown: they take more runs of the base with fewer and with more steps."
-NO_INTERVAL = "no interval before 12 pairs"
+NO_INTERVAL = f"no interval before {fewest_pairs(1)} pairs"
 
 
 def plural(count: int, noun: str) -> str:

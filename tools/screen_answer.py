@@ -64,11 +64,16 @@ def side(options: str) -> str:
     return " ".join(values)
 
 
-def sides(factor: Factor) -> str:
-    """What is compared, without the names of the options: "0.04, 0.06"."""
+def low_and_high(factor: Factor) -> tuple[str, str]:
+    """What is compared, without the names of the options."""
     if factor.is_switch:
-        return "off, on"
-    return f"{side(factor.low)}, {side(factor.high)}"
+        return "off", "on"
+    return side(factor.low), side(factor.high)
+
+
+def sides(factor: Factor) -> str:
+    """As text: "0.04, 0.06"."""
+    return ", ".join(low_and_high(factor))
 
 
 def label(factor: Factor) -> str:
@@ -121,10 +126,9 @@ def group_in_words(result: Result, group: int) -> list[str]:
     return textwrap.wrap(words, WIDTH)
 
 
-def far_above(losses: list[float]) -> list[int]:
-    """The configurations whose loss is more than FAR times as far above the median as the best one is
-    below it. Effects are differences of means, so one such loss moves all of them."""
-    middle = statistics.median(losses)
+def far_above(losses: list[float], middle: float) -> list[int]:
+    """The configurations whose loss is more than FAR times as far above the middle, the median, as the
+    best one is below it. Effects are differences of means, so one such loss moves all of them."""
     limit = middle + FAR * (middle - min(losses))
     return [number for number, loss in enumerate(losses) if loss > limit]
 
@@ -133,16 +137,17 @@ def warning_in_words(result: Result) -> str:
     """Names configurations that hardly learn, and the sides that all of them have. "" if there are none."""
     by_configuration = zip(*(block.losses for block in result.blocks))
     losses = [statistics.mean(values) for values in by_configuration]
-    far = far_above(losses)
+    middle = statistics.median(losses)
+    far = far_above(losses, middle)
     if not far:
         return ""
     numbers = ", ".join(f"{number} ({losses[number]:.4f})" for number in far)
     words = f"Warning: {plural(len(far), 'configuration')} of {len(losses)} ended far above the median loss "
-    words += f"of {statistics.median(losses):.4f}, and may dominate the table: {numbers}."
+    words += f"of {middle:.4f}, and may dominate the table: {numbers}."
     design = make_design(len(result.factors))
     shared = []
     for index, factor in enumerate(result.factors):
-        low, high = sides(factor).split(", ")
+        low, high = low_and_high(factor)
         if (design[far, index] == 1).all():
             shared.append(f"{factor.name} {high}")
         elif (design[far, index] == -1).all():
