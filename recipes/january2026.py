@@ -1033,6 +1033,7 @@ class Hyperparameters:
     window_block: int = setting(128, "tokens in which windows are counted")
     windows: tuple[int, ...] = setting((3, 7, 11, 13), "long windows, in thirds and in the extension")
     val_window: int = setting(20, "long window of the last validation")
+    yarn_beta: int = setting(32, "YaRN keeps frequencies that turn more often than this within a window")
     fp8: bool = setting(True, "compute the head in FP8 on GPUs that support it")
     # optimization
     num_iterations: int = setting(1600, "training steps, with the extension")
@@ -1089,7 +1090,9 @@ class Hyperparameters:
 #   layer lacks attention, as in train_gpt.py's mini.
 # - Sequences have 1/128 of the tokens. Scenes are longer than a sequence, so a sequence goes on where
 #   the one before ended.
-# - Windows have 1/8 of the tokens, as train_gpt.py's have about 1/7.
+# - Windows have 1/8 of the tokens, as train_gpt.py's have about 1/7. So frequencies turn 1/8 as often
+#   in a window, and YaRN's beta is 1/8. The last validation has the windows of the extension: with
+#   longer ones than in training, the loss is higher at this size.
 # - Steps that are counted (Muon's momentum) are scaled with the number of steps.
 TRACKS = {
     "fineweb": Hyperparameters(),
@@ -1116,6 +1119,8 @@ TRACKS = {
         skip_to=3,
         backout_layer=2,
         window_block=16,
+        val_window=13,
+        yarn_beta=4,
         num_iterations=680,
         head_lr=0.01,
         table_lr=0.3,
@@ -1154,6 +1159,7 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     for name in BELOW_ONE:
         require(getattr(hp, name) < 1, f"--{name} {getattr(hp, name)}: must be less than 1")
     require(hp.cooldown_frac <= 1, f"--cooldown_frac {hp.cooldown_frac}: must be at most 1")
+    require(hp.yarn_beta > 1, f"--yarn_beta {hp.yarn_beta}: must be more than 1")
     for name, size in [("seq_lens", 3), ("windows", 4)]:
         values = getattr(hp, name)
         require(len(values) == size, f"--{name}: {len(values)} numbers; it needs {size}")
@@ -1560,7 +1566,7 @@ def get_rotary(step, hp, device):
     for old, new in itertools.pairwise(windows):
         ratio = old / new
         turns = hp.window_block * old * freqs / (2 * math.pi)
-        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
+        kept = ((turns - 1) / (hp.yarn_beta - 1)).clamp(0, 1)
         freqs = freqs * (ratio + kept * (1 - ratio))
         scale *= 1 + 0.2 * math.log(new / old)
     return freqs, scale

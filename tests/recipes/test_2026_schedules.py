@@ -117,7 +117,7 @@ def test_rotary_tables_are_rounded_to_the_models_dtype():
         (check_rates, "hp.scheduled_iterations) | 1", "hp.scheduled_iterations)"),
         (check_rotary, "ratio + kept * (1 - ratio)", "kept + ratio * (1 - ratio)"),
         (check_rotary, "1 + 0.2 * math.log", "1 + 0.1 * math.log"),
-        (check_rotary, "(turns - 1) / (32 - 1)", "(turns - 1) / 32"),
+        (check_rotary, "(turns - 1) / (hp.yarn_beta - 1)", "(turns - 1) / hp.yarn_beta"),
         (check_rotary, "torch.linspace(0, 1, hp.head_dim // 4", "torch.linspace(0, 1, 1 + hp.head_dim // 4"),
         (check_set_schedules, "self.rotary.set_frequencies(freqs)", "pass"),
         (check_set_schedules, "if self.stage != get_stage(step, self.hp):", "if self.stage < 1:"),
