@@ -261,7 +261,7 @@ def momentum(step):
     return 0.95
 
 
-def rotary_and_scale(windows, head_dim, unit=128):
+def rotary_and_scale(windows, head_dim, unit=128, beta=32):
     """Frequencies and attention scale after the windows (in blocks) of the list, in float64."""
     n = head_dim // 4
     freqs = [(1 / 1024) ** (j / (n - 1)) for j in range(n)]
@@ -270,7 +270,7 @@ def rotary_and_scale(windows, head_dim, unit=128):
         changed = []
         for f in freqs:
             turns = unit * old * f / (2 * math.pi)
-            u = min(1, max(0, (turns - 1) / 31))
+            u = min(1, max(0, (turns - 1) / (beta - 1)))
             ratio = old / new
             changed.append(f * (ratio + u * (1 - ratio)))
         freqs = changed

@@ -58,6 +58,18 @@ def check_rotary(m):
     assert torch.equal(m.get_rotary(1600, hp, "cpu")[0], freqs)
 
 
+def check_rotary_of_mini(m):
+    """YaRN's beta is scaled with the windows: the fastest frequency doesn't change."""
+    hp = m.TRACKS["mini"]
+    want, scale = reference.rotary_and_scale([3, 7, 11, 13], 64, unit=16, beta=4)
+    freqs, got = m.get_rotary(hp.num_iterations - 1, hp, "cpu")
+    torch.testing.assert_close(freqs.double(), want, rtol=2e-6, atol=0)
+    assert got == pytest.approx(scale, rel=1e-12)
+    assert freqs[0] == 1
+    # the last validation has the windows of the extension
+    assert m.get_window_blocks(hp.num_iterations, hp) == m.get_window_blocks(hp.num_iterations - 1, hp)
+
+
 def check_set_schedules(m):
     """What reaches the model and the optimizers, in the order of the run and at once."""
     hp = replace(m.TRACKS["mini"], num_iterations=80)
@@ -82,7 +94,9 @@ def check_set_schedules(m):
                 assert group["momentum"] == m.get_muon_momentum(step, hp)
 
 
-CHECKS = [check_batches_and_windows, check_rates, check_rotary, check_set_schedules]
+CHECKS = [
+    check_batches_and_windows, check_rates, check_rotary, check_rotary_of_mini, check_set_schedules,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -119,6 +133,8 @@ def test_rotary_tables_are_rounded_to_the_models_dtype():
         (check_rotary, "1 + 0.2 * math.log", "1 + 0.1 * math.log"),
         (check_rotary, "(turns - 1) / (hp.yarn_beta - 1)", "(turns - 1) / hp.yarn_beta"),
         (check_rotary, "torch.linspace(0, 1, hp.head_dim // 4", "torch.linspace(0, 1, 1 + hp.head_dim // 4"),
+        (check_rotary_of_mini, "yarn_beta=4", "yarn_beta=32"),
+        (check_rotary_of_mini, "val_window=13", "val_window=20"),
         (check_set_schedules, "self.rotary.set_frequencies(freqs)", "pass"),
         (check_set_schedules, "if self.stage != get_stage(step, self.hp):", "if self.stage < 1:"),
     ],
