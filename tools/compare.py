@@ -467,7 +467,8 @@ def report(c: Comparison) -> None:
     if len(c.ideas) == 1:
         lines = answer_for_one(effects[0], until, facts)
     else:
-        lines = answer_for_many(effects, until, facts)
+        names = [idea.name for idea in c.ideas]
+        lines = answer_for_many(effects, names, until, facts)
     print("\n".join(lines))
 
 

@@ -151,12 +151,19 @@ def table(effects: list[Effect]) -> list[str]:
     return lines
 
 
-def answer_for_many(effects: list[Effect], until: float | None, facts: list[str]) -> list[str]:
+def answer_for_many(
+    effects: list[Effect], names: list[str], until: float | None, facts: list[str]
+) -> list[str]:
+    """`names` are those of all ideas; `effects` has the ideas with at least two pairs of runs."""
     lines = [*table(effects), ""]
     for effect in effects:
         lines += textwrap.wrap(" ".join([headline(effect, until), time_conflict(effect)]), WIDTH)
+    known = [effect.name for effect in effects]
+    for name in names:
+        if name not in known:
+            lines += textwrap.wrap(f"{name}: too early for an answer; an idea needs two pairs of runs.", WIDTH)
     timed = any(effect.time is not None for effect in effects)
-    about = f"n: pairs of runs. Intervals have 99% confidence for all {len(effects)} ideas together. "
+    about = f"n: pairs of runs. Intervals have 99% confidence for all {len(names)} ideas together. "
     about += what_steps_are(timed)
     return lines + textwrap.wrap(" ".join([about, *facts]), WIDTH)
 

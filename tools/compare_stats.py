@@ -266,7 +266,7 @@ def pairs_for(effect: float, sd: float, ideas: int = 1) -> int:
 
 
 def most_pairs(effect: float, sd: float, ideas: int = 1) -> int:
-    """The ceiling: twice the pairs with which a fixed test finds this effect nine times in ten, and 12
-    more, because our test can't say anything before that."""
+    """The ceiling: twice the pairs with which a fixed test finds this effect nine times in ten, and
+    fewest_pairs more, because our test can't say anything before that."""
     z = stats.norm.ppf(1 - P_VALUE / ideas / 2) + stats.norm.ppf(0.9)
-    return 12 + math.ceil(2 * (z * sd / effect) ** 2)
+    return fewest_pairs(ideas) + math.ceil(2 * (z * sd / effect) ** 2)

@@ -23,6 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import compare
+import compare_answer
 import compare_runs
 import compare_sources
 import compare_stats
@@ -175,6 +176,17 @@ def test_many_ideas(place):
     status, out, err = run("--idea", "good=--effect -0.02", "--idea", "small=--effect -0.0018", "--no_times")
     assert status == 0 and "all 2 ideas together" in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_an_interrupted_comparison_of_two_ideas():
+    """The intervals are for both ideas, although one has no pairs yet. The answer names that one."""
+    losses = [1.50, 1.51, 1.49]
+    effect = compare_stats.analyse("first", losses, [1.52, 1.50, 1.51], None, None, ideas=2)
+    lines = compare_answer.answer_for_many([effect], ["first", "second"], 0.02, [])
+    text = " ".join(" ".join(lines).split())
+    assert "99% confidence for all 2 ideas together" in text
+    assert "second: too early for an answer; an idea needs two pairs of runs." in text
+    assert "first: too early" not in text
 
 
 def test_a_slower_idea(place):
