@@ -27,8 +27,9 @@ The recipe is modded-nanogpt's (https://github.com/KellerJordan/modded-nanogpt).
 - 58      paired heads attend to each other's keys (@classiclarryd)
 - 62      embeddings of hashed bigrams, added in every layer (@classiclarryd)
 
-A step is always 8 sequences, on 1, 2, 4 or 8 processes, with the same training. They can't be halved for a
-small GPU as in train_gpt.py: packing, smear and targets would change. A GPU needs memory for one of 49,152.
+A step is always 8 sequences (in mini 4), on 1, 2, 4 or 8 processes, with the same training. They can't
+be halved for a small GPU as in train_gpt.py: packing, smear and targets would change. A GPU needs memory
+for one of 49,152.
 
 Importing this file trains nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
 H heads, D channels per head, C = model_dim, and V = padded_vocab_size.
@@ -1088,7 +1089,8 @@ class Hyperparameters:
 # - Depth: 4 layers in place of 11. The layers of the skip, backout and value embeddings keep their
 #   relative depth. The long windows are in layers 1 and 3, and the paired heads in the other two. No
 #   layer lacks attention, as in train_gpt.py's mini.
-# - Sequences have 1/128 of the tokens. Scenes are longer than a sequence, so a sequence goes on where
+# - Steps have 1/128 of the tokens, in four sequences of 1/64. With eight of 1/128, most tokens would
+#   see less context than in validation. Scenes are longer than a sequence, so a sequence goes on where
 #   the one before ended.
 # - Windows have 1/8 of the tokens, as train_gpt.py's have about 1/7. So frequencies turn 1/8 as often
 #   in a window, and YaRN's beta is 1/8. The last validation has the windows of the extension: with
@@ -1102,8 +1104,9 @@ TRACKS = {
         val_files="data/shakespeare/shakespeare_val_*.bin",
         val_tokens=389_120,
         val_seq_len=12_160,
-        seq_lens=(128, 256, 384),
-        sequences_per_pass=8,
+        num_sequences=4,
+        seq_lens=(256, 512, 768),
+        sequences_per_pass=4,
         skip_rest=False,
         vocab_size=257,
         eot_token=256,

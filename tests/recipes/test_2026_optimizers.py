@@ -302,7 +302,7 @@ def test_adams_tables_are_rounded_to_nearest():
 def small(m, **changes):
     return replace(
         m.TRACKS["mini"], model_dim=48, vocab_size=100, eot_token=99, val_seq_len=128, val_tokens=256,
-        seq_lens=(128, 128, 128), num_iterations=48, extension_frac=0.0, **changes
+        num_sequences=8, seq_lens=(128, 128, 128), num_iterations=48, extension_frac=0.0, **changes
     )
 
 

@@ -27,6 +27,7 @@ STEPS = 12
 # A model that takes milliseconds. It is tied until step 9.
 TINY = dict(
     model_dim=32,
+    num_sequences=8,  # as at the official size
     seq_lens="128,128,256",
     val_seq_len=128,
     val_tokens=2048,

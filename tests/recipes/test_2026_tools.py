@@ -85,7 +85,7 @@ def test_compare_reads_the_recipe():
     compare_sources.check_settings([base, idea], 1)
     assert base.settings["muon_lr"] == 0.035
     assert idea.settings["muon_lr"] == 0.03
-    assert base.settings["seq_lens"] == [128, 256, 384]
+    assert base.settings["seq_lens"] == [256, 512, 768]
     longer = compare_sources.with_steps(base, 1.25)
     assert longer.settings["num_iterations"] == 850
     wrong = compare_sources.read_variant("--max_window 256", base.source, ["--track", "mini"])
@@ -130,7 +130,7 @@ def test_an_unknown_recipe_is_one_line(words):
     )
 
 
-@pytest.mark.parametrize("gpus, track, processes", [(8, "mini", 8), (8, "fineweb", 8), (6, "fineweb", 4)])
+@pytest.mark.parametrize("gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4)])
 def test_as_many_processes_as_fit(gpus, track, processes, monkeypatch):
     """run.sh asks the recipe for the number of processes."""
     text = (ROOT / "run.sh").read_text(encoding="utf-8")
