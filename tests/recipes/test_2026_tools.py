@@ -87,7 +87,7 @@ def test_compare_reads_the_recipe():
     assert idea.settings["muon_lr"] == 0.03
     assert base.settings["seq_lens"] == [256, 512, 768]
     longer = compare_sources.with_steps(base, 1.25)
-    assert longer.settings["num_iterations"] == 850
+    assert longer.settings["num_iterations"] == 700
     wrong = compare_sources.read_variant("--max_window 256", base.source, ["--track", "mini"])
     with pytest.raises(UsageError, match="max_window"):
         compare_sources.check_settings([wrong], 1)
