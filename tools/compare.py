@@ -44,6 +44,7 @@ import numpy as np
 
 import compare_runs
 from compare_answer import (
+    NEEDS_PAIRS,
     STEPS_UNKNOWN,
     answer_for_many,
     answer_for_one,
@@ -460,7 +461,7 @@ def report(c: Comparison) -> None:
         print(effects[0].verdict if effects else "undecided")
         return
     if not effects:
-        print("Too early for an answer: an idea needs two pairs of runs.")
+        print(f"Too early for an answer: {NEEDS_PAIRS}.")
         return
     until = None if c.args.runs else c.args.until
     facts = facts_in_words(c)

@@ -12,6 +12,7 @@ from verify import p_text
 
 WIDTH = 80
 STEPS_UNKNOWN = "Steps are unknown: they take more runs of the base with fewer and with more steps."
+NEEDS_PAIRS = "an idea needs two pairs of runs"
 NO_INTERVAL = f"no interval before {fewest_pairs(1)} pairs"
 
 
@@ -161,7 +162,7 @@ def answer_for_many(
     known = [effect.name for effect in effects]
     for name in names:
         if name not in known:
-            lines += textwrap.wrap(f"{name}: too early for an answer; an idea needs two pairs of runs.", WIDTH)
+            lines += textwrap.wrap(f"{name}: too early for an answer; {NEEDS_PAIRS}.", WIDTH)
     timed = any(effect.time is not None for effect in effects)
     about = f"n: pairs of runs. Intervals have 99% confidence for all {len(names)} ideas together. "
     about += what_steps_are(timed)

@@ -228,6 +228,12 @@ def test_false_positives_when_looking_after_each_pair(draw, limit):
     assert upper_bound(false, trials) < limit, false / trials
 
 
+@pytest.mark.parametrize("ideas, fewest", [(1, 12), (2, 13), (8, 15)])
+def test_the_ceiling_without_noise(ideas, fewest):
+    """One pair more than it takes for a verdict."""
+    assert most_pairs(1.0, 1e-6, ideas) == fewest + 1
+
+
 @pytest.mark.parametrize("effect", [-0.02, 0.0])
 def test_two_percent_are_decided_nine_times_in_ten(effect):
     """With mini's noise: within the limit of pairs, and in about as many as expected."""
