@@ -27,9 +27,9 @@ The recipe is modded-nanogpt's (https://github.com/KellerJordan/modded-nanogpt).
 - 58      paired heads attend to each other's keys (@classiclarryd)
 - 62      embeddings of hashed bigrams, added in every layer (@classiclarryd)
 
-A step is always 8 sequences (in mini 4), on 1, 2, 4 or 8 processes, with the same training. They can't
-be halved for a small GPU as in train_gpt.py: packing, smear and targets would change. A GPU needs memory
-for one of 49,152.
+A step is always 8 sequences, on 1, 2, 4 or 8 processes, with the same training (mini has 4, so at most
+4 processes). They can't be halved for a small GPU as in train_gpt.py: packing, smear and targets would
+change. A GPU needs memory for one of 49,152.
 
 Importing this file trains nothing. In shape comments, B is sequences, S tokens per sequence, T = B * S,
 H heads, D channels per head, C = model_dim, and V = padded_vocab_size.
