@@ -26,13 +26,10 @@ fail() {
 
 # Runs a command and waits for it. It runs in the background, where Ctrl-C doesn't reach it: `stop`
 # ends it. Of a command in the foreground, bash would say that it was terminated.
-child=""
 run() {
     local code=0
     "$@" 3>&- &
-    child=$!
-    wait "$child" || code=$?
-    child=""
+    wait "$!" || code=$?
     return "$code"
 }
 
@@ -44,19 +41,18 @@ ask() {
     return "$code"
 }
 
-# A signal ends the child and this script. The next ./run.sh repairs what was left unfinished.
+# A signal ends the child processes and this script. The next ./run.sh repairs what was left
+# unfinished. Bash is asked which child processes there are: a variable doesn't know of one that
+# started just before the signal.
 stop() {
     trap '' INT TERM
-    if [ -n "$child$importing" ]; then
-        # shellcheck disable=SC2086  # one or two process numbers
-        kill $child $importing 2>/dev/null || true
-        wait 2>/dev/null || true
-    fi
+    # shellcheck disable=SC2046  # each process number is a word of its own
+    kill $(jobs -p) 2>/dev/null || true
+    wait 2>/dev/null || true
     echo "run.sh: stopped by $1; run the same command again to continue" >&3
     exit "$2"
 }
 
-importing=""  # the process that imports PyTorch in the background
 trap 'stop SIGINT 130' INT
 trap 'stop SIGTERM 143' TERM
 
@@ -455,7 +451,6 @@ import_ahead() {
         what=compile
     fi
     "$python" -c "$ahead" "$module" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &
-    importing=$!
 }
 
 # ---- GPUs that PyTorch can use -------------------------------------------------------------------

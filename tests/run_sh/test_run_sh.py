@@ -527,12 +527,50 @@ def test_a_signal_at_any_moment(checkout, number, code):
     assert_trains(run_sh(checkout))
 
 
+# Bash reads this first. It sends run.sh the signal between two commands: as soon as run.sh has
+# started a child process, and before it does anything else.
+SIGNAL_AFTER_START = """
+set -o functrace
+started=0
+last=
+count_starts() {
+    [ "${!:-}" != "$last" ] || return 0
+    last=$!
+    started=$((started + 1))
+    [ "$started" -ne "${SIGNAL_AT:-0}" ] || kill -TERM $$
+}
+trap count_starts DEBUG
+"""
+
+
+def assert_group_is_gone(process):
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
 def test_a_signal_to_run_sh_alone_ends_what_it_started(checkout):
     process = start_until(checkout, PHASES["PIP_SECONDS"], PIP_SECONDS="30")
     os.kill(process.pid, signal.SIGTERM)
     assert finish(process, 20).code == 143
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    assert_group_is_gone(process)
+
+
+def test_a_signal_right_after_the_start_of_a_child_ends_the_child(checkout):
+    """Bash runs the trap before the command that follows the start."""
+    hook = write(checkout.parent / "hook", SIGNAL_AFTER_START)
+    changes = {"BASH_ENV": str(hook), "PIP_SECONDS": "3", "DATA_SECONDS": "3"}
+    starts = 0
+    while True:
+        starts += 1
+        variables = environment(checkout.parent, SIGNAL_AT=str(starts), **changes)
+        process = start(["./run.sh"], checkout, variables)
+        done = finish(process, 60)
+        if done.code == 0:
+            break
+        assert done.code == 143, done.output
+        assert_group_is_gone(process)
+    assert starts > 10
+    assert_trains(done)
 
 
 @pytest.mark.skipif(not shutil.which("flock"), reason="there is no flock")
