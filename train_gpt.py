@@ -782,7 +782,7 @@ def read_tokens(file, start, count, vocab_size):
     tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
     if len(tokens) < count:
         raise RankError(f"{file} is shorter than its header says; run its data script again")
-    if tokens.max() >= vocab_size:
+    if tokens.max(initial=0) >= vocab_size:  # a shard may be empty
         raise RankError(
             f"{file} has token {tokens.max()}, outside the vocabulary of {vocab_size}; "
             "does it belong to another track?"

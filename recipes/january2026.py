@@ -843,7 +843,7 @@ def read_tokens(file, start, count, vocab_size):
     tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
     if len(tokens) < count:
         raise RankError(f"{file} is shorter than its header says; run its data script again")
-    if tokens.max() >= vocab_size:
+    if tokens.max(initial=0) >= vocab_size:  # a shard may be empty
         raise RankError(
             f"{file} has token {tokens.max()}, outside the vocabulary of {vocab_size}; "
             "does it belong to another track?"
@@ -2175,7 +2175,6 @@ def run(args, hp, world, parts, resumed):
     first_step = resumed.get("step", 0)
     batches = training_batches(hp, world, first_step)
     first_bad_step = torch.full((), math.inf, dtype=torch.float64, device=world.device)
-    # even, because a signal saves a checkpoint: see save_checkpoint
     pending = []
     in_training = True
     book.start_clock()

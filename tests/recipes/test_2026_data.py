@@ -42,13 +42,14 @@ def write_shards(folder, shards):
 
 
 # Shards with short and long documents, tokens before the first one, a last document that ends a step
-# exactly, documents that fill no step, and no document at all
+# exactly, documents that fill no step, no document at all, and no tokens
 SHARDS = [
     [1, 2, 3, *random_documents(9000, 30, seed=1)],
     random_documents(7000, 200, seed=2),
     documents([129] * 8, seed=3),
     documents([130] * 7, seed=4),
     [5] * 4000,
+    [],
     documents([50] * 20 + [129] * 30 + [1] * 3 + [600] * 40, seed=5),
     random_documents(20000, 60, seed=6),
     documents([100] * 64, seed=9),

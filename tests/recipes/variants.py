@@ -12,10 +12,12 @@ numbers = itertools.count()
 
 
 def variant(*changes):
-    """The module with each text `old` replaced by `new`. `old` must occur exactly once."""
+    """The module with each text `old` replaced by `new`. `old` must occur exactly once. Otherwise
+    raises LookupError, because controls expect an AssertionError, from the test itself."""
     source = january2026.SOURCE
     for old, new in changes:
-        assert source.count(old) == 1, f"{source.count(old)} times in the script: {old}"
+        if source.count(old) != 1:
+            raise LookupError(f"{source.count(old)} times in the script: {old}")
         source = source.replace(old, new)
     number = next(numbers)
     # an operator's name can be registered only once
