@@ -107,6 +107,14 @@ def forkserver():
     return multiprocessing.get_context("forkserver")
 
 
+def wait_until(condition, seconds=300):
+    """Waits until condition() is true. Raises AssertionError if that takes longer."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"the condition is still false after {seconds} s"
+        time.sleep(0.005)
+
+
 def wait_for_processes(processes, timeout):
     """Waits until all processes have ended, or one has failed.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from util import ROOT
+from util import ROOT, wait_until
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "machines"))
 from checkout import (
@@ -53,10 +53,7 @@ def assert_trains(done):
 def install_stubs(checkout):
     """Runs run.sh once, and waits until nothing writes compiled files into .venv any more."""
     assert_trains(run_sh(checkout))
-    end = time.monotonic() + 120
-    while not (checkout.parent / "calls_imported").exists():
-        assert time.monotonic() < end, "run.sh imports nothing in the background"
-        time.sleep(0.01)
+    wait_until((checkout.parent / "calls_imported").exists, 120)
 
 
 def assert_line(done, *words, code=2):
@@ -543,17 +540,19 @@ trap count_starts DEBUG
 """
 
 
+def has_ended(group):
+    """Whether no process of a process group is left."""
+    try:
+        os.killpg(group, 0)
+        return False
+    except ProcessLookupError:
+        return True
+
+
 def assert_group_ends(process):
     """The processes that run.sh started end within three seconds. Python's venv module starts
     ensurepip, which isn't a child of run.sh, so it isn't stopped; in these tests, it ends at once."""
-    end = time.monotonic() + 3
-    while time.monotonic() < end:
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    raise AssertionError("a process that run.sh started is still there")
+    wait_until(lambda: has_ended(process.pid), 3)
 
 
 def test_a_signal_to_run_sh_alone_ends_what_it_started(checkout):

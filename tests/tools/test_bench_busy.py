@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import train_gpt
-from util import ROOT, env
+from util import ROOT, env, wait_until
 
 sys.path.append(str(ROOT / "tools"))
 import bench_busy
@@ -55,14 +55,6 @@ def state_of(pid):
     if state == "Z":
         return ""
     return state
-
-
-def wait_for(condition):
-    """Fails if the condition isn't true within a minute. On a busy machine, it may take a while."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -109,7 +101,7 @@ def test_each_setting_is_timed_alone(processes, monkeypatch):
         return all(state_of(other.pid) == "T" for other in stepping if other is not process)
 
     def count_busy(process, setting):
-        wait_for(lambda: others_are_stopped(process))
+        wait_until(lambda: others_are_stopped(process), 60)
         answer(process, setting)
         counts.append(sum(state_of(other.pid) != "" for other in busy))
         return counts[-1]
@@ -166,7 +158,7 @@ def test_busy_processes_end_with_the_benchmark(number, processes, monkeypatch):
     assert state_of(last_busy)
     os.kill(pid, number)
     os.waitpid(pid, 0)
-    wait_for(lambda: state_of(last_busy) == "")
+    wait_until(lambda: state_of(last_busy) == "", 60)
     if number != signal.SIGKILL:
         assert not any(map(state_of, children))
     for child in filter(state_of, children):  # after SIGKILL, stopped processes still exist

@@ -37,6 +37,7 @@ from util import (
     read_log,
     run_script,
     val_losses,
+    wait_until,
     write_shard,
 )
 
@@ -98,14 +99,6 @@ def shards(tmp_path_factory):
 
 # --------------------------------------------------------------- processes and their faults
 A_LONG_TIME = 3600  # s, much longer than wait_until() waits, even on a busy machine
-
-
-def wait_until(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            pytest.fail(f"the condition is still false after {seconds} s")
-        time.sleep(0.005)
 
 
 def rank_main(rank, world_size, port, argv, folder, console, hook):
