@@ -39,11 +39,21 @@ import compare_runs
 import compare_sources
 from compare_answer import plural
 from compare_runs import RunError, Setup, Task, Worker
-from compare_sources import environment, patched
+from compare_sources import environment
 from compare_stats import measure_slope
 from log_parsing import UsageError, run_command, write_file
 from screen_answer import Result, answer, plot_result, result_as_json
-from screen_blocks import Block, Screen, read_blocks, read_percent, read_screen, same_factors, write_block
+from screen_blocks import (
+    Block,
+    Screen,
+    patched_original,
+    read_blocks,
+    read_original,
+    read_percent,
+    read_screen,
+    same_factors,
+    write_block,
+)
 from screen_design import add_steps, fit
 
 BLOCKS_AT_ONCE = 2  # a process makes the runs of this many seeds, because only the first one compiles
@@ -316,28 +326,12 @@ def differing_weight(weights: dict, expected: dict) -> str:
     return ""
 
 
-def read_original(screen: Screen, path: str) -> bytes:
-    """A file of the revision that the screen names, or of the working tree. Raises UsageError."""
-    if not screen.revision:
-        return (compare_sources.ROOT / path).read_bytes()
-    try:
-        return compare_sources.git("show", f"{screen.revision}:{path}")
-    except UsageError as e:
-        raise UsageError(f"{screen.name}: revision {screen.revision}: {e}") from None
-
-
-def patched_original(screen: Screen, patch: str, source: bytes) -> bytes:
+def apply_original(screen: Screen, patch: str, source: bytes) -> bytes:
     """The source with a patch of the revision that the screen names. Raises UsageError."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder).resolve() / "idea.patch"
-        file.write_bytes(read_original(screen, patch))
-        try:
-            return patched(file, source)
-        except UsageError as e:
-            hint = ""
-            if not screen.revision:
-                hint = '; if it belongs to an older train_gpt.py, set revision = "COMMIT"'
-            raise UsageError(f"{patch}: {e}{hint}") from None
+        file.write_bytes(read_original(screen.revision, patch, screen.name))
+        return patched_original(screen.revision, file, source, patch)
 
 
 def check_switches(screen: Screen) -> int:
@@ -347,7 +341,7 @@ def check_switches(screen: Screen) -> int:
     switches = [factor for factor in screen.factors if factor.patch and factor.high]
     if not switches:
         raise UsageError("nothing to check: --check needs a factor with both high and patch")
-    plain = read_original(screen, "train_gpt.py")
+    plain = read_original(screen.revision, "train_gpt.py", screen.name)
     script = screen.base.source
     status = 0
     for factor in [None, *switches]:
@@ -356,7 +350,7 @@ def check_switches(screen: Screen) -> int:
         switch = []
         if factor is not None:
             name = factor.name
-            source = patched_original(screen, factor.patch, plain)
+            source = apply_original(screen, factor.patch, plain)
             switch = shlex.split(factor.high)
         weights = weights_of(script, (*screen.options, *switch))
         different = differing_weight(weights, weights_of(source, tuple(screen.options)))

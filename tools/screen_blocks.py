@@ -4,9 +4,11 @@ The definition of a screen (a TOML file), its 32 configurations, and its finishe
 A definition has these keys. All but `factor` may be left out:
 
     script = "train_gpt.py"       the script to train with; or a git revision, whose train_gpt.py is meant;
-                                  or another file of a revision: "f8091ed:recipes/january2026.py"
-    revision = "f8091ed"          for screen.py --check: the git revision whose train_gpt.py and patches
-                                  the script is compared with; default: the working tree
+                                  or another file of a revision: "f8091ed:recipes/january2026.py";
+                                  or a patch to train_gpt.py that adds switches
+    revision = "f8091ed"          the git revision of train_gpt.py that a patch as `script` changes, and
+                                  of train_gpt.py and the patches that --check compares the script
+                                  with; default: the working tree
     options = "--track mini"      options of all runs
     seed = 1000                   the seed of the first block
     until = "1%"                  the gain in steps that matters
@@ -234,9 +236,33 @@ def check_sides(factors: list[Factor], sides: list[Variant]) -> None:
             raise UsageError(f"{factor.name}: {low_name} and high have the same settings; change one")
 
 
-def read_script(name: str, where: str) -> bytes:
+def read_original(revision: str, path: str, where: str) -> bytes:
+    """A file of a git revision, or of the working tree if revision is "". Raises UsageError."""
+    if not revision:
+        return (compare_sources.ROOT / path).read_bytes()
+    try:
+        return compare_sources.git("show", f"{revision}:{path}")
+    except UsageError as e:
+        raise UsageError(f"{where}: revision {revision}: {e}") from None
+
+
+def patched_original(revision: str, file: Path, source: bytes, where: str) -> bytes:
+    """The source, which is of this revision, with a patch. Raises UsageError."""
+    try:
+        return patched(file, source)
+    except UsageError as e:
+        hint = ""
+        if not revision:
+            hint = '; if it belongs to an older train_gpt.py, set revision = "COMMIT"'
+        raise UsageError(f"{where}: {e}{hint}") from None
+
+
+def read_script(name: str, revision: str, where: str) -> bytes:
     """Raises UsageError."""
     file = compare_sources.ROOT / name
+    if file.is_file() and file.suffix == ".patch":
+        source = read_original(revision, "train_gpt.py", where)
+        return patched_original(revision, file.resolve(), source, name)
     if file.is_file():
         return file.read_bytes()
     try:
@@ -256,7 +282,7 @@ def read_screen(path: Path) -> Screen:
         in_working_tree = factor.patches_source or (factor.patch and not revision)
         if in_working_tree and not (compare_sources.ROOT / factor.patch).is_file():
             raise UsageError(f"{path}: there is no file {factor.patch} in the repository")
-    source = read_script(script, str(path))
+    source = read_script(script, revision, str(path))
     base = Variant("the base", source, common)
     sides = []
     for factor in factors:

@@ -482,6 +482,35 @@ def test_patches(place):
     assert len(err.splitlines()) == 1
 
 
+def test_a_patch_as_the_script(place):
+    """It changes train_gpt.py of the revision, or of the working tree."""
+    source = (place / "train_gpt.py").read_text()
+    old = "    return 1.5 + "
+    assert source.count(old) == 1
+    expected = source.replace(old, "    return 0.04 + 1.5 + ")
+    (place / "switches.patch").write_text(patch_of("train_gpt.py", source, expected))
+    text = 'script = "switches.patch"\n' + definition()
+    file = place / "screens/first/screen.toml"
+    file.write_text(text)
+    found = screen.read_screen(file)
+    assert {variant.source for variant in found.variants()} == {expected.encode()}
+    git(place, "init", "-q")
+    git(place, "add", "-A")
+    git(place, "commit", "-qm", "first")
+    (place / "train_gpt.py").write_text(source.replace(old, "    return 2.5 + "))
+    status, out, err = run()
+    assert status == 2
+    assert "switches.patch: the patch doesn't apply" in err
+    assert 'set revision = "COMMIT"' in err
+    assert len(err.splitlines()) == 1
+    file.write_text('revision = "HEAD"\n' + text)
+    assert screen.read_screen(file).base.source == expected.encode()
+    file.write_text('revision = "nothing"\n' + text)
+    status, out, err = run()
+    assert status == 2
+    assert "revision nothing: " in err
+
+
 def test_check_of_switches(tmp_path, monkeypatch):
     """Trains train_gpt.py with switches, and patched: the weights must be the same bit for bit."""
     source = (ROOT / "train_gpt.py").read_text()
