@@ -39,6 +39,11 @@ stop_signal = 0      # the SIGTERM or SIGINT that came in training
 stop_time = 0.0
 
 
+def env_int(name, default):
+    """Returns an environment variable that torchrun sets, or the default without torchrun."""
+    return int(os.environ.get(name, default))
+
+
 def on_signal(number, frame):
     """Handles Ctrl-C and SIGTERM. In the training loop, it only remembers the signal: all ranks
     save a checkpoint and exit within a few steps (see vote_while_training), or finish if the run is
@@ -46,7 +51,7 @@ def on_signal(number, frame):
     of the first are ignored, because torchrun and batch systems often send several."""
     global stop_signal, stop_time
     if not in_training:
-        if os.environ.get("RANK", "0") == "0":
+        if env_int("RANK", 0) == 0:
             if os.isatty(2):
                 os.write(2, b"\n")  # start a new line after the terminal's ^C
             os.write(2, b"stopped; there is nothing to save\n")
@@ -460,18 +465,17 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
     def document_causal(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
 
-    # documents are numbered in order, so the first and last token bound the documents of a block
     first_doc = docs.view(-1, BLOCK_SIZE)[:, 0]  # (N,)
     last_doc = docs.view(-1, BLOCK_SIZE)[:, -1]
-    q_first, q_last = first_doc[:, None], last_doc[:, None]  # rows are query blocks
-    k_first, k_last = first_doc, last_doc  # columns are key blocks
     block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
     distance = block[:, None] - block  # (N, N): query block - key block
     in_window = distance < window_blocks
     causal_any = distance >= 0
     causal_all = distance > 0
-    document_any = (q_first <= k_last) & (q_last >= k_first)
-    document_all = (q_first == k_last) & (q_last == k_first)  # both blocks are in one document
+    # Rows are query blocks, columns are key blocks. Documents are numbered in order, so for a key block
+    # that isn't later than the query block:
+    document_any = first_doc[:, None] <= last_doc  # they share a document
+    document_all = last_doc[:, None] == first_doc  # both are in one document
     visible_any = in_window & causal_any & document_any
     visible_all = in_window & causal_all & document_all
     partial = visible_any & ~visible_all
@@ -822,6 +826,14 @@ def check_shards(pattern, batch_size, steps, vocab_size, option="--num_iteration
         read_tokens(file, start, batch_size + 1, vocab_size)
 
 
+def to_device(tensor, device):
+    """Copies a batch to the device. The copy to a GPU is from pinned memory, so the CPU doesn't
+    wait for it."""
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def distributed_data_generator(
     pattern, batch_size, rank, world_size, vocab_size=65536, device="cpu", first_batch=0
 ):
@@ -832,12 +844,7 @@ def distributed_data_generator(
     for file, start in itertools.islice(batches, first_batch, None):
         tokens = read_tokens(file, start + rank * local, local + 1, vocab_size)
         tokens = torch.from_numpy(tokens.astype(np.int32))
-        inputs = tokens[:-1]
-        targets = tokens[1:].long()
-        if torch.device(device).type == "cuda":
-            inputs = inputs.pin_memory().to(device, non_blocking=True)
-            targets = targets.pin_memory().to(device, non_blocking=True)
-        yield inputs, targets
+        yield to_device(tokens[:-1], device), to_device(tokens[1:].long(), device)
 
 
 # -----------------------------------------------------------------------------
@@ -1150,7 +1157,7 @@ def unusable_gpu():
 
 def weakest_gpu():
     """Returns the compute capability and the name of the weakest GPU in use on this machine."""
-    gpus = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    gpus = range(env_int("LOCAL_WORLD_SIZE", 1))
     return min((torch.cuda.get_device_capability(i), torch.cuda.get_device_name(i)) for i in gpus)
 
 
@@ -1162,7 +1169,7 @@ def check_gpus():
         f"--device cuda: {build} finds no GPU that it can use; check the driver with nvidia-smi, "
         "install a build for it (https://pytorch.org/get-started/locally), or use --device cpu",
     )
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = env_int("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()
     require(
         processes <= gpus,
@@ -1213,11 +1220,11 @@ def fit_to_memory(args, hp, world, resumed):
 
 def start_world(device_name):
     """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU, none for a single process."""
-    rank = int(os.environ.get("RANK", 0))
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    rank = env_int("RANK", 0)
+    size = env_int("WORLD_SIZE", 1)
     if device_name == "cuda":
         check_gpus()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", env_int("LOCAL_RANK", 0))
         torch.cuda.set_device(device)
         backend, device_id = "nccl", device
     else:
@@ -1240,7 +1247,7 @@ def set_up_cpu():
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the top of the heap
         libc.mallopt(M_MMAP_MAX, 0)  # take large blocks from the heap, too
     if "OMP_NUM_THREADS" not in os.environ:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        processes = env_int("LOCAL_WORLD_SIZE", 1)
         torch.set_num_threads(max(1, CPU_CORES // processes))
 
 
@@ -2005,8 +2012,8 @@ def check_inputs(args, hp):
     """Raises InputError for invalid settings or inputs, before anything slow begins."""
     if args.device == "cuda":
         check_gpus()
-    check_hyperparameters(hp, int(os.environ.get("WORLD_SIZE", 1)), args.device)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    check_hyperparameters(hp, env_int("WORLD_SIZE", 1), args.device)
+    if env_int("LOCAL_RANK", 0) != 0:
         return  # one process per machine reads the files
     steps, val_steps = hp.num_iterations, hp.val_tokens // hp.val_seq_len
     check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size)
@@ -2051,7 +2058,7 @@ def train(args, hp):
 def main(argv, after_training=None):
     """Returns the exit status: 0 on success, 1 if another process died, 2 after a user error. On
     success, it first calls after_training(model)."""
-    name = f"rank {os.environ.get('RANK', 0)}"
+    name = f"rank {env_int('RANK', 0)}"
     try:
         model = train(*parse_arguments(argv))
         if after_training is not None:
@@ -2060,7 +2067,7 @@ def main(argv, after_training=None):
     except (RankError, OSError) as e:
         message = str(e)
     except InputError as e:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if env_int("LOCAL_RANK", 0) != 0:
             return 2  # every rank raises it; one prints it
         message = str(e)
     except torch.OutOfMemoryError:

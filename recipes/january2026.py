@@ -50,6 +50,11 @@ stop_signal = 0      # the SIGTERM or SIGINT that came in training
 stop_time = 0.0
 
 
+def env_int(name, default):
+    """Returns an environment variable that torchrun sets, or the default without torchrun."""
+    return int(os.environ.get(name, default))
+
+
 def on_signal(number, frame):
     """Handles Ctrl-C and SIGTERM. In the training loop, it only remembers the signal: all ranks
     save a checkpoint and exit within a few steps (see vote_while_training), or finish if the run is
@@ -57,7 +62,7 @@ def on_signal(number, frame):
     of the first are ignored, because torchrun and batch systems often send several."""
     global stop_signal, stop_time
     if not in_training:
-        if os.environ.get("RANK", "0") == "0":
+        if env_int("RANK", 0) == 0:
             if os.isatty(2):
                 os.write(2, b"\n")  # start a new line after the terminal's ^C
             os.write(2, b"stopped; there is nothing to save\n")
@@ -147,7 +152,10 @@ class RankError(InputError):
 # -----------------------------------------------------------------------------
 # 2. FP8 head and loss. The forward pass uses e4m3, the gradient e5m2 (more range, less precision).
 
-FP8_MAX = 448  # the largest finite value of float8_e4m3fn
+# A scale times an FP8 value is the value it stands for. 448 is the largest finite e4m3 value.
+X_SCALE = 100 / 448
+W_SCALE = 1.6 / 448
+GRAD_SCALE = 0.75 / 448  # for a loss whose gradient is 1
 
 
 def softcap(logits: Tensor) -> Tensor:
@@ -161,11 +169,13 @@ def target_weights(targets: Tensor, weights: Tensor) -> Tensor:
     return torch.where(targets >= 0, weights, 0.0)
 
 
-def cross_entropies(capped: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the loss (T, K) of each target (T, K), and the logsumexp (T, 1) of capped logits (T,
-    V)."""
+def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the weighted cross-entropies in nats of softcapped logits (T, V), summed over tokens
+    and targets (T, K), and the logsumexp (T, 1)."""
+    capped = softcap(logits)
     lse = capped.exp().sum(dim=-1, keepdim=True).log()  # exp(23) can't overflow
-    return lse - capped.gather(1, targets.clamp_min(0)), lse
+    losses = lse - capped.gather(1, targets.clamp_min(0))  # (T, K)
+    return (losses * target_weights(targets, weights)).sum(), lse
 
 
 def as_scale(value: float, like: Tensor) -> Tensor:
@@ -176,37 +186,34 @@ def as_scale(value: float, like: Tensor) -> Tensor:
 @torch.library.custom_op("nanogpt2026::head_loss", mutates_args=())
 @torch.compile(dynamic=False)  # compiling the model doesn't compile the body of a custom op
 def head_loss_op(
-    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, x_s: float, w_s: float, grad_s: float
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes the weighted cross-entropies of softcap(x @ w.T) in nats, summed over tokens and
-    targets.
+    """Computes weighted_loss of the logits x @ w.T.
 
-    x (T, C) and w (V, C) are bf16, targets (T, K) int64, -1 for none, weights (K,) float32. An FP8
-    operand times its scale (x_s, w_s, grad_s) is the value it stands for. Returns the loss in
-    float32, and for the backward pass the logits (T, V) in bf16, their logsumexp (T, 1) and both
-    FP8 operands."""
-    x_f8 = (x / x_s).to(torch.float8_e4m3fn)
-    w_f8 = (w / w_s).to(torch.float8_e4m3fn)
+    x (T, C) and w (V, C) are bf16, targets (T, K) int64, -1 for none, weights (K,) float32. Returns
+    the loss in float32, and for the backward pass the logits (T, V) in bf16, their logsumexp (T, 1)
+    and both FP8 operands."""
+    x_f8 = (x / X_SCALE).to(torch.float8_e4m3fn)
+    w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
         x_f8,
         w_f8.T,
-        scale_a=as_scale(x_s, x),
-        scale_b=as_scale(w_s, x),
+        scale_a=as_scale(X_SCALE, x),
+        scale_b=as_scale(W_SCALE, x),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    losses, lse = cross_entropies(softcap(logits), targets)
-    loss = (losses * target_weights(targets, weights)).sum()
+    loss, lse = weighted_loss(logits, targets, weights)
     return loss, logits, lse, x_f8, w_f8
 
 
 @head_loss_op.register_fake
-def _(x, w, targets, weights, x_s, w_s, grad_s):
+def _(x, w, targets, weights):
     loss = x.new_empty((), dtype=torch.float32)
     logits = x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16)
     lse = x.new_empty(x.size(0), 1, dtype=torch.float32)
-    x_f8 = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    w_f8 = w.new_empty(w.shape, dtype=torch.float8_e4m3fn)
+    x_f8 = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    w_f8 = torch.empty_like(w, dtype=torch.float8_e4m3fn)
     return loss, logits, lse, x_f8, w_f8
 
 
@@ -214,7 +221,7 @@ def _(x, w, targets, weights, x_s, w_s, grad_s):
 @torch.compile(dynamic=False)
 def head_loss_backward_op(
     grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor,
-    weights: Tensor, x_s: float, w_s: float, grad_s: float,
+    weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Returns grad_x (T, C) and grad_w (V, C) in bf16, given the loss's scalar gradient.
     When compiled, it stores the gradient of the logits only in FP8."""
@@ -226,49 +233,44 @@ def head_loss_backward_op(
         is_target = column == targets[:, k, None]
         grad_capped = grad_capped - torch.where(is_target, weights[:, k, None], 0.0)
     # the derivative of 23 sigmoid((z + 5) / 7.5) is capped (1 - capped / 23) / 7.5
-    grad_logits = grad * grad_capped * capped * (1 - capped / 23) / 7.5
-    grad_f8 = (grad_logits / grad_s).to(torch.float8_e5m2)
-    grad_scale = as_scale(grad_s, grad)
+    grad_logits = grad_capped * capped * (1 - capped / 23) / 7.5
+    grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
+    grad_scale = GRAD_SCALE * grad
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
         grad_f8,
         w_f8.T.contiguous().T,
         scale_a=grad_scale,
-        scale_b=as_scale(w_s, grad),
+        scale_b=as_scale(W_SCALE, grad),
         out_dtype=torch.bfloat16,
     )
     grad_w = torch._scaled_mm(
         grad_f8.T.contiguous(),
         x_f8.T.contiguous().T,
         scale_a=grad_scale,
-        scale_b=as_scale(x_s, grad),
+        scale_b=as_scale(X_SCALE, grad),
         out_dtype=torch.bfloat16,
     )
     return grad_x, grad_w
 
 
 @head_loss_backward_op.register_fake
-def _(grad, logits, lse, x_f8, w_f8, targets, weights, x_s, w_s, grad_s):
-    grad_x = grad.new_empty(x_f8.shape, dtype=torch.bfloat16)
-    grad_w = grad.new_empty(w_f8.shape, dtype=torch.bfloat16)
+def _(grad, logits, lse, x_f8, w_f8, targets, weights):
+    grad_x = torch.empty_like(x_f8, dtype=torch.bfloat16)
+    grad_w = torch.empty_like(w_f8, dtype=torch.bfloat16)
     return grad_x, grad_w
 
 
 def setup_context(ctx, inputs, output):
-    x, w, targets, weights, x_s, w_s, grad_s = inputs
+    x, w, targets, weights = inputs
     loss, logits, lse, x_f8, w_f8 = output
     ctx.save_for_backward(logits, lse, x_f8, w_f8, targets, weights)
-    ctx.scales = (x_s, w_s, grad_s)
     ctx.set_materialize_grads(False)  # creates no zero gradients for the other outputs
 
 
 def head_loss_gradients(ctx, grad, *unused):
-    logits, lse, x_f8, w_f8, targets, weights = ctx.saved_tensors
-    x_s, w_s, grad_s = ctx.scales
-    grad_x, grad_w = torch.ops.nanogpt2026.head_loss_backward(
-        grad, logits, lse, x_f8, w_f8, targets, weights, x_s, w_s, grad_s
-    )
-    return grad_x, grad_w, None, None, None, None, None
+    grad_x, grad_w = torch.ops.nanogpt2026.head_loss_backward(grad, *ctx.saved_tensors)
+    return grad_x, grad_w, None, None
 
 
 head_loss_op.register_autograd(head_loss_gradients, setup_context=setup_context)
@@ -396,11 +398,10 @@ class Muon(torch.optim.Optimizer):
         ranks."""
         if self.world_size == 1:
             return
-        for group in self.param_groups:
-            for p in group["params"]:
-                for value in self._state(p).values():
-                    for rank in range(self.world_size):
-                        dist.broadcast(value[self._share(p, rank)], rank)
+        for p, state in self.state.items():
+            for value in state.values():
+                for rank in range(self.world_size):
+                    dist.broadcast(value[self._share(p, rank)], rank)
 
 
 def adam_update(p, grad, mean, mean_square, beta1, beta2, lr, decay):
@@ -517,19 +518,18 @@ def flex_block_mask(docs: Tensor, window: Tensor) -> BlockMask:
         same_document = docs[q_idx] == docs[kv_idx]
         return causal & same_document & (q_idx - kv_idx <= window)
 
-    # documents are numbered in order, so the first and last token bound the documents of a block
     first_doc = docs.view(-1, BLOCK_SIZE)[:, 0]  # (N,)
     last_doc = docs.view(-1, BLOCK_SIZE)[:, -1]
-    q_first, q_last = first_doc[:, None], last_doc[:, None]  # rows are query blocks
-    k_first, k_last = first_doc, last_doc  # columns are key blocks
     block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
     distance = BLOCK_SIZE * (block[:, None] - block)  # (N, N), from the first key to the first query
     window_any = distance - (BLOCK_SIZE - 1) <= window  # from the last key to the first query
     window_all = distance + (BLOCK_SIZE - 1) <= window  # from the first key to the last query
     causal_any = distance >= 0
     causal_all = distance > 0
-    document_any = (q_first <= k_last) & (q_last >= k_first)
-    document_all = (q_first == k_last) & (q_last == k_first)  # both blocks are in one document
+    # Rows are query blocks, columns are key blocks. Documents are numbered in order, so for a key block
+    # that isn't later than the query block:
+    document_any = first_doc[:, None] <= last_doc  # they share a document
+    document_all = last_doc[:, None] == first_doc  # both are in one document
     visible_any = window_any & causal_any & document_any
     visible_all = window_all & causal_all & document_all
     partial = visible_any & ~visible_all
@@ -643,6 +643,9 @@ class GPT(nn.Module):
         def weights(*shape):
             return nn.Parameter(torch.empty(shape, dtype=dtype))
 
+        def lambdas(value, *shape):
+            return nn.Parameter(torch.full(shape, value))
+
         self.embed = weights(hp.padded_vocab_size, dim)
         self.lm_head = weights(hp.padded_vocab_size, dim)
         tables = [weights(hp.padded_vocab_size, dim) for _ in range(hp.num_value_embeds)]
@@ -650,7 +653,7 @@ class GPT(nn.Module):
         self.bigram_embed = self.bigram_lambdas = None
         if hp.bigram_factor:
             self.bigram_embed = weights(hp.bigram_factor * hp.padded_vocab_size, dim)
-            self.bigram_lambdas = nn.Parameter(torch.full((layers,), 0.1))
+            self.bigram_lambdas = lambdas(0.1, layers)
         # banks of matrices: Q, K, V and O (out, in); the MLP's input (hidden, in) and output
         # (hidden, out)
         self.attn_bank = weights(attn_layers, 4, dim, dim)
@@ -660,13 +663,13 @@ class GPT(nn.Module):
         self.skip_gate = weights(1, GATE_CHANNELS)
         self.attn_gates = weights(attn_layers, heads, GATE_CHANNELS)
         self.value_gates = weights(value_layers, heads, GATE_CHANNELS)
-        self.resid_lambdas = nn.Parameter(torch.full((layers,), 1.1))
-        self.x0_lambdas = nn.Parameter(torch.zeros(layers))
-        self.qkv_lambdas = nn.Parameter(torch.full((attn_layers,), 0.5))
-        self.o_lambdas = nn.Parameter(torch.ones(attn_layers))
-        self.smear_lambda = nn.Parameter(torch.tensor(0.0))
-        self.skip_lambda = nn.Parameter(torch.tensor(-1.5))
-        self.backout_lambda = nn.Parameter(torch.tensor(0.5))
+        self.resid_lambdas = lambdas(1.1, layers)
+        self.x0_lambdas = lambdas(0.0, layers)
+        self.qkv_lambdas = lambdas(0.5, attn_layers)
+        self.o_lambdas = lambdas(1.0, attn_layers)
+        self.smear_lambda = lambdas(0.0)
+        self.skip_lambda = lambdas(-1.5)
+        self.backout_lambda = lambdas(0.5)
         # what changes with the step
         self.stage = -1
         self.rotary = Rotary(hp.head_dim, max(*hp.seq_lens, hp.val_seq_len), dtype)
@@ -680,8 +683,9 @@ class GPT(nn.Module):
         attention."""
         for k, weight in enumerate(get_loss_weights(step, self.hp)):
             self.loss_weights[k].fill_(weight)
-        if self.stage != get_stage(step, self.hp):
-            self.stage = get_stage(step, self.hp)
+        stage = get_stage(step, self.hp)
+        if self.stage != stage:
+            self.stage = stage
             freqs, scale = get_rotary(step, self.hp, self.loss_weights.device)
             self.rotary.set_frequencies(freqs)
             self.attn_scale.fill_(scale)
@@ -690,17 +694,17 @@ class GPT(nn.Module):
     def init_weights(self, seed):
         """Sets the initial values of all tensors but scalars, which keep the values that they are
         created with. Each has a random generator of its own, keyed by the seed and its name."""
-        std = self.hp.model_dim**-0.5
+        bound = (3 / self.hp.model_dim) ** 0.5  # of a uniform distribution with variance 1 / model_dim
         for name, p in self.named_parameters():
             key = zlib.crc32(f"{seed} {name}".encode())
             rng = torch.Generator().manual_seed(key)
             if name == "lm_head":
                 p.normal_(std=0.005, generator=rng)
             elif name == "attn_bank":
-                p.uniform_(-(3**0.5) * std, 3**0.5 * std, generator=rng)
+                p.uniform_(-bound, bound, generator=rng)
                 p[:, 3].zero_()
             elif name == "mlp_in_bank":
-                p.uniform_(-(3**0.5) * std / 2, 3**0.5 * std / 2, generator=rng)
+                p.uniform_(-bound / 2, bound / 2, generator=rng)
             elif p.ndim >= 2:
                 p.zero_()
         self.embed.copy_(self.lm_head)
@@ -748,11 +752,11 @@ class GPT(nn.Module):
         hp = self.hp
         index = hp.attn_layers.index(layer)
         paired = layer in hp.paired_layers
-        heads = (*x.shape[:2], hp.num_heads, hp.head_dim)
         # multiplying the weights is faster than multiplying activations
         qkv_w = weights[:3].flatten(0, 1) * self.qkv_lambdas[index]
         o_w = weights[3] * self.o_lambdas[index]
-        q, k, v = F.linear(x, qkv_w).view(*x.shape[:2], 3, *heads[2:]).unbind(2)  # (B, S, H, D) each
+        qkv = F.linear(x, qkv_w).unflatten(2, (3, hp.num_heads, hp.head_dim))
+        q, k, v = qkv.unbind(2)  # (B, S, H, D) each
         q = self.rotary(norm(q), paired, self.attn_scale)
         k = self.rotary(norm(k), paired)
         if layer in hp.long_window_layers:  # key offset: the still channels are those of the key before
@@ -760,12 +764,12 @@ class GPT(nn.Module):
             k = torch.cat([turning, shifted(still)], dim=-1)
         if ve is not None:
             ve_gate = 2 * gate(x, self.value_gates[hp.value_layers.index(layer)])
-            v = v + ve_gate[..., None] * ve.view(heads)
+            v = v + ve_gate[..., None] * ve.view_as(v)
         # Paired heads are one sequence of twice the length: the first half of the heads of token t
         # is in slot 2t, the second half in slot 2t + 1, which is how they lie in memory.
         slots = (1, -1, hp.num_heads // 2 if paired else hp.num_heads, hp.head_dim)
         y = attention(q.reshape(slots), k.reshape(slots), v.reshape(slots), mask, scale=1.0)
-        y = y.view(heads) * gate(x, self.attn_gates[index])[..., None]
+        y = y.view_as(q) * gate(x, self.attn_gates[index])[..., None]
         return F.linear(y.flatten(2), o_w)
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, window_blocks: Tensor) -> Tensor:
@@ -809,14 +813,10 @@ class GPT(nn.Module):
         """x (T, C), target_seq (B, S) -> the weighted cross-entropy in nats, summed over tokens."""
         ahead = [F.pad(target_seq[:, k:], (0, k), value=-1) for k in range(3)]
         targets = torch.stack(ahead, dim=-1).flatten(0, 1)  # (T, 3)
-        if not self.use_fp8:
-            losses, _ = cross_entropies(softcap(F.linear(x, self.lm_head)), targets)
-            return (losses * target_weights(targets, self.loss_weights)).sum()
-        x_s = 100 / FP8_MAX
-        w_s = 1.6 / FP8_MAX
-        grad_s = 0.75 / FP8_MAX / self.hp.num_sequences  # a step's loss is divided by num_sequences
-        head_loss = torch.ops.nanogpt2026.head_loss
-        return head_loss(x, self.lm_head, targets, self.loss_weights, x_s, w_s, grad_s)[0]
+        if self.use_fp8:
+            head_loss = torch.ops.nanogpt2026.head_loss
+            return head_loss(x, self.lm_head, targets, self.loss_weights)[0]
+        return weighted_loss(F.linear(x, self.lm_head), targets, self.loss_weights)[0]
 
 
 # -----------------------------------------------------------------------------
@@ -854,10 +854,8 @@ def read_tokens(file, start, count, vocab_size):
 def shard_files(pattern):
     """Returns the shards in sorted order. A relative pattern is first looked for in the current
     folder, then in the repository."""
-    files = sorted(glob.glob(pattern))
-    if not files:
-        folder = glob.escape(str(Path(__file__).resolve().parents[1]))
-        files = sorted(glob.glob(f"{folder}/{pattern}"))
+    folder = glob.escape(str(Path(__file__).resolve().parents[1]))
+    files = sorted(glob.glob(pattern) or glob.glob(f"{folder}/{pattern}"))
     if not files:
         raise InputError(
             f"no shards match {pattern}; make them with data/shakespeare.py (mini) or "
@@ -888,6 +886,14 @@ def check_shards(pattern, batch_size, steps, vocab_size, option="--num_iteration
         read_tokens(file, start, batch_size + 1, vocab_size)
 
 
+def to_device(tensor, device):
+    """Copies a batch to the device. The copy to a GPU is from pinned memory, so the CPU doesn't
+    wait for it."""
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def distributed_data_generator(
     pattern, batch_size, rank, world_size, vocab_size=65536, device="cpu", first_batch=0
 ):
@@ -898,18 +904,15 @@ def distributed_data_generator(
     for file, start in itertools.islice(batches, first_batch, None):
         tokens = read_tokens(file, start + rank * local, local + 1, vocab_size)
         tokens = torch.from_numpy(tokens.astype(np.int32))
-        inputs = tokens[:-1]
-        targets = tokens[1:].long()
-        if torch.device(device).type == "cuda":
-            inputs = inputs.pin_memory().to(device, non_blocking=True)
-            targets = targets.pin_memory().to(device, non_blocking=True)
-        yield inputs, targets
+        yield to_device(tokens[:-1], device), to_device(tokens[1:].long(), device)
 
 
 def read_documents(file, hp):
-    """Returns the tokens of a shard and where its documents begin, as a list."""
+    """Returns the tokens of a shard, and a list with the first position of each document, followed
+    by the number of tokens."""
     tokens = read_tokens(file, 0, shard_length(file), hp.vocab_size)
-    return tokens, np.flatnonzero(tokens == hp.eot_token).tolist()
+    begins = np.flatnonzero(tokens == hp.eot_token).tolist()
+    return tokens, [*begins, len(tokens)]
 
 
 def read_shards(hp):
@@ -924,32 +927,29 @@ def read_shards(hp):
         yield ahead.result()
 
 
-def pack_sequence(begins, end, position, count, hp):
+def pack_sequence(tokens, begins, position, count, hp):
     """Fills a sequence of `count` tokens with documents from `position` on, of which each gives its
-    first max_document tokens. Returns the pieces as (start, stop), and the position after them.
+    first max_document tokens. Returns the pieces of `tokens`, and the position after them.
 
-    `begins` are the documents' first tokens, `end` is the shard's. Returns (None, end) if it is
-    reached. With hp.skip_rest, what a document has left is skipped; otherwise the next piece goes
-    on with it."""
+    `begins` are those of read_documents. Returns (None, len(tokens)) at the end of the shard. With
+    hp.skip_rest, what a document has left is skipped; otherwise the next piece goes on with it."""
     pieces = []
     while count > 0:
         if hp.skip_rest:
-            next_begin = bisect.bisect_left(begins, position)
-            position = begins[next_begin] if next_begin < len(begins) else end
-        if position == end:
-            return None, end
-        next_begin = bisect.bisect_right(begins, position)
-        document_end = begins[next_begin] if next_begin < len(begins) else end
+            position = begins[bisect.bisect_left(begins, position)]
+        if position == len(tokens):
+            return None, position
+        document_end = begins[bisect.bisect_right(begins, position)]
         stop = min(document_end, position + hp.max_document, position + count)
-        pieces.append((position, stop))
+        pieces.append(tokens[position:stop])
         count -= stop - position
         position = stop
     return pieces, position
 
 
 def packed_steps(hp):
-    """Yields for each step the tokens of a shard, and for each sequence its pieces. A step that a
-    shard can't fill begins anew in the next shard."""
+    """Yields for each step a list of the pieces of each sequence. A step that a shard can't fill
+    begins anew in the next shard."""
     step = 0
     for tokens, begins in read_shards(hp):
         position = 0
@@ -957,10 +957,10 @@ def packed_steps(hp):
             sequences = []
             for _ in range(hp.num_sequences):
                 count = get_seq_len(step, hp) + 1  # the inputs, and the last target
-                pieces, position = pack_sequence(begins, len(tokens), position, count, hp)
+                pieces, position = pack_sequence(tokens, begins, position, count, hp)
                 sequences.append(pieces)
             if None not in sequences:
-                yield tokens, sequences
+                yield sequences
                 step += 1
 
 
@@ -979,17 +979,12 @@ def training_batches(hp, world, first_step=0):
     (num_sequences / world.size, S)."""
     local = hp.num_sequences // world.size
     mine = slice(world.rank * local, (world.rank + 1) * local)
-    for tokens, sequences in itertools.islice(packed_steps(hp), first_step, None):
-        rows = []
-        for pieces in sequences[mine]:
-            rows.append(np.concatenate([tokens[start:stop] for start, stop in pieces]))
+    for sequences in itertools.islice(packed_steps(hp), first_step, None):
+        rows = [np.concatenate(pieces) for pieces in sequences[mine]]
         batch = torch.from_numpy(np.stack(rows).astype(np.int32))  # (local, S + 1)
         inputs = batch[:, :-1].contiguous()
         targets = batch[:, 1:].long()
-        if world.device.type == "cuda":
-            inputs = inputs.pin_memory().to(world.device, non_blocking=True)
-            targets = targets.pin_memory().to(world.device, non_blocking=True)
-        yield inputs, targets
+        yield to_device(inputs, world.device), to_device(targets, world.device)
 
 
 # -----------------------------------------------------------------------------
@@ -1350,7 +1345,7 @@ def unusable_gpu():
 
 def weakest_gpu():
     """Returns the compute capability and the name of the weakest GPU in use on this machine."""
-    gpus = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    gpus = range(env_int("LOCAL_WORLD_SIZE", 1))
     return min((torch.cuda.get_device_capability(i), torch.cuda.get_device_name(i)) for i in gpus)
 
 
@@ -1362,7 +1357,7 @@ def check_gpus():
         f"--device cuda: {build} finds no GPU that it can use; check the driver with nvidia-smi, "
         "install a build for it (https://pytorch.org/get-started/locally), or use --device cpu",
     )
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = env_int("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()
     require(
         processes <= gpus,
@@ -1385,11 +1380,11 @@ def uses_fp8(hp):
 
 def start_world(device_name):
     """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU, none for a single process."""
-    rank = int(os.environ.get("RANK", 0))
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    rank = env_int("RANK", 0)
+    size = env_int("WORLD_SIZE", 1)
     if device_name == "cuda":
         check_gpus()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", env_int("LOCAL_RANK", 0))
         torch.cuda.set_device(device)
         backend, device_id = "nccl", device
     else:
@@ -1412,7 +1407,7 @@ def set_up_cpu():
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the top of the heap
         libc.mallopt(M_MMAP_MAX, 0)  # take large blocks from the heap, too
     if "OMP_NUM_THREADS" not in os.environ:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        processes = env_int("LOCAL_WORLD_SIZE", 1)
         torch.set_num_threads(max(1, CPU_CORES // processes))
 
 
@@ -1947,13 +1942,12 @@ def train_step(model, optimizers, inputs, targets, window_blocks, step, hp, worl
     window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
     per_pass = sequences_per_pass(hp, world)
     total = torch.zeros((), device=world.device)
-    # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
-    # sequences. Muon ignores its scale, and so does Adam, up to its epsilon.
-    weight = torch.full((), 1 / hp.num_sequences, device=world.device)
     model.train()
     for x, y in zip(inputs.split(per_pass), targets.split(per_pass)):
         loss = model(x, y, window)
-        loss.backward(weight)
+        # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
+        # sequences. Muon ignores its scale, and so does Adam, up to its epsilon.
+        (loss / hp.num_sequences).backward()
         total += loss.detach()
     head, embed = parameters_of(adam)[:2]
     tied = adam_step and is_tied(step, hp)
@@ -2217,10 +2211,10 @@ def check_inputs(args, hp):
     """Raises InputError for invalid settings or inputs, before anything slow begins."""
     if args.device == "cuda":
         check_gpus()
-    check_hyperparameters(hp, int(os.environ.get("WORLD_SIZE", 1)), args.device)
+    check_hyperparameters(hp, env_int("WORLD_SIZE", 1), args.device)
     every = args.checkpoint_every
     require(every % 2 == 0, f"--checkpoint_every {every}: must be even, as Adam needs two steps")
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if env_int("LOCAL_RANK", 0) != 0:
         return  # one process per machine reads the files
     check_training_shards(hp)
     val_steps = hp.val_tokens // hp.val_seq_len
@@ -2263,7 +2257,7 @@ def train(args, hp):
 def main(argv, after_training=None):
     """Returns the exit status: 0 on success, 1 if another process died, 2 after a user error. On
     success, it first calls after_training(model)."""
-    name = f"rank {os.environ.get('RANK', 0)}"
+    name = f"rank {env_int('RANK', 0)}"
     try:
         model = train(*parse_arguments(argv))
         if after_training is not None:
@@ -2272,7 +2266,7 @@ def main(argv, after_training=None):
     except (RankError, OSError) as e:
         message = str(e)
     except InputError as e:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if env_int("LOCAL_RANK", 0) != 0:
             return 2  # every rank raises it; one prints it
         message = str(e)
     except torch.OutOfMemoryError:

@@ -13,9 +13,9 @@ OFFICIAL = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
 RECIPE = (ROOT / "recipes" / "january2026.py").read_text(encoding="utf-8")
 
 SHARED = """
-on_signal handle_signals InputError RankError as_scale
+env_int on_signal handle_signals InputError RankError as_scale
 norm document_ids block_lists split_blocks with_previous_blocks portable_attention attention
-shard_length read_tokens check_shards distributed_data_generator
+shard_length read_tokens check_shards to_device distributed_data_generator
 setting require parse_bool parse_layers
 read_text cpu_quota cpu_cores activation_dtype unusable_gpu weakest_gpu check_gpus uses_fp8
 start_world set_up_cpu describe_machine log_header build_model
