@@ -51,6 +51,8 @@ help at the official size. [NOTES.md](NOTES.md#five-runs-for-each-idea) has olde
 COLUMNS = """\
 - **steps**: how many more (+) or fewer (-) steps it takes to reach the same loss. The effect is the
   mean over all combinations of the other factors. The time of a step isn't counted.
+- **loss**: the loss with the idea minus that without it, in place of the steps, if the screen has
+  too few runs to convert one into the other.
 - **99% interval**: for all ideas of a screen together.
 - **verdict**: *helps* or *hurts* if the loss clearly differs. The interval of the steps can then
   still contain zero, because it includes the error of converting losses to steps. *Not worth it*
@@ -131,11 +133,21 @@ def read_screens(folder: Path) -> dict[str, dict]:
 
 def figure_there(idea: dict, effect: dict) -> str:
     """Whether the interval contains the speedrun's own figure."""
-    if "field_steps" not in idea:
+    if "field_steps" not in idea or effect["steps"] is None:
         return "not comparable"
     low, high = (round(100 * bound, 1) for bound in effect["steps_interval"])  # as they are shown
     inside = low <= idea["field_steps"] <= high
     return "inside" if inside else "excluded"
+
+
+def size_of_effect(effect: dict) -> dict[str, str]:
+    """Two cells: the effect in steps, or as a loss if the screen has too few runs to convert it."""
+    if effect["steps"] is not None:
+        interval = percent_interval(effect["steps_interval"])
+        return {"steps": percent(effect["steps"]), "99% interval": interval}
+    low = effect["difference"] - effect["half_width"]
+    high = effect["difference"] + effect["half_width"]
+    return {"loss": f"{effect['difference']:+.4f}", "99% interval": f"{low:+.4f} to {high:+.4f}"}
 
 
 def screen_table(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
@@ -150,8 +162,7 @@ def screen_table(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
         row = {
             "idea": link(idea_name, idea),
             "change": idea["change"],
-            "steps": percent(effect["steps"]),
-            "99% interval": percent_interval(effect["steps_interval"]),
+            **size_of_effect(effect),
             "verdict": effect["verdict"],
             "record and gain in the speedrun": record_and_gain(idea),
             "that gain is": figure_there(idea, effect),

@@ -57,6 +57,28 @@ def folder(tmp_path):
     return ideas
 
 
+def test_a_screen_without_steps_shows_losses(folder):
+    """With two blocks, a screen may have too few runs of the base to convert losses into steps."""
+    ranked = [("b", -0.004, "undecided"), ("a", 0.0125, "hurts")]
+    factors = []
+    for name, difference, verdict in ranked:
+        effect = dict(difference=difference, half_width=0.005, verdict=verdict)
+        effect |= dict(steps=None, steps_interval=None, patch=f"{idea_pages.PATCHES}{name}/idea.patch")
+        factors.append(effect)
+    facts = dict(seeds=[1, 2], dtype="float32", torch="2.13", machines=["a CPU"], sd=0.003, until=0.01)
+    describe(folder, "a", field_steps=-2.0)  # can't be compared with a loss
+    (folder.parent / "screens" / "s").mkdir(parents=True)
+    result = folder.parent / "screens" / "s" / "result.json"
+    result.write_text(json.dumps([dict(facts, factors=factors)]))
+    text = idea_pages.page(folder)
+    assert "| idea | change | loss | 99% interval |" in text
+    rows = {row[0]: row[2:5] + row[6:7] for row in idea_rows(text) if len(row) == 7}
+    assert list(rows.values()) == [
+        ["-0.0040", "-0.0090 to +0.0010", "undecided", "not comparable"],
+        ["+0.0125", "+0.0075 to +0.0175", "hurts", "not comparable"],
+    ]
+
+
 def test_an_idea_that_is_not_described_is_refused(folder):
     (folder / "a" / "idea.patch").unlink()
     with pytest.raises(LogError, match="a/idea.json: there is no idea.patch"):
