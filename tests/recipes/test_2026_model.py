@@ -360,8 +360,8 @@ def check_fp8_loss(m):
     x_s, w_s = 100 / 448, 1.6 / 448
     x = x.requires_grad_()
     w = w.requires_grad_()
-    name = m.head_loss_op._namespace
-    loss = getattr(torch.ops, name).head_loss(x, w, targets, weights)[0]
+    head_loss = getattr(torch.ops, m.head_loss_op._namespace).head_loss
+    loss = head_loss(x, w, targets, weights)[0]
     loss.backward(torch.tensor(1 / 8))
     x8 = ((x / x_s).to(torch.float8_e4m3fn).double() * x_s).detach().requires_grad_()
     w8 = ((w / w_s).to(torch.float8_e4m3fn).double() * w_s).detach().requires_grad_()
@@ -381,7 +381,7 @@ def check_fp8_loss(m):
     # a small gradient of the loss doesn't make the FP8 gradients underflow
     grad_x, grad_w = x.grad, w.grad
     x.grad = w.grad = None
-    loss = getattr(torch.ops, name).head_loss(x, w, targets, weights)[0]
+    loss = head_loss(x, w, targets, weights)[0]
     loss.backward(torch.tensor(2.0**-30))
     assert torch.equal(x.grad, grad_x * 2.0**-27)
     assert torch.equal(w.grad, grad_w * 2.0**-27)
@@ -422,7 +422,8 @@ def test_the_model_with_fp8():
     model = randomize(january2026.GPT(tiny(january2026))).train()
     batch = random_batch(1, 128)
     results = []
-    for model.use_fp8 in (False, True):
+    for use_fp8 in (False, True):
+        model.use_fp8 = use_fp8
         model.zero_grad()
         loss = model(*batch, blocks(3))
         loss.backward()
