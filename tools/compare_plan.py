@@ -30,7 +30,7 @@ from compare_stats import (
 
 # Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
 USUAL_SD = 0.005
-USUAL_SLOPE = Slope(-0.123, 0.05, FEWEST_SLOPES)
+USUAL_SLOPE = Slope(-0.123, 0.05, FEWEST_SLOPES, FEWEST_SLOPES - 1)
 MOST_SLOPES = 24  # seeds
 
 

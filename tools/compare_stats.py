@@ -37,10 +37,11 @@ class Slope:
     value: float  # nats per token; negative
     error: float  # standard error, as a fraction of the value
     n: int        # seeds
+    freedom: int  # degrees of freedom of the error
 
     def half_width(self) -> float:
         """Half of the 99% interval, as a fraction of the value."""
-        return self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.n - 1))
+        return self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.freedom))
 
 
 @dataclass
@@ -125,18 +126,30 @@ def p_value(differences: np.ndarray) -> float:
 # From loss to steps
 
 
-def measure_slope(fewer: list[float], more: list[float]) -> Slope | None:
+def measure_slope(
+    fewer: list[float], more: list[float], run_sd: float | None = None, freedom: int = 0
+) -> Slope | None:
     """The slope from the base's losses with fewer and with more steps, at the same seeds.
+
+    Its error comes from the spread of the seeds' slopes. With few seeds, this is a poor estimate. If
+    other runs give the standard deviation of a run's loss, `run_sd`, with `freedom` degrees of
+    freedom, the error comes from that instead.
 
     None if there are fewer than two seeds, or if the loss doesn't clearly fall.
     """
+    n = min(len(fewer), len(more))
+    if n < 2:
+        return None
     width = 2 * math.log(SLOPE_FACTOR)
     slopes = [(high - low) / width for low, high in zip(fewer, more)]
-    if len(slopes) < 2:
-        return None
     value = statistics.fmean(slopes)
-    error = statistics.stdev(slopes) / math.sqrt(len(slopes))
-    slope = Slope(value, error / abs(value) if value else math.inf, len(slopes))
+    if run_sd is None:
+        slope_sd = statistics.stdev(slopes)
+        freedom = n - 1
+    else:
+        slope_sd = math.sqrt(2) * run_sd / width  # of the difference of two runs
+    error = slope_sd / math.sqrt(n)
+    slope = Slope(value, error / abs(value) if value else math.inf, n, freedom)
     if value >= 0 or slope.half_width() >= 1:
         return None
     return slope

@@ -375,7 +375,9 @@ def results(screen: Screen, until: float) -> list[Result]:
     found = []
     for blocks in sorted(groups.values(), key=len, reverse=True):
         fitted = fit(np.array([block.losses for block in blocks]), len(screen.factors))
-        slope = measure_slope([block.fewer for block in blocks], [block.more for block in blocks])
+        fewer = [block.fewer for block in blocks]
+        more = [block.more for block in blocks]
+        slope = measure_slope(fewer, more, fitted.sd, fitted.freedom)
         if slope is not None:
             for contrast in [*fitted.factors, *fitted.groups]:
                 add_steps(contrast, slope)

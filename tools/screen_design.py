@@ -52,6 +52,7 @@ class Fit:
     factors: list[Contrast]
     groups: list[Contrast]  # group k is at index k - 1
     sd: float               # of a run's loss around the fit; nan with one block
+    freedom: int            # degrees of freedom of sd; 0 with one block
 
 
 # -----------------------------------------------------------------------------
@@ -123,9 +124,9 @@ def fit(losses: np.ndarray, factors: int) -> Fit:
     group_differences = means @ group_columns() / MOST_FACTORS
     sd = math.nan
     half = group_half = math.inf
+    freedom = (blocks - 1) * (CONFIGURATIONS - 1)
     if blocks > 1:
         noise = losses - losses.mean(axis=1, keepdims=True) - means + means.mean()
-        freedom = (blocks - 1) * (CONFIGURATIONS - 1)
         sd = math.sqrt((noise**2).sum() / freedom)
         half = interval_half_width(sd, freedom, losses.size, factors)
         group_half = interval_half_width(sd, freedom, losses.size, GROUPS)
@@ -133,6 +134,7 @@ def fit(losses: np.ndarray, factors: int) -> Fit:
         factors=[Contrast(float(d), half) for d in differences],
         groups=[Contrast(float(d), group_half) for d in group_differences],
         sd=sd,
+        freedom=freedom,
     )
 
 

@@ -25,7 +25,7 @@ from compare_stats import (
 )
 
 RESIDUALS = json.loads((Path(__file__).parent / "kept_residuals.json").read_text())["residuals"]
-SLOPE = Slope(-0.123, 0.03, 6)
+SLOPE = Slope(-0.123, 0.03, 6, 5)
 SD = 0.0049  # of mini's differences at the same seed
 
 
@@ -103,6 +103,21 @@ def test_slope_against_scipy():
     assert found.n == 6
 
 
+def test_slope_with_a_known_spread_is_least_squares():
+    """Against the covariance of a fit with a level for each seed and log(steps)."""
+    fewer = [1.52, 1.53, 1.51]
+    more = [1.47, 1.46, 1.46]
+    found = measure_slope(fewer, more, run_sd=0.004, freedom=62)
+    levels = np.tile(np.eye(3), (2, 1))
+    log_steps = np.repeat([-math.log(1.25), math.log(1.25)], 3)
+    matrix = np.column_stack([levels, log_steps])
+    solution = np.linalg.lstsq(matrix, np.array(fewer + more), rcond=None)[0]
+    covariance = 0.004**2 * np.linalg.inv(matrix.T @ matrix)
+    assert found.value == pytest.approx(solution[3])
+    assert abs(found.value) * found.error == pytest.approx(math.sqrt(covariance[3, 3]))
+    assert found.half_width() == pytest.approx(found.error * stats.t.ppf(0.995, 62))
+
+
 NO_SLOPE = {
     "one seed": ([1.5], [1.4]),
     "a loss that rises": ([1.4, 1.41], [1.5, 1.52]),
@@ -114,6 +129,7 @@ NO_SLOPE = {
 def test_no_slope(name):
     fewer, more = NO_SLOPE[name]
     assert measure_slope(fewer, more) is None
+    assert measure_slope(fewer, more, run_sd=0.05, freedom=31) is None
 
 
 def test_steps_and_time_by_hand():

@@ -21,7 +21,7 @@ import compare_sources
 import log_parsing
 import screen
 import screen_design
-from compare_stats import Slope
+from compare_stats import Slope, measure_slope
 from screen_design import Contrast, add_steps, fit, interval_half_width, make_design, pairs_of_group
 from test_compare import git, patch_of
 from util import random_tokens, write_shard
@@ -146,9 +146,37 @@ def test_false_positives_when_looking_after_every_block():
     assert upper < 0.015
 
 
+def test_steps_from_two_blocks():
+    """With two blocks, losses already convert into steps, and the 99% intervals hold the truth."""
+    rng = np.random.default_rng(1)
+    design = make_design(5)
+    trials = 2000
+    worth = 0.14 * math.log1p(0.03)  # what 3% of the steps is worth
+    longer = 0.14 * math.log(1.25)
+    slope_held = 0
+    steps_held = 0
+    for _ in range(trials):
+        level = rng.normal(1.5, 0.003, (2, 1))  # of a seed
+        losses = rng.normal(level + worth / 2 * design[:, 0], 0.004)
+        fewer = rng.normal(level[:, 0] + longer, 0.004)
+        more = rng.normal(level[:, 0] - longer, 0.004)
+        fitted = fit(losses, 5)
+        slope = measure_slope(list(fewer), list(more), fitted.sd, fitted.freedom)
+        if abs(slope.value + 0.14) <= abs(slope.value) * slope.half_width():
+            slope_held += 1
+        add_steps(fitted.factors[0], slope)
+        low, high = fitted.factors[0].steps_interval
+        if low <= 0.03 <= high:
+            steps_held += 1
+    fewest = stats.binom.ppf(0.001, trials, 0.99)
+    most = stats.binom.ppf(0.999, trials, 0.99)
+    assert fewest <= slope_held <= most
+    assert steps_held >= fewest  # this interval is wider, because you may look after every block
+
+
 def contrast_of(difference, half_width) -> Contrast:
     contrast = Contrast(difference, half_width)
-    add_steps(contrast, Slope(-0.14, 0.01, 20))
+    add_steps(contrast, Slope(-0.14, 0.01, 20, 19))
     return contrast
 
 
