@@ -139,7 +139,15 @@ class RankError(InputError):
 # -----------------------------------------------------------------------------
 # 2. FP8 head and loss. The forward pass uses e4m3, the gradient e5m2 (more range, less precision).
 
-FP8_MAX = 448  # the largest finite value of float8_e4m3fn
+# The real value of an FP8 tensor is tensor * scale. 448 is the largest finite e4m3 value.
+# Scales are those of modded-nanogpt.
+W_SCALE = 24 / 448    # weights are assumed to stay below 24
+GRAD_SCALE = 1 / 448  # a logit's gradient is below 1 if that of the loss is 1
+
+
+def x_scale(model_dim: int) -> float:
+    """The scale of RMS-normed inputs (T, model_dim). Their elements are at most sqrt(model_dim)."""
+    return model_dim**0.5 / 448
 
 
 def softcap(logits: Tensor, model_dim: int) -> Tensor:
@@ -158,22 +166,22 @@ def as_scale(value: float, like: Tensor) -> Tensor:
 @torch.library.custom_op("nanogpt::head_loss", mutates_args=())
 @torch.compile(dynamic=False)  # compiling the model doesn't compile the body of a custom op
 def head_loss_op(
-    x: Tensor, w: Tensor, targets: Tensor, x_s: float, w_s: float, grad_s: float
+    x: Tensor, w: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the cross-entropy of softcap(x @ w.T) in nats, summed over tokens.
 
-    x (T, C) and w (V, C) may have any float dtype; targets is (T,). The real value of an FP8 tensor
-    is tensor * scale, with the scales x_s, w_s, and, in the backward pass, grad_s. Returns the loss
-    in float32, and for the backward pass the logits (T, V) in bf16, their logsumexp (T,) and both
-    FP8 operands. Head and loss are one op, so that the gradient of the logits is never stored in
-    bf16."""
+    x (T, C) is RMS-normed. x and w (V, C) may have any float dtype; targets is (T,). Returns the
+    loss in float32, and for the backward pass the logits (T, V) in bf16, their logsumexp (T,) and
+    both FP8 operands. Head and loss are one op, so that the gradient of the logits is never stored
+    in bf16."""
+    x_s = x_scale(x.size(1))
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
-    w_f8 = (w / w_s).to(torch.float8_e4m3fn)
+    w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
         x_f8,
         w_f8.T,
         scale_a=as_scale(x_s, x),
-        scale_b=as_scale(w_s, x),
+        scale_b=as_scale(W_SCALE, x),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
@@ -184,7 +192,7 @@ def head_loss_op(
 
 
 @head_loss_op.register_fake
-def _(x, w, targets, x_s, w_s, grad_s):
+def _(x, w, targets):
     loss = x.new_empty((), dtype=torch.float32)
     logits = x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16)
     lse = x.new_empty(x.size(0), dtype=torch.float32)
@@ -196,8 +204,7 @@ def _(x, w, targets, x_s, w_s, grad_s):
 @torch.library.custom_op("nanogpt::head_loss_backward", mutates_args=())
 @torch.compile(dynamic=False)
 def head_loss_backward_op(
-    grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor,
-    x_s: float, w_s: float, grad_s: float,
+    grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns grad_x (T, C) in bf16 and grad_w (V, C) in float32, given the loss's scalar gradient.
     When compiled, it stores the gradient of the logits only in FP8."""
@@ -205,51 +212,46 @@ def head_loss_backward_op(
     capped = softcap(logits, model_dim)
     probabilities = (capped - lse[:, None]).exp()
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
-    grad_capped = grad * (probabilities - one_hot.float())
+    grad_capped = probabilities - one_hot.float()
     # d capped / d logits = capped (1 - capped / 30) / (7.5 sqrt(model_dim)), see softcap
     grad_logits = grad_capped * capped * (1 - capped / 30) / (7.5 * model_dim**0.5)
-    grad_f8 = (grad_logits / grad_s).to(torch.float8_e5m2)
-    grad_scale = as_scale(grad_s, grad)
+    grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
+    grad_scale = GRAD_SCALE * grad
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
         grad_f8,
         w_f8.T.contiguous().T,
         scale_a=grad_scale,
-        scale_b=as_scale(w_s, grad),
+        scale_b=as_scale(W_SCALE, grad),
         out_dtype=torch.bfloat16,
     )
     grad_w = torch._scaled_mm(
         grad_f8.T.contiguous(),
         x_f8.T.contiguous().T,
         scale_a=grad_scale,
-        scale_b=as_scale(x_s, grad),
+        scale_b=as_scale(x_scale(model_dim), grad),
         out_dtype=torch.float32,
     )
     return grad_x, grad_w
 
 
 @head_loss_backward_op.register_fake
-def _(grad, logits, lse, x_f8, w_f8, targets, x_s, w_s, grad_s):
+def _(grad, logits, lse, x_f8, w_f8, targets):
     grad_x = grad.new_empty(x_f8.shape, dtype=torch.bfloat16)
     grad_w = grad.new_empty(w_f8.shape, dtype=torch.float32)
     return grad_x, grad_w
 
 
 def setup_context(ctx, inputs, output):
-    x, w, targets, x_s, w_s, grad_s = inputs
+    x, w, targets = inputs
     loss, logits, lse, x_f8, w_f8 = output
     ctx.save_for_backward(logits, lse, x_f8, w_f8, targets)
-    ctx.scales = (x_s, w_s, grad_s)
     ctx.set_materialize_grads(False)  # creates no zero gradients for the other outputs
 
 
 def head_loss_gradients(ctx, grad, *unused):
-    logits, lse, x_f8, w_f8, targets = ctx.saved_tensors
-    x_s, w_s, grad_s = ctx.scales
-    grad_x, grad_w = torch.ops.nanogpt.head_loss_backward(
-        grad, logits, lse, x_f8, w_f8, targets, x_s, w_s, grad_s
-    )
-    return grad_x, grad_w, None, None, None, None
+    grad_x, grad_w = torch.ops.nanogpt.head_loss_backward(grad, *ctx.saved_tensors)
+    return grad_x, grad_w, None
 
 
 head_loss_op.register_autograd(head_loss_gradients, setup_context=setup_context)
@@ -748,18 +750,10 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
-        if not (self.use_fp8 and self.training):
-            logits = softcap(self.lm_head(x), self.hp.model_dim)
-            return F.cross_entropy(logits, targets, reduction="sum")
-        # Scales as in modded-nanogpt. x is RMS-normed, so its elements are at most sqrt(C). Weights
-        # are assumed to stay below 24. train_step multiplies the gradient by 1 / num_sequences, so
-        # a logit's gradient is below that. grad_s maps it to less than 448, far below 57,344, the
-        # largest value of e5m2.
-        x_s = self.hp.model_dim**0.5 / FP8_MAX
-        w_s = 24 / FP8_MAX
-        grad_s = 1 / FP8_MAX / self.hp.num_sequences
-        head_loss = torch.ops.nanogpt.head_loss
-        return head_loss(x, self.lm_head.weight, targets, x_s, w_s, grad_s)[0]
+        if self.use_fp8 and self.training:
+            return torch.ops.nanogpt.head_loss(x, self.lm_head.weight, targets)[0]
+        logits = softcap(self.lm_head(x), self.hp.model_dim)
+        return F.cross_entropy(logits, targets, reduction="sum")
 
 
 # -----------------------------------------------------------------------------
