@@ -38,10 +38,19 @@ STEP = re.compile(r"step:(\d{1,12})/(\d{1,12}) ")
 LOSS = re.compile(r"^step:(\d{1,12})/(\d{1,12}) val_loss:(\S+)", re.MULTILINE)
 PEAK_MEMORY = re.compile(r"^peak memory (?:allocated|consumption): (\d{1,12}) MiB", re.MULTILINE)
 TORCH = re.compile(r"\bpytorch (\d[\w.+]*)", re.IGNORECASE)
-CPU = re.compile(r"^CPU: *(.*?),? *\b(\d+) cores?\b", re.MULTILINE)
+CPU = re.compile(r"^CPU: *(.*?),? *\b(\d+) cores?\b(?:.*instruction sets: (.*))?", re.MULTILINE)
+# The model that a cloud shows is often just "AMD EPYC". The first of these that a CPU has tells more.
+CPU_KINDS = (
+    ("amx_bf16", "AMX"),
+    ("avx512_bf16", "AVX-512 and bf16"),
+    ("avx512f", "AVX-512"),
+    ("avx2", "AVX2"),
+    ("bf16", "bf16"),  # ARM
+)
 PROCESSES = re.compile(r"^(\d+) process(?:es)? on cuda", re.MULTILINE)
+RESUME = re.compile(r"^resume: .*\bon (\d+) process", re.MULTILINE)
 GPU_ROW = re.compile(
-    r"^\|? *\d+ +((?:NVIDIA|Tesla|GeForce|Quadro)\b\S*(?: \S+)*?)(?: {2,}| +(?:On|Off)\b)",
+    r"^\|? *(\d+) +((?:NVIDIA|Tesla|GeForce|Quadro)\b\S*(?: \S+)*?)(?: {2,}| +(?:On|Off)\b)",
     re.MULTILINE,
 )
 GPU_LINE = re.compile(r"\b(NVIDIA [\w -]+?) with world[ _]size[ =](\d+)")
@@ -102,7 +111,9 @@ class Log:
     sources: list[bytes]  # the script, byte for byte, then other files that the log shows
     run: str  # everything below the sources
     hyperparameters: dict = field(default_factory=dict)  # includes track and seed; {} if not ours
-    hardware: str = ""  # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC, 2 cores"; "" if unknown
+    # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC with AVX2, 2 cores"; "" if unknown
+    hardware: str = ""
+    resumed_on: list[str] = field(default_factory=list)  # other hardware of later parts of the run
     torch: str = ""
     peak_memory_mib: int | None = None
     compiler_flags: list[str] = field(default_factory=list)  # on a CPU; [] if unknown
@@ -268,21 +279,58 @@ def split_sources(data: bytes) -> tuple[list[bytes], bytes]:
 
 def find_hardware(header: str) -> str:
     """The GPUs that were used, or the CPU; "" if the header names neither."""
-    gpus = GPU_ROW.findall(header)
+    gpus = set(GPU_ROW.findall(header))  # a set, because nvidia-smi may be in the log twice
     if gpus:
         count = len(gpus)
         # nvidia-smi also lists idle GPUs. Our logs say how many processes there are, one per GPU.
         used = PROCESSES.search(header)
         if used:
             count = int(used[1])
-        return f"{count}x {' + '.join(sorted(set(gpus)))}"
+        names = sorted({name for _, name in gpus})
+        return f"{count}x {' + '.join(names)}"
     line = GPU_LINE.search(header)
     if line:
         return f"{line[2]}x {line[1].strip()}"
     cpu = CPU.search(header)
     if cpu:
-        cores = "core" if cpu[2] == "1" else "cores"
-        return f"{cpu[1]}, {cpu[2]} {cores}"
+        model, count, instruction_sets = cpu.groups(default="")
+        cores = "core" if count == "1" else "cores"
+        return f"{model}{cpu_kind(instruction_sets)}, {count} {cores}"
+    return ""
+
+
+def find_later_hardware(run: str, first: str) -> list[str]:
+    """The hardware on which a run was resumed, if it isn't the first one.
+
+    `run` begins with the first step. If a run is resumed on another machine, its log describes the
+    machine again, above the line about the resume. That line has the number of processes: on GPUs,
+    one per GPU.
+    """
+    parts = [[]]  # each but the last ends with a resume
+    for line in run.split("\n"):
+        if line.startswith("step:"):
+            continue
+        parts[-1].append(line)
+        if line.startswith("resume"):
+            parts.append([])
+    later = []
+    for lines in parts:
+        part = "\n".join(lines)
+        hardware = find_hardware(part) or first
+        resume = RESUME.search(part)
+        if resume:
+            hardware = re.sub(r"^\d+x ", f"{resume[1]}x ", hardware)
+        if hardware != first and hardware not in later:
+            later.append(hardware)
+    return later
+
+
+def cpu_kind(instruction_sets: str) -> str:
+    """What to add to a CPU's model, such as " with AVX2"."""
+    flags = instruction_sets.split()
+    for flag, name in CPU_KINDS:
+        if flag in flags:
+            return f" with {name}"
     return ""
 
 
@@ -384,6 +432,7 @@ def parse_log(path: str | Path) -> Log:
     log.last_step = int(last[1])
     log.num_steps = int(last[2])
     log.hardware = find_hardware(header)
+    log.resumed_on = find_later_hardware(run[len(header) :], log.hardware)
     torch = TORCH.search(header)
     if torch:
         log.torch = torch[1]
@@ -396,11 +445,14 @@ def parse_log(path: str | Path) -> Log:
     return log
 
 
+SUFFIXES = (".txt", ".log")  # of the logs in a folder
+
+
 def files_of(path: Path) -> list[Path]:
     """The .txt and .log files of a folder, or the file itself. Raises OSError."""
     if not path.is_dir():
         return [path]
-    return sorted(p for p in path.iterdir() if p.suffix in (".txt", ".log"))
+    return sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
 
 
 def find_logs(paths: list[str | Path]) -> tuple[list[Path], list[str]]:
@@ -716,7 +768,8 @@ def write_file(path: str | Path, data: bytes) -> None:
 def run_command(main) -> None:
     """Runs main(argv) and exits with its status.
 
-    After a LogError, FileError or UsageError it prints the message and exits with status 2.
+    After a LogError, FileError or UsageError it prints the message and exits with status 2. After
+    Ctrl-C, the status is 130.
     """
     show_any_text()
     try:
@@ -725,6 +778,9 @@ def run_command(main) -> None:
     except (LogError, FileError, UsageError) as e:
         print(f"error: {e}", file=sys.stderr)
         status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1

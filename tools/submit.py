@@ -27,10 +27,19 @@ import tempfile
 from pathlib import Path
 
 from record_pages import RECORDS, Record, read_records, record_to_beat, regenerate, write_record
-from log_parsing import FileError, Log, LogError, UsageError, read_logs, run_command, write_file
+from log_parsing import (
+    SUFFIXES,
+    FileError,
+    Log,
+    LogError,
+    UsageError,
+    read_logs,
+    run_command,
+    write_file,
+)
 from machine import readable
 from replay import diff
-from verify import judge, per_run, print_table, summary_lines
+from verify import judge, per_run, print_reasons, print_summary, print_table, print_wrapped
 
 ABSOLUTE_PATH = re.compile(
     r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
@@ -195,7 +204,8 @@ def make_parser() -> argparse.ArgumentParser:
     today = datetime.date.today().isoformat()
     add("--date", type=parse_date, default=today, help="YYYY-MM-DD (default: today)")
     add("--target", type=float, help="the target loss, for logs that don't name it")
-    add("--same-ml", action="store_true", help="only the speed changed, so the losses aren't tested")
+    same_ml = "only the speed changed, so the losses of the prior record count"
+    add("--same-ml", action="store_true", help=same_ml)
     add("--regenerate", action="store_true", help="only write the READMEs and plots again")
     add("--records_dir", type=Path, default=RECORDS, metavar="DIR", help="default: records/")
     return parser
@@ -216,8 +226,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def read_all(paths: list[Path]) -> list[Log]:
-    """Raises LogError if a file isn't a log."""
+    """Raises LogError if a file isn't a log, or if the record's folder couldn't be read with it."""
     logs, errors = read_logs(paths)
+    for log in logs:
+        if log.path.suffix not in SUFFIXES:
+            errors.append(f"{log.path}: rename it, so that its name ends in .txt or .log")
     if len(errors) > 1:
         raise LogError(f"{errors[0]} (and {len(errors) - 1} more)")
     if errors:
@@ -243,12 +256,10 @@ def main(argv: list[str]) -> int:
     reasons = verdict.reasons + reasons_to_refuse(logs, args.track, verdict.target, others)
     print_table(logs)
     print()
-    for what, value in summary_lines(verdict):
-        print(f"{what:<9} {value}")
+    print_summary(verdict)
     if reasons:
         print("\nREFUSED")
-        for reason in reasons:
-            print(f"- {reason}")
+        print_reasons(reasons)
         return 1
 
     folder = args.records_dir / args.track / f"{args.date}_{folder_name(args.name)}"
@@ -263,7 +274,9 @@ def main(argv: list[str]) -> int:
     regenerate(args.records_dir)
     print(f"\nfiled under {folder}")
     if prior is None and others:
-        print(f"the first record of {args.track} on {hardware}, so there was no time to beat")
+        print_wrapped(
+            f"the first record of {args.track} on {hardware}, so there was no time to beat"
+        )
     return 0
 
 

@@ -10,8 +10,15 @@ verify.py also checks those rules of tools/README.md that can be checked in a lo
 the runs must also be faster than another record: one-sided Welch's t-test on the training times,
 p < 0.01. If one side has a single run, it is Student's t-test. With one run on each side, there is
 no test, and the mean time must be lower.
---same-ml is for changes that only make the same training faster: one log is enough, because the
-losses of the --against record are taken as proof of the target.
+
+--same-ml is for changes that only make the same training faster. One log is enough, because the
+losses of the --against record are taken as proof of the target. So that record must obey the rules,
+and its own losses must pass the test. Our runs must have its number of steps and its
+hyperparameters, except the seed, checkpoint settings, and some that only affect the speed. If logs
+have no hyperparameters, the number of tokens per step must be the same. Finally, our losses must
+not be above those of the record: a one-sided t-test with the standard deviation of the record's
+losses must not show it at p < 0.01. With ten runs in the record, a single loss may be up to three
+standard deviations above their mean.
 
 --rule optimization checks only the rule of modded-nanogpt's optimization track: without --against,
 whether these runs reach the target; with --against, whether this recipe is better than the other.
@@ -25,6 +32,7 @@ import json
 import math
 import statistics
 import sys
+import textwrap
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,10 +55,31 @@ BOUNDS = {
         "muon_momentum_warmup": (1, math.inf),
     }
 }
+# Values that a track fixes, so that losses can be compared
+FIXED = {
+    "mini": {
+        "train_files": "data/shakespeare/shakespeare_train_*.bin",
+        "val_files": "data/shakespeare/shakespeare_val_*.bin",
+        "val_tokens": 389_120,
+        "val_seq_len": 12_160,
+        "target_val_loss": 1.5,
+    },
+    "fineweb": {
+        "train_files": "data/fineweb10B/fineweb_train_*.bin",
+        "val_files": "data/fineweb10B/fineweb_val_*.bin",
+        "val_seq_len": 262_144,
+        "target_val_loss": 3.28,
+    },
+}
 # On a CPU: the flags that train_gpt.py sets, and those of PyTorch
 COMPILER_FLAGS = {"-march=native -mtune=icelake-server", "-march=native"}
 # Hyperparameters that may differ between runs
 PER_RUN = {"seed", "save_checkpoint", "checkpoint_every"}
+# With --same-ml, these may differ, too: they change the speed, and losses at most by rounding
+SPEED_ONLY = {"val_loss_every", "warmup_steps", "sequences_per_pass", "world_size"}
+# What to do if a prior record can't prove the losses
+TEST_LOSSES = "make enough runs to test your own losses, and drop --same-ml"
+WIDTH = 80  # columns of the output
 
 
 @dataclass
@@ -99,6 +128,16 @@ def p_below(losses: list[float], target: float) -> float | None:
     if len(losses) < 2 or max(losses) == min(losses):
         return None
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
+
+
+def p_above(losses: list[float], prior: list[float]) -> float:
+    """One-sided t-test of mean(losses) > mean(prior), with the standard deviation of `prior`.
+
+    This also works for a single loss. `prior` needs at least two different losses.
+    """
+    difference = statistics.fmean(losses) - statistics.fmean(prior)
+    standard_error = statistics.stdev(prior) * math.sqrt(1 / len(losses) + 1 / len(prior))
+    return float(stats.t.sf(difference / standard_error, len(prior) - 1))
 
 
 def final_losses(logs: list[Log]) -> list[float]:
@@ -190,6 +229,16 @@ def is_forced(log: Log) -> str:
     return "resumed by force (--resume_force)" if log.forced else ""
 
 
+def other_hardware(log: Log) -> str:
+    if not log.resumed_on:
+        return ""
+    started = log.hardware or "unknown hardware"
+    return (
+        f"started on {started} and resumed on {listed(log.resumed_on)}; "
+        "make a run on one kind of hardware only"
+    )
+
+
 def not_compiled(log: Log) -> str:
     """How the compilation breaks the rules. "" if it doesn't, or if the log doesn't say."""
     if log.uncompiled:
@@ -234,6 +283,16 @@ def out_of_bounds(log: Log) -> str:
     bigram_factor = settings.get("bigram_factor", 0)
     if log.track == "mini" and bigram_factor != 0:
         found.append(f"bigram_factor {bigram_factor}, but the track mini has no n-gram tables")
+    return "; ".join(found)
+
+
+def other_than_fixed(log: Log) -> str:
+    """Hyperparameters that aren't those of the track. Logs of other programs may not have them."""
+    found = []
+    for name, wanted in FIXED.get(log.track, {}).items():
+        value = log.hyperparameters.get(name, wanted)
+        if value != wanted:
+            found.append(f"{name} {value!r}, but the track {log.track} needs {wanted!r}")
     return "; ".join(found)
 
 
@@ -305,9 +364,13 @@ def broken_rules(logs: list[Log]) -> list[str]:
         reasons.append(f"the runs differ in their hyperparameters: {', '.join(differ)}")
     hardware = list(dict.fromkeys(log.hardware for log in logs))
     if len(hardware) > 1 or "" in hardware:
-        reasons.append(f"all runs must be on the same known hardware; these are on {listed(hardware)}")
+        reasons.append(
+            f"all runs must be on the same known hardware; these are on {listed(hardware)}"
+        )
+    reasons += per_run(logs, other_hardware)
     reasons += per_run(logs, wrong_val_tokens)
     reasons += per_run(logs, out_of_bounds)
+    reasons += per_run(logs, other_than_fixed)
     numbers = sorted({log.val_tokens for log in logs}, key=str)
     if len(numbers) > 1:
         reasons.append(f"validated on different numbers of tokens: {listed(numbers)}")
@@ -332,8 +395,11 @@ def judge_losses(summary: Summary, target: float) -> list[str]:
     return []
 
 
-def judge_prior(logs: list[Log], prior: list[Log]) -> list[str]:
-    """Why the runs can't be compared with the prior record."""
+def judge_prior(logs: list[Log], prior: list[Log], same_ml: bool) -> list[str]:
+    """Why the runs can't be compared with the prior record.
+
+    With --same-ml, the prior record must obey all rules, because it is the proof.
+    """
     reasons = []
     tracks = sorted({log.track for log in logs} | {log.track for log in prior})
     if len(tracks) > 1:
@@ -344,8 +410,66 @@ def judge_prior(logs: list[Log], prior: list[Log]) -> list[str]:
         reasons.append(
             f"the prior record ran on other hardware: {listed(hardware)}; run it again here"
         )
-    for fault in per_run(prior, is_incomplete):
-        reasons.append(f"prior record, {fault}")
+    faults = broken_rules(prior) if same_ml else per_run(prior, is_incomplete)
+    for fault in faults:
+        reasons.append(f"prior record: {fault}")
+    return reasons
+
+
+def check_same_training(logs: list[Log], prior: list[Log]) -> list[str]:
+    """Why the training isn't that of the prior record.
+
+    All runs of a record have the same settings, so the first log speaks for all. The prior record
+    may have more hyperparameters than ours: later versions of a script drop some.
+    """
+    reasons = []
+    steps = sorted({log.num_steps for log in logs})
+    prior_steps = sorted({log.num_steps for log in prior})
+    if steps != prior_steps:
+        reasons.append(
+            f"{listed(steps)} steps, but the prior record has {listed(prior_steps)}; {TEST_LOSSES}"
+        )
+    ours = logs[0].hyperparameters
+    theirs = prior[0].hyperparameters
+    if ours and theirs:
+        differ = []
+        for name in sorted(set(ours) - PER_RUN - SPEED_ONLY):
+            if name not in theirs or ours[name] != theirs[name]:
+                differ.append(name)
+        if differ:
+            names = ", ".join(differ)
+            reasons.append(f"the prior record has other hyperparameters: {names}; {TEST_LOSSES}")
+        return reasons
+    tokens = logs[0].step_tokens
+    prior_tokens = prior[0].step_tokens
+    if tokens and prior_tokens and tokens != prior_tokens:
+        reasons.append(
+            f"{listed(tokens)} tokens per step, but the prior record has {listed(prior_tokens)}; "
+            f"{TEST_LOSSES}"
+        )
+    return reasons
+
+
+def judge_same_ml(logs: list[Log], prior: list[Log], target: float) -> list[str]:
+    """Why the prior record doesn't prove the losses of our runs."""
+    reasons = check_same_training(logs, prior)
+    losses = final_losses(logs)
+    prior_losses = final_losses(prior)
+    p = p_below(prior_losses, target)
+    if p is None or not p < P_VALUE:
+        found = "too few runs for a p-value" if p is None else f"p = {p:.2g}"
+        reasons.append(
+            f"the prior record doesn't show that the target {target:g} is met: {found}; "
+            f"{TEST_LOSSES}"
+        )
+    if losses and p is not None:
+        p_higher = p_above(losses, prior_losses)
+        if p_higher < P_VALUE:
+            reasons.append(
+                "the losses are above the prior record's, so the training isn't the same: mean "
+                f"{statistics.fmean(losses):.4f} instead of {statistics.fmean(prior_losses):.4f}, "
+                f"p = {p_higher:.2g}; {TEST_LOSSES}"
+            )
     return reasons
 
 
@@ -382,10 +506,12 @@ def judge(
     if not same_ml:
         reasons += judge_losses(summary, target)
     if prior:
-        reasons += judge_prior(logs, prior)
+        reasons += judge_prior(logs, prior, same_ml)
         if final_times(logs) and final_times(prior):
             verdict.comparison = compare(logs, prior, target)
             reasons += judge_times(verdict.comparison)
+    if prior and same_ml:
+        reasons += judge_same_ml(logs, prior, target)
     return verdict
 
 
@@ -425,6 +551,19 @@ def table_rows(logs: list[Log]) -> tuple[list[tuple[str, ...]], list[str]]:
     return rows, machines
 
 
+def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
+    """Prints text in lines of at most WIDTH columns. A longer word stays whole."""
+    lines = textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=later_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print("\n".join(lines))
+
+
 def print_table(logs: list[Log]) -> None:
     rows, machines = table_rows(logs)
     table = [COLUMNS]
@@ -439,7 +578,8 @@ def print_table(logs: list[Log]) -> None:
         for name, text, width in zip(COLUMNS, row, widths):
             cells.append(text.ljust(width) if name in LEFT_ALIGNED else text.rjust(width))
         print("  ".join(cells).rstrip())
-    print(*machines, sep="\n")
+    for machine in machines:
+        print_wrapped(machine, later_indent="  ")
 
 
 def p_text(p: float | None) -> str:
@@ -489,6 +629,20 @@ def comparison_lines(comparison: Comparison) -> list[tuple[str, str]]:
     ]
 
 
+def print_summary(verdict: Verdict) -> None:
+    for what, value in summary_lines(verdict):
+        print_wrapped(value, f"{what:<9} ", " " * 10)
+
+
+def print_reasons(reasons: list[str]) -> None:
+    """A list. A command has its own line, which isn't wrapped, so that it can be copied."""
+    for reason in reasons:
+        text, python, command = reason.partition("python tools/")
+        print_wrapped(text, "- ", "  ")
+        if command:
+            print(f"  {python}{command}")
+
+
 # -----------------------------------------------------------------------------
 # Command line
 
@@ -509,6 +663,7 @@ def as_json(logs: list[Log], verdict: Verdict | None, errors: list[str]) -> str:
         "last_step",
         "num_steps",
         "hardware",
+        "resumed_on",
         "torch",
         "track",
         "val_tokens",
@@ -551,7 +706,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--same-ml",
         action="store_true",
-        help="only the speed changed, so the losses aren't tested; needs --against",
+        help="only the speed changed, so the losses of the --against record count",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
@@ -578,11 +733,9 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 def print_verdict(verdict: Verdict, valid: bool) -> None:
     print()
-    for what, value in summary_lines(verdict):
-        print(f"{what:<9} {value}")
+    print_summary(verdict)
     print("\nvalid" if valid else "\nNOT VALID")
-    for reason in verdict.reasons:
-        print(f"- {reason}")
+    print_reasons(verdict.reasons)
 
 
 def main(argv: list[str]) -> int:

@@ -6,6 +6,7 @@ statistics with closed forms, with scipy, and with integrals of the densities.
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -31,6 +32,7 @@ import log_parsing
 import plot
 import replay
 import submit
+import train_gpt
 import verify
 
 SOURCE = """\
@@ -62,6 +64,7 @@ def our_log(
     source=SOURCE,
     steps=600,
     cpu="AMD EPYC, 2 cores",
+    instruction_sets="avx2 fma",
     extra="",
     machine=None,
     every=100,
@@ -82,7 +85,10 @@ def our_log(
     )
     facts |= hyperparameters
     if machine is None:
-        machine = f"CPU: {cpu}, 2 threads a process, instruction sets: avx2 fma\n1 process on cpu"
+        machine = (
+            f"CPU: {cpu}, 2 threads a process, instruction sets: {instruction_sets}\n"
+            "1 process on cpu"
+        )
     lines = [
         source,
         LINE,
@@ -167,6 +173,11 @@ def judged_against(prior, *paths, **kwargs) -> verify.Verdict:
     return judged(*paths, prior=prior_logs, **kwargs)
 
 
+def unwrapped(output: bytes) -> str:
+    """A command's output with single spaces instead of line breaks."""
+    return " ".join(output.decode().split())
+
+
 def has_reason(words: str, *paths, **kwargs) -> bool:
     """Whether judged() gives a reason with these words."""
     return any(words in reason for reason in judged(*paths, **kwargs).reasons)
@@ -190,6 +201,21 @@ def test_scripts_run_from_anywhere(tmp_path):
     png_size(tmp_path / "x.png")
 
 
+def interrupted(argv):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_is_one_line(monkeypatch):
+    monkeypatch.setitem(MAINS, "plot", interrupted)
+    try:
+        done = run("plot.py")
+    except KeyboardInterrupt:  # it would end pytest
+        pytest.fail("a user would see a traceback")
+    assert done.returncode == 130
+    assert done.stdout == b""
+    assert done.stderr == b"interrupted\n"
+
+
 # -----------------------------------------------------------------------------
 # Parsing
 def test_our_log(tmp_path):
@@ -199,7 +225,7 @@ def test_our_log(tmp_path):
     assert log.target == 1.5
     assert log.val_tokens == 327_680
     assert log.step_tokens == [4096]
-    assert log.hardware == "AMD EPYC, 2 cores"
+    assert log.hardware == "AMD EPYC with AVX2, 2 cores"
     assert log.torch == "2.13.0+cpu"
     assert log.peak_memory_mib == 612
     assert log.last_step == 600
@@ -520,6 +546,7 @@ def test_damaged_logs_never_raise_anything_else(tmp_path, data):
     (tmp_path / "b.txt").write_bytes(content)
     logs, errors = log_parsing.read_logs([tmp_path / "b.txt", whole])
     assert len(logs) + len(errors) == 2
+    verify.judge(logs, prior=logs, same_ml=True)
     verdict = verify.judge(logs, prior=logs[:1])
     json.loads(verify.as_json(logs, verdict, errors))
     verify.table_rows(logs)
@@ -667,7 +694,7 @@ def test_a_valid_submission(tmp_path):
     text = done.stdout.decode()
     assert done.returncode == 0
     assert text.endswith("\nvalid\n")
-    assert max(map(len, text.splitlines())) <= 90
+    assert max(map(len, text.splitlines())) <= 80
     losses = [1.488, 1.491, 1.486, 1.489]
     data = json.loads(run("verify.py", "runs", "--json", cwd=tmp_path).stdout)
     assert data["valid"]
@@ -689,7 +716,14 @@ def test_a_valid_submission(tmp_path):
     [
         (dict(loss=1.52), "not below 1.5 at p < 0.01"),
         (dict(source=SOURCE + "#\n"), "2 different sources"),
-        (dict(cpu="AMD EPYC, 4 cores"), "AMD EPYC, 2 cores and AMD EPYC, 4 cores"),
+        (
+            dict(cpu="AMD EPYC, 4 cores"),
+            "AMD EPYC with AVX2, 2 cores and AMD EPYC with AVX2, 4 cores",
+        ),
+        (
+            dict(instruction_sets="avx2 avx512_bf16 avx512f"),
+            "AMD EPYC with AVX2, 2 cores and AMD EPYC with AVX-512 and bf16, 2 cores",
+        ),
         (dict(machine="a machine"), "unknown"),
         (dict(seed=1), "the same seed as"),
         (dict(head_lr=0.3), "hyperparameters: head_lr"),
@@ -722,6 +756,8 @@ def test_mini_is_the_whole_model(tmp_path):
         num_value_embeds=2,
         max_window=256,
         muon_momentum_warmup=100,
+        val_tokens=389_120,
+        source=SOURCE.replace("327_680", "389_120"),
     )
     assert judged(make_runs(tmp_path / "good", **kept)).reasons == []
     assert judged(make_runs(tmp_path / "deeper", **kept | dict(num_layers=9))).reasons == []
@@ -739,6 +775,35 @@ def test_mini_is_the_whole_model(tmp_path):
         assert reason.startswith(f"all runs: {name} {value}, but the track mini "), reason
         free = make_runs(tmp_path / f"free{i}", **kept | {name: value, "track": "tiny"})
         assert judged(free).reasons == []  # other tracks have no such rule
+
+
+@pytest.mark.parametrize("track", ["mini", "fineweb"])
+def test_a_track_has_its_own_data_and_target(tmp_path, track):
+    hyperparameters = dataclasses.asdict(train_gpt.TRACKS[track])
+    hyperparameters.pop("seed")
+    target = hyperparameters["target_val_loss"]
+    for name, value in verify.FIXED[track].items():
+        assert hyperparameters[name] == value  # the table agrees with train_gpt.py
+    losses = (target - 0.012, target - 0.010, target - 0.014)
+    kept = hyperparameters | dict(source="val_tokens = 389_120\n10_485_760\n", losses=losses)
+    assert judged(make_runs(tmp_path / "good", **kept)).reasons == []
+    changes = dict(
+        train_files="data/mine/mine_train_*.bin",
+        val_files="data/shakespeare/shakespeare_train_*.bin",
+        val_seq_len=2 * hyperparameters["val_seq_len"],
+        target_val_loss=target + 0.1,
+    )
+    for name, value in changes.items():
+        folder = make_runs(tmp_path / name, **kept | {name: value})
+        wanted = hyperparameters[name]
+        reason = f"all runs: {name} {value!r}, but the track {track} needs {wanted!r}"
+        assert judged(folder).reasons == [reason]
+
+
+def test_mini_validates_on_all_its_tokens(tmp_path):
+    """Even if the source has another number, too."""
+    runs = make_runs(tmp_path / "runs", track="mini", val_tokens=4096, source="val_tokens = 4096\n")
+    assert has_reason("val_tokens 4096, but the track mini needs 389120", runs)
 
 
 def test_other_rules(tmp_path):
@@ -759,6 +824,27 @@ def test_other_rules(tmp_path):
     text = FIELD["today's, lines in between, one step average"][0]
     field.write_text(text.replace("10485760", "int(n)"))
     assert has_reason("doesn't say how many tokens the validation has", field)
+
+
+def test_output_is_at_most_80_columns_wide(tmp_path):
+    """Also if it isn't written to a terminal. Only the command to copy is longer."""
+    runs = make_runs(tmp_path / "runs")
+    wrong = dict(track="mini", num_layers=3, max_ngram=2, instruction_sets="", every=300)
+    mini = make_runs(tmp_path / "a_long_name", **wrong)
+    foreign = tmp_path / "foreign.txt"
+    foreign.write_text(FIELD["today's, lines in between, one step average"][0])
+    for command in (
+        ["verify.py", runs, mini, foreign, "--against", runs, "--same-ml"],
+        ["verify.py", runs, foreign, "--against", foreign],
+        ["submit.py", "--track", "tiny", "--name", "x", runs, mini, foreign],
+    ):
+        done = run(*command)
+        assert done.returncode == 1, done.stderr.decode()
+        for line in done.stdout.decode().splitlines():
+            is_command = line.startswith("  python tools/replay.py ")
+            assert is_command or len(line) <= 80, line
+        assert f"to see the difference: python tools/replay.py {runs}" in unwrapped(done.stdout)
+        assert re.search(r"\n  python tools/replay.py \S+ --diff \S+\n", done.stdout.decode())
 
 
 def test_an_assumed_target_is_said(tmp_path):
@@ -796,17 +882,22 @@ def test_against_a_prior_record(tmp_path):
         slower=only_reason("slower", (101_000, 101_300, 102_000, 101_200)),
         noisy=only_reason("noisy", (80_000, 110_000, 95_000, 99_000)),
         elsewhere=only_reason("elsewhere", fast, cpu="Intel Xeon, 2 cores"),
+        zen4=only_reason("zen4", fast, instruction_sets="avx2 avx512_bf16 avx512f"),
         track=only_reason("track", fast, track="other"),
     )
     assert "slower" in reasons["slower"]
     assert "at p < 0.01" in reasons["noisy"]
-    assert "other hardware: AMD EPYC, 2 cores and Intel Xeon, 2 cores" in reasons["elsewhere"]
+    hardware = "AMD EPYC with AVX2, 2 cores and Intel Xeon with AVX2, 2 cores"
+    assert f"other hardware: {hardware}" in reasons["elsewhere"]
+    hardware = "AMD EPYC with AVX-512 and bf16, 2 cores and AMD EPYC with AVX2, 2 cores"
+    assert f"other hardware: {hardware}" in reasons["zen4"]
     assert "another track: other and tiny" in reasons["track"]
 
 
 def test_same_ml(tmp_path):
     prior = make_runs(tmp_path / "prior")
-    one = our_log(tmp_path / "one.txt", loss=1.51, time_ms=90_000, source=SOURCE + "#\n")
+    # A single loss proves nothing, but this one isn't clearly above the prior's losses
+    one = our_log(tmp_path / "one.txt", loss=1.495, time_ms=90_000, source=SOURCE + "#\n")
     done = run("verify.py", one, "--against", prior, "--same-ml")
     assert done.returncode == 0
     assert b"waived (--same-ml)" in done.stdout
@@ -814,6 +905,131 @@ def test_same_ml(tmp_path):
     alone = run("verify.py", one, "--same-ml")
     assert alone.returncode == 2
     assert b"needs --against" in alone.stderr
+
+
+TEN_LOSSES = (1.4842, 1.4929, 1.4868, 1.4891, 1.4907, 1.4859, 1.4884, 1.4915, 1.4876, 1.4899)
+
+
+def same_ml_reasons(prior, *paths) -> list[str]:
+    return judged_against(prior, *paths, same_ml=True).reasons
+
+
+def test_same_ml_needs_losses_like_the_prior_record(tmp_path):
+    prior = make_runs(tmp_path / "prior", TEN_LOSSES, range(100_000, 101_000, 100))
+    mean = sum(TEN_LOSSES) / 10
+    std = stats.tstd(TEN_LOSSES)
+    limit = mean + stats.t.ppf(0.99, 9) * std * (1 + 1 / 10) ** 0.5
+    assert mean + 2.9 * std < limit < mean + 3 * std < 1.5
+    path = tmp_path / "one.txt"
+    for loss in (1.47, mean, limit - 0.0001):
+        assert same_ml_reasons(prior, our_log(path, loss=loss, time_ms=90_000)) == []
+    for loss in (limit + 0.0001, 1.51, 3.48):
+        (reason,) = same_ml_reasons(prior, our_log(path, loss=loss, time_ms=90_000))
+        assert reason.startswith("the losses are above the prior record's, so the training isn't")
+        assert f"mean {loss:.4f} instead of {mean:.4f}, p = " in reason
+    # Several runs: their own spread doesn't help them
+    good = make_runs(tmp_path / "good", (1.489, 1.491), (90_000, 90_100))
+    assert same_ml_reasons(prior, good) == []
+    bad = make_runs(tmp_path / "bad", (1.48, 1.53), (90_000, 90_100))
+    (reason,) = same_ml_reasons(prior, bad)
+    assert "the losses are above the prior record's" in reason
+
+
+def test_p_above_by_hand():
+    # The prior has two degrees of freedom, mean 2 and standard deviation 1
+    prior = [1, 2, 3]
+    for losses, t in [([4], 2 / (1 + 1 / 3) ** 0.5), ([2, 5], 1.5 / (1 / 2 + 1 / 3) ** 0.5)]:
+        assert verify.p_above(losses, prior) == pytest.approx(1 - t_cdf(t, 2), rel=1e-6)
+
+
+def test_same_ml_needs_a_prior_record_that_meets_the_target(tmp_path):
+    one = our_log(tmp_path / "one.txt", loss=1.49, time_ms=90_000, source=SOURCE + "#\n")
+    why = "the prior record doesn't show that the target 1.5 is met: "
+    for name, losses, found in [
+        ("high", (1.498, 1.502, 1.497, 1.501), "p = 0.35"),
+        ("single", (1.488,), "too few runs for a p-value"),
+        ("equal", (1.49, 1.49, 1.49), "too few runs for a p-value"),
+    ]:
+        prior = make_runs(tmp_path / name, losses)
+        (reason,) = same_ml_reasons(prior, one)
+        assert reason.startswith(why + found), reason
+        assert judged_against(prior, one).reasons  # nor is it valid without --same-ml
+    # A prior record that breaks a rule proves nothing
+    forced = make_runs(tmp_path / "forced", extra="resume: from step 200, resume_force")
+    assert same_ml_reasons(forced, one) == [
+        "prior record: all runs: resumed by force (--resume_force)"
+    ]
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(steps=500), "500 steps, but the prior record has 600; "),
+        (dict(batch_tokens=8192), "the prior record has other hyperparameters: batch_tokens; "),
+        (dict(muon_lr=0.04), "the prior record has other hyperparameters: muon_lr; "),
+        (dict(new_idea=True), "the prior record has other hyperparameters: new_idea; "),
+        (dict(seed=99, save_checkpoint=True), None),
+        (dict(warmup_steps=3, sequences_per_pass=2, world_size=2, val_loss_every=100), None),
+    ],
+)
+def test_same_ml_needs_the_same_training(tmp_path, change, reason):
+    settings = dict(
+        muon_lr=0.05,
+        removed_later=0.12,
+        warmup_steps=10,
+        sequences_per_pass=4,
+        world_size=1,
+        val_loss_every=50,
+    )
+    prior = make_runs(tmp_path / "prior", **settings)
+    settings.pop("removed_later")
+    one = our_log(tmp_path / "one.txt", time_ms=90_000, every=50, **settings | change)
+    reasons = same_ml_reasons(prior, one)
+    if reason is None:
+        assert reasons == []
+    else:
+        assert len(reasons) == 1
+        assert reasons[0] == reason + verify.TEST_LOSSES
+
+
+def test_same_ml_with_our_records(tmp_path):
+    prior = RECORDS / "mini/2026-11-24_SmearXSAAndLeakyReLUSquared"
+    log = next(prior.glob("*.txt"))
+
+    def halve(match):
+        return f"train_time:{int(match[1]) // 2}ms"
+
+    faster = re.sub(r"train_time:(\d+)ms", halve, log.read_text(encoding="utf-8"))
+    path = tmp_path / "one.txt"
+    path.write_text(faster, encoding="utf-8")
+    assert same_ml_reasons(prior, path) == []
+    for earlier in ("2026-11-21_TheOfficialModelInMiniature", "2026-11-24_385StepsOnAnAMDEPYC"):
+        reasons = "\n".join(same_ml_reasons(RECORDS / "mini" / earlier, path))
+        assert "325 steps, but the prior record has " in reasons
+    path.write_text(re.sub(r"val_loss:1\.4", "val_loss:3.4", faster), encoding="utf-8")
+    (reason,) = same_ml_reasons(prior, path)
+    assert "the losses are above the prior record's" in reason
+
+
+def test_same_ml_with_logs_of_other_programs(tmp_path):
+    """They have no hyperparameters, so steps and tokens per step are compared."""
+    source = SOURCE.replace("327_680", "10_485_760") + "batch_size = 8 * 65536\n"
+
+    def foreign(name, losses, times, source=source, steps=600):
+        folder = make_runs(tmp_path / name, losses, times, source=source, steps=steps)
+        for path in folder.glob("*.txt"):
+            path.write_text(re.sub("hyperparameters: .*\n", "", path.read_text()))
+        return folder
+
+    prior = foreign("prior", (3.274, 3.275, 3.276), (100_000, 100_100, 100_200))
+    assert same_ml_reasons(prior, foreign("faster", [3.277], [90_000])) == []
+    (reason,) = same_ml_reasons(prior, foreign("short", [3.277], [90_000], steps=550))
+    assert reason == f"550 steps, but the prior record has 600; {verify.TEST_LOSSES}"
+    small = source.replace("8 *", "4 *")
+    (reason,) = same_ml_reasons(prior, foreign("small", [3.277], [90_000], source=small))
+    assert reason.startswith("262144 tokens per step, but the prior record has 524288; ")
+    (reason,) = same_ml_reasons(prior, foreign("bad", [3.31], [90_000]))
+    assert "the losses are above the prior record's" in reason
 
 
 @pytest.mark.parametrize(
@@ -997,7 +1213,7 @@ def test_the_compiler_in_the_log(tmp_path, line, reason):
         assert reasons[0].startswith(f"odd: {reason}")
     log = log_parsing.parse_log(odd)
     assert log.uncompiled == (line is UNCOMPILED)
-    assert log.hardware == "AMD EPYC, 2 cores"
+    assert log.hardware == "AMD EPYC with AVX2, 2 cores"
 
 
 def test_a_resume_that_could_not_compile(tmp_path):
@@ -1018,8 +1234,79 @@ def test_a_resume_that_could_not_compile(tmp_path):
     root = tmp_path / "records"
     done = run("submit.py", "--track", "tiny", "--name", "x", "--records_dir", root, runs, odd)
     assert done.returncode == 1
-    assert f"REFUSED\n- {said}\n" in done.stdout.decode()
+    assert unwrapped(done.stdout).endswith(f" REFUSED - {said}")
     assert not root.exists()
+
+
+RESUMED = "resume: from step 200, on {n} process"
+H200 = SMI.replace("H100 80GB HBM3", "H200          ")
+
+
+@pytest.mark.parametrize(
+    "machine, later, where",
+    [
+        (None, "CPU: Intel Xeon, 8 cores, 8 threads a process, instruction sets: avx2 amx_bf16",
+         "Intel Xeon with AMX, 8 cores"),
+        (None, "CPU: AMD EPYC, 2 cores, 2 threads a process, instruction sets: avx2 avx512_bf16",
+         "AMD EPYC with AVX-512 and bf16, 2 cores"),
+        (None, "CPU: AMD EPYC, 2 cores, 1 threads a process, instruction sets: avx2", ""),
+        (None, "a sample: CPU: Intel Xeon, 8 cores", ""),
+        (SMI + "\n8 processes on cuda", H200, "8x NVIDIA H200"),
+        (SMI + "\n8 processes on cuda", SMI.replace("75W", "81W"), ""),
+        (
+            SMI + "\n8 processes on cuda",
+            "NVIDIA H200 with world_size=8: nvidia-smi not found",
+            "8x NVIDIA H200",
+        ),
+    ],
+)
+@pytest.mark.parametrize("order", ["machine first", "resume first"])
+def test_a_resume_on_another_machine(tmp_path, machine, later, where, order):
+    runs = make_runs(tmp_path / "runs", machine=machine)
+    first = log_parsing.read_logs([runs])[0][0].hardware
+    lines = [later, RESUMED.format(n=8)]
+    if order == "resume first":
+        lines.reverse()
+    odd = our_log(
+        tmp_path / "odd.txt",
+        loss=1.487,
+        seed=99,
+        machine=machine,
+        extra="\n".join(lines),
+        source=SOURCE + f'"""\n{later}\nCPU: Other, 9 cores\n"""\n',
+    )
+    log = log_parsing.parse_log(odd)
+    assert log.hardware == first
+    reasons = judged(odd, same_ml=True).reasons
+    if not where:
+        assert log.resumed_on == []
+        assert reasons == []
+        return
+    assert log.resumed_on == [where]
+    said = f"odd: started on {first} and resumed on {where}; "
+    assert reasons == [said + "make a run on one kind of hardware only"]
+    done = run("verify.py", odd, "--json")
+    assert json.loads(done.stdout)["logs"][0]["resumed_on"] == [where]
+
+
+def test_a_resume_on_fewer_gpus(tmp_path):
+    """The log has all GPUs of the machine, and how many of them were used."""
+    machine = SMI + "\n4 processes on cuda"
+
+    def resumed_on(*counts):
+        lines = []
+        for count in counts:
+            lines += [SMI, RESUMED.format(n=count)]
+        path = our_log(tmp_path / "a.txt", machine=machine, extra="\n".join(lines))
+        log = log_parsing.parse_log(path)
+        assert log.hardware == "4x NVIDIA H100 80GB HBM3"
+        return log.resumed_on
+
+    assert resumed_on(4, 4) == []
+    assert resumed_on(4, 2, 2) == ["2x NVIDIA H100 80GB HBM3"]
+    assert resumed_on(8, 2) == ["8x NVIDIA H100 80GB HBM3", "2x NVIDIA H100 80GB HBM3"]
+
+
 
 
 def test_records_keep_the_rules_of_the_compiler():
@@ -1229,7 +1516,7 @@ def test_records_are_filed(tmp_path, root):
     )
     assert file_it(root, first, "First | record").returncode == 0
     assert file_it(root, second, "faster!", date="2026-02-03").returncode == 0
-    one = our_log(tmp_path / "one.txt", loss=1.51, time_ms=80_000, every=50)
+    one = our_log(tmp_path / "one.txt", loss=1.495, time_ms=80_000, every=50, muon_lr=0.04)
     options = ["--same-ml", "--what", "Only *kernels*."]
     assert file_it(root, one, "kernel", *options, date="2026-02-04").returncode == 0
     folders = ["2026-01-02_FirstRecord", "2026-02-03_Faster", "2026-02-04_Kernel"]
@@ -1285,14 +1572,14 @@ def test_records_are_refused(tmp_path, root):
             "few",
             dict(every=100) | faster,
             "all runs: 6 validations after step 0, but a record needs 8; run it "
-            "with --val_loss_every 75, which costs no training time\n",
+            "with --val_loss_every 75, which costs no training time",
         ),
         ("last", dict(every=600) | faster, "all runs: 1 validation after step 0"),
     ]:
         done = file_it(root, make_runs(tmp_path / name, **kwargs), name)
         output = done.stdout.decode()
         assert done.returncode == 1, (name, output)
-        assert reason in output, (name, output)
+        assert reason in unwrapped(done.stdout), (name, output)
         assert "REFUSED\n- " in output
     good = make_runs(tmp_path / "good", **faster)
     for name, options, reason in [
@@ -1308,6 +1595,26 @@ def test_records_are_refused(tmp_path, root):
     assert file_it(root, tmp_path / "nothing", "x").returncode == 2
     assert everything(root) == before
     assert not list(root.rglob(".*"))
+
+
+def test_only_logs_that_can_be_read_again_are_filed(tmp_path, root):
+    """A record's logs end in .txt or .log, because the tools ignore all other files of a folder."""
+    runs = make_runs(tmp_path / "runs")
+    paths = sorted(runs.glob("*.txt"))
+    for suffix in (".out", "", ".TXT"):
+        other = paths[0].rename(runs / f"run{suffix}")
+        options = ["--track", "tiny", "--name", "x", "--records_dir", root]
+        before = everything(root)
+        for logs in ([other, *paths[1:]], [other]):
+            assert run("verify.py", *paths[1:], other).returncode == 0
+            done = run("submit.py", *options, *logs)
+            assert done.returncode == 2
+            (line,) = done.stderr.decode().splitlines()
+            assert line == f"error: {other}: rename it, so that its name ends in .txt or .log"
+            assert everything(root) == before
+        other.rename(paths[0])
+    paths[0] = paths[0].rename(runs / "run.log")
+    assert run("submit.py", *options, *paths).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -1366,7 +1673,7 @@ def test_other_hardware_starts_its_own_line(tmp_path, root):
     )
     done = file_it(root, gpus, "on gpus", date="2026-01-05")
     assert done.returncode == 0
-    assert b"no time to beat" in done.stdout
+    assert "no time to beat" in unwrapped(done.stdout)
     page = (root / "README.md").read_text()
     assert "**100.05**" in page
     assert "**200.55**" in page
