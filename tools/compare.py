@@ -2,7 +2,7 @@
 Does an idea help? Trains a base and your ideas with the same seeds until the answer is clear.
 
     ./run.sh compare                                   the working tree against the last commit
-    ./run.sh compare --idea "--muon_lr 0.03"           a setting against the default
+    ./run.sh compare --idea "--muon_lr 0.03"           a setting against the working tree
     ./run.sh compare --idea a.patch --idea my-branch --until 1% --hours 8
 
 compare stops at the first of these answers that it can prove:
@@ -54,15 +54,24 @@ from compare_answer import (
     plot_answer,
     plural,
     progress,
+    short,
     slope_in_words,
 )
 from compare_late import check_late_idea, late_start
-from compare_plan import Comparison, next_task, pairs_expected, plan_in_words, time_left, undecided
+from compare_plan import (
+    Comparison,
+    next_task,
+    pairs_expected,
+    plan_in_words,
+    time_left,
+    undecided,
+    warning_in_words,
+)
 from compare_runs import RunError, Setup, Task, Worker
-from compare_sources import Variant, check_settings, read_variant, tell_apart, with_steps
+from compare_sources import Variant, check_data, check_settings, read_variant, tell_apart, with_steps
 from compare_stats import SLOPE_FACTOR, Effect, fewest_pairs
 from compare_steps import LARGEST_ERROR, ROUNDS, half_width, measure_rounds
-from log_parsing import UsageError, run_command, write_file
+from log_parsing import FileError, UsageError, run_command, write_file
 from machine import usable_cores
 
 INTERRUPTED = "interrupted; finished runs are kept; run the same command again to continue"
@@ -250,35 +259,44 @@ def set_up(args: argparse.Namespace, variants: list[Variant], lock: int) -> Comp
     threads = threads_of_a_process(args, jobs)
     facts = compare_runs.machine_facts(on_gpu(variants), threads, args.nproc_per_node)
     facts["data"] = compare_runs.data_facts(variants)
+    setup = Setup(facts, threads, args.nproc_per_node, lock)
     base, *ideas = variants
     from_step = 0
     if args.start:
         from_step = late_start(args.start, base, ideas)
-        ideas = [replace(idea, from_step=from_step) for idea in ideas]
-    return Comparison(
+        key = setup.key(base)
+        ideas = [replace(idea, from_step=from_step, from_key=key) for idea in ideas]
+    c = Comparison(
         args=args,
         from_step=from_step,
-        setup=Setup(facts, threads, args.nproc_per_node, lock),
+        setup=setup,
         base=base,
         ideas=ideas,
-        fewer=with_steps(base, 1 / SLOPE_FACTOR),
-        more=with_steps(base, SLOPE_FACTOR),
+        fewer=with_steps(base, 1 / SLOPE_FACTOR, ideas),
+        more=with_steps(base, SLOPE_FACTOR, ideas),
         jobs=jobs,
     )
+    check_data(c.variants())
+    return c
 
 
 # -----------------------------------------------------------------------------
 # Display
 
 
-def say(c: Comparison, text: str) -> None:
-    """A line on standard error. On a terminal, the next one replaces it."""
-    if c.args.gate:
-        return
+def show_line(text: str) -> None:
+    """Shows at most 79 columns on standard error. On a terminal, the next line replaces them."""
+    text = short(text, 79)
     if sys.stderr.isatty():
-        print(f"\r{text[:79].ljust(79)}", end="", file=sys.stderr, flush=True)
+        print(f"\r{text.ljust(79)}", end="", file=sys.stderr, flush=True)
     else:
         print(text, file=sys.stderr, flush=True)
+
+
+def say(c: Comparison, text: str) -> None:
+    """A line on standard error. On a terminal, the next one replaces it."""
+    if not c.args.gate:
+        show_line(text)
 
 
 def end_line(c: Comparison) -> None:
@@ -357,25 +375,37 @@ def make_runs(c: Comparison) -> None:
         c.workers.clear()
 
 
-def measure_times(c: Comparison) -> None:
-    """Measures the step times of all ideas. Raises RunError."""
+def measure_time(c: Comparison, idea: Variant) -> None:
+    """Measures the step time of an idea. Raises RunError, FileError and OSError."""
+    # The base's step times are in the runs' logs where two runs don't fit side by side
+    if on_gpu([c.base]) or c.args.nproc_per_node > 1:
+        c.log_ratios[idea.name] = ratios_of_runs(c, idea)
+        return
+    name = short(idea.name, 30)
+
+    def show(ratios):
+        rounds = ROUNDS if len(ratios) <= ROUNDS else 2 * ROUNDS  # noisy machines need more
+        say(c, f"step times of {name}: {len(ratios)} of {rounds} rounds")
+
+    say(c, f"step times of {name}: starting both scripts")
     threads = max(1, usable_cores() // c.args.nproc_per_node)
+    ratios = measure_rounds(c.setup, c.base, idea, threads, show)
+    if half_width(ratios) > LARGEST_ERROR:
+        c.notes.append("This machine is too noisy to time steps, so only losses are compared.")
+    else:
+        c.log_ratios[idea.name] = ratios
+
+
+def measure_times(c: Comparison) -> None:
+    """Measures the step times of all ideas. If that fails, the answer is about losses only."""
     for idea in c.ideas:
-        # The base's step times are in the runs' logs where two runs don't fit side by side
-        if on_gpu([c.base]) or c.args.nproc_per_node > 1:
-            c.log_ratios[idea.name] = ratios_of_runs(c, idea)
-            continue
-
-        def show(ratios):
-            rounds = ROUNDS if len(ratios) <= ROUNDS else 2 * ROUNDS  # noisy machines need more
-            say(c, f"step times of {idea.name}: {len(ratios)} of {rounds} rounds")
-
-        say(c, f"step times of {idea.name}: starting both scripts")
-        ratios = measure_rounds(c.setup, c.base, idea, threads, show)
-        if half_width(ratios) > LARGEST_ERROR:
-            c.notes.append("This machine is too noisy to time steps, so only losses are compared.")
-        else:
-            c.log_ratios[idea.name] = ratios
+        try:
+            measure_time(c, idea)
+        except (RunError, FileError, OSError) as e:
+            end_line(c)
+            print(e, file=sys.stderr, flush=True)
+            name = short(idea.name, 30)
+            c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
 
 
 def ratios_of_runs(c: Comparison, idea: Variant) -> list[float]:
@@ -448,6 +478,8 @@ def write_json(c: Comparison, effects: list[Effect]) -> None:
 def report(c: Comparison) -> None:
     """Prints the answer, and writes what was asked for. Raises FileError."""
     effects = c.effects()
+    print_answer(c, effects)
+    sys.stdout.flush()
     if c.args.json and effects:
         write_json(c, effects)
     slope = c.slope()
@@ -457,6 +489,9 @@ def report(c: Comparison) -> None:
             losses, base_losses = c.pairs(idea)
             differences[idea.name] = np.array(losses) - np.array(base_losses)
         plot_answer(effects, differences, slope, c.args.until, c.args.plot)
+
+
+def print_answer(c: Comparison, effects: list[Effect]) -> None:
     if c.args.gate:
         print(effects[0].verdict if effects else "undecided")
         return
@@ -487,12 +522,16 @@ def compare_locked(args: argparse.Namespace, variants: list[Variant], lock: int)
     if c.from_step:
         c.runs[c.base.name] = compare_runs.with_checkpoints(c.setup, c.base, c.from_step)
     compare_runs.check_compiled(c.runs)
+    warning = warning_in_words(c)
+    if warning and not args.gate:
+        print(warning, file=sys.stderr, flush=True)
     say(c, plan_in_words(c))
     status = 0
     try:
         for idea in c.ideas:
             if c.from_step:
-                say(c, f"checking that {idea.name} trains like the base up to step {c.from_step}")
+                name = short(idea.name, 30)
+                say(c, f"checking that {name} trains like the base up to step {c.from_step}")
                 check_late_idea(c.setup, c.base, idea, args.seed)
         make_runs(c)
         identical = all(effect.verdict == "identical" for effect in c.effects())

@@ -170,15 +170,16 @@ def answer_for_many(
 
 
 def progress(effects: list[Effect], wanted: int, time_left: str) -> str:
-    """The line that is shown during the runs: the idea with the fewest pairs of those still undecided."""
+    """The line that is shown during the runs: the idea with the fewest pairs of those still undecided.
+    At most 80 columns."""
     waiting = [effect for effect in effects if effect.verdict == "undecided"]
     if not waiting:
         identical = [effect for effect in effects if effect.verdict == "identical"]
         return f"the losses are identical so far, {time_left}" if identical else "decided"
     effect = min(waiting, key=lambda effect: effect.n)
-    words = f"{short(effect.name, 16)}: {effect.n} of about {wanted} pairs"
+    words = f"{short(effect.name, 14)}: {effect.n} of about {wanted} pairs"
     if effect.steps is not None and has_interval(effect):
-        words += f", steps {percent(effect.steps)} ({percent_interval(effect.steps_interval)})"
+        words += f", steps {percent_interval(effect.steps_interval)}"
     else:
         words += f", loss {effect.difference:+.4f}"
     return f"{words}, {time_left}"

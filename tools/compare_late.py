@@ -29,7 +29,10 @@ def late_start(start: float, base: Variant, ideas: list[Variant]) -> int:
                 f"--from: {variant.name} must train as many steps as the base; leave out --from"
             )
     # recipes/january2026.py can be saved after even steps only
-    return 2 * round(start * base.num_iterations() / 2)
+    step = 2 * round(start * base.num_iterations() / 2)
+    while step >= base.num_iterations():
+        step -= 2
+    return step
 
 
 def make_checkpoint(setup: Setup, variant: Variant, seed: int, step: int) -> dict:
@@ -75,7 +78,7 @@ def check_late_idea(setup: Setup, base: Variant, idea: Variant, seed: int) -> No
     """Raises UsageError if the idea changes anything before its first step. Raises RunError."""
     step = idea.from_step
     home = setup.folder(idea)
-    marker = home / f"same_until_step{step}"
+    marker = home / f"same_until_step{step}"  # the folder depends on the base, too
     if marker.exists():
         return
     states = []

@@ -54,7 +54,12 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     def variants(self) -> list[Variant]:
-        return [self.base, *self.ideas, self.fewer, self.more]
+        return [self.base, *self.ideas, *self.other_steps()]
+
+    def other_steps(self) -> list[Variant]:
+        """The base with fewer and with more steps, without those that are ideas, too."""
+        names = [idea.name for idea in self.ideas]
+        return [variant for variant in (self.fewer, self.more) if variant.name not in names]
 
     def losses(self, variant: Variant, most: int | None = None) -> list[float]:
         """Final losses of the seeds from the first one on, up to the first that is missing."""
@@ -211,6 +216,12 @@ def next_task(c: Comparison) -> Task | None:
     return slope_task(c)
 
 
+def duration(minutes: float) -> str:
+    if minutes < 120:
+        return f"{max(1, round(minutes))} min"
+    return f"{minutes / 60:.1f} h"
+
+
 def time_left(c: Comparison) -> str:
     """In words, from the runs of this session so far."""
     if c.made < 2 * c.jobs:
@@ -221,15 +232,11 @@ def time_left(c: Comparison) -> str:
     for idea in undecided(c):
         runs += max(0, expected - len(c.losses(idea)))
     minutes = runs * seconds / 60
-    if minutes < 1:
-        return "less than a minute left"
-    if minutes < 120:
-        return f"about {minutes:.0f} min left"
-    return f"about {minutes / 60:.1f} h left"
+    return f"{duration(minutes)} left"
 
 
 def plan_in_words(c: Comparison) -> str:
-    """What is to come, before the first run."""
+    """What is to come, before the first run. At most 80 columns."""
     expected = pairs_expected(c)
     kept = sum(len(logs) for logs in c.runs.values())
     seconds = []
@@ -238,16 +245,21 @@ def plan_in_words(c: Comparison) -> str:
             seconds.append(log.final.train_time_ms / 1000)
     runs = max(0, expected - len(c.losses(c.base)))
     runs += sum(max(0, expected - len(c.losses(idea))) for idea in c.ideas)
-    runs += sum(max(0, FEWEST_SLOPES - len(c.losses(v))) for v in (c.fewer, c.more))
-    words = f"about {expected} pairs tell whether an idea saves {goal(c.args.until)}"
+    runs += sum(max(0, FEWEST_SLOPES - len(c.losses(v))) for v in c.other_steps())
+    words = f"about {expected} pairs show a saving of {goal(c.args.until)}"
     if c.args.runs:
         words = f"{expected} pairs"
     words += f": {plural(runs, 'run')} to make"
     if seconds and runs:
         minutes = 1.15 * runs * np.mean(seconds) / c.jobs / 60
-        words += f" in about {max(1, round(minutes))} min"
+        words += f" in {duration(minutes)}"
     words += f", {kept} kept"
+    return words
+
+
+def warning_in_words(c: Comparison) -> str:
+    """"" if --runs is enough for an answer, or isn't given."""
     fewest = fewest_pairs(len(c.ideas))
     if c.args.runs and c.args.runs < fewest:
-        words += f"\nwarning: too few to say helps or hurts; use --runs {fewest} or more"
-    return words
+        return f"warning: too few to say helps or hurts; use --runs {fewest} or more"
+    return ""

@@ -9,6 +9,7 @@ A process makes several runs, because only the first one has to compile.
 """
 
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -47,7 +48,10 @@ class Setup:
     lock: int       # file descriptor that runs inherit: the folder stays locked while one is alive
 
     def key(self, variant: Variant) -> str:
-        text = json.dumps([variant.digest(), variant.from_step, self.facts], sort_keys=True)
+        start = variant.from_step
+        if variant.from_step:
+            start = [variant.from_step, variant.from_key]
+        text = json.dumps([variant.digest(), start, self.facts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def folder(self, variant: Variant) -> Path:
@@ -139,20 +143,26 @@ def machine_facts(on_gpu: bool, threads: int, processes: int) -> dict:
 
 
 def data_facts(variants: list[Variant]) -> dict[str, str]:
-    """SHA-256 of each data file that the variants read, by name.
+    """SHA-256 of each data file that the variants read, by name. Raises UsageError if a variant's
+    pattern matches none.
 
     For scripts that don't tell their settings, all data files count.
     """
-    patterns = set()
+    names = set()
     for variant in variants:
-        settings = variant.settings or {}
-        patterns.add(settings.get("train_files", "data/*/*.bin"))
-        patterns.add(settings.get("val_files", "data/*/*.bin"))
+        for option in ("train_files", "val_files"):
+            pattern = (variant.settings or {}).get(option)
+            matching = glob.glob(pattern or "data/*/*.bin", root_dir=ROOT)
+            if pattern is not None and (not pattern or not matching):
+                raise UsageError(
+                    f"{variant.name}: --{option}: no file matches {pattern!r}; make the data with "
+                    "data/shakespeare.py (mini) or data/cached_fineweb10B.py (fineweb)"
+                )
+            names.update(str(Path(name)) for name in matching)
     found = {}
-    for pattern in sorted(patterns):
-        for path in sorted(ROOT.glob(pattern)) if not os.path.isabs(pattern) else []:
-            with open(path, "rb") as file:
-                found[str(path.relative_to(ROOT))] = hashlib.file_digest(file, "sha256").hexdigest()
+    for name in sorted(names):
+        with open(ROOT / name, "rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 
@@ -357,7 +367,7 @@ def collect(setup: Setup, worker: Worker, runs: dict[int, Log]) -> bool:
         lines = last_lines(worker)
         lines.append(
             f"error: a run failed: {task.variant.name}, seed {seed} ({reason}). Above are the last "
-            f"lines of {worker.folder / 'console.txt'}"
+            "lines that it printed"
         )
         raise RunError("\n".join(lines))
     return True

@@ -31,11 +31,13 @@ OURS = (
 NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoint")
 # A script with these functions can be asked for its settings
 CHECKS = (b"parse_arguments", b"check_hyperparameters")
-ASK = """
+LOAD = """
 import dataclasses, importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("script", sys.argv[1])
 script = sys.modules["script"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
+"""
+ASK = """
 for options in json.loads(sys.argv[2]):
     try:
         args, hp = script.parse_arguments(options)
@@ -44,6 +46,18 @@ for options in json.loads(sys.argv[2]):
         answer.update(track=args.track, device=args.device)
     except (Exception, SystemExit) as e:
         answer = (str(e) or type(e).__name__).splitlines()[0]
+    print(json.dumps(answer))
+"""
+# Prints for each list of options what is wrong with their data, or ""
+ASK_DATA = """
+for options in json.loads(sys.argv[2]):
+    answer = ""
+    try:
+        script.check_inputs(*script.parse_arguments(options))
+    except Exception as e:
+        if type(e).__name__ not in ("InputError", "RankError"):
+            raise
+        answer = str(e).splitlines()[0]
     print(json.dumps(answer))
 """
 
@@ -58,6 +72,7 @@ class Variant:
     settings: dict | None = None  # the hyperparameters; None for scripts that can't be asked
     thread_factor: int = 1        # --aa: the copy runs on twice the threads
     from_step: int = 0            # --from: its runs go on from the base's checkpoint at this step
+    from_key: str = ""            # --from: the key of that base
 
     def digest(self) -> str:
         """Equal for variants with the same losses on the same machine."""
@@ -207,7 +222,7 @@ def ask_script(name: str, *command) -> str:
 def ask_settings(variants: list[Variant], script: Path, processes: int) -> None:
     """Fills in the settings of variants with this source. Raises UsageError."""
     options = json.dumps([variant.options for variant in variants])
-    printed = ask_script(variants[0].name, "-c", ASK, script, options, str(processes))
+    printed = ask_script(variants[0].name, "-c", LOAD + ASK, script, options, str(processes))
     answers = printed.splitlines()[-len(variants) :]
     for variant, line in zip(variants, answers):
         answer = json.loads(line)
@@ -246,6 +261,26 @@ def check_settings(variants: list[Variant], processes: int, many_runs: bool = Tr
                 check_other_script(variant, script, many_runs)
 
 
+def check_data(variants: list[Variant]) -> None:
+    """Lets each script check that there are enough data for its runs. Raises UsageError.
+
+    Scripts without a function check_inputs aren't asked."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        folders = ["--log_dir", folder, "--checkpoint_dir", folder]
+        for source in dict.fromkeys(variant.source for variant in variants):
+            group = [variant for variant in variants if variant.source == source]
+            if group[0].settings is None or not re.search(rb"^def check_inputs\(", source, re.MULTILINE):
+                continue
+            script.write_bytes(source)
+            options = json.dumps([variant.options + folders for variant in group])
+            printed = ask_script(group[0].name, "-c", LOAD + ASK_DATA, script, options)
+            for variant, line in zip(group, printed.splitlines()[-len(group) :]):
+                message = json.loads(line)
+                if message:
+                    raise UsageError(f"{variant.name}: {message}")
+
+
 def tell_apart(variants: list[Variant]) -> None:
     """Makes names unique. Raises UsageError if two variants are equal."""
     for i, variant in enumerate(variants):
@@ -261,21 +296,30 @@ def tell_apart(variants: list[Variant]) -> None:
             variant.name += "_2"
 
 
-def with_steps(base: Variant, factor: float) -> Variant:
-    """The base with another number of steps. Raises UsageError if that isn't possible."""
+def set_steps(variant: Variant, steps: int) -> Variant:
+    """The variant with this number of steps."""
+    settings = None
+    if variant.settings is not None:
+        settings = {**variant.settings, "num_iterations": steps}
+    return replace(
+        variant,
+        name=f"{variant.name} with {steps} steps",
+        options=[*variant.options, "--num_iterations", str(steps)],
+        settings=settings,
+    )
+
+
+def with_steps(base: Variant, factor: float, others: list[Variant] | None = None) -> Variant:
+    """The base with another number of steps. If one of the others is the same, returns that one, so
+    that both have the same runs. Raises UsageError if the number of steps isn't possible."""
     steps = base.num_iterations()
     if steps is None or round(steps * factor) in (0, steps):
         raise UsageError(
             f"{base.name}: compare also trains the base with more and with fewer steps, so it needs to know "
             "--num_iterations; give --num_iterations 10 or more"
         )
-    steps = round(steps * factor)
-    settings = None
-    if base.settings is not None:
-        settings = {**base.settings, "num_iterations": steps}
-    return replace(
-        base,
-        name=f"{base.name} with {steps} steps",
-        options=[*base.options, "--num_iterations", str(steps)],
-        settings=settings,
-    )
+    variant = set_steps(base, round(steps * factor))
+    for other in others or []:
+        if other.digest() == variant.digest():
+            return other
+    return variant

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from compare_runs import FOLDER, RunError, Setup
-from compare_sources import ROOT, Variant, environment
+from compare_sources import ROOT, Variant, check_data, environment, set_steps
 from compare_stats import P_VALUE, half_widths
-from log_parsing import write_file
+from log_parsing import UsageError, write_file
 
 BURST = 20        # steps
 ROUNDS = 30
@@ -36,7 +36,7 @@ STEP = re.compile(rb"^step:(\d+)/\d+ train_time:(\d+(?:\.\d+)?)(ms|s)", re.MULTI
 class Trainer:
     """A training script that runs for some steps when it is told to, and is stopped meanwhile."""
 
-    def __init__(self, setup: Setup, variant: Variant, threads: int, num_iterations: int, folder: Path):
+    def __init__(self, setup: Setup, variant: Variant, threads: int, folder: Path):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.name = variant.name
@@ -44,7 +44,6 @@ class Trainer:
         script = folder / "train_gpt.py"
         script.write_bytes(variant.source)
         options = [*variant.options, "--log_dir", str(folder / "logs"), "--seed", "0"]
-        options += ["--num_iterations", str(num_iterations)]
         if variant.settings is not None:
             options += ["--val_loss_every", "0", "--checkpoint_dir", str(folder / "checkpoints")]
         with open(self.console, "wb") as console:
@@ -132,6 +131,22 @@ def enough(ratios: list[float]) -> bool:
     return len(ratios) >= 2 * ROUNDS
 
 
+def steps_of_a_start(base: Variant, idea: Variant) -> int:
+    """How many steps both scripts can make: those of all rounds. If there are too few data for that,
+    those of the runs, which had enough data. Raises RunError."""
+    steps = ROUNDS * (BURST + 2)
+    try:
+        check_data([set_steps(base, steps), set_steps(idea, steps)])
+    except UsageError:
+        steps = min(steps, base.num_iterations(), idea.num_iterations() or steps)
+    if steps < BURST + 2:
+        raise RunError(
+            f"error: {idea.name}: to time a step, {BURST + 2} steps are needed, and a run has only "
+            f"{steps}; add data, or leave out the measurement with --no_times"
+        )
+    return steps
+
+
 def measure_rounds(setup: Setup, base: Variant, idea: Variant, threads: int, show) -> list[float]:
     """Returns the log ratios of all rounds, those kept from before included.
 
@@ -140,17 +155,19 @@ def measure_rounds(setup: Setup, base: Variant, idea: Variant, threads: int, sho
     ratios = kept_rounds(setup, base, idea)
     file = times_file(setup, base, idea)
     file.parent.mkdir(parents=True, exist_ok=True)
+    steps = 0 if enough(ratios) else steps_of_a_start(base, idea)
     while not enough(ratios):
-        num_iterations = ROUNDS * (BURST + 2)
+        rounds = min(steps // (BURST + 2), ROUNDS - len(ratios) % ROUNDS)
         trainers = []
         try:
             for i, variant in enumerate([base, idea]):
                 folder = FOLDER / "working" / f"steps{i}"
-                trainer = Trainer(setup, variant, threads, num_iterations, folder)
+                timed = set_steps(variant, steps)
+                trainer = Trainer(setup, timed, threads, folder)
                 trainers.append(trainer)
                 trainer.read(1, START_TIMEOUT)
                 trainer.send(signal.SIGSTOP)
-            for i in range(ROUNDS):
+            for i in range(rounds):
                 # Which one is first alternates
                 order = trainers if i % 2 == 0 else trainers[::-1]
                 ms = {trainer: trainer.burst() for trainer in order}

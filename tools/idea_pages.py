@@ -126,6 +126,10 @@ def read_screens(folder: Path) -> dict[str, dict]:
                     effects[Path(factor["patch"]).parent.name] = factor
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             raise LogError(f"{file}: not written by screen.py --json") from None
+        if effects and len(found.get("seeds", [])) == 1:
+            raise LogError(
+                f"{file}: it has one block, so there are no intervals; make more with screen.py --blocks"
+            )
         if effects:
             screens[file.parent.name] = {**found, "effects": effects}
     return screens

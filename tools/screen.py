@@ -37,9 +37,9 @@ import numpy as np
 import compare
 import compare_runs
 import compare_sources
-from compare_answer import plural
+from compare_answer import plural, short
 from compare_runs import RunError, Setup, Task, Worker
-from compare_sources import environment
+from compare_sources import check_data, environment
 from compare_stats import measure_slope
 from log_parsing import UsageError, run_command, write_file
 from screen_answer import Result, answer, plot_result, result_as_json
@@ -111,6 +111,8 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     """Raises UsageError."""
     args = make_parser().parse_args(argv)
     args.nproc_per_node = 1
+    if args.until is not None:
+        args.until = read_percent(args.until)
     if args.json:
         compare.check_output_file(args.json, "")
     if args.plot:
@@ -122,26 +124,18 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 # Display
 
 
-def say(text: str) -> None:
-    """A line on standard error. On a terminal, the next one replaces it."""
-    if sys.stderr.isatty():
-        print(f"\r{text[:79].ljust(79)}", end="", file=sys.stderr, flush=True)
-    else:
-        print(text, file=sys.stderr, flush=True)
-
-
 def show_progress(session: Session, seeds: list[int]) -> None:
     """What is done, and when the end is expected. On a pipe, only after every eighth run."""
     if not sys.stderr.isatty() and session.made % 8:
         return
-    words = f"{session.screen.name}: seeds {seeds[0]} to {seeds[-1]}, {session.made} of "
-    words += f"{session.to_make} runs made"
+    words = f"{short(session.screen.name, 18)}: seeds {seeds[0]} to {seeds[-1]}, "
+    words += f"{session.made} of {session.to_make} runs"
     if session.made >= 2 * session.jobs:
         seconds = (time.monotonic() - session.started) / session.made
         left = seconds * (session.to_make - session.made)
         end = time.strftime("%H:%M", time.localtime(time.time() + left))
-        words += f", {left / 60:.0f} min left, until {end}"
-    say(words)
+        words += f", {left / 60:.0f} min left ({end})"
+    compare.show_line(words)
 
 
 # -----------------------------------------------------------------------------
@@ -163,7 +157,8 @@ def split_seeds(missing: list[int], most: int) -> list[range]:
 def missing_tasks(session: Session, seeds: list[int]) -> list[Task]:
     """The runs that these blocks still need."""
     tasks = []
-    for variant in session.screen.variants():
+    variants = {variant.name: variant for variant in session.screen.variants()}  # each once
+    for variant in variants.values():
         at_once = BLOCKS_AT_ONCE if variant.settings is not None else 1
         missing = [seed for seed in seeds if seed not in session.runs[variant.name]]
         tasks += [Task(variant, part) for part in split_seeds(missing, at_once)]
@@ -249,7 +244,7 @@ def make_blocks(session: Session, seeds: list[int]) -> None:
     """Makes the blocks of these seeds, a few at a time. Raises RunError, UsageError and FileError."""
     session.started = time.monotonic()
     session.to_make = sum(len(task.seeds) for task in missing_tasks(session, seeds))
-    say(f"{plural(len(seeds), 'block')} to make: {plural(session.to_make, 'run')}")
+    compare.show_line(f"{plural(len(seeds), 'block')} to make: {plural(session.to_make, 'run')}")
     for start in range(0, len(seeds), BLOCKS_AT_ONCE):
         part = seeds[start : start + BLOCKS_AT_ONCE]
         make_runs(session, part)
@@ -265,6 +260,8 @@ def make_session(args: argparse.Namespace, screen: Screen, lock: int) -> Session
     threads = compare.threads_of_a_process(args, jobs)
     facts = compare_runs.machine_facts(gpu, threads, 1)
     facts["data"] = compare_runs.data_facts(variants)
+    # `more` needs the most data. Patched scripts aren't asked, because each takes seconds to load
+    check_data([variant for variant in variants if variant.source == screen.base.source])
     session = Session(screen, Setup(facts, threads, 1, lock), compare_runs.activation_dtype(gpu), jobs)
     compare_runs.make_room({session.setup.folder(variant) for variant in variants})
     for variant in variants:
@@ -387,8 +384,7 @@ def results(screen: Screen, until: float) -> list[Result]:
 
 def report(args: argparse.Namespace, screen: Screen) -> None:
     """Prints the answer, and writes what was asked for. Raises FileError and UsageError."""
-    until = read_percent(args.until) if args.until else screen.until
-    found = results(screen, until)
+    found = results(screen, args.until or screen.until)
     if not found:
         print(f"{screen.name}: no block is finished yet.")
         return

@@ -78,6 +78,7 @@ class Screen:
         return self.folder.name
 
     def variants(self) -> list[Variant]:
+        """The parts of a block. A configuration that is also `fewer` or `more` comes twice."""
         return [*self.configurations, self.fewer, self.more]
 
     def digest(self) -> str:
@@ -305,8 +306,8 @@ def read_screen(path: Path) -> Screen:
         factors=factors,
         base=base,
         configurations=configurations,
-        fewer=with_steps(base, 1 / SLOPE_FACTOR),
-        more=with_steps(base, SLOPE_FACTOR),
+        fewer=with_steps(base, 1 / SLOPE_FACTOR, configurations),
+        more=with_steps(base, SLOPE_FACTOR, configurations),
     )
 
 

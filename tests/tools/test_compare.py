@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import compare
 import compare_answer
+import compare_late
+import compare_plan
 import compare_runs
 import compare_sources
 import compare_stats
@@ -211,6 +213,73 @@ def test_a_noisy_machine(place, monkeypatch):
     assert status == 0 and "too noisy to time steps" in " ".join(out.split()) and "time of a step" not in out
 
 
+LIMIT = """
+def check_inputs(args, hp):
+    if hp.num_iterations > 400:
+        raise InputError(f"{hp.num_iterations} steps: there are data for 400")
+
+
+"""
+
+
+def test_steps_that_cannot_be_timed(place):
+    """The answer is about losses only, and says so."""
+    source = STANDIN.read_text()
+    old = "def run(hp, log_dir):\n"
+    assert source.count(old) == 1
+    limit = "    if hp.num_iterations > 130:\n        sys.exit('too few data')\n"
+    (place / "train_gpt.py").write_text(source.replace(old, old + limit))
+    status, out, err = run("--idea", "better=--effect -0.01")
+    assert status == 0 and out.startswith("better helps.") and "time of a step" not in out
+    words = " ".join(out.split())
+    assert "The steps of better could not be timed; the error is above this answer." in words
+    assert "too few data" in err and "--no_times skips this measurement" in err
+
+
+def test_steps_are_timed_with_the_data_that_there_are(place):
+    """A start makes fewer rounds, so there are more starts."""
+    source = STANDIN.read_text()
+    for old, new in [
+        ("def final_loss(hp):\n", f"{LIMIT.lstrip()}def final_loss(hp):\n"),
+        ("    check_hyperparameters(hp, 1)\n", "    check_hyperparameters(hp, 1)\n    check_inputs(args, hp)\n"),
+    ]:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (place / "train_gpt.py").write_text(source)
+    status, out, err = run("--idea", "better=--effect -0.01", "--num_iterations", "300")
+    assert status == 0 and "could not be timed" not in out, err
+    (file,) = place.glob("logs/compare/times/*.json")
+    assert len(json.loads(file.read_text())) in (compare_steps.ROUNDS, 2 * compare_steps.ROUNDS)
+
+
+def test_steps_of_a_start(monkeypatch):
+    """With enough data, they are those of all rounds. Otherwise, they are those of the runs."""
+    base = compare_sources.Variant("base", b"", [], {"num_iterations": 100})
+    idea = compare_sources.Variant("idea", b"", [], {"num_iterations": 50})
+    few = compare_sources.Variant("few", b"", [], {"num_iterations": 20})
+    monkeypatch.setattr(compare_steps, "check_data", lambda variants: None)
+    assert compare_steps.steps_of_a_start(base, idea) == 660
+
+    def refuse(variants):
+        raise log_parsing.UsageError("too few data")
+
+    monkeypatch.setattr(compare_steps, "check_data", refuse)
+    assert compare_steps.steps_of_a_start(base, idea) == 50
+    with pytest.raises(compare_runs.RunError, match="few: to time a step, 22 steps are needed"):
+        compare_steps.steps_of_a_start(base, few)
+
+
+@pytest.mark.parametrize("more", [[], ["--gate"]])
+def test_the_answer_comes_before_a_file_that_cannot_be_written(place, monkeypatch, more):
+    def write(path, data):
+        raise log_parsing.FileError(f"cannot write {path}: no space left on device")
+
+    monkeypatch.setattr(compare, "write_file", write)
+    status, out, err = run("--idea", "--effect -0.01", "--no_times", "--json", "o.json", *more)
+    assert status == 2 and "helps" in out
+    assert "error: cannot write o.json: no space left on device" in err
+
+
 def test_other_steps_are_no_gain(place):
     """An idea that trains fewer steps: the loss is worth what it is, and the answer names the steps."""
     found = answer(place, "--idea", "--num_iterations 90")
@@ -219,6 +288,15 @@ def test_other_steps_are_no_gain(place):
     assert low < 100 / 90 - 1 < high and idea["own_steps"] == 0.9
     status, out, err = run("--idea", "--num_iterations 90", "--no_times")
     assert "trains 90 steps, the base 100" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("steps, other", [(80, 125), (125, 80)])
+def test_an_idea_with_the_steps_of_the_slope(place, steps, other):
+    """The idea is the base with fewer or with more steps. Both have the same runs, each made once."""
+    found = answer(place, "--idea", f"--num_iterations {steps}", "--jobs", "4", "--runs", "8")
+    assert set(found["runs"]) == {"worktree", f"num_iterations_{steps}", f"worktree with {other} steps"}
+    assert found["runs_made"] == 8 + 8 + compare_stats.FEWEST_SLOPES
+    assert found["slope"]["n"] == compare_stats.FEWEST_SLOPES
 
 
 def test_a_copy(place):
@@ -308,6 +386,32 @@ def test_the_base_is_kept_for_other_ideas(place, monkeypatch):
     assert base_runs("--idea", "--effect 0.2") == whole
     (place / "train_gpt.py").write_bytes(STANDIN.read_bytes() + b"\n")
     assert base_runs("--idea", "--effect 0.2") == whole
+
+
+def facts_of(train_files, val_files):
+    settings = {"train_files": str(train_files), "val_files": str(val_files)}
+    return compare_runs.data_facts([compare_sources.Variant("x", b"", [], settings)])
+
+
+def test_data_with_absolute_names_count(place):
+    """Their files are hashed. Relative names are those in the repository."""
+    (place / "a.bin").write_bytes(b"tokens")
+    (place / "b.bin").write_bytes(b"tokens")
+    before = facts_of(place / "a*.bin", "b.bin")
+    assert set(before) == {str(place / "a.bin"), "b.bin"}
+    (place / "a.bin").write_bytes(b"others")
+    after = facts_of(place / "a*.bin", "b.bin")
+    assert after != before and after["b.bin"] == before["b.bin"]
+
+
+def test_data_that_are_not_there(place, small):
+    status, out, err = run("--idea", "--muon_lr 0.03", *small, "--val_files", "")
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "worktree: --val_files: no file matches ''; make the data with" in err
+    assert not list(place.glob("logs/compare/runs"))
+    for pattern in ("no*.bin", "/no/x.bin"):
+        with pytest.raises(log_parsing.UsageError, match="x: --train_files: no file matches"):
+            facts_of(pattern, "val.bin")
 
 
 def test_a_damaged_log_is_made_again(place):
@@ -501,6 +605,44 @@ def test_a_late_idea(place, small):
     assert answer(place, *arguments, "--from", "70%")["runs_made"] == 0
 
 
+def test_a_late_idea_is_checked_again_with_another_base(place, small):
+    idea = "late=--cooldown_frac 0.3 --final_lr_frac 0.7"
+    arguments = ["--idea", idea, *small, "--from", "70%"]
+    status, out, err = run("--base", "--cooldown_frac 0.3", *arguments, "--hours", "0.0001")
+    assert status == 0, err  # stopped after the check
+    status, out, err = run("--base", "--cooldown_frac 0.3 --muon_lr 0.03", *arguments)
+    assert (status, out) == (2, "")
+    assert "late changes training before step 14" in err.splitlines()[-1]
+
+
+def test_runs_of_a_late_idea_belong_to_their_base():
+    def key(**changes):
+        return setup.key(compare_sources.Variant("late", b"", [], {}, **changes))
+
+    setup = compare_runs.Setup({}, threads=1, processes=1, lock=0)
+    assert key(from_step=14, from_key="a") != key(from_step=14, from_key="b")
+    assert key(from_key="a") == key()  # the run of the check starts at step 0
+
+
+@pytest.mark.parametrize("start, step", [(0.5, 50), (0.985, 98), (0.995, 98)])
+def test_late_start(start, step):
+    """There is something left to train."""
+    base = compare_sources.Variant("base", b"", [], {"num_iterations": 100})
+    assert compare_late.late_start(start, base, []) == step
+
+
+def test_too_few_data(place, small):
+    """There are data for 31 steps. The base with more steps needs 35. The second idea takes 16 steps of
+    twice the size."""
+    status, out, err = run("--idea", "--muon_lr 0.03", *small, "--num_iterations", "28")
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "worktree with 35 steps: train.bin has only enough tokens for 31 batches of 256" in err
+    status, out, err = run("--idea", "large=--batch_tokens 512", *small, "--num_iterations", "16")
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "large: train.bin has only enough tokens for 15 batches of 512" in err
+    assert not list(place.glob("logs/compare/runs")) and not list(place.glob("logs/*.txt"))
+
+
 def test_an_idea_that_is_not_late_is_refused(place, small):
     arguments = ["--base", "--cooldown_frac 0.3", "--idea", "early=--cooldown_frac 0.5", *small]
     status, out, err = run(*arguments, "--runs", "2", "--from", "70%")
@@ -599,6 +741,7 @@ def test_percent_signs_in_the_help():
         text = parser.format_help()
         assert "[--until X%]" in text and "--until X% " in text
         assert "%%" not in text
+    assert "a setting against the working tree" in compare.make_parser().format_help()
 
 
 def test_bad_input_is_one_line_before_any_run(place):
@@ -619,6 +762,7 @@ def test_a_run_that_fails(place):
     assert (status, out) == (1, "")
     assert "step 7: the loss is not finite" in err
     assert "error: a run failed: bad, seed 1 (exit status 1)" in err
+    assert "console.txt" not in err  # it is deleted
     kept = [path for path in place.glob("logs/compare/runs/*/about.json") if '"bad"' in path.read_text()]
     assert [path.name for path in kept[0].parent.glob("seed*")] == ["seed0.txt"]
     (place / "short.py").write_text(STANDIN.read_text().replace("step:{n}/{n}", "step:{n - 1}/{n}"))
@@ -661,6 +805,39 @@ def read_terminal(ours: int, pattern: str, seconds: float) -> str:
     while not re.search(pattern, shown) and time.monotonic() < deadline:
         shown += os.read(ours, 4096).decode()
     return shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_warning_on_a_terminal(place):
+    """It has a line of its own, which nothing replaces."""
+    shown = Terminal()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(shown):
+        assert compare.main(["--idea", "--effect 0.1", "--runs", "3", "--no_times"]) == 0
+    warning, progress = shown.getvalue().split("\n")
+    assert warning == "warning: too few to say helps or hurts; use --runs 12 or more"
+    assert progress.startswith("\r3 pairs: ")
+
+
+def test_lines_of_progress_are_short(place):
+    """Also with a long name and many pairs. On a pipe, no line is cut."""
+    answer(place, "--idea", "--effect 0.1", "--runs", "12")
+    name = "a_long_name_that_somebody_gave_to_an_idea_of_sixty_letters"
+    arguments = ["--idea", f"{name}=--effect -0.0002 --own_noise 0.004", "--until", "0.5%"]
+    status, out, err = run(*arguments, "--hours", "0.0001", "--no_times")
+    assert status == 0 and max(map(len, err.splitlines())) <= 80
+    assert re.match(r"about \d+ pairs show a saving of 0.5%: \d+ runs to make in .*, \d+ kept\n", err)
+    slope = compare_stats.Slope(-0.123, 0.05, 4, 3)
+    losses = [1.51] * 8 + [1.5] * 8
+    effect = compare_stats.analyse(name, losses, [1.505] * 16, slope, 0.001, ideas=1)
+    assert effect.verdict == "undecided"
+    for minutes in (0.1, 119, 1278):
+        left = f"{compare_plan.duration(minutes)} left"
+        line = compare_answer.progress([effect], 1412, left)
+        assert len(line) < 80 and line.endswith(left) and ", steps " in line
 
 
 def test_interrupted_on_a_terminal(place):

@@ -158,6 +158,18 @@ def test_a_screen_of_an_unknown_idea_or_a_damaged_result_is_refused(folder, tmp_
             idea_pages.page(folder)
 
 
+def test_a_screen_with_one_block_is_refused(folder, tmp_path):
+    """It has no intervals."""
+    effect = factor("a", 0.001, None, None, None, "undecided")
+    effect |= dict(half_width=None, steps_interval=None)
+    path = screen_result(tmp_path, effect)
+    found, other = json.loads(path.read_text())
+    found |= dict(seeds=[7], sd=None)
+    path.write_text(json.dumps([found, other]))
+    with pytest.raises(LogError, match="result.json: it has one block, so there are no intervals; make more"):
+        idea_pages.page(folder)
+
+
 def test_the_page_is_current():
     page = (idea_pages.FOLDER.parent / "IDEAS.md").read_text()
     hint = "run `python tools/idea_pages.py` to update it"

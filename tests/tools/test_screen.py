@@ -424,6 +424,7 @@ def test_bad_arguments(place):
         (["--blocks", "0"], "must be at least 1"),
         (["--blocks", "x"], "x: must be a whole number"),
         (["--until", "0%"], "must be a percentage"),
+        (["--blocks", "1", "--until", "abc"], "abc: must be a percentage"),
         (["--json", "no/folder.json"], "its folder doesn't exist"),
         (["--check"], "nothing to check: --check needs a factor with both high and patch"),
     ]:
@@ -431,6 +432,55 @@ def test_bad_arguments(place):
         assert status == 2
         assert message in err
         assert len(err.splitlines()) == 1
+    assert not (place / "logs").exists()
+
+
+def test_a_configuration_that_is_the_base_with_more_steps(place):
+    """Both have the same run, which is made once."""
+    text = definition(
+        a='high = "--a 0.001"', b='high = "--b 0.002"', c='high = "--num_iterations 25"'
+    )
+    (place / "screens/first/screen.toml").write_text(text)
+    status, out, err = run("--blocks", 1)
+    assert status == 0, err
+    assert "1 block to make: 33 runs" in err
+    (path,) = blocks(place)
+    block = json.loads(path.read_text())
+    assert block["more"] in block["losses"]
+
+
+def test_too_few_data(place):
+    """The script is asked before the first run. The base's runs with more steps have 25."""
+    script = place / "train_gpt.py"
+    lines = [
+        "def check_inputs(args, hp):",
+        "    if hp.num_iterations > 20:",
+        '        raise InputError(f"too few data for {hp.num_iterations} steps")',
+    ]
+    old = "def final_loss(hp):\n"
+    assert script.read_text().count(old) == 1
+    script.write_text(script.read_text().replace(old, "\n".join(lines) + f"\n\n\n{old}"))
+    status, out, err = run("--blocks", 1)
+    assert status == 2
+    assert err == "error: the base with 25 steps: too few data for 25 steps\n"
+    assert not (place / "logs/compare/runs").exists()
+
+
+def test_lines_of_progress_are_short(place, capsys):
+    found = screen.Session(
+        screen=screen.read_screen(place / "screens/first/screen.toml"),
+        setup=None,
+        dtype="float32",
+        jobs=1,
+        started=screen.time.monotonic() - 60_000,
+        made=1000,
+        to_make=1088,
+    )
+    found.screen.folder = place / "a-screen-with-a-long-name"
+    screen.show_progress(found, [1000, 1001])
+    line = capsys.readouterr().err
+    assert re.match(r"a-screen-with-a-l~: seeds 1000 to 1001, 1000 of 1088 runs, 88 min left ", line)
+    assert line.endswith(")\n") and len(line) <= 80
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("records/mini/screens/*/screen.toml")), ids=lambda path: path.parent.name)
