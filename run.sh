@@ -84,53 +84,66 @@ case "${1:-}" in
         shift ;;
 esac
 
-# Takes --recipe NAME out of the arguments
+# Takes --recipe NAME out of the arguments. The others move to the end, one by one: no array holds
+# them, because for bash before 4.4 an empty array isn't set.
 module=train_gpt
 script=train_gpt.py
-if [ "$command" = train ]; then
-    arguments=()
+if [ "$command" = train ] && [[ " $* " = *" --recipe"* ]]; then
     recipe=""
     previous=""
     for argument in "$@"; do
+        shift
         if [ "$previous" = --recipe ]; then
             recipe=$argument
         elif [[ $argument = --recipe=* ]]; then
             recipe=${argument#*=}
         elif [ "$argument" != --recipe ]; then
-            arguments+=("$argument")
+            set -- "$@" "$argument"
         fi
         previous=$argument
     done
-    if [[ " $* " = *" --recipe"* ]]; then
-        if [[ ! $recipe =~ ^[A-Za-z0-9_]+$ ]] || [ ! -f "recipes/$recipe.py" ]; then
-            names=(recipes/*.py)
-            names=("${names[@]##*/}")
-            fail "there is no recipe \"$recipe\"; --recipe takes one of: ${names[*]%.py}"
-        fi
-        module=$recipe
-        script=recipes/$recipe.py
-        set -- "${arguments[@]}"
+    if [[ ! $recipe =~ ^[A-Za-z0-9_]+$ ]] || [ ! -f "recipes/$recipe.py" ]; then
+        names=(recipes/*.py)
+        names=("${names[@]##*/}")
+        fail "there is no recipe \"$recipe\"; --recipe takes one of: ${names[*]%.py}"
     fi
+    module=$recipe
+    script=recipes/$recipe.py
 fi
+
+# Options may also be inside quotes, as in --base "--track mini", or in the file of a screen
+words=$*
+if [ "$command" = screen ]; then
+    for argument in "$@"; do
+        if [[ $argument = *.toml ]]; then
+            words+=" $(cd "$OLDPWD" && grep -v "^ *#" -- "$argument" 2>/dev/null)" || true
+        fi
+    done
+fi
+words=${words//[\"\']/ }
 
 track=""
 device=""
 own_data=""
 help=""
+kept_runs=""
 previous=""
-for argument in "$@"; do
-    case "$argument" in
-        --track=*) track=${argument#*=} ;;
-        --device=*) device=${argument#*=} ;;
+set -f  # a word with a star is no pattern here
+for word in $words; do
+    case "$word" in
+        --track=*) track=${word#*=} ;;
+        --device=*) device=${word#*=} ;;
         --train_files | --val_files | --train_files=* | --val_files=*) own_data=yes ;;
+        --list | --clear) kept_runs=yes ;;  # compare only lists or deletes the runs that it keeps
         -h | --help) help=yes ;;
     esac
     case "$previous" in
-        --track) track=$argument ;;
-        --device) device=$argument ;;
+        --track) track=$word ;;
+        --device) device=$word ;;
     esac
-    previous=$argument
+    previous=$word
 done
+set +f
 if [ "$command" = train ] && [ -n "$help" ]; then
     show_usage
 fi
@@ -605,7 +618,7 @@ if [ -z "$track" ]; then
     track=mini
     [ "$gpus" -eq 0 ] || track=fineweb
 fi
-if [ -z "$own_data$help" ]; then
+if [ -z "$own_data$help$kept_runs" ]; then
     get_data
 fi
 

