@@ -17,7 +17,7 @@ The recipe is modded-nanogpt's of May 2025 (https://github.com/KellerJordan/modd
 The track mini adds later ideas of the field, each an option: NorMuon, XSA, smear, a leaky ReLU.
 
 The batch doesn't depend on the number of processes: one GPU and eight GPUs train the same model.
-Only on GPUs with little memory, sequences are shorter (see fitted).
+GPUs with little memory train on shorter sequences (see fitted).
 
 Importing this file trains nothing. Shapes in comments: B sequences, S tokens per sequence,
 T = B * S tokens, N = T / 128 blocks of the mask, H heads, D channels per head, C = model_dim,
@@ -93,6 +93,7 @@ import re
 import resource
 import statistics
 import subprocess
+import tempfile
 import threading
 import uuid
 import warnings
@@ -142,7 +143,9 @@ class RankError(InputError):
 # The real value of an FP8 tensor is tensor * scale. 448 is the largest finite e4m3 value.
 # Scales are those of modded-nanogpt.
 W_SCALE = 24 / 448    # weights are assumed to stay below 24
-GRAD_SCALE = 1 / 448  # a logit's gradient is below 1 if that of the loss is 1
+# If the gradient of the loss is 1, those of the logits are below 1. Divided by this scale, they are
+# below 448, far from the largest e5m2 value, 57,344.
+GRAD_SCALE = 1 / 448
 
 
 def x_scale(model_dim: int) -> float:
@@ -292,9 +295,9 @@ class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz, for the weight matrices of the blocks.
 
     A parameter (..., rows, cols) is a stack of matrices; each matrix is orthogonalized separately.
-    Updates are rounded to bf16. Each rank keeps the momentum of its share of the parameters,
-    computes their updates, and all-gathers them while it computes those of the next group.
-    Gradients must be equal on all ranks. With beta2 > 0 this is NorMuon
+    Updates are rounded to bf16. Each rank owns a share of the parameters: it keeps their momentum
+    and computes their updates. The all-gather of one group's updates overlaps with computing the
+    next group's. Gradients must be equal on all ranks. With beta2 > 0 this is NorMuon
     (https://arxiv.org/abs/2510.05491), which scales all channels of an update to a similar RMS."""
 
     def __init__(self, params, lr=0.02, momentum=0.95, ns_steps=5, beta2=0.0):
@@ -319,8 +322,8 @@ class Muon(torch.optim.Optimizer):
 
     def _normalize(self, params: list[Tensor], group: dict, updates: Tensor) -> Tensor:
         """NorMuon: divides each channel by its running RMS, and keeps the norm of the update.
-        Updates are (n, ..., rows, cols) with rows <= cols. A channel is a column, that is, an index
-        along the longer side. Only in a square matrix, it is a row, that is, an output."""
+        Updates are (n, ..., rows, cols) with rows <= cols. A channel is a column: an index along
+        the longer side. In a square matrix, a channel is a row: an output."""
         square = updates.size(-2) == updates.size(-1)
         dim = -1 if square else -2  # the dimension to average over
         updates = updates.float()
@@ -561,8 +564,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: 
 def exclusive_self_attention(y: Tensor, v: Tensor, weights: Tensor) -> Tensor:
     """XSA (Shuangfei Zhai, https://arxiv.org/abs/2603.09078): subtracts a fraction of y's component
     along the token's own value. The fraction is tanh(weight), learned for each head, as in record
-    82 of the speedrun by @djdumpling. y, v (B, S, H, D), weights (H,) -> (B, S, H, D)."""
-    dot = (y * v).sum(dim=-1, keepdim=True)  # (B, S, H, 1)
+    82 of the speedrun by @djdumpling. y, v (1, T, H, D), weights (H,) -> (1, T, H, D)."""
+    dot = (y * v).sum(dim=-1, keepdim=True)  # (1, T, H, 1)
     square = (v * v).sum(dim=-1, keepdim=True).clamp_min(1e-8)  # avoids 0 / 0
     fraction = weights.tanh().type_as(y)[:, None]  # (H, 1)
     coefficient = fraction * (dot / square)
@@ -745,8 +748,10 @@ class GPT(nn.Module):
         targets = target_seq.flatten()
         if self.training:
             return self.loss(x, targets)
-        pairs = zip(x.split(self.val_slice), targets.split(self.val_slice))
-        return sum(self.loss(some_x, some_targets) for some_x, some_targets in pairs) / len(targets)
+        total = 0.0
+        for some_x, some_targets in zip(x.split(self.val_slice), targets.split(self.val_slice)):
+            total = total + self.loss(some_x, some_targets)
+        return total / len(targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
@@ -856,9 +861,13 @@ class Hyperparameters:
     # data
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
-    val_tokens: int = setting(10_485_760, "number of validation tokens; compare losses only if it is the same")
+    val_tokens: int = setting(
+        10_485_760, "number of validation tokens; compare losses only if it is the same"
+    )
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, summed over all processes")
-    train_seq_len: int = setting(48 * 1024, "tokens per training sequence; halved on small GPUs if not set")
+    train_seq_len: int = setting(
+        48 * 1024, "tokens per training sequence; halved on small GPUs if not set"
+    )
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
     sequences_per_pass: int = setting(
         1, "sequences per micro-batch; reduced if it doesn't divide the sequences of a process"
@@ -873,10 +882,16 @@ class Hyperparameters:
     num_value_embeds: int = setting(3, "N value embedding tables, for the first N and last N layers")
     # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7")
-    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window, such as 0,7")
+    long_window_layers: tuple[int, ...] = setting(
+        (0, 4, 7, 11), "layers with the full window, such as 0,7"
+    )
     max_window: int = setting(1728, "attention window at the end of training, in tokens")
-    xsa: bool = setting(False, "subtract a learned part of a token's own value from the attention output")
-    smear: bool = setting(False, "add a learned part of the previous token's embedding to each embedding")
+    xsa: bool = setting(
+        False, "subtract a learned part of a token's own value from the attention output"
+    )
+    smear: bool = setting(
+        False, "add a learned part of the previous token's embedding to each embedding"
+    )
     relu_slope: float = setting(0.0, "slope of the MLP's ReLU for negative inputs, before squaring")
     fp8: bool = setting(True, "in training, compute the head in FP8 on GPUs that support it")
     # optimization
@@ -997,7 +1012,8 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     for name in ("attn_free_layers", "long_window_layers"):
         for i in getattr(hp, name):
             valid = 0 <= i < hp.num_layers
-            require(valid, f"--{name}: layer {i} doesn't exist, because --num_layers is {hp.num_layers}")
+            message = f"--{name}: layer {i} doesn't exist, because --num_layers is {hp.num_layers}"
+            require(valid, message)
     for i in range(hp.num_value_embeds):
         pair = (i, hp.num_layers - hp.num_value_embeds + i)
         used = any(layer not in hp.attn_free_layers for layer in pair)
@@ -1066,7 +1082,8 @@ def parse_arguments(argv):
     # with a GPU that PyTorch can't use, check_gpus fails; training must not silently use the CPU
     has_gpu = torch.cuda.is_available() or unusable_gpu()
     on_gpu = has_gpu and args.device != "cpu"
-    hp = TRACKS[args.track or ("fineweb" if on_gpu else "mini")]
+    default_track = "fineweb" if on_gpu else "mini"
+    hp = TRACKS[args.track or default_track]
     parser.set_defaults(track=hp.track, device="cuda" if on_gpu else "cpu")
     parser.add_argument("-h", "--help", action="help", help="show this text and exit")
     group = parser.add_argument_group(f"hyperparameters, with the defaults of track {hp.track}")
@@ -1237,10 +1254,11 @@ def set_up_cpu():
     torch.utils.deterministic.fill_uninitialized_memory = False
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc: keep freed memory, because mapping it again is slow
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+        M_TRIM_THRESHOLD = -1  # option numbers from malloc.h
+        M_MMAP_MAX = -4
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the top of the heap
         libc.mallopt(M_MMAP_MAX, 0)  # take large blocks from the heap, too
-    if "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1 if it starts several processes
         processes = env_int("LOCAL_WORLD_SIZE", 1)
         torch.set_num_threads(max(1, CPU_CORES // processes))
 
@@ -1426,7 +1444,7 @@ def losses_and_gradients(run_model, model, hp, world):
 
 
 def relative_error(value, right):
-    return (value - right).norm() / right.norm()
+    return (value - right).norm() / right.norm().clamp_min(1e-30)  # 0 if both are zero
 
 
 def wrong_results(model, compiled, hp, world):
@@ -1443,7 +1461,10 @@ def wrong_results(model, compiled, hp, world):
         error = relative_error(results[name], right)
         if not error.isfinite():
             return f"the {name} is not finite"
-        if error <= (MAX_LOSS_ERROR if name.endswith("loss") else MAX_GRADIENT_ERROR):
+        limit = MAX_GRADIENT_ERROR
+        if name.endswith("loss"):
+            limit = MAX_LOSS_ERROR
+        if error <= limit:
             continue
         if in_float32 is None:
             twin = copy.deepcopy(model).float()
@@ -1469,7 +1490,6 @@ def compile_problem(model, compiled, hp, world):
     try:
         wrong = wrong_results(model, compiled, hp, world)
     except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
-        model.zero_grad()
         losses_and_gradients(model, model, hp, world)  # a bug in the model itself raises here, too
         return f"{first_error(str(e))}; {COMPILE_ADVICE}"
     finally:
@@ -1576,8 +1596,9 @@ class GradientBuckets:
             self._reduce(self.buckets[index])
 
     def _reduce(self, bucket):
-        flat = bucket[0].grad.flatten()  # a view: a bucket of one gradient isn't copied
-        if len(bucket) > 1:
+        if len(bucket) == 1:
+            flat = bucket[0].grad.flatten()  # a view, not a copy
+        else:
             flat = torch.cat([p.grad.flatten() for p in bucket])
         # gradients become views of flat, so the all-reduce updates them
         for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
@@ -1623,7 +1644,7 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/stepNNNNNN.pt, keeps the one before it, and deletes the rest. All ranks
+    """Rank 0 writes folder/stepNNNNNN.pt, keeps the one before it, deletes older ones. All ranks
     must call this. Raises InputError if a weight or any loss so far isn't finite. There is no
     random state to save, because training draws no random numbers."""
     start = time.perf_counter()
@@ -1648,8 +1669,9 @@ def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
     torch.save(state, buffer)
     path = folder / f"step{step:06d}.pt"
     write_file(path, buffer.getvalue())
-    others = sorted(set(folder.glob("step*.pt")) - {path})
-    for old in others[:-1]:
+    earlier = [file for file in folder.glob("step*.pt") if file < path]
+    earlier.sort(key=lambda file: file.stat().st_mtime)
+    for old in earlier[:-1]:
         old.unlink(missing_ok=True)
     book.write(f"checkpoint: step {step} written in {time.perf_counter() - start:.1f} s, untimed")
 
@@ -1695,9 +1717,11 @@ def find_checkpoint(args, hp):
             differences.append(f"{name}: {old} in the checkpoint, {value} now")
     if state["source"] != SOURCE:
         differences.append("the source has changed")
-    last_step, step = hp.num_iterations, state["step"]
-    too_late = f"--resume: the checkpoint is at step {step}, but --num_iterations is {last_step}"
-    require(step <= last_step, too_late)
+    step = state["step"]
+    require(
+        step <= hp.num_iterations,
+        f"--resume: the checkpoint is at step {step}, but --num_iterations is {hp.num_iterations}",
+    )
     state["forced"] = ""
     if differences:
         found = "; ".join(differences)
@@ -1782,10 +1806,12 @@ def peak_memory(world):
     """Returns a line for the log: peak memory of the GPU's allocator, or on a CPU of the
     process."""
     if world.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        allocated = torch.cuda.max_memory_allocated()
+        reserved = torch.cuda.max_memory_reserved()
     else:
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        allocated = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        reserved = allocated
     return f"peak memory allocated: {allocated // 2**20} MiB reserved: {reserved // 2**20} MiB"
 
 
@@ -1942,10 +1968,11 @@ def start_run(args, hp, world, parts, resumed):
     warm_up(compiled, optimizers, buckets, hp, world)
     seconds = time.perf_counter() - start
     book.write(f"warm-up: {hp.warmup_steps} steps in {seconds:.1f} s, untimed")
-    if compiler_line not in book.text:  # resumed with a different compiler
-        book.write(compiler_line)
     if resumed:
         load_checkpoint(resumed, model, optimizers)
+        machine = describe_machine(world, compiler_line)
+        if machine not in book.text:  # another machine or another compiler
+            book.write(machine)
         plural = "es" if world.size > 1 else ""
         where = f"from step {resumed['step']}, on {world.size} process{plural}"
         book.write(f"resume: {where}{resumed['forced']}")
@@ -2009,8 +2036,8 @@ def check_inputs(args, hp):
     check_hyperparameters(hp, env_int("WORLD_SIZE", 1), args.device)
     if env_int("LOCAL_RANK", 0) != 0:
         return  # one process per machine reads the files
-    steps, val_steps = hp.num_iterations, hp.val_tokens // hp.val_seq_len
-    check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size)
+    val_steps = hp.val_tokens // hp.val_seq_len
+    check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size)
     check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size, "--val_tokens")
     folders = [args.log_dir]
     if args.checkpoint_every or hp.save_checkpoint:
@@ -2018,6 +2045,7 @@ def check_inputs(args, hp):
     for folder in folders:
         with writing(folder):
             Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # an existing folder may be read-only
 
 
 def train(args, hp):

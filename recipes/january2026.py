@@ -106,6 +106,7 @@ import re
 import resource
 import statistics
 import subprocess
+import tempfile
 import threading
 import uuid
 import warnings
@@ -1403,10 +1404,11 @@ def set_up_cpu():
     torch.utils.deterministic.fill_uninitialized_memory = False
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc: keep freed memory, because mapping it again is slow
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+        M_TRIM_THRESHOLD = -1  # option numbers from malloc.h
+        M_MMAP_MAX = -4
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the top of the heap
         libc.mallopt(M_MMAP_MAX, 0)  # take large blocks from the heap, too
-    if "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1 if it starts several processes
         processes = env_int("LOCAL_WORLD_SIZE", 1)
         torch.set_num_threads(max(1, CPU_CORES // processes))
 
@@ -1655,7 +1657,7 @@ def losses_and_gradients(run_model, model, hp, world):
 
 
 def relative_error(value, right):
-    return (value - right).norm() / right.norm()
+    return (value - right).norm() / right.norm().clamp_min(1e-30)  # 0 if both are zero
 
 
 def wrong_results(model, compiled, hp, world):
@@ -1672,7 +1674,10 @@ def wrong_results(model, compiled, hp, world):
         error = relative_error(results[name], right)
         if not error.isfinite():
             return f"the {name} is not finite"
-        if error <= (MAX_LOSS_ERROR if name.endswith("loss") else MAX_GRADIENT_ERROR):
+        limit = MAX_GRADIENT_ERROR
+        if name.endswith("loss"):
+            limit = MAX_LOSS_ERROR
+        if error <= limit:
             continue
         if in_float32 is None:
             twin = copy.deepcopy(model).float()
@@ -1698,7 +1703,6 @@ def compile_problem(model, compiled, hp, world):
     try:
         wrong = wrong_results(model, compiled, hp, world)
     except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
-        model.zero_grad()
         losses_and_gradients(model, model, hp, world)  # a bug in the model itself raises here, too
         return f"{first_error(str(e))}; {COMPILE_ADVICE}"
     finally:
@@ -1820,7 +1824,7 @@ def write_file(path, data):
 
 
 def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/stepNNNNNN.pt, keeps the one before it, and deletes the rest. All ranks
+    """Rank 0 writes folder/stepNNNNNN.pt, keeps the one before it, deletes older ones. All ranks
     must call this. Raises InputError if a weight or any loss so far isn't finite. There is no
     random state to save, because training draws no random numbers. The number of steps must be
     even: then no gradients wait for Adam."""
@@ -1846,8 +1850,9 @@ def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
     torch.save(state, buffer)
     path = folder / f"step{step:06d}.pt"
     write_file(path, buffer.getvalue())
-    others = sorted(set(folder.glob("step*.pt")) - {path})
-    for old in others[:-1]:
+    earlier = [file for file in folder.glob("step*.pt") if file < path]
+    earlier.sort(key=lambda file: file.stat().st_mtime)
+    for old in earlier[:-1]:
         old.unlink(missing_ok=True)
     book.write(f"checkpoint: step {step} written in {time.perf_counter() - start:.1f} s, untimed")
 
@@ -1992,10 +1997,12 @@ def peak_memory(world):
     """Returns a line for the log: peak memory of the GPU's allocator, or on a CPU of the
     process."""
     if world.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        allocated = torch.cuda.max_memory_allocated()
+        reserved = torch.cuda.max_memory_reserved()
     else:
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        allocated = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        reserved = allocated
     return f"peak memory allocated: {allocated // 2**20} MiB reserved: {reserved // 2**20} MiB"
 
 
@@ -2150,10 +2157,11 @@ def start_run(args, hp, world, parts, resumed):
     seconds = time.perf_counter() - start
     steps = hp.warmup_steps * len(hp.seq_lens)
     book.write(f"warm-up: {steps} steps in {seconds:.1f} s, untimed")
-    if compiler_line not in book.text:  # resumed with another compiler than the log's header names
-        book.write(compiler_line)
     if resumed:
         load_checkpoint(resumed, model, optimizers)
+        machine = describe_machine(world, compiler_line)
+        if machine not in book.text:  # another machine or another compiler
+            book.write(machine)
         plural = "es" if world.size > 1 else ""
         where = f"from step {resumed['step']}, on {world.size} process{plural}"
         book.write(f"resume: {where}{resumed['forced']}")
@@ -2225,6 +2233,7 @@ def check_inputs(args, hp):
     for folder in folders:
         with writing(folder):
             Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # an existing folder may be read-only
 
 
 def train(args, hp):

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -769,9 +769,42 @@ def test_a_checkpoint_that_was_just_written_is_kept(shards, stopped):
     job.signal(signal.SIGTERM)
     go.touch()
     assert job.wait() == [128 + signal.SIGTERM]
-    saved = max(step for step in checkpoints(stopped) if step < 300)
-    assert saved > 3
-    assert sorted(checkpoints(stopped)) == [saved, 400]
+    found = checkpoints(stopped)
+    saved = max(found, key=lambda step: found[step].stat().st_mtime)
+    assert 3 < saved < 300
+    # The one before it and later ones stay
+    assert {3, 300, 400} <= set(found)
+
+
+def test_the_checkpoint_before_is_kept(tmp_path):
+    """Step 200 is damaged, so the run goes on from step 150. Step 200 must not take the place of the
+    checkpoint before."""
+    hp = replace(train_gpt.TRACKS["mini"], **TINY | dict(long_window_layers=(0, 3)))
+    world = train_gpt.World(0, 1, torch.device("cpu"))
+    model = train_gpt.build_model(hp, world)
+    optimizers = train_gpt.build_optimizers(model, hp)
+    book = train_gpt.Logbook(tmp_path, hp, world, {}, "")
+    good = torch.full((), math.inf, dtype=torch.float64)
+    kept = []
+    for n, step in enumerate((100, 150, 200, 170, 220)):
+        train_gpt.save_checkpoint(tmp_path, step, book, model, optimizers, good)
+        os.utime(tmp_path / f"step{step:06d}.pt", (n, n))  # files may be written in the same moment
+        kept.append(sorted(int(file.stem[4:]) for file in tmp_path.glob("step*.pt")))
+    assert kept == [[100], [100, 150], [150, 200], [150, 170, 200], [170, 220]]
+
+
+def another_cpu():
+    train_gpt.CPU_MODEL = "another CPU"
+
+
+def test_a_resume_on_another_machine_is_in_the_log(shards, stopped):
+    log = read_log(stopped)
+    (machine,) = re.findall("^CPU: .*", log, re.M)
+    resume(shards, stopped, hook=another_cpu).succeeds()
+    machines = re.findall("^CPU: .*", read_log(stopped), re.M)
+    assert machines[0] == machine
+    assert len(machines) == 2
+    assert machines[1].startswith("CPU: another CPU, ")
 
 
 def test_negative_checkpoint_every_is_refused(shards, tmp_path):
@@ -952,10 +985,15 @@ def test_full_disk_for_the_console(shards, stopped):
 
 
 @pytest.mark.parametrize("option", ["--log_dir", "--checkpoint_dir"])
-@pytest.mark.parametrize("place", ["a file", "no place for files"])
+@pytest.mark.parametrize("place", ["a file", "no place for files", "a folder without room for files"])
 def test_unwritable_folder_is_one_line_before_training(option, place, shards, tmp_path):
     (tmp_path / "file").write_text("")
-    where = {"a file": "file", "no place for files": "/proc/nosuch"}[place]
+    places = {
+        "a file": "file",
+        "no place for files": "/proc/nosuch",
+        "a folder without room for files": "/proc",
+    }
+    where = places[place]
     job = Job(options(shards, "--save_checkpoint") + [option, where], tmp_path)
     job.fails(f"can't write {where}")
     assert job.steps() == 0, "the run must fail before it trains"

@@ -355,6 +355,32 @@ def test_a_parameter_without_a_gradient_is_left_out():
     assert train_gpt.wrong_results(model, model, hp, world) == ""
 
 
+class WithExtra(torch.nn.Module):
+    """A model with a parameter that counts `factor` times."""
+
+    def __init__(self, model, extra, factor):
+        super().__init__()
+        self.model = model
+        self.extra = extra
+        self.factor = factor
+
+    def forward(self, *args):
+        return self.model(*args) + self.factor * self.extra.sum()
+
+
+@pytest.mark.parametrize("factor, says", [(0.0, ""), (1e-3, "the gradient of extra is off by ")])
+def test_a_gradient_of_zero(factor, says):
+    """A factor that starts at zero can make a gradient exactly zero. This is no fault of the compiler,
+    but a gradient there that isn't zero is one."""
+    model, hp, world = tiny_model()
+    train_gpt.randomize(model)
+    extra = torch.nn.Parameter(torch.ones(2, 2))
+    right = WithExtra(model, extra, 0.0)
+    compiled = WithExtra(model, extra, factor)
+    compiled_result = train_gpt.wrong_results(right, compiled, hp, world)
+    assert compiled_result[: len(says) or 1] == says
+
+
 def test_an_error_of_the_model_itself_is_not_the_compilers():
     model, hp, world = tiny_model()
     model.blocks[0].mlp.c_fc.weight.data = torch.ones(7, 7)
