@@ -48,10 +48,10 @@ class Setup:
     lock: int       # file descriptor that runs inherit: the folder stays locked while one is alive
 
     def key(self, variant: Variant) -> str:
-        start = variant.from_step
+        parts = [variant.digest(), variant.from_step, self.facts]
         if variant.from_step:
-            start = [variant.from_step, variant.from_key]
-        text = json.dumps([variant.digest(), start, self.facts], sort_keys=True)
+            parts.append(variant.from_key)
+        text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def folder(self, variant: Variant) -> Path:
@@ -150,10 +150,11 @@ def data_facts(variants: list[Variant]) -> dict[str, str]:
     """
     names = set()
     for variant in variants:
+        settings = variant.settings or {}
         for option in ("train_files", "val_files"):
-            pattern = (variant.settings or {}).get(option)
-            matching = glob.glob(pattern or "data/*/*.bin", root_dir=ROOT)
-            if pattern is not None and (not pattern or not matching):
+            pattern = settings.get(option, "data/*/*.bin")
+            matching = glob.glob(pattern, root_dir=ROOT)
+            if option in settings and not matching:
                 raise UsageError(
                     f"{variant.name}: --{option}: no file matches {pattern!r}; make the data with "
                     "data/shakespeare.py (mini) or data/cached_fineweb10B.py (fineweb)"
