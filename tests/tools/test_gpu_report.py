@@ -378,6 +378,7 @@ def test_waits_are_counted_within_the_steps_only():
         Event("cudaStreamSynchronize", 30, 2030),
         Event("cudaLaunchKernel", 40, 41),
         Event("Memcpy DtoD (Device -> Device)", 50, 60, device_us=500),
+        Event("cudaEventSynchronize", 60, 66),  # the event was done: the host didn't wait
         Event("cudaDeviceSynchronize", 1100, 1200),
     ]
     with pytest.raises(InputError, match="sees no kernels.* run this as root"):  # the profiler can't see the GPU

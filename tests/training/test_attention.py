@@ -202,6 +202,40 @@ def test_flex_block_mask_for_backward(case):
             assert torch.equal(row[:count], their_row[:count])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_flex_block_mask_is_contiguous(case):
+    """FlexAttention's kernels step through a row's indices without looking at their stride.
+
+    With the strides of a transposed matrix, they read other indices: on an H200, the gradients of k
+    and v were off by up to 18%.
+    """
+    _, bm = flex_case(case)
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        assert getattr(bm, f"{kind}_num_blocks").is_contiguous()
+        assert getattr(bm, f"{kind}_indices").is_contiguous()
+
+
+class OpNames(TorchDispatchMode):
+    """Collects the names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.add(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+def test_flex_block_mask_needs_no_sort():
+    """With sorts of 384 blocks, Triton took 300 s to compile attention's masks on two cores."""
+    docs = document_ids(random_input(1, 1024, 100, seed=0), EOT)
+    with OpNames() as ops:
+        flex_block_mask(docs, blocks(3))
+    assert "cumsum" in ops.names
+    assert not {"sort", "argsort", "topk"} & ops.names
+
+
 @pytest.mark.parametrize("extra_span", [0, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_portable_mask(case, extra_span):
