@@ -705,7 +705,7 @@ class GPT(nn.Module):
             key = zlib.crc32(f"{seed} {name}".encode())
             rng = torch.Generator().manual_seed(key)
             if "embed" in name:
-                p.normal_(generator=rng)
+                p.copy_(torch.randn(p.shape, generator=rng))  # normal_ is coarse in bf16
             elif name.endswith(("c_proj.weight", "lm_head.weight")):
                 p.zero_()
             elif p.ndim >= 2:
