@@ -704,15 +704,16 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             key = zlib.crc32(f"{seed} {name}".encode())
             rng = torch.Generator().manual_seed(key)
+            value = torch.zeros(p.shape)  # in float32: PyTorch 2.11 draws coarse values in bf16
             if name == "lm_head":
-                p.normal_(std=0.005, generator=rng)
+                value.normal_(std=0.005, generator=rng)
             elif name == "attn_bank":
-                p.uniform_(-bound, bound, generator=rng)
-                p[:, 3].zero_()
+                value.uniform_(-bound, bound, generator=rng)
+                value[:, 3].zero_()
             elif name == "mlp_in_bank":
-                p.uniform_(-bound / 2, bound / 2, generator=rng)
-            elif p.ndim >= 2:
-                p.zero_()
+                value.uniform_(-bound / 2, bound / 2, generator=rng)
+            if p.ndim >= 2:
+                p.copy_(value)
         self.embed.copy_(self.lm_head)
 
     def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
