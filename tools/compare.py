@@ -579,6 +579,8 @@ def main(argv: list[str]) -> int:
     except RunError as e:
         print(e, file=sys.stderr)
         return failed
+    except BrokenPipeError:  # | head: run_command ends quietly
+        raise
     except OSError as e:  # a full disk, or a folder that can't be written
         where = e.filename or "logs/compare"
         print(f"error: {where}: {(e.strerror or str(e)).lower()}", file=sys.stderr)

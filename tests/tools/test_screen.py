@@ -6,7 +6,9 @@ import io
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -490,6 +492,18 @@ def test_definitions_of_the_repository(path, monkeypatch):
     found = screen.read_screen(path)
     assert len({variant.digest() for variant in found.configurations}) == 32
     screen.read_blocks(found)
+
+
+@pytest.mark.parametrize("command", [["screen.py", "records/mini/screens/ideas-1-half/screen.toml"], ["compare.py", "--list"]])
+def test_output_into_a_closed_pipe(command):
+    """`| head` may stop reading early. That is no error of a file, so nothing is printed about one."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # so that print itself fails, not the last flush
+    read, write = os.pipe()
+    os.close(read)
+    tool = [sys.executable, f"tools/{command[0]}", *command[1:]]
+    ended = subprocess.run(tool, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_two_screens_at_once(place):
