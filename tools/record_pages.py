@@ -312,7 +312,7 @@ def readme(root: Path) -> str:
     if not tracks:
         lines += ["There is no record yet.", ""]
     if "fineweb" not in tracks:
-        lines += ["There is no record on `fineweb`, because we have no GPU.", ""]
+        lines += ["There is no record on `fineweb`, because we have only run short tests on a GPU.", ""]
     lines += history_section(root)
     return "\n".join(lines)
 
