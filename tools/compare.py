@@ -37,6 +37,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,7 @@ from compare_runs import RunError, Setup, Task, Worker
 from compare_sources import Variant, check_data, check_settings, read_variant, tell_apart, with_steps
 from compare_stats import SLOPE_FACTOR, Effect, fewest_pairs
 from compare_steps import LARGEST_ERROR, ROUNDS, half_width, measure_rounds
-from log_parsing import FileError, UsageError, run_command, write_file
+from log_parsing import FileError, UsageError, discard_output, run_command, write_file
 from machine import usable_cores
 
 INTERRUPTED = "interrupted; finished runs are kept; run the same command again to continue"
@@ -571,16 +572,17 @@ def compare(argv: list[str]) -> int:
         return compare_locked(args, variants, lock.fileno())
 
 
-def main(argv: list[str]) -> int:
-    """Returns the exit status. Errors of runs and of files are shown here, all others by run_command."""
-    failed = 2 if "--gate" in argv else 1
+def run_and_report(command: Callable[[list[str]], int], argv: list[str], failed: int) -> int:
+    """Returns the status of command(argv), or `failed` if a run fails, a file can't be used, or the reader of
+    the output has closed the pipe. run_command handles all other errors."""
     try:
-        return compare(argv)
+        return command(argv)
     except RunError as e:
         print(e, file=sys.stderr)
         return failed
-    except BrokenPipeError:  # | head: run_command ends quietly
-        raise
+    except BrokenPipeError:
+        discard_output()
+        return failed
     except OSError as e:  # a full disk, or a folder that can't be written
         where = e.filename or "logs/compare"
         print(f"error: {where}: {(e.strerror or str(e)).lower()}", file=sys.stderr)
@@ -588,6 +590,11 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         return 130
+
+
+def main(argv: list[str]) -> int:
+    failed = 2 if "--gate" in argv else 1
+    return run_and_report(compare, argv, failed)
 
 
 if __name__ == "__main__":

@@ -765,6 +765,11 @@ def write_file(path: str | Path, data: bytes) -> None:
         raise FileError(f"cannot write {path}: {(e.strerror or str(e)).lower()}") from None
 
 
+def discard_output() -> None:
+    """Call this after a BrokenPipeError: `| head` has closed the pipe, so Python's last flush would fail, too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run_command(main) -> None:
     """Runs main(argv) and exits with its status.
 
@@ -781,7 +786,7 @@ def run_command(main) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        discard_output()
         status = 1
     sys.exit(status)

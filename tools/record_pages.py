@@ -300,8 +300,8 @@ def readme(root: Path) -> str:
         "`mini`, measured together |",
         "| [mini/NOTES.md](mini/NOTES.md) | how `mini` was chosen and tuned |",
         "| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |",
-        "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we checked for H100 and H200 without "
-        "having one |",
+        "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, "
+        "and checked without a GPU |",
         "| [baseline/](baseline/) | logs of the [baseline](../baseline/README.md), a small GPT-2 trained "
         "with AdamW |",
         "",

@@ -424,21 +424,7 @@ def screen_command(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status. Errors of runs and of files are shown here, all others by run_command."""
-    try:
-        return screen_command(argv)
-    except RunError as e:
-        print(e, file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # | head: run_command ends quietly
-        raise
-    except OSError as e:  # a full disk, or a folder that can't be written
-        where = e.filename or "logs/compare"
-        print(f"error: {where}: {(e.strerror or str(e)).lower()}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(compare.INTERRUPTED, file=sys.stderr)
-        return 130
+    return compare.run_and_report(screen_command, argv, failed=1)
 
 
 if __name__ == "__main__":
