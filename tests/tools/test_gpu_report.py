@@ -64,11 +64,13 @@ def test_rows_are_added_to_the_table_that_ends_hopper_md(tmp_path):
 def test_judge():
     near = {step: loss + 0.01 for step, loss in LOSSES.items()}
     near[0] = LOSSES[0]
-    assert gpu_report.judge(LOSSES, near) == "ok, FP8 and bf16 at most 0.0100 apart"
+    assert gpu_report.judge(LOSSES, near) == "ok, FP8 minus bf16: -0.0100 to 0.0000"
+    assert gpu_report.judge(near, LOSSES) == "ok, FP8 minus bf16: 0.0000 to 0.0100"
     assert "bf16: ended early" in gpu_report.judge(LOSSES, {0: 10.8258})
     assert "FP8: starts at 10.9" in gpu_report.judge(LOSSES | {0: 10.9}, LOSSES)
     assert "FP8: no fall to step 75" in gpu_report.judge(LOSSES | {75: LOSSES[50]}, LOSSES)
-    assert "apart" in gpu_report.judge(LOSSES, LOSSES | {200: LOSSES[200] - 0.06})
+    assert "FP8 is 0.0600 above bf16" in gpu_report.judge(LOSSES, LOSSES | {200: LOSSES[200] - 0.06})
+    assert "ok" in gpu_report.judge(LOSSES, LOSSES | {200: LOSSES[200] + 0.06})
     assert "FP8: no fall to step 100" in gpu_report.judge(LOSSES | {100: float("nan")}, LOSSES)
 
 
@@ -111,7 +113,7 @@ def test_stages(tmp_path, monkeypatch, capsys):
     assert page.read_text() == before
     row = gpu_report.report(gpu_report.STAGES, tmp_path, folder, figures)
     assert made == ["fp8", "tests", "bf16"]
-    assert row["run"] == "ok, FP8 and bf16 at most 0.0000 apart"
+    assert row["run"] == "ok, FP8 minus bf16: 0.0000 to 0.0000"
     assert "100: 5.4129" in row["val_loss FP8"]
     assert page.read_text().splitlines()[-1] == gpu_report.table_row(row)
     assert list(folder.iterdir()) == []  # the next report measures again
