@@ -76,7 +76,7 @@ SHORT_RUN = {
 FIRST_LOSS = 10.8258  # ln(50304), because the head starts at zero
 # How much higher a validation loss with the FP8 head may be than with a bf16 head. It may be lower: on
 # an H100, it was lower by up to 0.07.
-MAX_FP8_LOSS = 0.05
+MAX_FP8_EXCESS = 0.05
 
 MINUTES = 20
 # The stages of the report, in tools/gpu_checks.py, with their limits in seconds in a report of 20 minutes
@@ -247,7 +247,7 @@ def judge(fp8, bf16):
     both = [step for step in steps if step in fp8 and step in bf16]
     differences = [fp8[step] - bf16[step] for step in both]
     worst = max(differences, default=0)
-    if worst > MAX_FP8_LOSS:
+    if worst > MAX_FP8_EXCESS:
         problems.append(f"FP8 is {worst:.4f} above bf16")
     if problems:
         return "; ".join(problems)
