@@ -261,6 +261,8 @@ make_environment() {
         options+=(--without-pip)
         pip_from_base=yes
     fi
+    # `ready` goes first: a signal may end rm halfway
+    run rm -f .venv/ready
     run rm -rf .venv >"$work/log" 2>&1 || explain "could not remove the old .venv"
     run "$base" "${options[@]}" .venv >"$work/log" 2>&1 || explain "python -m venv failed"
     if [ -n "$pip_from_base" ] && ! ask .venv/bin/python -m pip --version; then
@@ -290,7 +292,9 @@ for file in sys.argv[1:]:
 # Fails unless pip and all files of all packages in .venv are there: an interrupted installation
 # leaves some out
 check_files='
-import importlib.metadata, pip, pathlib, sys
+import importlib.metadata, pathlib, sys
+assert sys.prefix != sys.base_prefix  # without pyvenv.cfg, .venv/bin/python is the base Python
+importlib.metadata.version("pip")  # its metadata is written last
 for package in importlib.metadata.distributions():
     if pathlib.Path(package.locate_file("")).is_relative_to(sys.prefix):
         assert package.files
@@ -459,8 +463,9 @@ if sys.argv[2] == "compile":
 import_ahead() {
     [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || return 0
     local what=import
-    if [ "$command" = train ] && [ -z "$maker$help" ] &&
-        [ "$(nproc 2>/dev/null || echo 1)" -gt 1 ]; then
+    local cores
+    cores=$(nproc 2>/dev/null) || cores=1  # a signal can also end nproc
+    if [ "$command" = train ] && [ -z "$maker$help" ] && [ "$cores" -gt 1 ]; then
         what=compile
     fi
     "$python" -c "$ahead" "$module" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &

@@ -49,7 +49,7 @@ if [ "$1 $2" = "-m venv" ]; then
     "$real" -m venv --without-pip "$@" || exit
     sleep "${{VENV_SECONDS:-0}}"
     case "$*" in *--without-pip*) exit ;; esac
-    cp -r {pip} "$folder"/lib/python*/site-packages/
+    cp -r {pip} {pip}-1.0.dist-info "$folder"/lib/python*/site-packages/
     exit
 fi
 exec "$real" "$@"
@@ -160,6 +160,10 @@ def make_checkout(folder: Path, name="checkout") -> Path:
     write(programs / "python3", PYTHON.format(real=real, pip=programs / "pip"), executable=True)
     write(programs / "pip" / "__init__.py", "")
     write(programs / "pip" / "__main__.py", PIP)
+    info = programs / "pip-1.0.dist-info"
+    write(info / "METADATA", "Metadata-Version: 2.1\nName: pip\nVersion: 1.0\n")
+    files = ["pip/__init__.py", "pip/__main__.py", f"{info.name}/METADATA", f"{info.name}/RECORD"]
+    write(info / "RECORD", "".join(f"{file},,\n" for file in files))
     checkout.mkdir()
     shutil.copy(ROOT / "run.sh", checkout)
     write(checkout / "requirements.txt", "torch==2.13.0\ntqdm==4.70.1  # a comment\n")
@@ -251,7 +255,7 @@ def without_ensurepip(checkout, has_pip):
 case "$*" in
     *"import venv, ensurepip"*) exit 1 ;;
     *"import venv, pip"*) exit {0 if has_pip else 1} ;;
-    "-m pip --python"*) cp -r {pip} .venv/lib/python*/site-packages/ && exit ;;
+    "-m pip --python"*) cp -r {pip} {pip}-1.0.dist-info .venv/lib/python*/site-packages/ && exit ;;
 esac
 """
     shim.write_text(shim.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{answers}"))

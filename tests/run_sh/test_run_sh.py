@@ -501,6 +501,17 @@ def test_a_signal_while_an_incomplete_environment_is_removed(checkout):
     assert_trains(run_sh(checkout))
 
 
+def test_a_half_deleted_environment_is_made_again(checkout):
+    """Without pyvenv.cfg, .venv/bin/python is the base Python, and pip would install into that."""
+    install_stubs(checkout)
+    shutil.rmtree(checkout / ".venv" / "lib")
+    (checkout / ".venv" / "pyvenv.cfg").unlink()
+    (checkout / ".venv" / "ready").unlink()
+    done = run_sh(checkout)
+    assert "making the virtual environment .venv again, because it is incomplete" in done.output
+    assert_trains(done)
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_moment(checkout, number, code):
     """
