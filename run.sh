@@ -262,8 +262,8 @@ make_environment() {
         pip_from_base=yes
     fi
     # `ready` goes first: a signal may end rm halfway
-    run rm -f .venv/ready
-    run rm -rf .venv >"$work/log" 2>&1 || explain "could not remove the old .venv"
+    { run rm -f .venv/ready; run rm -rf .venv; } >"$work/log" 2>&1 ||
+        explain "could not remove the old .venv"
     run "$base" "${options[@]}" .venv >"$work/log" 2>&1 || explain "python -m venv failed"
     if [ -n "$pip_from_base" ] && ! ask .venv/bin/python -m pip --version; then
         run "$base" -m pip --python .venv/bin/python install pip >"$work/log" 2>&1 ||

@@ -196,6 +196,7 @@ def environment(folder: Path, **changes) -> dict:
         SPEEDRUN_GRAPHICS=folder / "graphics",
         SPEEDRUN_TORCH_INDEX="http://torch.invalid",
         PIP_CONFIG_FILE=os.devnull,
+        PIP_NO_INDEX="1",  # should a bug of run.sh reach the real pip, it installs nothing
     )
     variables |= changes
     return {name: str(value) for name, value in variables.items() if value is not None}
