@@ -213,11 +213,16 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def descriptions(names: list[str], ideas: dict[str, dict]) -> list[str]:
-    """The lines that say what ideas do."""
-    lines = ["## What they do", ""]
+    """The lines that say what ideas do. Two ideas about the same part need only one entry."""
+    texts = []
     for name in names:
         idea = ideas[name]
-        lines += wrapped(f"- **{idea['part']}**: {idea['does']}", indent="  ")
+        text = f"- **{idea['part']}**: {idea['does']}"
+        if text not in texts:
+            texts.append(text)
+    lines = ["## What they do", ""]
+    for text in texts:
+        lines += wrapped(text, indent="  ")
     return [*lines, ""]
 
 

@@ -148,6 +148,17 @@ def test_measured_ideas_have_figures_and_the_others_are_listed(folder, tmp_path)
     assert [row[0] for row in idea_rows(recipe)] == ["[gelu](ideas/c/)"]
 
 
+def test_two_ideas_about_the_same_part_are_described_once(folder, tmp_path):
+    """c and d are about the same part. Only a different text is a second entry."""
+    measured = [factor(name, 0.001, 0.007, -0.016, 0.031, "undecided") for name in "bcd"]
+    screen_result(tmp_path, *measured)
+    entries = [line for line in idea_pages.page(folder).splitlines() if line.startswith("- **gelu**")]
+    assert entries == ["- **gelu**: caps."]
+    describe(folder, "d", part="gelu", does="is smooth.")
+    entries = [line for line in idea_pages.page(folder).splitlines() if line.startswith("- **gelu**")]
+    assert entries == ["- **gelu**: caps.", "- **gelu**: is smooth."]
+
+
 def test_a_screen_of_an_unknown_idea_or_a_damaged_result_is_refused(folder, tmp_path):
     path = screen_result(tmp_path, factor("nosuch", 0.001, 0.007, -0.016, 0.031, "undecided"))
     with pytest.raises(LogError, match="first: there is no idea nosuch"):
