@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 import warnings
@@ -743,11 +744,18 @@ def settings_by_text(text: str) -> list[tuple[str, int]]:
 # -----------------------------------------------------------------------------
 # For the commands
 
-def write_file(path: str | Path, data: bytes) -> None:
-    """Writes to a temporary file, fsyncs it, and renames it. Raises FileError."""
-    path = Path(path)
+def write_file(name: str | Path, data: bytes) -> None:
+    """Writes to a temporary file, fsyncs it, and renames it. Raises FileError.
+
+    If the name is a symbolic link, the file that it points to is replaced. A device or a pipe, such as
+    /dev/stdout, can't be replaced, so this writes into it."""
     temporary = None
     try:
+        if os.path.exists(name) and not os.path.isfile(name):
+            with open(name, "wb") as f:
+                f.write(data)
+            return
+        path = Path(name).resolve()
         with tempfile.NamedTemporaryFile(
             dir=path.parent,
             prefix=f".{path.name}.",
@@ -762,7 +770,22 @@ def write_file(path: str | Path, data: bytes) -> None:
     except OSError as e:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
-        raise FileError(f"cannot write {path}: {(e.strerror or str(e)).lower()}") from None
+        raise FileError(f"cannot write {name}: {(e.strerror or str(e)).lower()}") from None
+
+
+def stop_on_signals() -> None:
+    """Makes SIGTERM and SIGHUP (the terminal was closed) raise KeyboardInterrupt, like Ctrl-C.
+
+    SIGHUP may come twice: from the terminal and from the shell. The second one must not interrupt the
+    cleanup, so it is ignored. So is the first one under nohup."""
+
+    def hang_up(number, frame):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 def discard_output() -> None:

@@ -12,6 +12,7 @@ Exit status: 0 written, 2 bad input.
 """
 
 import argparse
+import io
 import itertools
 import math
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 
-from log_parsing import FileError, Log, LogError, find_logs, parse_log, run_command
+from log_parsing import Log, LogError, find_logs, parse_log, run_command, write_file
 from machine import readable
 
 X_LABELS = dict(step="training step", time="training time (s)", tokens="training tokens (millions)")
@@ -48,19 +49,11 @@ plt.rcParams.update(
 
 
 def save_figure(figure, path: Path) -> None:
-    """Writes a PNG to a temporary file and renames it. The same data give the same bytes.
-
-    Raises FileError.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        figure.savefig(temporary, format="png", metadata={"Software": None})
-        temporary.replace(path)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        raise FileError(f"cannot write {path}: {(e.strerror or str(e)).lower()}") from None
-    finally:
-        plt.close(figure)
+    """Writes a PNG. The same data give the same bytes. Raises FileError."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", metadata={"Software": None})
+    plt.close(figure)
+    write_file(path, image.getvalue())
 
 
 # -----------------------------------------------------------------------------
@@ -293,6 +286,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")
+    if args.target is not None and not math.isfinite(args.target):
+        parser.error(f"--target {args.target}: must be a finite number")
     groups = read_groups(args.logs)
     targets = [args.target]
     if args.target is None:

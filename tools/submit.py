@@ -7,7 +7,8 @@ Files a record: checks its logs, copies them, writes a README, and updates the l
 
 It refuses logs that verify.py refuses, logs that contain the name of the user or the machine or an
 absolute path, and logs of train_gpt.py with fewer than 8 validations after step 0. (Records that were
-filed before this rule stay valid.) A record must be faster than the fastest record of its track on
+filed before this rule stay valid.) A name such as "data", which is also a word in the logs of the
+records in this repository, may occur. A record must be faster than the fastest record of its track on
 the same hardware, in the test of verify.py --against. On hardware that is new to the track, there is
 no time to beat.
 
@@ -45,7 +46,7 @@ ABSOLUTE_PATH = re.compile(
     r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
     re.MULTILINE,
 )
-COMMON_NAMES = {"root", "user", "localhost"}  # don't identify anybody
+COMMON_NAMES = {"root", "user", "localhost", "cpu", "cuda"}  # don't identify anybody
 FEWEST_VALIDATIONS = 8  # in a run, so that its curve can be drawn; validations are not timed
 
 
@@ -63,10 +64,24 @@ def private_words() -> set[str]:
     return {word for word in words if len(word) > 2} - COMMON_NAMES
 
 
-def leaks(log: Log) -> list[str]:
+def has_word(text: str, word: str) -> bool:
+    return bool(re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", text))
+
+
+def is_public(word: str, log: Log, published: list[Log]) -> bool:
+    """Whether a word of a log is public anyway.
+
+    It is if it occurs in a published log, or in the names of the log's track and hardware.
+    """
+    texts = [log.track, log.hardware, *(other.run for other in published)]
+    return any(has_word(text, word) for text in texts)
+
+
+def leaks(log: Log, published: list[Log] = ()) -> list[str]:
     """What a log must not contain when it is published, one line each.
 
-    Only the run is searched, not the source.
+    Only the run is searched, not the source. `published` are logs of records: a name that is a word
+    in one of them is no secret.
     """
     reasons = []
     path = ABSOLUTE_PATH.search(log.run)
@@ -74,7 +89,7 @@ def leaks(log: Log) -> list[str]:
         reasons.append(f"{log.name}: contains an absolute path: {path[1]}; "
                        "run again with relative paths")
     for word in sorted(private_words()):
-        if re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", log.run):
+        if has_word(log.run, word) and not is_public(word, log, published):
             reasons.append(f"{log.name}: contains the name of this machine or its user: {word}; run "
                            "again with relative paths, and with options that don't contain the name")
     return reasons
@@ -101,11 +116,15 @@ def reasons_to_refuse(
     track: str,
     target: float,
     others: list[Record],
+    published: list[Log],
 ) -> list[str]:
-    """What is wrong besides the rules that verify.py checks. `others` are the track's records."""
+    """What is wrong besides the rules that verify.py checks.
+
+    `others` are the track's records, `published` the logs of the repository's records.
+    """
     reasons = per_run(logs, too_few_validations)
     for log in logs:
-        reasons += leaks(log)
+        reasons += leaks(log, published)
     for log in logs:
         if log.track not in ("", track):
             reasons.append(f"{log.name}: this is a log of the track {log.track}, not {track}")
@@ -225,6 +244,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def published_logs() -> list[Log]:
+    """The logs of all records in the repository. Raises LogError."""
+    logs = []
+    for records in read_records(RECORDS).values():
+        for record in records:
+            logs += record.logs
+    return logs
+
+
 def read_all(paths: list[Path]) -> list[Log]:
     """Raises LogError if a file isn't a log, or if the record's folder couldn't be read with it."""
     logs, errors = read_logs(paths)
@@ -253,7 +281,9 @@ def main(argv: list[str]) -> int:
             f"--same-ml needs an earlier record of {args.track} on {hardware}, but there is none"
         )
     verdict = judge(logs, args.target, prior.logs if prior else [], args.same_ml)
-    reasons = verdict.reasons + reasons_to_refuse(logs, args.track, verdict.target, others)
+    published = published_logs()
+    more_reasons = reasons_to_refuse(logs, args.track, verdict.target, others, published)
+    reasons = verdict.reasons + more_reasons
     print_table(logs)
     print()
     print_summary(verdict)

@@ -267,8 +267,26 @@ def wrong_val_tokens(log: Log) -> str:
     return f"validated on {log.val_tokens:,} tokens instead of {wanted}"
 
 
+def damaged_windows(log: Log) -> str:
+    """Logs of recipes/january2026.py have a list of windows, in blocks."""
+    if "windows" not in log.hyperparameters:
+        return ""
+    block = log.hyperparameters.get("window_block")
+    windows = log.hyperparameters["windows"]
+    if isinstance(block, int) and isinstance(windows, list) and windows:
+        if all(isinstance(window, int) for window in windows):
+            return ""
+    return (
+        f"the hyperparameters are damaged: windows {windows!r} with window_block {block!r}; "
+        "make the run again"
+    )
+
+
 def out_of_bounds(log: Log) -> str:
     """Hyperparameters that the track doesn't allow."""
+    damage = damaged_windows(log)
+    if damage:
+        return damage
     found = []
     settings = dict(log.hyperparameters)
     if "windows" in settings:  # recipes/january2026.py

@@ -10,6 +10,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -572,6 +573,50 @@ def test_20_mb_in_a_second(tmp_path):
 
 
 # -----------------------------------------------------------------------------
+# Writing
+
+
+def test_files_are_replaced_also_behind_links(tmp_path):
+    target = tmp_path / "folder" / "target"
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    log_parsing.write_file(link, b"new")
+    assert link.is_symlink() and target.read_bytes() == b"new"
+    new = tmp_path / "new"
+    log_parsing.write_file(new, b"text")
+    assert new.read_bytes() == b"text"
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["folder", "link", "new", "target"]
+
+
+def test_pipes_are_written_into(tmp_path):
+    """--json /dev/stdout | cat shows the file. A pipe stays a pipe. (The links and the pipe are this test's
+    own, so that a mistake can't damage /dev.)"""
+    link = tmp_path / "out"
+    link.symlink_to("/dev/stdout")
+    code = "import log_parsing, sys; log_parsing.write_file(sys.argv[1], b'text')"
+    command = [sys.executable, "-c", code, str(link)]
+    shown = subprocess.run(command, cwd=ROOT / "tools", capture_output=True, check=True)
+    assert shown.stdout == b"text" and link.is_symlink()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        log_parsing.write_file(pipe, b"text")
+        assert reader.stdout.read() == b"text"
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("name", [".", "missing/file", "file/inside"])
+def test_what_cannot_be_written_is_one_line(tmp_path, name):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(log_parsing.FileError) as error:
+        log_parsing.write_file(tmp_path / name, b"text")
+    assert str(error.value).startswith(f"cannot write {tmp_path / name}: ")
+    assert "\n" not in str(error.value)
+
+
+# -----------------------------------------------------------------------------
 # Replay
 @pytest.mark.parametrize(
     "source", [SOURCE, "x = 1", "x = 1\r\n\r\ny = 2\r\n", "\n\n# ü\n\n\n", f"'{LINE}'\n# {LINE}\n"]
@@ -775,6 +820,39 @@ def test_mini_is_the_whole_model(tmp_path):
         assert reason.startswith(f"all runs: {name} {value}, but the track mini "), reason
         free = make_runs(tmp_path / f"free{i}", **kept | {name: value, "track": "tiny"})
         assert judged(free).reasons == []  # other tracks have no such rule
+
+
+DAMAGED_WINDOWS = [
+    dict(windows=[]),
+    dict(windows=7),
+    dict(windows=None),
+    dict(windows=[3, "7"]),
+    dict(windows=[3, None]),
+    dict(windows=[[3], [7]]),
+    dict(window_block=None),
+    dict(window_block="16"),
+]
+
+
+@pytest.mark.parametrize("track", ["tiny", "mini"])
+def test_damaged_windows_are_one_line(tmp_path, track):
+    """Logs of recipes/january2026.py have windows in blocks."""
+    good = dict(track=track, windows=[3, 7, 11], window_block=16)
+    log = log_parsing.parse_log(our_log(tmp_path / "good.txt", **good))
+    assert "damaged" not in verify.out_of_bounds(log)
+    for i, change in enumerate(DAMAGED_WINDOWS):
+        runs = make_runs(tmp_path / str(i), **good | change)
+        found = [reason for reason in judged(runs).reasons if "damaged" in reason]
+        assert len(found) == 1
+        done = run("verify.py", runs)
+        assert done.returncode == 1
+        assert done.stderr == b""
+        assert done.stdout.decode().count("all runs: the hyperparameters are damaged: windows ") == 1
+    path = our_log(tmp_path / "no block.txt", track=track, windows=[3])
+    reason = verify.out_of_bounds(log_parsing.parse_log(path))
+    assert reason == (
+        "the hyperparameters are damaged: windows [3] with window_block None; make the run again"
+    )
 
 
 @pytest.mark.parametrize("track", ["mini", "fineweb"])
@@ -1366,6 +1444,10 @@ def test_plot_command(tmp_path):
     assert {label: len(logs) for label, logs in groups.items()} == {"a b": 4, "Mine": 2}
     assert run("plot.py", "other", "-o", "out.pdf", cwd=tmp_path).returncode == 2
     assert run("plot.py", "other", "-o", "no/out.png", cwd=tmp_path).returncode == 2
+    for target in ("nan", "inf", "-inf"):
+        done = run("plot.py", "other", "-o", "out.png", f"--target={target}", cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.decode().endswith(f"error: --target {target}: must be a finite number\n")
     assert not list(tmp_path.glob("*out*"))
 
 
@@ -1664,6 +1746,51 @@ def test_names_of_this_machine_are_refused(tmp_path, monkeypatch):
     assert submit.leaks(log_parsing.parse_log(path)) == []
 
 
+@pytest.mark.parametrize("host, user", [("mini", "jane"), ("node-17", "data")])
+def test_a_machine_with_a_common_name_can_file(tmp_path, root, monkeypatch, host, user):
+    """Its name, or its user's, is a word in every log."""
+    monkeypatch.setattr(submit.socket, "gethostname", lambda: host)
+    monkeypatch.setattr(submit.getpass, "getuser", lambda: user)
+    settings = dict(train_files="data/mini/x_*.bin", times=FASTER)
+    leaking = make_runs(tmp_path / "leaking", extra="by jane on node-17", **settings)
+    done = file_it(root, leaking, "first")
+    assert done.returncode == 1
+    secret = "jane" if user == "jane" else "node-17"
+    assert f"name of this machine or its user: {secret}; run again" in unwrapped(done.stdout)
+    assert file_it(root, make_runs(tmp_path / "runs", **settings), "first").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "name, public",
+    [
+        ("mini", True),
+        ("main", True),
+        ("threads", True),
+        ("shakespeare", True),
+        ("cuda", True),
+        ("fineweb", True),
+        ("H100", True),
+        ("jane", False),
+        ("adam", False),  # a word in the source, but not in the run
+        ("max", False),
+    ],
+)
+def test_which_names_are_public(tmp_path, monkeypatch, name, public):
+    """Words in the logs of records, and the names of the track and its hardware."""
+    monkeypatch.setattr(submit.socket, "gethostname", lambda: name)
+    monkeypatch.setattr(submit.getpass, "getuser", lambda: "root")
+    log = log_parsing.parse_log(
+        our_log(
+            tmp_path / "a.txt",
+            source=f"# {name}\n",
+            track="fineweb",
+            machine=SMI + "\n8 processes on cuda",
+            train_files=f"../{name}/x_*.bin",
+        )
+    )
+    assert (submit.leaks(log, submit.published_logs()) == []) == public
+
+
 def test_other_hardware_starts_its_own_line(tmp_path, root):
     assert file_it(root, make_runs(tmp_path / "first"), "first").returncode == 0
     gpus = make_runs(
@@ -1708,6 +1835,7 @@ def test_what_stands_in_the_repository_is_fresh():
     hint = "stale: run `python tools/submit.py --regenerate`"
     assert (RECORDS / "README.md").read_text(encoding="utf-8") == record_pages.readme(RECORDS), hint
     assert (RECORDS / "history.png").exists(), hint
+    published = submit.published_logs()
     for track, records in record_pages.read_records(RECORDS).items():
         assert (RECORDS / track / "leaderboard.png").exists(), hint
         for record in records:
@@ -1718,4 +1846,5 @@ def test_what_stands_in_the_repository_is_fresh():
             prior_logs = prior.logs if prior else []
             verdict = verify.judge(record.logs, record.target, prior_logs, record.same_ml)
             assert verdict.reasons == []
-            assert not any(map(submit.leaks, record.logs))
+            others = [log for log in published if log.path.parent != record.folder]
+            assert not any(submit.leaks(log, others) for log in record.logs)
