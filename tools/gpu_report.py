@@ -34,9 +34,11 @@ takes four other stages:
 
 The results of the stages are kept in logs/report/. When all four are there, the row is added. So you
 can run the stages one by one, and continue an interrupted command with the same command. All four
-must have the same source, machine, PyTorch version and hyperparameters.
+must have the same source, machine, PyTorch version, hyperparameters and shards. If a stage fails, the
+command ends with an error, and the same command runs the stage again.
 """
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -52,7 +54,7 @@ from bench import (InputError, ROOT, add_step_options, add_timing_options, check
                    check_step_options, describe_run, fail, measure_and_print, read_options,
                    run_benchmark, start, write_json)
 from gpu_page import page
-from log_parsing import write_file
+from log_parsing import stop_on_signals, write_file
 from machine import readable
 import train_gpt
 import torch
@@ -104,6 +106,13 @@ def end_of(output, lines=15):
     return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
 
 
+def end_group(process):
+    """Ends a process at once, and the processes that it has started, such as those that compile."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def run_check(name, seconds):
     """Runs a stage in a process of its own. Returns its result: status, seconds, figures, error."""
     started = time.monotonic()
@@ -118,12 +127,12 @@ def run_check(name, seconds):
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the processes that compile, too
+            end_group(process)
             output, _ = process.communicate()
             result["status"] = "timed out"
             output += f"\nended after {seconds:.0f} s"
-        except BaseException:  # Ctrl-C
-            os.killpg(process.pid, signal.SIGKILL)
+        except BaseException:  # Ctrl-C, SIGTERM or SIGHUP
+            end_group(process)
             raise
         if file.exists():
             result["figures"] = json.loads(file.read_text(encoding="utf-8"))
@@ -192,24 +201,35 @@ def gpu_page_and_json(folder, only, minutes):
 # Stages of a row
 
 
-def run_python(arguments):
-    """Runs Python in the repository. Shows its output as it comes, and returns it."""
+def run_python(arguments, good_statuses=(0,)):
+    """Runs Python in the repository. Shows its output as it comes, and returns it.
+
+    Raises InputError if it ends with another exit status than the good ones.
+    """
     print("$ python " + " ".join(arguments), flush=True)
     environment = os.environ | {"TORCH_COMPILE_DISABLE": "0"}
     lines = []
     with subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
-                          env=environment) as process:
-        for line in process.stdout:
-            lines.append(line)
-            if not line.startswith("step:") or "val_loss" in line:  # hides steps without validation
-                print("  " + line, end="", flush=True)
+                          env=environment, start_new_session=True) as process:
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if not line.startswith("step:") or "val_loss" in line:  # hides steps without validation
+                    print("  " + line, end="", flush=True)
+            process.wait()
+        except BaseException:  # Ctrl-C, SIGTERM or SIGHUP
+            end_group(process)
+            raise
+    if process.returncode not in good_statuses:
+        raise InputError(f"the stage failed with exit status {process.returncode}; solve the problem that "
+                         "its output above shows, then run the same command again")
     return "".join(lines)
 
 
 def gpu_tests():
-    """Returns the last line that the GPU tests print."""
-    output = run_python(["-m", "pytest", "-q", "tests/gpu"])
+    """Returns the last line that the GPU tests print. It also counts those that failed (status 1)."""
+    output = run_python(["-m", "pytest", "-q", "tests/gpu"], good_statuses=(0, 1))
     last_line = output.strip().splitlines()[-1]
     return last_line.strip("= ")
 
@@ -388,6 +408,19 @@ def check_shards(folder):
                          "with data/fineweb.py")
 
 
+def describe_shards(folder):
+    """The name, the size and the time of the last change of each shard. Raises InputError."""
+    found = []
+    for file in sorted(folder.resolve().glob("*.bin")):
+        try:
+            status = file.stat()
+        except OSError as e:  # a link to a missing file
+            raise InputError(f"{file}: {e.strerror.lower()}; remove it, or make it with "
+                             "data/fineweb.py") from None
+        found.append((str(file), status.st_size, status.st_mtime_ns))
+    return found
+
+
 def check_report_options(parser, args, rest):
     """Raises InputError for options that the report doesn't have."""
     refuse(parser, args, ROW_OPTIONS, "is only for adding a row; give --change and --shards, too")
@@ -439,7 +472,8 @@ def gpu_report(argv):
     def measure_figures():
         return facts | measure_and_print(args, options.track, hp, world)
 
-    conditions = (train_gpt.SOURCE, facts["machine"], torch.__version__, options.track, hp)
+    shards = describe_shards(args.shards)
+    conditions = (train_gpt.SOURCE, facts["machine"], torch.__version__, options.track, hp, shards)
     digest = hashlib.sha256(repr(conditions).encode()).hexdigest()[:12]
     figures = report(args.stage or STAGES, args.shards.resolve(), PARTS / digest, measure_figures)
     if args.json:
@@ -447,4 +481,5 @@ def gpu_report(argv):
 
 
 if __name__ == "__main__":
+    stop_on_signals()
     sys.exit(run_benchmark(gpu_report, sys.argv[1:]))

@@ -1,17 +1,23 @@
 """Tests of tools/gpu_report.py without a GPU: its stages, its verdict, and the row that it adds."""
 
+import contextlib
+import fcntl
 import json
 import math
+import os
 import re
+import signal
 import statistics
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from util import ROOT, write_shard
+from util import ROOT, wait_until, write_shard
 
 sys.path.append(str(ROOT / "tools"))
 import gpu_checks
@@ -117,6 +123,84 @@ def test_stages(tmp_path, monkeypatch, capsys):
     assert "100: 5.4129" in row["val_loss FP8"]
     assert page.read_text().splitlines()[-1] == gpu_report.table_row(row)
     assert list(folder.iterdir()) == []  # the next report measures again
+
+
+FAKE_TRAINING = """
+import pathlib, sys
+if not pathlib.Path("shards").exists():
+    print("step:0/200 val_loss:10.8258 train_time:0ms step_avg:0.00ms", flush=True)
+    sys.exit("error: no shards")
+print("step:200/200 val_loss:6.5000 train_time:9ms step_avg:0.05ms")
+"""
+
+
+@pytest.mark.parametrize("stage", ["fp8", "bf16"])
+def test_a_training_that_fails_is_no_result(stage, tmp_path, monkeypatch, capfd):
+    """The command fails with one line. The same command tries again."""
+    folder = tmp_path / "parts"
+    (tmp_path / "train_gpt.py").write_text(FAKE_TRAINING)
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+
+    def command(argv):
+        gpu_report.report([stage], tmp_path, folder, None)
+
+    for _ in range(2):
+        assert run_benchmark(command, []) == 2
+        out, err = capfd.readouterr()
+        assert "  error: no shards\n" in out
+        assert err.startswith("error: the stage failed with exit status 1; ")
+        assert err.count("\n") == 1
+        assert not folder.exists()
+    (tmp_path / "shards").mkdir()
+    assert run_benchmark(command, []) == 0
+    assert json.loads((folder / f"{stage}.json").read_text()) == [[200, 6.5]]
+
+
+def test_gpu_tests_that_could_not_run_are_no_result(tmp_path, monkeypatch):
+    """Tests that fail are a result, and the row shows it."""
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    test = tmp_path / "tests" / "gpu" / "test_it.py"
+    for content in ("import nothing_of_this_name\n", ""):
+        test.write_text(content)
+        with pytest.raises(InputError, match="the stage failed with exit status"):
+            gpu_report.gpu_tests()
+    test.write_text("def test_it():\n    assert False\n")
+    assert gpu_report.gpu_tests().startswith("1 failed")
+
+
+def test_the_stages_of_a_row_have_the_same_shards(tmp_path, monkeypatch, capsys):
+    made = []
+
+    def fake_short_run(shards, fp8):
+        made.append("fp8" if fp8 else "bf16")
+        return LOSSES
+
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_report, "PARTS", tmp_path / "parts")
+    monkeypatch.setattr(gpu_report, "short_run", fake_short_run)
+    monkeypatch.setattr(gpu_report, "read_row_options", gpu_report.read_options)  # without a GPU
+    monkeypatch.setattr(gpu_report, "start", lambda options, hp: (SimpleNamespace(device=CPU), hp))
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / "x_train_0.bin", [1, 2, 3])
+        write_shard(tmp_path / name / "x_val_0.bin", [1, 2, 3])
+
+    def stages_to_run(shards, stage):
+        options = ["--device", "cpu", "--track", "mini", "--change", "x", "--stage", stage]
+        gpu_report.gpu_report([*options, "--shards", str(tmp_path / shards)])
+        return re.findall(r"--stage (\w+)", capsys.readouterr().out)
+
+    assert stages_to_run("one", "fp8") == ["tests", "bf16", "figures"]
+    assert stages_to_run("other", "bf16") == ["tests", "fp8", "figures"]
+    assert stages_to_run("one", "fp8") == ["tests", "bf16", "figures"]
+    assert made == ["fp8", "bf16"]
+    assert stages_to_run("one", "bf16") == ["tests", "figures"]
+    write_shard(tmp_path / "one" / "x_train_0.bin", [1, 2, 3, 4])  # other tokens in the same folder
+    assert stages_to_run("one", "bf16") == ["tests", "fp8", "figures"]
+    (tmp_path / "one" / "x_train_1.bin").symlink_to("missing")
+    with pytest.raises(InputError, match="x_train_1.bin: no such file or directory; remove it"):
+        stages_to_run("one", "bf16")
 
 
 def test_the_help_lists_the_options_and_stages_of_both(capsys):
@@ -251,6 +335,91 @@ def test_no_stage_starts_when_the_time_is_over(fake_checks):
     for result in stages.values():
         assert result["status"] == "was left out"
         assert "run the command again" in result["error"]
+
+
+# A stage that waits. It starts a process, as the compiler does. Both hold a lock.
+ENDLESS_STAGE = """
+import fcntl, os, subprocess, sys, time
+lock = open("lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
+child = subprocess.Popen(sleep, pass_fds=[lock.fileno()])
+with open("pids.tmp", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename("pids.tmp", "pids")
+print("started", flush=True)
+time.sleep(1000)
+"""
+
+
+def stage_is_running(folder):
+    with open(folder / "lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.fixture
+def no_stage_left(tmp_path):
+    """Ends what a failed test left."""
+    yield
+    if (tmp_path / "pids").exists() and stage_is_running(tmp_path):
+        for pid in (tmp_path / "pids").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+# tools/gpu_report.py as a command, but in the repository argv[1]
+REPORT = f"""
+import pathlib, runpy, signal, sys
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import bench
+folder, hang_up = sys.argv[1:]
+bench.ROOT = pathlib.Path(folder)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if hang_up == "ignored" else signal.SIG_DFL)
+sys.argv = ["gpu_report.py"]
+runpy.run_path({str(ROOT / "tools" / "gpu_report.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number, hang_up", [(signal.SIGHUP, "default"), (signal.SIGTERM, "ignored")])
+def test_a_signal_ends_the_stage(number, hang_up, tmp_path, no_stage_left):
+    """Under nohup, SIGHUP is ignored."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "gpu_checks.py").write_text(ENDLESS_STAGE)
+    command = [sys.executable, "-c", REPORT, str(tmp_path), hang_up]
+    report = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until((tmp_path / "pids").exists)
+        if hang_up == "ignored":
+            report.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+            assert report.poll() is None
+            assert stage_is_running(tmp_path)
+        report.send_signal(number)
+        _, err = report.communicate(timeout=60)
+        wait_until(lambda: not stage_is_running(tmp_path), seconds=10)
+        assert report.returncode == 130
+        assert err == ""
+    finally:
+        report.kill()
+
+
+def test_an_interrupt_ends_a_stage_of_a_row(tmp_path, monkeypatch, no_stage_left):
+    """A signal may reach only the report, so the report ends its stage."""
+
+    def interrupted_print(text, **options):
+        if "started" in text:
+            raise KeyboardInterrupt
+
+    (tmp_path / "train_gpt.py").write_text(ENDLESS_STAGE)
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_report, "print", interrupted_print, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report.short_run(tmp_path, fp8=True)
+    wait_until(lambda: not stage_is_running(tmp_path), seconds=10)
 
 
 def test_claims_are_those_of_hardware_md():
