@@ -30,11 +30,9 @@ Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interru
 """
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -69,10 +67,25 @@ from compare_plan import (
     warning_in_words,
 )
 from compare_runs import RunError, Setup, Task, Worker
-from compare_sources import Variant, check_data, check_settings, read_variant, tell_apart, with_steps
+from compare_sources import (
+    Variant,
+    check_data,
+    check_settings,
+    check_validation,
+    read_variant,
+    tell_apart,
+    with_steps,
+)
 from compare_stats import SLOPE_FACTOR, Effect, fewest_pairs
 from compare_steps import LARGEST_ERROR, ROUNDS, half_width, measure_rounds
-from log_parsing import FileError, UsageError, discard_output, run_command, write_file
+from log_parsing import (
+    FileError,
+    UsageError,
+    discard_output,
+    run_command,
+    stop_on_signals,
+    write_file,
+)
 from machine import usable_cores
 
 INTERRUPTED = "interrupted; finished runs are kept; run the same command again to continue"
@@ -227,6 +240,7 @@ def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
         ideas = [replace(base, name="copy on twice the threads", thread_factor=2)]
     variants = [base, *ideas]
     check_settings(variants, args.nproc_per_node)
+    check_validation(base, ideas)
     tell_apart(variants)
     return variants
 
@@ -484,7 +498,11 @@ def report(c: Comparison) -> None:
     if c.args.json and effects:
         write_json(c, effects)
     slope = c.slope()
-    if c.args.plot and effects and slope is not None:
+    if c.args.json and not effects:
+        print(f"{c.args.json}: not written, because there is no answer yet", file=sys.stderr)
+    if c.args.plot and (not effects or slope is None):
+        print(f"{c.args.plot}: not drawn, because effects in steps aren't known yet", file=sys.stderr)
+    elif c.args.plot:
         differences = {}
         for idea in c.ideas:
             losses, base_losses = c.pairs(idea)
@@ -556,20 +574,12 @@ def compare(argv: list[str]) -> int:
     variants = [] if args.clear else read_variants(args, common)
     if args.gate and len(variants) > 2:
         raise UsageError("--gate judges one idea; give one --idea")
-    compare_runs.FOLDER.mkdir(parents=True, exist_ok=True)
-    with open(compare_runs.FOLDER / "lock", "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(
-                f"another comparison or screen is running in {compare_runs.FOLDER}; "
-                "wait for it to finish"
-            ) from None
+    with compare_runs.locked_folder() as lock:
         if args.clear:
             compare_runs.clear_runs()
             return 0
         shutil.rmtree(compare_runs.FOLDER / "working", ignore_errors=True)
-        return compare_locked(args, variants, lock.fileno())
+        return compare_locked(args, variants, lock)
 
 
 def run_and_report(command: Callable[[list[str]], int], argv: list[str], failed: int) -> int:
@@ -598,5 +608,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop_on_signals()
     run_command(main)

@@ -14,7 +14,7 @@ import numpy as np
 
 from compare_answer import goal, plural
 from compare_runs import RUNS_A_PROCESS, Setup, Task, Worker, checkpoint_path
-from compare_sources import Variant
+from compare_sources import Variant, log_ratio_of_steps
 from compare_stats import (
     FEWEST_SLOPES,
     LARGEST_SLOPE_ERROR,
@@ -72,7 +72,8 @@ class Comparison:
         return losses
 
     def slope(self) -> Slope | None:
-        return measure_slope(self.losses(self.fewer), self.losses(self.more))
+        width = log_ratio_of_steps(self.fewer, self.more)
+        return measure_slope(self.losses(self.fewer), self.losses(self.more), width)
 
     def pairs(self, idea: Variant) -> tuple[list[float], list[float]]:
         """Losses of the idea and of the base at the same seeds."""

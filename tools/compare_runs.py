@@ -9,6 +9,7 @@ A process makes several runs, because only the first one has to compile.
 """
 
 import contextlib
+import fcntl
 import glob
 import hashlib
 import importlib.metadata
@@ -20,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,6 +86,31 @@ class Worker:
     folder: Path
     seen: list[Path] = field(default_factory=list)  # logs, in the order of their runs
     kept: int = 0
+
+
+# -----------------------------------------------------------------------------
+# The lock
+
+
+@contextlib.contextmanager
+def locked_folder() -> Iterator[int]:
+    """Locks FOLDER, so that only one comparison or screen makes runs in this checkout. Gives the lock's
+    file descriptor. Raises UsageError and OSError."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / "lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another comparison or screen is running in {FOLDER}; wait for it to finish. If it was "
+                f'killed, end the runs that it left: pkill -KILL -f "{FOLDER}/working"'
+            ) from None
+        except OSError:  # some network file systems have no locks
+            print(
+                f"warning: {FOLDER} can't be locked; don't run two comparisons there at once",
+                file=sys.stderr,
+            )
+        yield lock.fileno()
 
 
 # -----------------------------------------------------------------------------

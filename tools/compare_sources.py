@@ -5,6 +5,7 @@ revision or the working tree, and checked before anything runs.
 
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -29,6 +30,8 @@ OURS = (
 )
 # Settings that don't change the final loss
 NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoint")
+# Settings that the final loss is measured with
+VALIDATION = ("track", "val_files", "val_tokens", "val_seq_len")
 # A script with these functions can be asked for its settings
 CHECKS = (b"parse_arguments", b"check_hyperparameters")
 LOAD = """
@@ -101,9 +104,12 @@ def environment(**more: str) -> dict[str, str]:
 
 def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
     """Returns what git prints. Raises UsageError with the first line of its error."""
-    done = subprocess.run(
-        ["git", *arguments], cwd=cwd or ROOT, capture_output=True, env={**os.environ, **variables}
-    )
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=cwd or ROOT, capture_output=True, env={**os.environ, **variables}
+        )
+    except FileNotFoundError:
+        raise UsageError("git isn't installed; install it") from None
     if done.returncode != 0:
         lines = done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"]
         raise UsageError(re.sub("^(error|fatal): ", "", lines[0]))
@@ -150,6 +156,7 @@ def read_source(kind: str, base: bytes) -> bytes:
     if file.suffix in (".patch", ".diff"):
         file.read_bytes()  # raises OSError if it isn't there
         return patched(file.resolve(), base)
+    git("rev-parse", "--git-dir")  # says why, if git can't read this repository
     try:
         commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", kind + "^{commit}")
     except UsageError:
@@ -261,6 +268,21 @@ def check_settings(variants: list[Variant], processes: int, many_runs: bool = Tr
                 check_other_script(variant, script, many_runs)
 
 
+def check_validation(base: Variant, others: list[Variant]) -> None:
+    """Raises UsageError if a variant measures its loss in another way than the base."""
+    for variant in others:
+        if base.settings is None or variant.settings is None:
+            continue
+        for option in VALIDATION:
+            value = variant.settings.get(option)
+            expected = base.settings.get(option)
+            if value != expected:
+                raise UsageError(
+                    f"{variant.name}: --{option} is {value}, but {expected} in the base; losses can only "
+                    "be compared on the same validation tokens and sequence length, so give both the same"
+                )
+
+
 def check_data(variants: list[Variant]) -> None:
     """Lets each script check that there are enough data for its runs. Raises UsageError.
 
@@ -294,6 +316,12 @@ def tell_apart(variants: list[Variant]) -> None:
                 )
         while variant.name in [other.name for other in earlier]:
             variant.name += "_2"
+
+
+def log_ratio_of_steps(fewer: Variant, more: Variant) -> float:
+    """The logarithm of the ratio of their numbers of steps. Rounding makes it differ a little from
+    2 log(SLOPE_FACTOR)."""
+    return math.log(more.num_iterations() / fewer.num_iterations())
 
 
 def set_steps(variant: Variant, steps: int) -> Variant:

@@ -122,14 +122,24 @@ def p_value(differences: np.ndarray) -> float:
     return min(1.0, math.exp(-float(np.max(log_e_values(differences)))))
 
 
+def p_value_of_one_look(differences: np.ndarray) -> float:
+    """1 / the e-value after the last pair, at most 1, for a number of pairs that was fixed before."""
+    return min(1.0, math.exp(-float(log_e_values(differences)[-1])))
+
+
 # -----------------------------------------------------------------------------
 # From loss to steps
 
 
 def measure_slope(
-    fewer: list[float], more: list[float], run_sd: float | None = None, freedom: int = 0
+    fewer: list[float],
+    more: list[float],
+    width: float,
+    run_sd: float | None = None,
+    freedom: int = 0,
 ) -> Slope | None:
-    """The slope from the base's losses with fewer and with more steps, at the same seeds.
+    """The slope from the base's losses with fewer and with more steps, at the same seeds. `width` is the
+    logarithm of the ratio of the two numbers of steps.
 
     Its error comes from the spread of the seeds' slopes. With few seeds, this is a poor estimate. If
     other runs give the standard deviation of a run's loss, `run_sd`, with `freedom` degrees of
@@ -140,7 +150,6 @@ def measure_slope(
     n = min(len(fewer), len(more))
     if n < 2:
         return None
-    width = 2 * math.log(SLOPE_FACTOR)
     slopes = [(high - low) / width for low, high in zip(fewer, more)]
     value = statistics.fmean(slopes)
     if run_sd is None:
@@ -221,6 +230,10 @@ def analyse(
     differences = np.array(losses) - np.array(base_losses)
     verdict, n = decide(differences, slope, until, ideas)
     differences = differences[:n]
+    if until is None:  # the only look is the last one
+        p = p_value_of_one_look(differences)
+    else:
+        p = p_value(differences)
     mean = float(differences.mean())
     half = float(half_widths(differences, P_VALUE / ideas)[-1])
     effect = Effect(
@@ -231,7 +244,7 @@ def analyse(
         difference=mean,
         difference_interval=(mean - half, mean + half),
         sd=float(differences.std(ddof=1)),
-        p=p_value(differences),
+        p=p,
         verdict=verdict,
     )
     if slope is not None:

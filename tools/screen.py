@@ -19,12 +19,10 @@ Exit status: 0 done, 1 a run failed or a switch differs from its patch, 2 bad in
 """
 
 import argparse
-import fcntl
 import functools
 import json
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -39,19 +37,19 @@ import compare_runs
 import compare_sources
 from compare_answer import plural, short
 from compare_runs import RunError, Setup, Task, Worker
-from compare_sources import check_data, environment
+from compare_sources import check_data, environment, log_ratio_of_steps
 from compare_stats import measure_slope
-from log_parsing import UsageError, run_command, write_file
+from log_parsing import UsageError, run_command, stop_on_signals, write_file
 from screen_answer import Result, answer, plot_result, result_as_json
 from screen_blocks import (
     Block,
     Screen,
+    belongs,
     patched_original,
     read_blocks,
     read_original,
     read_percent,
     read_screen,
-    same_factors,
     write_block,
 )
 from screen_design import add_steps, fit
@@ -273,17 +271,9 @@ def run_locked(args: argparse.Namespace, screen: Screen) -> None:
     """Makes the missing blocks while no other comparison runs in this checkout.
 
     Raises RunError, UsageError, FileError and OSError."""
-    compare_runs.FOLDER.mkdir(parents=True, exist_ok=True)
-    with open(compare_runs.FOLDER / "lock", "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(
-                f"another comparison or screen is running in {compare_runs.FOLDER}; "
-                "wait for it to finish"
-            ) from None
+    with compare_runs.locked_folder() as lock:
         shutil.rmtree(compare_runs.FOLDER / "working", ignore_errors=True)
-        session = make_session(args, screen, lock.fileno())
+        session = make_session(args, screen, lock)
         make_blocks(session, seeds_to_make(session, args.blocks))
 
 
@@ -367,14 +357,15 @@ def results(screen: Screen, until: float) -> list[Result]:
     """The fit of each group of blocks that belong together, the largest group first. Raises UsageError."""
     groups = {}
     for block in read_blocks(screen):
-        if same_factors(screen, block):
+        if belongs(screen, block):
             groups.setdefault(block.group(), []).append(block)
     found = []
     for blocks in sorted(groups.values(), key=len, reverse=True):
         fitted = fit(np.array([block.losses for block in blocks]), len(screen.factors))
         fewer = [block.fewer for block in blocks]
         more = [block.more for block in blocks]
-        slope = measure_slope(fewer, more, fitted.sd, fitted.freedom)
+        width = log_ratio_of_steps(screen.fewer, screen.more)
+        slope = measure_slope(fewer, more, width, fitted.sd, fitted.freedom)
         if slope is not None:
             for contrast in [*fitted.factors, *fitted.groups]:
                 add_steps(contrast, slope)
@@ -387,6 +378,12 @@ def report(args: argparse.Namespace, screen: Screen) -> None:
     found = results(screen, args.until or screen.until)
     if not found:
         print(f"{screen.name}: no block is finished yet.")
+        others = len(read_blocks(screen))
+        if others:
+            print(f"Its folder has {plural(others, 'block')} of another definition.")
+        for file in (args.json, args.plot):
+            if file:
+                print(f"{file}: not written, because there is no block", file=sys.stderr)
         return
     for number, result in enumerate(found):
         if number:
@@ -428,5 +425,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop_on_signals()
     run_command(main)

@@ -31,7 +31,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import compare_sources
-from compare_sources import OURS, Variant, check_settings, patched, read_source, with_steps
+from compare_sources import (
+    OURS,
+    Variant,
+    check_settings,
+    check_validation,
+    patched,
+    read_source,
+    with_steps,
+)
 from compare_stats import SLOPE_FACTOR
 from log_parsing import UsageError, write_file
 from screen_design import CONFIGURATIONS, FEWEST_FACTORS, MOST_FACTORS, make_design
@@ -296,6 +304,7 @@ def read_screen(path: Path) -> Screen:
         configurations.append(make_variant(name, source, common, list(zip(factors, row))))
     check_settings([base, *sides, *configurations], 1, many_runs=False)
     check_sides(factors, sides)
+    check_validation(base, sides)
     return Screen(
         folder=path.resolve().parent,
         script=script,
@@ -346,5 +355,9 @@ def read_blocks(screen: Screen) -> list[Block]:
     return sorted(blocks, key=lambda block: block.seed)
 
 
-def same_factors(screen: Screen, block: Block) -> bool:
+def belongs(screen: Screen, block: Block) -> bool:
+    """Whether a block measures the factors of this screen. Either its runs are those of the screen (the
+    factors may have got other names since), or its factors are the same, perhaps in another source."""
+    if block.digest == screen.digest():
+        return True
     return block.factors == [asdict(factor) for factor in screen.factors]

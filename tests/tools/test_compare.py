@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import io
 import json
@@ -790,6 +791,60 @@ def test_a_folder_that_cannot_be_made(place):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "option, value, base",
+    [("val_tokens", "256", "512"), ("val_seq_len", "128", "256"), ("val_files", "train.bin", "val.bin")],
+)
+def test_an_idea_with_another_validation_is_refused(place, small, option, value, base):
+    """Losses on other tokens, or in shorter sequences, say nothing about the training."""
+    small = [text for text in small if f"--{option}=" not in text]
+    arguments = ["--base", f"--{option} {base}", "--idea", f"x=--{option} {value}", *small]
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert f"error: x: --{option} is {value}, but {base} in the base" in err
+
+
+def test_a_folder_that_is_no_repository(place, monkeypatch):
+    """Git's own reason is shown: here, there is no repository. The second time, there is no git."""
+    shutil.rmtree(place / ".git")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(place.parent))
+    status, out, err = run()
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "error: HEAD: not a git repository" in err
+    monkeypatch.setenv("PATH", str(place))
+    status, out, err = run()
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "git isn't installed; install it" in err
+
+
+def test_what_is_not_written_is_said(place):
+    arguments = ["--idea", "--effect 0.1", "--takes", "0.1", "--hours", "0.00001"]
+    status, out, err = run(*arguments, "--plot", "o.png", "--json", "o.json")
+    assert status == 0 and out.startswith("Too early for an answer")
+    assert "o.json: not written, because there is no answer yet" in err
+    assert "o.png: not drawn, because effects in steps aren't known yet" in err
+    assert not (place / "o.json").exists() and not (place / "o.png").exists()
+
+
+def test_the_slope_of_short_runs(place):
+    """12 and 8 steps instead of 12.5 and 8: the slope is that of the steps that were trained."""
+    arguments = ["--idea", "--effect 0.1", "--num_iterations", "10", "--noise", "0", "--own_noise", "0.00001"]
+    status, out, err = run(*arguments, "--runs", "12", "--no_times")
+    assert status == 0, err
+    loss_of_a_percent = -0.123 * math.log(0.99)
+    assert f"its loss rises by {loss_of_a_percent:.5f} (standard" in " ".join(out.split())
+
+
+def test_a_file_system_without_locks(place, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(compare_runs.fcntl, "flock", no_locks)
+    status, out, err = run("--idea", "--effect 0.1", "--runs", "3", "--no_times")
+    assert status == 0 and out.startswith("effect_0.1")
+    assert "can't be locked; don't run two comparisons there at once" in err
+
+
 def test_a_second_comparison_waits_for_the_first(place):
     (place / "logs" / "compare").mkdir(parents=True)
     with open(place / "logs" / "compare" / "lock", "w") as lock:
@@ -866,3 +921,43 @@ def test_interrupted_on_a_terminal(place):
     with open(place / "logs/compare/lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run that went on would hold it
     assert not list(place.glob("logs/compare/working/*"))
+
+
+@pytest.mark.parametrize("when", ["runs", "step times"])
+def test_a_closed_terminal(place, when):
+    """SIGHUP, twice as from a shell, ends the runs and frees the folder. While step times are measured, a
+    run is stopped by SIGSTOP, so it would wait forever."""
+    shutil.copytree(ROOT / "tools", place / "tools")
+    command = [sys.executable, "tools/compare.py", "--idea", "--effect 0.1", "--runs", "3"]
+    if when == "runs":
+        command += ["--takes", "0.3"]
+        shown = r"\d of 3 pairs|\d runs? made"
+    else:
+        command += ["--slower", "5", "--num_iterations", "60"]
+        shown = "of 30 rounds"
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        command, cwd=place, stdout=subprocess.DEVNULL, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    assert re.search(shown, read_terminal(ours, shown, 60))
+    child.send_signal(signal.SIGHUP)
+    child.send_signal(signal.SIGHUP)
+    os.close(ours)
+    assert child.wait(60) != 0
+    with open(place / "logs/compare/lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run that went on would hold it
+
+
+def test_a_closed_terminal_under_nohup(place):
+    """nohup ignores SIGHUP, and compare goes on."""
+    shutil.copytree(ROOT / "tools", place / "tools")
+    command = ["nohup", sys.executable, "tools/compare.py", "--idea", "--effect 0.1", "--runs", "3"]
+    command += ["--takes", "0.3", "--no_times"]
+    child = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in child.stderr:
+        if "1 run" in line or "pairs" in line:
+            break
+    child.send_signal(signal.SIGHUP)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 0 and out.startswith("effect_0.1"), err

@@ -26,6 +26,7 @@ from compare_stats import (
 
 RESIDUALS = json.loads((Path(__file__).parent / "kept_residuals.json").read_text())["residuals"]
 SLOPE = Slope(-0.123, 0.03, 6, 5)
+WIDTH = 2 * math.log(1.25)  # of the steps that SLOPE is measured with
 SD = 0.0049  # of mini's differences at the same seed
 
 
@@ -89,6 +90,24 @@ def test_p_value_is_one_over_the_largest_e_value():
     assert p_value(nothing) == 1
 
 
+def test_p_value_of_one_look_agrees_with_its_interval():
+    """With --runs, there is one look, at the end. The first 12 differences alone would be significant,
+    all 24 are not."""
+    rng = np.random.default_rng(0)
+    clear = rng.normal(-0.01, 0.003, 12)
+    unclear = rng.normal(0.001, 0.008, 12)
+    differences = np.concatenate([clear, unclear])
+    base = np.full(24, 1.5)
+    assert analyse("x", list(base[:12] + clear), list(base[:12]), None, None).p < 0.01
+    effect = analyse("x", list(base + differences), list(base), None, None)
+    low, high = effect.difference_interval
+    assert low < 0 < high
+    assert effect.p == pytest.approx(1 / bayes_factor(differences), rel=1e-3)
+    assert effect.p > 0.01
+    several_looks = analyse("x", list(base + differences), list(base), None, 0.02)
+    assert several_looks.n < 24 and several_looks.p < 0.01
+
+
 def test_slope_against_scipy():
     rng = np.random.default_rng(2)
     level = rng.normal(1.5, 0.01, 6)
@@ -96,7 +115,7 @@ def test_slope_against_scipy():
     more = level - rng.normal(0.027, 0.002, 6)
     slopes = (more - fewer) / (2 * math.log(1.25))
     expected = stats.ttest_1samp(slopes, 0).confidence_interval(0.99)
-    found = measure_slope(list(fewer), list(more))
+    found = measure_slope(list(fewer), list(more), WIDTH)
     half = abs(found.value) * found.half_width()
     assert found.value - half == pytest.approx(expected.low)
     assert found.value + half == pytest.approx(expected.high)
@@ -107,7 +126,7 @@ def test_slope_with_a_known_spread_is_least_squares():
     """Against the covariance of a fit with a level for each seed and log(steps)."""
     fewer = [1.52, 1.53, 1.51]
     more = [1.47, 1.46, 1.46]
-    found = measure_slope(fewer, more, run_sd=0.004, freedom=62)
+    found = measure_slope(fewer, more, WIDTH, run_sd=0.004, freedom=62)
     levels = np.tile(np.eye(3), (2, 1))
     log_steps = np.repeat([-math.log(1.25), math.log(1.25)], 3)
     matrix = np.column_stack([levels, log_steps])
@@ -128,8 +147,8 @@ NO_SLOPE = {
 @pytest.mark.parametrize("name", NO_SLOPE)
 def test_no_slope(name):
     fewer, more = NO_SLOPE[name]
-    assert measure_slope(fewer, more) is None
-    assert measure_slope(fewer, more, run_sd=0.05, freedom=31) is None
+    assert measure_slope(fewer, more, WIDTH) is None
+    assert measure_slope(fewer, more, WIDTH, run_sd=0.05, freedom=31) is None
 
 
 def test_steps_and_time_by_hand():
@@ -285,7 +304,7 @@ def test_intervals_hold_the_truth():
         idea = rng.normal(level + gain, 0.003)
         fewer = rng.normal(level[:5] + longer, 0.003)
         more = rng.normal(level[:5] - longer, 0.003)
-        slope = measure_slope(list(fewer), list(more))
+        slope = measure_slope(list(fewer), list(more), WIDTH)
         effect = analyse("x", list(idea), list(base), slope, 0.02)
         log_ratios = rng.normal(math.log(1.01), 0.02, 30)
         add_times(effect, log_ratios, slope)

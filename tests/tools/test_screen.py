@@ -2,6 +2,7 @@
 stand-in whose effects are known."""
 
 import contextlib
+import fcntl
 import io
 import itertools
 import json
@@ -163,7 +164,8 @@ def test_steps_from_two_blocks():
         fewer = rng.normal(level[:, 0] + longer, 0.004)
         more = rng.normal(level[:, 0] - longer, 0.004)
         fitted = fit(losses, 5)
-        slope = measure_slope(list(fewer), list(more), fitted.sd, fitted.freedom)
+        width = 2 * math.log(1.25)
+        slope = measure_slope(list(fewer), list(more), width, fitted.sd, fitted.freedom)
         if abs(slope.value + 0.14) <= abs(slope.value) * slope.half_width():
             slope_held += 1
         add_steps(fitted.factors[0], slope)
@@ -331,7 +333,8 @@ def test_blocks_that_do_not_belong_together(place):
     out = run()[1]
     assert "1 block of 32 runs, seed 8" in out
     assert f"1 block of 32 runs, seed 7, {block['dtype']}" in out
-    block["factors"][0]["name"] = "other"
+    block["factors"][0]["high"] = "--a 0.5"
+    block["digest"] = "of this other screen"
     path.write_text(json.dumps(block))
     assert "seed 7" not in run()[1]
     with open(place / "train_gpt.py", "a") as file:
@@ -342,6 +345,26 @@ def test_blocks_that_do_not_belong_together(place):
     assert status == 2
     assert err.startswith("error: ")
     assert "this block is damaged; delete the file" in err
+
+
+def test_blocks_of_factors_with_other_names(place):
+    """A factor may get another name, or its options another spelling: the runs are the same, so their
+    blocks count and are shown. A factor with another value needs other blocks."""
+    file = place / "screens/first/screen.toml"
+    assert run("--blocks", 2)[0] == 0
+    text = file.read_text().replace('name = "a"', 'name = "alpha"').replace('"--b 0.001"', '"--b=0.001"')
+    file.write_text(text)
+    status, out, err = run("--blocks", 2, "--json", "o.json")
+    assert status == 0
+    assert "0 blocks to make: 0 runs" in err
+    assert "2 blocks of 32 runs, seeds 7, 8" in out
+    (answer,) = json.loads((place / "o.json").read_text())
+    assert [factor["name"] for factor in answer["factors"]] == ["alpha", *"bcde"]
+    file.write_text(text.replace("--a 0.001", "--a 0.002"))
+    status, out, err = run("--json", "new.json", "--plot", "new.png")
+    assert status == 0
+    assert out == "first: no block is finished yet.\nIts folder has 2 blocks of another definition.\n"
+    assert err.splitlines() == [f"{name}: not written, because there is no block" for name in ("new.json", "new.png")]
 
 
 def test_a_failing_configuration(place):
@@ -516,7 +539,7 @@ def test_output_into_a_closed_pipe(command, status):
 def test_two_screens_at_once(place):
     compare_runs.FOLDER.mkdir(parents=True)
     with open(compare_runs.FOLDER / "lock", "wb") as lock:
-        screen.fcntl.flock(lock, screen.fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         status, out, err = run("--blocks", 1)
     assert status == 2
     assert "another comparison or screen is running" in err
