@@ -5,6 +5,7 @@
 # ./run.sh screen [arguments]         the same for many settings or ideas at once: tools/screen.py
 # ./run.sh test [pytest arguments]    the same for the tests
 set -euo pipefail
+unset CDPATH  # with it, cd may go to another folder of the same name
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 # In braces, so that bash reads all of the script before it runs any of it: a signal's trap that
@@ -111,12 +112,24 @@ if [ "$command" = train ] && [[ " $* " = *" --recipe"* ]]; then
     script=recipes/$recipe.py
 fi
 
+# Prints a TOML file without its comments. A # inside quotes is part of a text.
+print_toml() {
+    local before_comment="^(([^\"'#]|[\"']{3}|\"[^\"]*\"|'[^']*')*)#"
+    local line
+    while IFS= read -r line || [ -n "$line" ]; do
+        if [[ $line =~ $before_comment ]]; then
+            line=${BASH_REMATCH[1]}
+        fi
+        printf "%s\n" "$line"
+    done <"$1"
+}
+
 # Options may also be inside quotes, as in --base "--track mini", or in the file of a screen
 words=$*
 if [ "$command" = screen ]; then
     for argument in "$@"; do
         if [[ $argument = *.toml ]]; then
-            words+=" $(cd "$OLDPWD" && grep -v "^ *#" -- "$argument" 2>/dev/null)" || true
+            words+=" $(cd "$OLDPWD" && print_toml "$argument" 2>/dev/null)" || true
         fi
     done
 fi
@@ -222,7 +235,7 @@ find_base() {
         "install Python 3.11, 3.12 or 3.13, including its venv module"
 }
 
-# Prints the version of the base Python's PyTorch if we can use it; doesn't import it
+# Prints the version of a Python's PyTorch if we can use it; doesn't import it
 has_torch='
 import importlib.metadata
 try:
@@ -386,12 +399,22 @@ is_whole() {
     [ -z "$missing" ] || ask "$python" -m pip --version
 }
 
+# The active environment keeps its PyTorch. An old one may lack what train_gpt.py needs
+warn_of_old_torch() {
+    [[ $missing != *torch==* ]] || return 0
+    ask "$python" -c "$has_torch" || answer=""
+    [ -n "$answer" ] ||
+        say "warning: the active environment's PyTorch is older than 2.11, so training may fail;" \
+            "to replace it: pip install $(grep "^torch==" requirements.txt)"
+}
+
 # Installs what is missing of the given requirement files
 installed=""
 install() {
     if [ -z "$own" ]; then
         list_missing "$@" || fail "the active environment (${VIRTUAL_ENV:-$CONDA_PREFIX}) has no" \
             "Python 3.11 or later; deactivate it or activate another one"
+        warn_of_old_torch
     elif ! list_missing "$@" || ! is_whole; then
         make_environment
         list_missing "$@" || fail "$PWD/.venv/bin/python, made with $base, doesn't run" \

@@ -75,7 +75,7 @@ def read_rows(path) -> list:
             return table.to_pylist()
         # not splitlines(), because a text in JSON may have other line separators, such as U+2028
         lines = Path(path).read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines if line.strip()]
+        return parse_lines(lines)
     except ImportError as e:
         raise DataError(
             f"HellaSwag needs pyarrow ({e}); run pip install -r evals/requirements.txt"
@@ -85,16 +85,32 @@ def read_rows(path) -> list:
         raise DataError(f"{path}: can't be read as HellaSwag items ({reason})") from e
 
 
+def parse_lines(lines) -> list:
+    """Parses each line that isn't blank as JSON. Raises ValueError that names a bad line."""
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"line {number} is not JSON: {e}") from e
+    return rows
+
+
 def parse_item(row):
     """Returns the item of a row, or None if the row isn't one."""
     try:
         context = row["ctx"]
-        endings = list(row["endings"])
+        endings = row["endings"]
         label = int(row["label"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):  # int(inf) overflows
         return None
-    if not context or len(endings) != 4 or not all(endings) or not 0 <= label < 4:
+    if not isinstance(endings, list) or len(endings) != 4 or not 0 <= label < 4:
         return None
+    for text in (context, *endings):
+        if not isinstance(text, str) or not text:
+            return None
     return {"ctx": context, "endings": endings, "label": label}
 
 

@@ -566,6 +566,12 @@ def check_ranges(hp: Hyperparameters):
             raise InputError(f"--{name} must be in [0, 1), not {value}")
     if not 0 <= hp.final_lr_frac <= 1:
         raise InputError(f"--final_lr_frac must be in [0, 1], not {hp.final_lr_frac}")
+    if not -2**63 <= hp.seed < 2**64:  # PyTorch's range
+        raise InputError(f"--seed must be in [-2^63, 2^64), not {hp.seed}")
+    if hp.samples and not hp.sample_prompt:
+        raise InputError(
+            "--sample_prompt must not be empty; to train without samples, use --samples 0"
+        )
 
 
 def check_model(hp: Hyperparameters) -> Hyperparameters:

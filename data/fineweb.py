@@ -85,16 +85,24 @@ def dataset_rows(version, config):
 
 
 def find_files(patterns):
-    """Returns the files that match the glob patterns, sorted and without duplicates. Raises
-    ShardError if a pattern matches no file."""
-    files = set()
+    """Returns the files that match the glob patterns, sorted. The path of an existing file matches
+    that file only. A file that has several paths is returned once, under the first path in sorted
+    order. Raises ShardError if a pattern matches no file."""
+    paths = set()
     for pattern in patterns:
-        matches = glob.glob(os.path.expanduser(pattern), recursive=True)
-        matches = [path for path in matches if os.path.isfile(path)]
+        path = os.path.expanduser(pattern)
+        if os.path.isfile(path):
+            matches = [path]
+        else:
+            matches = glob.glob(path, recursive=True)
+            matches = [path for path in matches if os.path.isfile(path)]
         if not matches:
             raise ShardError(f"--files: no file matches {pattern}")
-        files.update(matches)
-    return sorted(files)
+        paths.update(matches)
+    files = {}  # real path -> path
+    for path in sorted(paths):
+        files.setdefault(os.path.realpath(path), path)
+    return list(files.values())
 
 
 def stream_files(paths):

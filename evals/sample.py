@@ -13,6 +13,7 @@ end-of-text token or after max_tokens.
 """
 import argparse
 import codecs
+import math
 import sys
 
 # before torch, because models sets OpenMP's variables and the path to tools/
@@ -55,6 +56,16 @@ class Text:
         return piece
 
 
+# option, least value, greatest value
+LIMITS = (
+    ("n", 1, 10_000),
+    ("max_tokens", 1, 100_000),
+    ("temperature", 0, 1e6),
+    ("top_k", 0, math.inf),
+    ("seed", -2**63, 2**64 - 1),  # PyTorch's range
+)
+
+
 def parse_arguments():
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(
@@ -76,10 +87,14 @@ def parse_arguments():
     add("--offline", action="store_true",
         help="don't download anything; stop with an error if a file is missing")
     args = parser.parse_args()
-    for name, least in (("n", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 0)):
+    for name, least, most in LIMITS:
         value = getattr(args, name)
-        if not least <= value < float("inf"):
+        if not value >= least:
             raise InputError(f"--{name} must be at least {least}, not {value}")
+        if value > most:
+            raise InputError(f"--{name} must be at most {most}, not {value}")
+    if 0 < args.temperature < 1e-6:  # logits divided by it might be infinite
+        raise InputError(f"--temperature must be 0 or at least 1e-06, not {args.temperature}")
     check_device(args.device)
     return args
 

@@ -625,6 +625,9 @@ def test_pyarrow_is_missing(monkeypatch):
     ({"grad_clip": 0.0}, "--grad_clip must be a positive number"),
     ({"beta2": 1.0}, "--beta2 must be in [0, 1)"),
     ({"final_lr_frac": 1.1}, "--final_lr_frac must be in [0, 1]"),
+    ({"seed": 2**64}, "--seed must be in [-2^63, 2^64), not 18446744073709551616"),
+    ({"seed": -2**63 - 1}, "--seed must be in [-2^63, 2^64), not -9223372036854775809"),
+    ({"samples": 1, "sample_prompt": ""}, "--sample_prompt must not be empty; to train without"),
     (
         {"num_iterations": 8, "repeat_data": False},
         "has only enough tokens for 7 steps, and the run needs 8; add shards (see data/README.md), "
@@ -641,6 +644,16 @@ def test_impossible_settings(workplace, changes, message):
         train_gpt2.check(tiny_hp(**changes), world_size=1)
     assert message in str(e.value)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("seed", [-2**63, 2**64 - 1])
+def test_the_greatest_seeds(workplace, seed):
+    hp = train_gpt2.check(tiny_hp(seed=seed), world_size=1)
+    train_gpt2.build(hp, CPU)
+
+
+def test_no_prompt_is_needed_without_samples(workplace):
+    assert train_gpt2.check(tiny_hp(samples=0, sample_prompt=""), world_size=1)
 
 
 @pytest.mark.parametrize("header, message", [
@@ -663,6 +676,8 @@ def test_tokens_outside_the_vocabulary(workplace):
 
 @pytest.mark.parametrize("run, changes, message", [
     (run_script, {"n_head": 3}, "error: --n_embd 32 must be a multiple of --n_head 3"),
+    (run_forked, {"seed": 10**23}, r"error: --seed must be in \[-2\^63, 2\^64\), not 10{23}$"),
+    (run_forked, {"samples": 1, "sample_prompt": ""}, "error: --sample_prompt must not be empty"),
     (
         run_forked,
         {"learning_rate": 1e30, "val_loss_every": 0},

@@ -846,6 +846,33 @@ def test_own_files_equal_direct_encoding(tmp_path):
     assert 0 < last <= 5000
 
 
+def test_a_file_with_several_paths_is_read_once(tmp_path, monkeypatch):
+    """Otherwise a document could be both in the validation set and in the training set."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "c.txt").symlink_to(tmp_path / "b.txt")
+    assert fineweb.find_files(["b.txt", "*.txt", "a.txt"]) == ["a.txt", "b.txt"]
+    paths = fineweb.find_files(["a.txt", "./a.txt", "*.txt", "deep/../a.txt"])
+    assert paths == ["./a.txt", "b.txt"]
+    absolute = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    assert fineweb.find_files(["a.txt", str(tmp_path / "*.txt")]) == absolute
+    assert fineweb.find_files(["**/*.txt"]) == ["a.txt", "b.txt"]
+
+
+def test_a_path_is_no_pattern(tmp_path, monkeypatch):
+    """A shell that expands *.txt passes the names of the files."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("b [1].txt", "b1.txt", "c[1].txt", "c1.txt", "d1.txt"):
+        (tmp_path / name).write_text(name)
+    assert fineweb.find_files(["b [1].txt"]) == ["b [1].txt"]
+    assert fineweb.find_files(["c[1].txt"]) == ["c[1].txt"]
+    assert fineweb.find_files(["d[1].txt"]) == ["d1.txt"]  # no file has this name
+    names = sorted(os.listdir())
+    assert fineweb.find_files(names) == names
+
+
 @pytest.mark.parametrize("extra, more", [
     (0, []),
     (1, [1]),

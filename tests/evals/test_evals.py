@@ -415,6 +415,42 @@ def test_sample_from_the_command_line(tmp_path):
     assert bad.stderr == "error: --temperature must be at least 0, not -1.0\n"
 
 
+@pytest.mark.parametrize("option, value, message", [
+    ("--seed", "99999999999999999999999", "at most 18446744073709551615, not 999999999999999999"),
+    ("--seed", "-9223372036854775809", "at least -9223372036854775808, not -922337203685477580"),
+    ("--temperature", "1e-40", "0 or at least 1e-06, not 1e-40"),
+    ("--temperature", "nan", "at least 0, not nan"),
+    ("--temperature", "inf", "at most 1000000.0, not inf"),
+    ("--max_tokens", "1000000000000", "at most 100000, not 1000000000000"),
+    ("--max_tokens", "0", "at least 1, not 0"),
+    ("--n", "1000000000000", "at most 10000, not 1000000000000"),
+    ("--top_k", "-1", "at least 0, not -1"),
+])
+def test_impossible_options(monkeypatch, option, value, message):
+    """They are refused before the model is read. Here, there is none."""
+    import sample
+    monkeypatch.setattr(sys, "argv", ["sample.py", "nothing", f"{option}={value}"])
+    with pytest.raises(InputError) as e:
+        sample.main()
+    assert str(e.value).startswith(f"{option} must be {message}")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("options", [
+    ["--seed", str(2**64 - 1)],
+    ["--seed", str(-2**63)],
+    ["--temperature", "1e-6"],
+    ["--temperature", "1e6", "--top_k", str(10**30)],
+])
+def test_extreme_options(tmp_path, monkeypatch, capsys, options):
+    import sample
+    save("gpt2", tmp_path)
+    arguments = [str(tmp_path), "--n", "1", "--prompt", "Hi", "--device", "cpu", *options]
+    monkeypatch.setattr(sys, "argv", ["sample.py", *arguments])
+    sample.main()
+    assert capsys.readouterr().out.startswith("Hi")
+
+
 def test_samples_are_the_generators_tokens(tmp_path, monkeypatch, capsys):
     """The script prints the decoded bytes that generate() yields, up to an end-of-text token."""
     import sample
@@ -672,13 +708,40 @@ def test_a_line_of_jsonl_ends_at_a_newline_only(tmp_path):
     ("bad.jsonl", b"[]", "item 1 must have"),
     ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "item 1 must have"),
     ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": ""}', "item 1 must have"),
+    ("bad.jsonl", b'{"ctx": 5, "endings": ["b", "c", "d", "e"], "label": 0}', "item 1 must have"),
+    ("bad.jsonl", b'{"ctx": ["a"], "endings": ["b", "c", "d", "e"], "label": 0}', "item 1 must"),
+    ("bad.jsonl", b'{"ctx": "a", "endings": [1, 2, 3, 4], "label": 0}', "item 1 must have"),
+    ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", ""], "label": 0}', "item 1 must have"),
+    ("bad.jsonl", b'{"ctx": "a", "endings": "bcde", "label": 0}', "item 1 must have"),
+    ("bad.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1e999}', "item 1 must"),
+    ("bad.jsonl", b"[]\n\n{", "line 3 is not JSON: Expecting property name"),
     ("bad.parquet", b"PAR1", "can't be read as HellaSwag items"),
 ])
 def test_bad_items(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
+    with pytest.raises(hellaswag_scoring.DataError, match=message) as e:
+        hellaswag_scoring.load_items(path)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("beginning", ["[", '{"ctx": ['])
+def test_deeply_nested_items(tmp_path, beginning):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("[]\n\n" + 100_000 * beginning)
+    message = "bad.jsonl: can't be read as HellaSwag items .line 3 is not JSON: maximum recursion"
     with pytest.raises(hellaswag_scoring.DataError, match=message):
         hellaswag_scoring.load_items(path)
+
+
+def test_a_bad_item_is_one_line(tmp_path):
+    save("speedrun", tmp_path)
+    path = tmp_path / "items.jsonl"
+    path.write_text('{"ctx": 5, "endings": ["b", "c", "d", "e"], "label": 0}')
+    result = run_forked([tmp_path, "--data", path], cwd=tmp_path, script=HELLASWAG)
+    assert result.returncode == 2
+    message = f"error: {path}: item 1 must have a context, four endings and a label from 0 to 3\n"
+    assert result.stderr == message
 
 
 def test_pyarrow_is_missing(tmp_path, monkeypatch):

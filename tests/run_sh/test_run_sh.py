@@ -211,6 +211,16 @@ def test_the_active_environment_is_used_as_it_is(checkout):
     assert_trains(done)
     assert f"{theirs}/bin/python" in done.output
     assert not (checkout / ".venv").exists()
+    assert "warning" not in done.output
+
+    site = next(theirs.rglob("site-packages"))
+    (site / "torch-2.13.0.dist-info").rename(site / "torch-2.9.1.dist-info")
+    metadata = site / "torch-2.9.1.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("2.13.0", "2.9.1"))
+    done = run_sh(checkout, VIRTUAL_ENV=theirs, PATH=path)
+    assert_trains(done)  # a build of their own, perhaps
+    assert "warning: the active environment's PyTorch is older than 2.11" in done.output
+    assert "pip install torch==2.13.0\n" in done.output
 
     old = checkout.parent / "old"
     write(old / "python", "#!/bin/sh\nexit 3\n", executable=True)
@@ -662,6 +672,16 @@ def test_called_from_elsewhere(checkout):
     assert_trains(done)
 
 
+def test_cdpath_leads_nowhere_else(checkout):
+    """With CDPATH, bash's cd prefers a folder of the same name there."""
+    other = checkout.parent / "other" / "checkout"
+    other.mkdir(parents=True)
+    variables = environment(checkout.parent, CDPATH=other.parent)
+    done = run(["checkout/run.sh"], checkout.parent, variables)
+    assert_trains(done)
+    assert list(other.iterdir()) == []
+
+
 # -----------------------------------------------------------------------------
 # GPUs
 
@@ -758,6 +778,13 @@ high = "--muon_lr 0.06"
         (["screen", '"--track mini"', "--blocks", "16"], "shakespeare"),
         (["screen", "'--track=mini --num_iterations 600'"], "shakespeare"),
         (["screen", '"""\n  --track mini\n"""'], "shakespeare"),
+        (["screen", '"--track mini"  # use --track fineweb on a GPU'], "shakespeare"),
+        (["screen", "'--track mini'# it's not \"--track fineweb\""], "shakespeare"),
+        (["screen", '"""\n  --track mini\n"""\t# not --track fineweb'], "shakespeare"),
+        (["screen", '"""\n  --idea it\'s --track mini\n"""'], "shakespeare"),
+        (["screen", '"--log_dir a#b --track mini"'], "shakespeare"),
+        (["screen", "'--log_dir \"#\" --track mini'"], "shakespeare"),
+        (["screen", '"--muon_lr 0.05"  # not --track mini'], "fineweb10B"),
         (["screen", '"--muon_lr 0.05"'], "fineweb10B"),
     ],
 )
