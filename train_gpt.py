@@ -998,6 +998,7 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     for name in BELOW_ONE:
         require(getattr(hp, name) < 1, f"--{name} {getattr(hp, name)}: must be less than 1")
     require(hp.cooldown_frac <= 1, f"--cooldown_frac {hp.cooldown_frac}: must be at most 1")
+    require(hp.seed < 2**63, f"--seed {hp.seed}: must be less than 2**63")
     for whole_name, part_name in [
         ("batch_tokens", "train_seq_len"),
         ("val_tokens", "val_seq_len"),

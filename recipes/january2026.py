@@ -1168,6 +1168,7 @@ def check_hyperparameters(hp, world_size, device="cpu"):
     for name in BELOW_ONE:
         require(getattr(hp, name) < 1, f"--{name} {getattr(hp, name)}: must be less than 1")
     require(hp.cooldown_frac <= 1, f"--cooldown_frac {hp.cooldown_frac}: must be at most 1")
+    require(hp.seed < 2**63, f"--seed {hp.seed}: must be less than 2**63")
     require(hp.yarn_beta > 1, f"--yarn_beta {hp.yarn_beta}: must be more than 1")
     for name, size in [("seq_lens", 3), ("windows", 4)]:
         values = getattr(hp, name)

@@ -214,6 +214,7 @@ def test_resumed_on_two_processes(shards, whole, tmp_path):
         (["--seq_lens=100,128,256"], "not a multiple of 128"),
         (["--num_heads=3"], "must be even"),
         (["--yarn_beta=1"], "must be more than 1"),
+        (["--seed=99999999999999999999"], "must be less than"),
         (["--paired_layers=1"], "can't both have layer 1"),
         (["--backout_layer=4"], "must be layers of 4"),
         (["--num_iterations=100000"], "enough documents|enough"),

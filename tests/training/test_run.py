@@ -658,6 +658,7 @@ BAD_OPTIONS = {
     "end-of-text outside the vocabulary": (dict(eot_token=257), "eot_token"),
     "no window": (dict(max_window=0), "max_window"),
     "cooldown beyond the run": (dict(cooldown_frac=1.5), "cooldown_frac"),
+    "a seed of more than 64 bits": (dict(seed=2**64), "seed"),
     "no pass": (dict(sequences_per_pass=0), "sequences_per_pass"),
     "learning rate not a number": (dict(muon_lr="nan"), "muon_lr"),
     "momentum of one": (dict(muon_momentum=1.0), "muon_momentum"),
