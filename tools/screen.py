@@ -359,12 +359,12 @@ def results(screen: Screen, until: float) -> list[Result]:
     for block in read_blocks(screen):
         if belongs(screen, block):
             groups.setdefault(block.group(), []).append(block)
+    width = log_ratio_of_steps(screen.fewer, screen.more)
     found = []
     for blocks in sorted(groups.values(), key=len, reverse=True):
         fitted = fit(np.array([block.losses for block in blocks]), len(screen.factors))
         fewer = [block.fewer for block in blocks]
         more = [block.more for block in blocks]
-        width = log_ratio_of_steps(screen.fewer, screen.more)
         slope = measure_slope(fewer, more, width, fitted.sd, fitted.freedom)
         if slope is not None:
             for contrast in [*fitted.factors, *fitted.groups]:
