@@ -22,8 +22,7 @@ the activations. It is measured before and after the steps, and the tables show 
 higher of the two. The GFLOP of a row are those of the model, as tools/flops.py counts them. For the
 optimizers, they are those of Newton-Schulz; for the whole step, the sum of both. The gap to 100% is
 element-wise work, masked pairs, memory traffic and small products. The second table has the matrix
-products of activations with weights in the forward pass of one micro-step. If the head runs in FP8, it
-also has the gradient of the head's weight: as train_gpt.py computes it, and with the operands swapped.
+products of activations with weights in the forward pass of one micro-step.
 
 MFU (model FLOPs utilization) is the model's FLOP/s divided by the dense bf16 peak in the GPU's
 datasheet, even if the head runs in FP8.
@@ -41,18 +40,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def check_packages(*names):
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        packages = " ".join(missing)
-        sys.exit(f"error: missing packages: {', '.join(missing)}; run pip install {packages}. Without a "
-                 f"network: run pip download -d FOLDER {packages} on another machine, copy FOLDER, and "
-                 f"run pip install --no-index -f FOLDER {packages}")
-
-
-check_packages("torch", "numpy", "safetensors", "tqdm")
+missing = [name for name in ("torch", "numpy", "safetensors") if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"error: missing packages; run pip install {' '.join(missing)}")
 sys.path.insert(0, str(ROOT))
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
@@ -65,16 +55,6 @@ from train_gpt import InputError
 # Dense bf16 FLOP/s by the name that the driver reports, from NVIDIA's datasheets of the H100 and H200
 # (the 1,979 TFLOP/s of the SXM boards are with sparsity). For other boards, use --peak_tflops.
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-
-# Options that this program had when it did more, and what has them now
-MOVED = {
-    "--busy": "tools/bench_busy.py",
-    "--openmp": "tools/bench_busy.py",
-    "--rounds": "tools/bench_busy.py",
-    "--report": "tools/gpu_report.py, where it is called --change",
-    "--shards": "tools/gpu_report.py",
-    "--stage": "tools/gpu_report.py",
-}
 
 # -----------------------------------------------------------------------------
 # Timing
@@ -102,28 +82,6 @@ def random_product(rows, inputs, outputs, device):
     x = torch.randn(rows, inputs, device=device).to(dtype)
     w = torch.randn(outputs, inputs, device=device).to(dtype)
     return lambda: torch.nn.functional.linear(x, w)
-
-
-def head_gradients(tokens, dim, out, device):
-    """Returns two functions that compute the gradient of the head's weight (out, dim) in FP8.
-
-    The first one has the output's gradient (tokens, out) as its first operand, the second one the
-    input (tokens, dim): cuBLAS uses different kernels for the two.
-    """
-    grad = torch.randn(tokens, out, device=device).to(torch.float8_e5m2).T.contiguous()  # (out, tokens)
-    x = torch.randn(tokens, dim, device=device).to(torch.float8_e4m3fn).T.contiguous()  # (dim, tokens)
-    one = torch.ones((), device=device)
-
-    def product(a, b):
-        return torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
-
-    def gradient_first():
-        return product(grad, x)
-
-    def input_first():
-        return product(x, grad).T
-
-    return gradient_first, input_first
 
 
 def matmul_peak(device):
@@ -356,11 +314,6 @@ def print_products(hp, figures, repeats, device):
     for name, inputs, outputs in products:
         run = random_product(tokens, inputs, outputs, device)
         add_row(name, (tokens, inputs, outputs), run)
-    if figures["FP8 head"]:
-        shape = (dim, tokens, hp.padded_vocab_size)
-        gradient_first, input_first = head_gradients(tokens, dim, hp.padded_vocab_size, device)
-        add_row("head's gradient in FP8, gradient first", shape, gradient_first)
-        add_row("head's gradient in FP8, input first", shape, input_first)
     print_table(["product", "shape", "ms", "GFLOP", "GFLOP/s", "% of peak"], rows)
 
 
@@ -416,46 +369,26 @@ def fail(message):
     raise InputError(f"{message}; --help lists the options")
 
 
-def make_parser(description):
-    """A parser with the options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
+def read_options(argv):
+    """Returns the benchmark's options, train_gpt.py's options, and the hyperparameters.
+
+    Raises InputError.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     epilog="All other options go to train_gpt.py.",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
-    add_timing_options(parser)
-    return parser
-
-
-def add_timing_options(parser):
     parser.add_argument("--repeats", type=positive, default=20, metavar="N",
                         help="timed repetitions (default: 20)")
     parser.add_argument("--warmup", type=positive, default=10, metavar="N",
                         help="untimed steps before the timed ones (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file, too")
-
-
-def add_step_options(parser):
-    """The options of the benchmarks that time a step's parts."""
     parser.add_argument("--kernels", type=positive, metavar="N",
                         help="list the N slowest kernels of a step")
     parser.add_argument("--peak_tflops", type=float, metavar="X",
                         help="the GPU's dense bf16 peak in TFLOP/s, which the MFU needs (default: "
                              "known for the H100 SXM and the H200)")
-
-
-def check_step_options(args):
-    if args.peak_tflops is not None and not args.peak_tflops > 0:
-        raise InputError(f"--peak_tflops {args.peak_tflops}: must be above zero")
-
-
-def read_options(parser, argv):
-    """Returns the benchmark's options, train_gpt.py's options, and the hyperparameters.
-
-    Raises InputError.
-    """
-    parser.epilog = (parser.epilog or "") + "\nAll other options go to train_gpt.py."
     args, rest = parser.parse_known_args(argv)
-    if args.json and not args.json.parent.is_dir():
-        raise InputError(f"--json {args.json}: the folder {args.json.parent} doesn't exist; make it first")
     options, hp = train_gpt.parse_arguments(rest)
     if options.device == "cpu" and options.track == "fineweb":  # a step of the track takes an hour
         short_step = ["--batch_tokens=1024", "--train_seq_len=1024", "--val_seq_len=1024"]
@@ -479,32 +412,6 @@ def machine_name(device):
     return f"{train_gpt.CPU_MODEL}, {torch.get_num_threads()} threads"
 
 
-def measure_and_print(args, track, hp, world):
-    """Measures a step, prints its tables, and returns {figure: number}."""
-    peak_flops = PEAKS.get(machine_name(world.device))
-    if args.peak_tflops:
-        peak_flops = args.peak_tflops * 1e12
-    training = set_up_training(hp, world)
-    figures = measure(training, args.warmup, args.repeats, peak_flops)
-    print_summary(track, hp, figures)
-    print_parts(hp, figures)
-    print_products(hp, figures, args.repeats, world.device)
-    if args.kernels:
-        print_kernels(training.step, world.device, args.kernels)
-    return figures
-
-
-def describe_run(device, command):
-    """Prints the machine, and returns what the JSON file says of it."""
-    print(f"{machine_name(device)}, PyTorch {torch.__version__}", flush=True)
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine_name(device),
-        "PyTorch": torch.__version__,
-        "command": f"`{command}`",
-    }
-
-
 def write_json(path, content):
     """Writes the whole file or nothing."""
     text = json.dumps(content, indent=1) + "\n"
@@ -512,19 +419,26 @@ def write_json(path, content):
 
 
 def bench(argv):
-    for word in argv:
-        option = word.split("=")[0]
-        if option in MOVED:
-            raise InputError(f"{option} has moved to {MOVED[option]}; see its --help")
-    parser = make_parser(__doc__)
-    add_step_options(parser)
-    parser.epilog = ("Moved: --busy, --openmp and --rounds to tools/bench_busy.py; --report, --shards "
-                     "and --stage to\ntools/gpu_report.py.")
-    args, options, hp = read_options(parser, argv)
-    check_step_options(args)
+    args, options, hp = read_options(argv)
     world, hp = start(options, hp)
-    facts = describe_run(world.device, " ".join(["python tools/bench.py", *argv]))
-    figures = measure_and_print(args, options.track, hp, world)
+    device = world.device
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine_name(device),
+        "PyTorch": torch.__version__,
+        "command": " ".join(["python tools/bench.py", *argv]),
+    }
+    print(f"{facts['machine']}, PyTorch {torch.__version__}", flush=True)
+    peak_flops = PEAKS.get(facts["machine"])
+    if args.peak_tflops:
+        peak_flops = args.peak_tflops * 1e12
+    training = set_up_training(hp, world)
+    figures = measure(training, args.warmup, args.repeats, peak_flops)
+    print_summary(options.track, hp, figures)
+    print_parts(hp, figures)
+    print_products(hp, figures, args.repeats, device)
+    if args.kernels:
+        print_kernels(training.step, device, args.kernels)
     if args.json:
         write_json(args.json, facts | figures)
 

@@ -1,4 +1,4 @@
-"""Tests of tools/gpu_report.py without a GPU: its stages, its verdict, and the row that it adds."""
+"""Tests of tools/gpu_report.py without a GPU: its stages, its page and its verdicts."""
 
 import contextlib
 import fcntl
@@ -7,10 +7,8 @@ import math
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,233 +24,6 @@ import gpu_reference
 import gpu_report
 import train_gpt
 from bench import InputError, run_benchmark
-
-pytest_plugins = "pytester"
-LOSSES = {step: round(10.8258 / (1 + step / 100), 4) for step in range(0, 201, 25)}
-
-
-def test_table_row():
-    figures = {
-        "date": "2000-01-01",
-        "change": "a | b\nc",
-        "step ms": 1234.5678,
-        "allocated MiB": 7,
-    }
-    row = gpu_report.table_row(figures)
-    cells = [cell.strip() for cell in row.replace("\\|", "/").strip("|").split("|")]
-    expected = {column: "-" for column in gpu_report.COLUMNS}
-    expected["date"] = "2000-01-01"
-    expected["change"] = "a / b c"
-    expected["step ms"] = "1,234.57"
-    expected["allocated MiB"] = "7"
-    assert dict(zip(gpu_report.COLUMNS, cells)) == expected
-    assert len(cells) == len(gpu_report.COLUMNS)
-
-
-def test_rows_are_added_to_the_table_that_ends_hopper_md(tmp_path):
-    path = tmp_path / "HOPPER.md"
-    before = gpu_report.HOPPER.read_text()
-    path.write_text(before)
-    gpu_report.append_row(path, {"change": "first"})
-    gpu_report.append_row(path, {"change": "second"})
-    *old, first, second = path.read_text().splitlines()
-    assert old == before.splitlines()
-    assert old[-1].startswith("|")  # the file ends with the table
-    assert "| first |" in first
-    assert "| second |" in second
-    assert list(tmp_path.iterdir()) == [path]
-    path.write_text("another table\n")
-    with pytest.raises(InputError, match=r"table of results is missing .*: \| date \| machine "):
-        gpu_report.append_row(path, {})
-    assert path.read_text() == "another table\n"
-
-
-def test_judge():
-    near = {step: loss + 0.01 for step, loss in LOSSES.items()}
-    near[0] = LOSSES[0]
-    assert gpu_report.judge(LOSSES, near) == "ok, FP8 minus bf16: -0.0100 to 0.0000"
-    assert gpu_report.judge(near, LOSSES) == "ok, FP8 minus bf16: 0.0000 to 0.0100"
-    assert "bf16: ended early" in gpu_report.judge(LOSSES, {0: 10.8258})
-    assert "FP8: starts at 10.9" in gpu_report.judge(LOSSES | {0: 10.9}, LOSSES)
-    assert "FP8: no fall to step 75" in gpu_report.judge(LOSSES | {75: LOSSES[50]}, LOSSES)
-    assert "FP8 is 0.0600 above bf16" in gpu_report.judge(LOSSES, LOSSES | {200: LOSSES[200] - 0.06})
-    assert "ok" in gpu_report.judge(LOSSES, LOSSES | {200: LOSSES[200] + 0.06})
-    assert "FP8: no fall to step 100" in gpu_report.judge(LOSSES | {100: float("nan")}, LOSSES)
-
-
-def test_stages(tmp_path, monkeypatch, capsys):
-    """Stages can run one by one or all at once. None runs twice.
-
-    A stage that fails leaves no result.
-    """
-    page = tmp_path / "HOPPER.md"
-    before = gpu_report.HOPPER.read_text()
-    page.write_text(before)
-    folder = tmp_path / "logs" / "report" / "x"
-    made = []
-
-    def fake_gpu_tests():
-        made.append("tests")
-        return "30 passed"
-
-    def fake_short_run(shards, fp8):
-        made.append("fp8" if fp8 else "bf16")
-        return LOSSES
-
-    def killed():
-        raise KeyboardInterrupt
-
-    def figures():
-        return {"step ms": 100.0, "change": "as it is"}
-
-    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_report, "HOPPER", page)
-    monkeypatch.setattr(gpu_report, "gpu_tests", fake_gpu_tests)
-    monkeypatch.setattr(gpu_report, "short_run", fake_short_run)
-
-    assert gpu_report.report(["fp8"], tmp_path, folder, killed).keys() == {"fp8"}
-    text = capsys.readouterr().out
-    assert "still to run: --stage tests, --stage bf16, --stage figures\n" in text
-    with pytest.raises(KeyboardInterrupt):
-        gpu_report.report(gpu_report.STAGES, tmp_path, folder, killed)
-    assert made == ["fp8", "tests", "bf16"]
-    assert page.read_text() == before
-    row = gpu_report.report(gpu_report.STAGES, tmp_path, folder, figures)
-    assert made == ["fp8", "tests", "bf16"]
-    assert row["run"] == "ok, FP8 minus bf16: 0.0000 to 0.0000"
-    assert "100: 5.4129" in row["val_loss FP8"]
-    assert page.read_text().splitlines()[-1] == gpu_report.table_row(row)
-    assert list(folder.iterdir()) == []  # the next report measures again
-
-
-FAKE_TRAINING = """
-import pathlib, sys
-if not pathlib.Path("shards").exists():
-    print("step:0/200 val_loss:10.8258 train_time:0ms step_avg:0.00ms", flush=True)
-    sys.exit("error: no shards")
-print("step:200/200 val_loss:6.5000 train_time:9ms step_avg:0.05ms")
-"""
-
-
-@pytest.mark.parametrize("stage", ["fp8", "bf16"])
-def test_a_training_that_fails_is_no_result(stage, tmp_path, monkeypatch, capfd):
-    """The command fails with one line. The same command tries again."""
-    folder = tmp_path / "parts"
-    (tmp_path / "train_gpt.py").write_text(FAKE_TRAINING)
-    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
-
-    def command(argv):
-        gpu_report.report([stage], tmp_path, folder, None)
-
-    for _ in range(2):
-        assert run_benchmark(command, []) == 2
-        out, err = capfd.readouterr()
-        assert "  error: no shards\n" in out
-        assert err.startswith("error: the stage failed with exit status 1; ")
-        assert err.count("\n") == 1
-        assert not folder.exists()
-    (tmp_path / "shards").mkdir()
-    assert run_benchmark(command, []) == 0
-    assert json.loads((folder / f"{stage}.json").read_text()) == [[200, 6.5]]
-
-
-def test_gpu_tests_that_could_not_run_are_no_result(tmp_path, monkeypatch):
-    """Tests that fail are a result, and the row shows it."""
-    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
-    (tmp_path / "tests" / "gpu").mkdir(parents=True)
-    test = tmp_path / "tests" / "gpu" / "test_it.py"
-    for content in ("import nothing_of_this_name\n", ""):
-        test.write_text(content)
-        with pytest.raises(InputError, match="the stage failed with exit status"):
-            gpu_report.gpu_tests()
-    test.write_text("def test_it():\n    assert False\n")
-    assert gpu_report.gpu_tests().startswith("1 failed")
-
-
-def test_the_stages_of_a_row_have_the_same_shards(tmp_path, monkeypatch, capsys):
-    made = []
-
-    def fake_short_run(shards, fp8):
-        made.append("fp8" if fp8 else "bf16")
-        return LOSSES
-
-    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_report, "PARTS", tmp_path / "parts")
-    monkeypatch.setattr(gpu_report, "short_run", fake_short_run)
-    monkeypatch.setattr(gpu_report, "read_row_options", gpu_report.read_options)  # without a GPU
-    monkeypatch.setattr(gpu_report, "start", lambda options, hp: (SimpleNamespace(device=CPU), hp))
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        write_shard(tmp_path / name / "x_train_0.bin", [1, 2, 3])
-        write_shard(tmp_path / name / "x_val_0.bin", [1, 2, 3])
-
-    def stages_to_run(shards, stage):
-        options = ["--device", "cpu", "--track", "mini", "--change", "x", "--stage", stage]
-        gpu_report.gpu_report([*options, "--shards", str(tmp_path / shards)])
-        return re.findall(r"--stage (\w+)", capsys.readouterr().out)
-
-    assert stages_to_run("one", "fp8") == ["tests", "bf16", "figures"]
-    assert stages_to_run("other", "bf16") == ["tests", "fp8", "figures"]
-    assert stages_to_run("one", "fp8") == ["tests", "bf16", "figures"]
-    assert made == ["fp8", "bf16"]
-    assert stages_to_run("one", "bf16") == ["tests", "figures"]
-    write_shard(tmp_path / "one" / "x_train_0.bin", [1, 2, 3, 4])  # other tokens in the same folder
-    assert stages_to_run("one", "bf16") == ["tests", "fp8", "figures"]
-    (tmp_path / "one" / "x_train_1.bin").symlink_to("missing")
-    with pytest.raises(InputError, match="x_train_1.bin: no such file or directory; remove it"):
-        stages_to_run("one", "bf16")
-
-
-def test_the_help_lists_the_options_and_stages_of_both(capsys):
-    with pytest.raises(SystemExit):
-        gpu_report.gpu_report(["--help"])
-    text = " ".join(capsys.readouterr().out.partition("\noptions:")[2].split())
-    for name in (*gpu_report.REPORT_OPTIONS, *gpu_report.ROW_OPTIONS, "stage"):
-        assert f"--{name} " in text
-    for stage in (*gpu_report.CHECKS, *gpu_report.STAGES):
-        assert stage in text
-
-
-def test_the_command_in_the_row():
-    argv = ["--change", "x", "--shards", "/data/my shards", "--stage", "fp8", "--repeats", "5"]
-    text = gpu_report.command_text(argv, "/data/my shards")
-    assert text == "python tools/gpu_report.py --change x --shards DIR --repeats 5"
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--change", "x"], "--shards"),
-        (["--shards", "."], "--change"),
-        (["--change", "x", "--shards", ".", "--stage", "fp9"], "--stage fp9: choose from tests, fp8"),
-        (["--change", "x", "--shards", ".", "--minutes", "5"], "--minutes is only for the report"),
-        (["--stage", "fp8"], "--stage fp8: choose from machine, head"),
-        (["--repeats", "5"], "--repeats is only for adding a row; give --change and --shards"),
-        ([], "unrecognized arguments: --device cpu"),
-        (["--change", "x", "--shards", "nowhere"], "make them with data/fineweb.py"),
-        (["--change", "x", "--shards", "SHARDS"], "needs a CUDA GPU"),
-    ],
-)
-def test_bad_report_options(args, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "SHARDS").mkdir()
-    (tmp_path / "SHARDS" / "x_train_0.bin").touch()
-    (tmp_path / "SHARDS" / "x_val_0.bin").touch()
-    assert run_benchmark(gpu_report.gpu_report, ["--device", "cpu", *args]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert message in err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_gpu_tests_are_skipped_without_a_gpu(pytester):
-    result = pytester.runpytest_inprocess(ROOT / "tests" / "gpu", "-p", "no:cacheprovider")
-    outcomes = result.parseoutcomes()
-    assert outcomes.pop("skipped") > 0
-    assert outcomes.keys() <= {"warning", "warnings"}
-
 
 # --------------------------------------------------------------- the report
 FAKE_CHECKS = """
@@ -274,7 +45,7 @@ if name == "head":
     figures["checks"] = [check]
 json.dump(figures, open(file, "w"))
 """
-FAKE_STAGES = {"machine": 60, "head": 60, "attention": 60, "muon": 3, "waits": 60}
+FAKE_STAGES = ("machine", "head", "attention", "muon", "waits")
 
 
 @pytest.fixture
@@ -283,13 +54,13 @@ def fake_checks(tmp_path, monkeypatch):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "gpu_checks.py").write_text(FAKE_CHECKS)
     monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_report, "CHECKS", FAKE_STAGES)
+    monkeypatch.setattr(gpu_report, "STAGES", FAKE_STAGES)
     return tmp_path
 
 
 def test_a_stage_that_fails_is_reported_and_the_others_go_on(fake_checks, capsys):
     out = fake_checks / "out"
-    gpu_report.gpu_page_and_json(out, None, 20)
+    gpu_report.make_report(out, None, 0.3)  # a stage ends after 6 s
     assert sorted(path.name for path in out.iterdir()) == ["gpu_report.json", "gpu_report.md"]
     stages = json.loads((out / "gpu_report.json").read_text())["stages"]
     status = {name: result["status"] for name, result in stages.items()}
@@ -313,23 +84,23 @@ def test_a_stage_that_fails_is_reported_and_the_others_go_on(fake_checks, capsys
 
 def test_a_report_continues_where_it_stopped(fake_checks):
     out = fake_checks / "out"
-    gpu_report.gpu_page_and_json(out, ["head"], 20)
-    gpu_report.gpu_page_and_json(out, ["waits"], 20)
+    gpu_report.make_report(out, ["head"], 0.3)
+    gpu_report.make_report(out, ["waits"], 0.3)
     (fake_checks / "made").unlink()
-    gpu_report.gpu_page_and_json(out, None, 20)
+    gpu_report.make_report(out, None, 0.3)
     made = (fake_checks / "made").read_text().split()
     assert made == ["machine", "attention", "muon"]
     # another PyTorch: everything is measured again
     text = (out / "gpu_report.json").read_text()
     (out / "gpu_report.json").write_text(text.replace('"PyTorch": "2.11"', '"PyTorch": "2.10"'))
     (fake_checks / "made").unlink()
-    gpu_report.gpu_page_and_json(out, None, 20)
+    gpu_report.make_report(out, None, 0.3)
     assert (fake_checks / "made").read_text().split() == list(FAKE_STAGES)
 
 
 def test_no_stage_starts_when_the_time_is_over(fake_checks):
     out = fake_checks / "out"
-    gpu_report.gpu_page_and_json(out, None, 0.001)
+    gpu_report.make_report(out, None, 0.001)
     stages = json.loads((out / "gpu_report.json").read_text())["stages"]
     assert stages.pop("machine")["status"] == "done"
     for result in stages.values():
@@ -361,65 +132,43 @@ def stage_is_running(folder):
     return False
 
 
-@pytest.fixture
-def no_stage_left(tmp_path):
-    """Ends what a failed test left."""
-    yield
-    if (tmp_path / "pids").exists() and stage_is_running(tmp_path):
-        for pid in (tmp_path / "pids").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-
-
-# tools/gpu_report.py as a command, but in the repository argv[1]
+# tools/gpu_report.py as a command, but with the stages of the repository argv[1]
 REPORT = f"""
-import pathlib, runpy, signal, sys
+import pathlib, sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
-import bench
-folder, hang_up = sys.argv[1:]
-bench.ROOT = pathlib.Path(folder)
-signal.signal(signal.SIGHUP, signal.SIG_IGN if hang_up == "ignored" else signal.SIG_DFL)
-sys.argv = ["gpu_report.py"]
-runpy.run_path({str(ROOT / "tools" / "gpu_report.py")!r}, run_name="__main__")
+import gpu_report
+gpu_report.ROOT = pathlib.Path(sys.argv[1])
+gpu_report.stop_on_signals()
+sys.exit(gpu_report.run_benchmark(gpu_report.gpu_report, []))
 """
 
 
-@pytest.mark.parametrize("number, hang_up", [(signal.SIGHUP, "default"), (signal.SIGTERM, "ignored")])
-def test_a_signal_ends_the_stage(number, hang_up, tmp_path, no_stage_left):
-    """Under nohup, SIGHUP is ignored."""
+def test_a_signal_ends_the_stage(tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "gpu_checks.py").write_text(ENDLESS_STAGE)
-    command = [sys.executable, "-c", REPORT, str(tmp_path), hang_up]
+    command = [sys.executable, "-c", REPORT, str(tmp_path)]
     report = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until((tmp_path / "pids").exists)
-        if hang_up == "ignored":
-            report.send_signal(signal.SIGHUP)
-            time.sleep(0.5)
-            assert report.poll() is None
-            assert stage_is_running(tmp_path)
-        report.send_signal(number)
+        wait_until(lambda: (tmp_path / "pids").exists() or report.poll() is not None)
+        report.terminate()
         _, err = report.communicate(timeout=60)
         wait_until(lambda: not stage_is_running(tmp_path), seconds=10)
         assert report.returncode == 130
         assert err == ""
     finally:
         report.kill()
+        if stage_is_running(tmp_path):
+            for pid in (tmp_path / "pids").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
 
-def test_an_interrupt_ends_a_stage_of_a_row(tmp_path, monkeypatch, no_stage_left):
-    """A signal may reach only the report, so the report ends its stage."""
-
-    def interrupted_print(text, **options):
-        if "started" in text:
-            raise KeyboardInterrupt
-
-    (tmp_path / "train_gpt.py").write_text(ENDLESS_STAGE)
-    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_report, "print", interrupted_print, raising=False)
-    with pytest.raises(KeyboardInterrupt):
-        gpu_report.short_run(tmp_path, fp8=True)
-    wait_until(lambda: not stage_is_running(tmp_path), seconds=10)
+@pytest.mark.parametrize("options", [["--stage", "fp8"], ["--track", "mini"]])
+def test_bad_options_are_one_line(options, capsys):
+    assert run_benchmark(gpu_report.gpu_report, options) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: .*\n", err)
 
 
 def test_claims_are_those_of_hardware_md():
@@ -584,15 +333,6 @@ def test_settings_are_those_of_the_kept_losses(monkeypatch):
     found = gpu_reference.losses_of_seeds(two_steps, world, [0], torch.float32, fp8=False)["0"]
     kept = gpu_reference.read_reference()["float32"]["0"]
     assert found == pytest.approx(kept[:2], abs=1e-4)
-
-
-@pytest.mark.parametrize("window", gpu_reference.WINDOWS)
-def test_the_cpu_is_within_the_tolerance(window):
-    reference = gpu_reference.read_reference()
-    tolerance = gpu_reference.tolerance(reference, window)
-    for variant in ("bf16", "fp8"):
-        found = gpu_reference.differences(reference[variant], reference["float32"], window)
-        assert abs(statistics.mean(found)) < tolerance < 0.02
 
 
 def test_tolerance_is_the_distance_plus_four_standard_errors():
