@@ -3,7 +3,7 @@ Does an idea help? Trains a base and your ideas with the same seeds until the an
 
     ./run.sh compare                                   the working tree against the last commit
     ./run.sh compare --idea "--muon_lr 0.03"           a setting against the working tree
-    ./run.sh compare --idea a.patch --idea my-branch --until 1% --hours 8
+    ./run.sh compare --idea records/mini/ideas/backout --until 1% --hours 8
 
 compare stops at the first of these answers that it can prove:
 
@@ -15,10 +15,10 @@ compare stops at the first of these answers that it can prove:
 The answer is "undecided" if --hours, --runs, Ctrl-C or the maximum number of pairs ends it earlier.
 
 --base and --idea take [NAME=]SOURCE. SOURCE is options of train_gpt.py in quotes, a .patch or .diff
-to the base, a .py script, a git revision, or . for the working tree. Options may also follow a file,
-a revision or . : "gelu.patch --muon_lr 0.03". compare passes all options that it doesn't know to the
-runs: --num_iterations 200. The track is train_gpt.py's default (fineweb with a GPU, otherwise mini),
-unless you pass --track.
+to the base, a folder of records/mini/ideas/, a .py script, a git revision, or . for the working tree.
+Options may also follow any of these but options: "gelu.patch --muon_lr 0.03". compare passes all
+options that it doesn't know to the runs: --num_iterations 200. The track is train_gpt.py's default
+(fineweb with a GPU, otherwise mini), unless you pass --track.
 
 Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
 You may look as often as you like: that doesn't make a wrong answer more likely. Finished runs are
@@ -56,7 +56,6 @@ from compare_answer import (
     short,
     slope_in_words,
 )
-from compare_late import check_late_idea, late_start
 from compare_plan import (
     Comparison,
     next_task,
@@ -72,6 +71,7 @@ from compare_sources import (
     check_data,
     check_settings,
     check_validation,
+    idea_commit,
     read_variant,
     tell_apart,
     with_steps,
@@ -89,10 +89,6 @@ from log_parsing import (
 from machine import usable_cores
 
 INTERRUPTED = "interrupted; finished runs are kept; run the same command again to continue"
-REMOVED = {
-    "--name": "this option was removed; leave it out (--list shows the runs that are kept)",
-    "--no_steps": "this option was removed, because compare always measures steps; leave it out",
-}
 
 
 # -----------------------------------------------------------------------------
@@ -103,25 +99,14 @@ def fail(message: str):
     raise UsageError(f"{message}; --help lists all options")
 
 
-def read_percent(text: str) -> float:
+def parse_percent(text: str) -> float:
     """ "2%" or "2" as 0.02. Raises ArgumentTypeError."""
     try:
-        return float(text.removesuffix("%")) / 100
+        value = float(text.removesuffix("%")) / 100
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: must be a percentage, like 2%") from None
-
-
-def parse_percent(text: str) -> float:
-    value = read_percent(text)
     if not 0.001 <= value <= 0.5:
         raise argparse.ArgumentTypeError(f"{text}: must be between 0.1% and 50%")
-    return value
-
-
-def parse_start(text: str) -> float:
-    value = read_percent(text)
-    if not 0.5 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 50% and less than 100%")
     return value
 
 
@@ -145,17 +130,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.error = fail
     add = parser.add_argument
     source = "[NAME=]SOURCE"
-    base = "what to compare with; default: the working tree, or the last commit without --idea"
+    base = "what to compare with; default: the commit that the ideas' folders name, otherwise the working "
+    base += "tree, or the last commit without --idea"
     add("--base", metavar=source, help=base)
     idea = "can be given several times; default: the working tree"
     add("--idea", metavar=source, action="append", help=idea)
-    percents = {"type": parse_percent, "metavar": "X%"}
     until = "the smallest saving of steps that matters; default: 2%%"
-    add("--until", default=0.02, help=until, **percents)
-    start = {"type": parse_start, "metavar": "X%", "dest": "start"}
-    late = "for ideas that only change the end of training: start at the base's checkpoint after X%% of "
-    late += "the steps"
-    add("--from", help=late, **start)
+    add("--until", type=parse_percent, default=0.02, metavar="X%", help=until)
     add("--hours", type=float, metavar="H", help="stop after H hours; default: no limit")
     runs = "make N pairs and look only once, at the end; never says \"not worth it\". A pair is one run of "
     runs += "the base and one of the idea, with the same seed"
@@ -163,8 +144,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
     add("--jobs", type=parse_count, metavar="N", help="runs at a time on a CPU; default: one per core")
     add("--nproc_per_node", type=parse_count, default=1, metavar="N", help="processes per run")
-    aa = "compare the base with itself on twice as many threads, to check compare"
-    add("--aa", action="store_true", help=aa)
     add("--no_times", action="store_true", help="don't measure step times")
     add("--gate", action="store_true", help="print only the answer; exit status 0 if it helps")
     add("--json", type=Path, metavar="FILE", help="write all numbers")
@@ -196,9 +175,6 @@ def check_output_file(file: Path, ending: str) -> None:
 
 def check_arguments(args: argparse.Namespace, common: list[str]) -> None:
     """Raises UsageError."""
-    for option, reason in REMOVED.items():
-        if option in [word.split("=")[0] for word in common]:
-            raise UsageError(f"{option}: {reason}")
     before = ""
     for word in common:
         if not before.startswith("--") and not word.startswith("--"):
@@ -213,10 +189,6 @@ def check_arguments(args: argparse.Namespace, common: list[str]) -> None:
         fail("--runs must be 2 or more")
     if args.hours is not None and not args.hours > 0:
         fail("--hours must be more than zero")
-    if args.aa and args.idea:
-        fail("--aa compares the base with itself; leave out --idea")
-    if args.start and (args.aa or args.nproc_per_node > 1):
-        fail("--from can't be combined with --aa or with several processes per run")
     if args.json:
         check_output_file(args.json, "")
     if args.plot:
@@ -230,14 +202,24 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, common
 
 
+def base_of_ideas(args: argparse.Namespace) -> str:
+    """The base if --base isn't given. Raises UsageError."""
+    if not args.idea:
+        return "HEAD"
+    commits = {idea_commit(text) for text in args.idea} - {""}
+    if len(commits) > 1:
+        fail("these ideas were made for different commits; compare them one at a time, or give --base")
+    if not commits:
+        return "."
+    commit = commits.pop()
+    return f"{commit[:7]}={commit}"
+
+
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UsageError."""
     tree = (compare_runs.ROOT / "train_gpt.py").read_bytes()
-    default_base = "." if args.idea or args.aa else "HEAD"
-    base = read_variant(args.base or default_base, tree, common)
+    base = read_variant(args.base or base_of_ideas(args), tree, common)
     ideas = [read_variant(text, base.source, common) for text in args.idea or ["."]]
-    if args.aa:
-        ideas = [replace(base, name="copy on twice the threads", thread_factor=2)]
     variants = [base, *ideas]
     check_settings(variants, args.nproc_per_node)
     check_validation(base, ideas)
@@ -276,14 +258,8 @@ def set_up(args: argparse.Namespace, variants: list[Variant], lock: int) -> Comp
     facts["data"] = compare_runs.data_facts(variants)
     setup = Setup(facts, threads, args.nproc_per_node, lock)
     base, *ideas = variants
-    from_step = 0
-    if args.start:
-        from_step = late_start(args.start, base, ideas)
-        key = setup.key(base)
-        ideas = [replace(idea, from_step=from_step, from_key=key) for idea in ideas]
     c = Comparison(
         args=args,
-        from_step=from_step,
         setup=setup,
         base=base,
         ideas=ideas,
@@ -445,6 +421,8 @@ def facts_in_words(c: Comparison) -> list[str]:
     threads = f"{plural(facts['threads'], 'thread')} per {per}"
     slope = slope_in_words(c.slope())
     sentences = [slope or STEPS_UNKNOWN]
+    if c.base.name != "worktree":
+        sentences.append(f"The base is {short(c.base.name, 30)}.")
     for idea in c.ideas:
         steps = idea.num_iterations()
         if steps != c.base.num_iterations():
@@ -452,8 +430,6 @@ def facts_in_words(c: Comparison) -> list[str]:
     logs = [log for runs in c.runs.values() for log in runs.values()]
     if any(log.uncompiled for log in logs):
         sentences.append("The runs were not compiled (their logs say why).")
-    if c.from_step:
-        sentences.append(f"Runs of the ideas start at the base's checkpoint of step {c.from_step}.")
     if len(c.ideas) > 1 and not all(has_interval(effect) for effect in c.effects()):
         fewest = fewest_pairs(len(c.ideas))
         sentences.append(f"With {len(c.ideas)} ideas, there is no interval before {fewest} pairs.")
@@ -538,8 +514,6 @@ def compare_locked(args: argparse.Namespace, variants: list[Variant], lock: int)
     compare_runs.make_room({c.setup.folder(variant) for variant in c.variants()})
     for variant in c.variants():
         c.runs[variant.name] = compare_runs.kept_runs(c.setup, variant)
-    if c.from_step:
-        c.runs[c.base.name] = compare_runs.with_checkpoints(c.setup, c.base, c.from_step)
     compare_runs.check_compiled(c.runs)
     warning = warning_in_words(c)
     if warning and not args.gate:
@@ -547,14 +521,9 @@ def compare_locked(args: argparse.Namespace, variants: list[Variant], lock: int)
     say(c, plan_in_words(c))
     status = 0
     try:
-        for idea in c.ideas:
-            if c.from_step:
-                name = short(idea.name, 30)
-                say(c, f"checking that {name} trains like the base up to step {c.from_step}")
-                check_late_idea(c.setup, c.base, idea, args.seed)
         make_runs(c)
         identical = all(effect.verdict == "identical" for effect in c.effects())
-        if not (args.no_times or args.aa or args.gate or c.from_step or identical):
+        if not (args.no_times or args.gate or identical):
             measure_times(c)
     except KeyboardInterrupt:
         status = 130

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from compare_answer import goal, plural
-from compare_runs import RUNS_A_PROCESS, Setup, Task, Worker, checkpoint_path
+from compare_runs import RUNS_A_PROCESS, Setup, Task, Worker
 from compare_sources import Variant, log_ratio_of_steps
 from compare_stats import (
     FEWEST_SLOPES,
@@ -45,7 +45,6 @@ class Comparison:
     fewer: Variant  # the base with fewer steps
     more: Variant
     jobs: int
-    from_step: int = 0  # --from: the runs of ideas start at the base's checkpoint of this step
     runs: dict[str, dict] = field(default_factory=dict)  # name -> seed -> log
     workers: list[Worker] = field(default_factory=list)
     made: int = 0      # runs in this session
@@ -161,27 +160,15 @@ def missing_seeds(c: Comparison, variant: Variant, seeds: range) -> list[int]:
     return [seed for seed in seeds if seed not in taken]
 
 
-def late_task(c: Comparison, idea: Variant, missing: list[int]) -> Task | None:
-    """A run that starts at the base's checkpoint; None if there is no checkpoint yet."""
-    for seed in missing:
-        if seed in c.runs[c.base.name]:
-            checkpoint = checkpoint_path(c.setup, c.base, seed, c.from_step)
-            return Task(idea, range(seed, seed + 1), resume=checkpoint)
-    return None
-
-
 def task_for(c: Comparison, variant: Variant, seeds: range) -> Task | None:
     """The first missing seeds that follow each other; None if nothing is missing."""
     missing = missing_seeds(c, variant, seeds)
     if not missing:
         return None
-    if variant.from_step:
-        return late_task(c, variant, missing)
     count = 1
     while count < len(missing) and missing[count] == missing[0] + count:
         count += 1
-    save_at = c.from_step if variant is c.base else 0
-    return Task(variant, range(missing[0], missing[0] + count), save_at)
+    return Task(variant, range(missing[0], missing[0] + count))
 
 
 def slope_task(c: Comparison) -> Task | None:

@@ -50,10 +50,7 @@ class Setup:
     lock: int       # file descriptor that runs inherit: the folder stays locked while one is alive
 
     def key(self, variant: Variant) -> str:
-        parts = [variant.digest(), variant.from_step, self.facts]
-        if variant.from_step:
-            parts.append(variant.from_key)
-        text = json.dumps(parts, sort_keys=True)
+        text = json.dumps([variant.digest(), 0, self.facts], sort_keys=True)  # 0: as in older kept runs
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def folder(self, variant: Variant) -> Path:
@@ -72,8 +69,6 @@ class Task:
 
     variant: Variant
     seeds: range
-    save_at: int = 0  # --from: keep a checkpoint of this step
-    resume: Path | None = None  # --from: a checkpoint to start at; for one seed
     second_try: bool = False
 
 
@@ -217,16 +212,6 @@ def kept_runs(setup: Setup, variant: Variant) -> dict[int, Log]:
     return found
 
 
-def checkpoint_path(setup: Setup, variant: Variant, seed: int, step: int) -> Path:
-    return setup.folder(variant) / f"seed{seed}_step{step}.pt"
-
-
-def with_checkpoints(setup: Setup, variant: Variant, step: int) -> dict[int, Log]:
-    """The kept runs of a variant, by seed, that have a checkpoint of this step."""
-    runs = kept_runs(setup, variant)
-    return {seed: runs[seed] for seed in runs if checkpoint_path(setup, variant, seed, step).exists()}
-
-
 def describe(setup: Setup, variant: Variant) -> None:
     """Writes about.json into the variant's folder."""
     about = {"name": variant.name, "options": variant.options, **setup.facts}
@@ -304,20 +289,13 @@ def start(setup: Setup, task: Task) -> Worker:
     options += ["--seed", str(task.seeds[0])]
     if len(task.seeds) > 1:
         options += ["--num_runs", str(len(task.seeds))]
-    if variant.settings is not None:
-        options += ["--checkpoint_dir", str(folder / "checkpoints")]
-        if "val_loss_every" in variant.settings:
-            options += ["--val_loss_every", "0"]
-    if task.save_at:
-        options += ["--checkpoint_every", str(task.save_at)]
-    if task.resume is not None:
-        options += ["--resume", str(task.resume), "--resume_force"]
-    threads = str(setup.threads * variant.thread_factor)
+    if "val_loss_every" in (variant.settings or {}):
+        options += ["--val_loss_every", "0"]
     with open(folder / "console.txt", "wb") as console:
         child = subprocess.Popen(
             [*setup.launcher(), str(script), *options],
             cwd=ROOT,
-            env=environment(OMP_NUM_THREADS=threads),
+            env=environment(OMP_NUM_THREADS=str(setup.threads)),
             pass_fds=[setup.lock],
             stdin=subprocess.DEVNULL,
             stdout=console,
@@ -340,7 +318,7 @@ def stop(setup: Setup, worker: Worker) -> None:
 
 
 def keep_log(setup: Setup, worker: Worker, path: Path) -> Log | None:
-    """Moves the log of a finished run, and its checkpoint, to the kept ones. None if it isn't whole."""
+    """Moves the log of a finished run to the kept ones. None if it isn't whole."""
     log = complete_log(path)
     if log is None:
         return None
@@ -350,10 +328,6 @@ def keep_log(setup: Setup, worker: Worker, path: Path) -> Log | None:
     home.mkdir(parents=True, exist_ok=True)
     if not (home / "about.json").exists():
         describe(setup, task.variant)
-    if task.save_at:
-        saved = worker.folder / "checkpoints" / path.stem / f"step{task.save_at:06d}.pt"
-        saved.replace(checkpoint_path(setup, task.variant, seed, task.save_at))
-        shutil.rmtree(saved.parent)
     log.path = home / f"seed{seed}.txt"
     path.replace(log.path)
     worker.kept += 1

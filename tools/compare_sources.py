@@ -1,6 +1,8 @@
 """
-What compare.py compares: a source with its options. It is read from options, a patch, a file, a
-revision or the working tree, and checked before anything runs.
+What compare.py compares: a source with its options. It is read from options, an idea's folder, a
+patch, a file, a revision or the working tree, and checked before anything runs.
+
+An idea's folder has idea.patch and idea.json, whose fields idea_pages.py explains.
 """
 
 import hashlib
@@ -19,15 +21,7 @@ from log_parsing import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 # Options that compare.py gives to the runs itself
-OURS = (
-    "--seed",
-    "--log_dir",
-    "--num_runs",
-    "--resume",
-    "--resume_force",
-    "--checkpoint_dir",
-    "--checkpoint_every",
-)
+OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
 # Settings that don't change the final loss
 NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoint")
 # Settings that the final loss is measured with
@@ -46,7 +40,7 @@ for options in json.loads(sys.argv[2]):
         args, hp = script.parse_arguments(options)
         script.check_hyperparameters(hp, int(sys.argv[3]))
         answer = dataclasses.asdict(hp)
-        answer.update(track=args.track, device=args.device)
+        answer["device"] = script.DEVICE.type if hasattr(script, "DEVICE") else args.device
     except (Exception, SystemExit) as e:
         answer = (str(e) or type(e).__name__).splitlines()[0]
     print(json.dumps(answer))
@@ -58,7 +52,7 @@ for options in json.loads(sys.argv[2]):
     try:
         script.check_inputs(*script.parse_arguments(options))
     except Exception as e:
-        if type(e).__name__ not in ("InputError", "RankError"):
+        if type(e).__name__ != "InputError":
             raise
         answer = str(e).splitlines()[0]
     print(json.dumps(answer))
@@ -73,9 +67,6 @@ class Variant:
     source: bytes
     options: list[str]
     settings: dict | None = None  # the hyperparameters; None for scripts that can't be asked
-    thread_factor: int = 1        # --aa: the copy runs on twice the threads
-    from_step: int = 0            # --from: its runs go on from the base's checkpoint at this step
-    from_key: str = ""            # --from: the key of that base
 
     def digest(self) -> str:
         """Equal for variants with the same losses on the same machine."""
@@ -83,7 +74,7 @@ class Variant:
             settings = self.options
         else:
             settings = {k: v for k, v in self.settings.items() if k not in NO_EFFECT_ON_LOSS}
-        facts = [hashlib.sha256(self.source).hexdigest(), settings, self.thread_factor]
+        facts = [hashlib.sha256(self.source).hexdigest(), settings, 1]  # 1: as in finished screens
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def num_iterations(self) -> int | None:
@@ -140,6 +131,56 @@ def patched(patch: Path, source: bytes) -> bytes:
     )
 
 
+def find_commit(revision: str) -> str:
+    """The hash of a commit; "" if the repository doesn't have it. Raises UsageError."""
+    git("rev-parse", "--git-dir")  # says why, if git can't read this repository
+    name = f"{revision}^{{commit}}"
+    try:
+        return git("rev-parse", "--verify", "--quiet", "--end-of-options", name).decode().strip()
+    except UsageError:
+        return ""
+
+
+def need_commit(revision: str, where: str) -> None:
+    """Raises UsageError if the repository doesn't have this commit."""
+    if not find_commit(revision):
+        raise UsageError(
+            f"{where}: this clone doesn't have commit {revision}; in a shallow clone, run git fetch "
+            "--unshallow"
+        )
+
+
+def is_idea(kind: str) -> bool:
+    """Whether a source is an idea's folder."""
+    return kind not in ("", ".") and os.path.isfile(os.path.join(kind, "idea.patch"))
+
+
+def read_idea(folder: Path) -> dict:
+    """The idea.json of an idea's folder. Raises UsageError."""
+    file = folder / "idea.json"
+    try:
+        idea = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UsageError(f"{file}: {e.strerror.lower()}") from None
+    except ValueError as e:
+        raise UsageError(f"{file}: not JSON ({e})") from None
+    if not isinstance(idea, dict):
+        raise UsageError(f"{file}: not a JSON object")
+    return idea
+
+
+def idea_commit(text: str) -> str:
+    """The commit that an idea's folder names; "" for other sources, and for ideas for the current
+    train_gpt.py. Raises UsageError."""
+    kind = split_source(text)[1]
+    if not is_idea(kind):
+        return ""
+    commit = str(read_idea(Path(kind)).get("commit", ""))
+    if commit:
+        need_commit(commit, kind)
+    return commit
+
+
 def read_source(kind: str, base: bytes) -> bytes:
     """The script that a file, a revision, a revision's file (REVISION:PATH) or "." names. Patches are
     applied to `base`.
@@ -156,52 +197,63 @@ def read_source(kind: str, base: bytes) -> bytes:
     if file.suffix in (".patch", ".diff"):
         file.read_bytes()  # raises OSError if it isn't there
         return patched(file.resolve(), base)
-    git("rev-parse", "--git-dir")  # says why, if git can't read this repository
-    try:
-        commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", kind + "^{commit}")
-    except UsageError:
+    commit = find_commit(kind)
+    if not commit:
         raise UsageError(
-            "no git revision has this name; give a revision, a .py, .patch or .diff file, or options "
-            "that begin with --"
-        ) from None
-    return git("show", f"{commit.decode().strip()}:train_gpt.py")
+            "no git revision has this name; give a revision, an idea's folder, a .py, .patch or .diff "
+            "file, or options that begin with --"
+        )
+    return git("show", f"{commit}:train_gpt.py")
 
 
 def default_name(kind: str, options: list[str]) -> str:
     if kind == ".":
         kind = "worktree"
-    if Path(kind).suffix in (".py", ".patch", ".diff"):
+    elif is_idea(kind):
+        kind = Path(kind).name
+    elif Path(kind).suffix in (".py", ".patch", ".diff"):
         kind = Path(kind).stem
     words = [kind] + [word.lstrip("-") for word in options]
     return "_".join(words)
 
 
-def read_variant(text: str, base: bytes, common: list[str]) -> Variant:
-    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError."""
+def split_source(text: str) -> tuple[str, str, list[str]]:
+    """The parts of [NAME=][KIND] [OPTIONS]. Raises UsageError."""
     name = ""
     what = text
     named = re.fullmatch(r"(\w[\w.+-]*)=(.*)", text, re.DOTALL)
     if named and not os.path.exists(text):
         name, what = named.groups()
     try:
-        options = shlex.split(what)
-        kind = ""
-        source = base
-        if not options:
-            kind = "."
-        elif not options[0].startswith("--"):
-            kind = options.pop(0)
+        words = shlex.split(what)
+    except ValueError as e:  # quotes that don't close
+        raise UsageError(f"{text}: {e}") from None
+    if not words:
+        return name, ".", []
+    if words[0].startswith("--"):
+        return name, "", words
+    return name, words[0], words[1:]
+
+
+def read_variant(text: str, base: bytes, common: list[str]) -> Variant:
+    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError."""
+    name, kind, options = split_source(text)
+    name = name or default_name(kind, options)
+    if is_idea(kind):
+        options = read_idea(Path(kind)).get("options", "").split() + options
+        kind = os.path.join(kind, "idea.patch")
+    source = base
+    try:
         if kind:
             source = read_source(kind, base)
     except OSError as e:
         raise UsageError(f"{e.filename}: {e.strerror.lower()}") from None
-    except (UsageError, ValueError) as e:  # ValueError: quotes that don't close
+    except UsageError as e:
         raise UsageError(f"{text}: {e}") from None
     for word in common + options:
         if word.split("=")[0] in OURS:
             option = word.split("=")[0]
             raise UsageError(f"{option}: compare sets this option for each run; remove it")
-    name = name or default_name(kind, options)
     name = re.sub(r"[^\w.+-]+", "_", name).strip("_.")
     return Variant(name[:60] or "idea", source, common + options)
 
@@ -289,13 +341,12 @@ def check_data(variants: list[Variant]) -> None:
     Scripts without a function check_inputs aren't asked."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
-        folders = ["--log_dir", folder, "--checkpoint_dir", folder]
         for source in dict.fromkeys(variant.source for variant in variants):
             group = [variant for variant in variants if variant.source == source]
             if group[0].settings is None or b"def check_inputs(" not in source:
                 continue
             script.write_bytes(source)
-            options = json.dumps([variant.options + folders for variant in group])
+            options = json.dumps([[*variant.options, "--log_dir", folder] for variant in group])
             printed = ask_script(group[0].name, "-c", LOAD + ASK_DATA, script, options)
             for variant, line in zip(group, printed.splitlines()[-len(group) :]):
                 message = json.loads(line)
@@ -311,8 +362,7 @@ def tell_apart(variants: list[Variant]) -> None:
             if variant.digest() == other.digest():
                 raise UsageError(
                     f"{variant.name} has the same source and settings as {other.name}, so there is "
-                    "nothing to compare; edit train_gpt.py, or pass an --idea that changes the training "
-                    "(--aa compares the base with itself)"
+                    "nothing to compare; edit train_gpt.py, or pass an --idea that changes the training"
                 )
         while variant.name in [other.name for other in earlier]:
             variant.name += "_2"

@@ -45,7 +45,7 @@ class Trainer:
         script.write_bytes(variant.source)
         options = [*variant.options, "--log_dir", str(folder / "logs"), "--seed", "0"]
         if variant.settings is not None:
-            options += ["--val_loss_every", "0", "--checkpoint_dir", str(folder / "checkpoints")]
+            options += ["--val_loss_every", "0"]
         with open(self.console, "wb") as console:
             self.child = subprocess.Popen(
                 [*setup.launcher(), str(script), *options],

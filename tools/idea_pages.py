@@ -18,8 +18,8 @@ Fields of idea.json. The first five are required:
     field_steps    the same effect in percent of the steps, negative for fewer steps; missing if it
                    can't be compared (for example, because it was measured with other ideas)
     later          true for ideas from after May 2025
+    commit         the commit whose train_gpt.py the patch changes; missing: the current train_gpt.py
     options        options of train_gpt.py that the idea needs, too
-    current        false if the patch no longer applies, because train_gpt.py has the idea as an option
 
 Exit status: 0 written, 2 bad input.
 """
@@ -29,6 +29,7 @@ import json
 import textwrap
 from pathlib import Path
 
+import compare_sources
 from compare_answer import goal, percent, percent_interval
 from log_parsing import LogError, run_command, write_file
 from record_pages import RECORDS, markdown_table
@@ -67,8 +68,8 @@ COLUMNS = """\
 UNMEASURED = """\
 ## Not in a screen yet
 
-To measure one of these, run `./run.sh compare --idea records/mini/ideas/NAME/idea.patch`. Its
-`idea.json` describes it, and names any options that it needs.
+To measure one of these, run `./run.sh compare --idea records/mini/ideas/NAME`. Its `idea.json`
+describes it.
 """
 
 
@@ -77,15 +78,8 @@ To measure one of these, run `./run.sh compare --idea records/mini/ideas/NAME/id
 
 
 def read_idea(file: Path) -> dict:
-    """Reads an idea.json. Raises LogError."""
-    try:
-        idea = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise LogError(f"{file}: {(e.strerror or 'cannot be read').lower()}") from None
-    except ValueError as e:
-        raise LogError(f"{file}: not JSON ({e})") from None
-    if not isinstance(idea, dict):
-        raise LogError(f"{file}: not a JSON object")
+    """Reads an idea.json. Raises LogError and UsageError."""
+    idea = compare_sources.read_idea(file.parent)
     for name in FIELDS:
         if not idea.get(name):
             raise LogError(f"{file}: the field {name} is missing; add it")
@@ -95,7 +89,7 @@ def read_idea(file: Path) -> dict:
 
 
 def read_ideas(folder: Path) -> dict[str, dict]:
-    """Maps names to ideas, sorted by name. Raises LogError."""
+    """Maps names to ideas, sorted by name. Raises LogError and UsageError."""
     return {file.parent.name: read_idea(file) for file in sorted(folder.glob("*/idea.json"))}
 
 
@@ -249,7 +243,7 @@ def unmeasured(ideas: dict[str, dict]) -> list[str]:
 
 
 def page(folder: Path) -> str:
-    """IDEAS.md. Raises LogError."""
+    """IDEAS.md. Raises LogError and UsageError."""
     ideas = read_ideas(folder)
     screens = read_screens(folder)
     lines = INTRODUCTION.splitlines() + [""]

@@ -12,6 +12,9 @@ import random
 import signal
 import sys
 import time
+import types
+
+DEVICE = types.SimpleNamespace(type="cpu")
 
 
 class InputError(Exception):
@@ -20,6 +23,7 @@ class InputError(Exception):
 
 @dataclasses.dataclass
 class Hyperparameters:
+    track: str = "mini"
     num_iterations: int = 100
     val_loss_every: int = 0
     effect: float = 0.0     # on the loss
@@ -40,11 +44,8 @@ def parse_arguments(argv):
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.error = fail
-    parser.add_argument("--track", choices=["mini"], default="mini")
-    parser.add_argument("--device", choices=["cpu"], default="cpu")
     parser.add_argument("--log_dir", default="logs")
     parser.add_argument("--num_runs", type=int, default=1)
-    parser.add_argument("--checkpoint_dir", default="checkpoints")
     for field in dataclasses.fields(Hyperparameters):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default)
     args = parser.parse_args(argv)
@@ -66,7 +67,6 @@ def final_loss(hp):
 
 def header(hp):
     compiled = os.environ.get("STANDIN_COMPILED", "yes")
-    settings = dict(dataclasses.asdict(hp), track="mini")
     return [
         SOURCE,
         "=" * 100,
@@ -75,7 +75,7 @@ def header(hp):
         f"Compiler: none; flags: -; model compiled: {compiled}",
         f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}",
         "=" * 100,
-        f"hyperparameters: {json.dumps(settings)}",
+        f"hyperparameters: {json.dumps(dataclasses.asdict(hp))}",
         f"step:0/{hp.num_iterations} val_loss:5.9000 train_time:0ms step_avg:0.00ms",
     ]
 

@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import compare
 import compare_answer
-import compare_late
 import compare_plan
 import compare_runs
 import compare_sources
@@ -91,6 +90,13 @@ def patch_of(name: str, old: str, new: str) -> str:
     """What diff -u prints for a file of that name."""
     lines = [text.splitlines(keepends=True) for text in (old, new)]
     return "".join(difflib.unified_diff(*lines, f"a/{name}", f"b/{name}"))
+
+
+def write_idea(folder: Path, patch: str, **description) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "idea.patch").write_text(patch)
+    (folder / "idea.json").write_text(json.dumps(description))
+    return folder
 
 
 # -----------------------------------------------------------------------------
@@ -300,15 +306,6 @@ def test_an_idea_with_the_steps_of_the_slope(place, steps, other):
     assert found["slope"]["n"] == compare_stats.FEWEST_SLOPES
 
 
-def test_a_copy(place):
-    """--aa: the base on twice the threads, at the same seeds."""
-    found = answer(place, "--aa", "--until", "5%")
-    (idea,) = found["ideas"]
-    assert idea["verdict"] in ("not worth it", "undecided")
-    logs = [log_parsing.parse_log(run["path"]) for run in found["runs"]["copy on twice the threads"]]
-    assert logs and all("OMP_NUM_THREADS=2" in log.run for log in logs)
-
-
 def test_identical_losses(place):
     """One line, and no test."""
     source = STANDIN.read_text().replace('hp.slower, os.environ["OMP_NUM_THREADS"]', '"x"')
@@ -504,6 +501,33 @@ def test_what_can_be_compared(place):
         assert variant.source.decode() == expected, what
 
 
+def sources_of(found: dict, name: str) -> set[str]:
+    """The sources of the runs with this name."""
+    return {log_parsing.parse_log(run["path"]).source.decode() for run in found["runs"][name]}
+
+
+def test_an_idea_of_a_commit(place):
+    """The idea's folder names the base, whatever the working tree is. --base overrides it."""
+    source = STANDIN.read_text()
+    changed = source.replace("effect: float = 0.0 ", "effect: float = 0.03 ")
+    patch = patch_of("train_gpt.py", source, changed)
+    folder = write_idea(place / "ideas" / "worse-0.03", patch, commit="v1", options="--slower 1.1")
+    now = source.replace("jitter: float = 0.0 ", "jitter: float = 0.1 ")
+    (place / "train_gpt.py").write_text(now)
+    found = answer(place, "--idea", "ideas/worse-0.03", "--runs", "2")
+    assert (found["base"], found["ideas"][0]["name"]) == ("v1", "worse-0.03")
+    assert sources_of(found, "v1") == {source} and sources_of(found, "worse-0.03") == {changed}
+    assert log_parsing.parse_log(found["runs"]["worse-0.03"][0]["path"]).hyperparameters["slower"] == 1.1
+    out = run("--idea", f"bad={folder}/ --effect 1", "--runs", "2", "--no_times")[1]
+    assert out.startswith("bad") and "The base is v1." in " ".join(out.split())
+    patched_now = now.replace("effect: float = 0.0 ", "effect: float = 0.03 ")
+    found = answer(place, "--idea", "ideas/worse-0.03", "--base", ".", "--runs", "2")
+    assert found["base"] == "worktree" and sources_of(found, "worse-0.03") == {patched_now}
+    write_idea(folder, patch)  # without a commit, it is for the working tree
+    found = answer(place, "--idea", "ideas/worse-0.03", "--runs", "2")
+    assert found["base"] == "worktree" and sources_of(found, "worse-0.03") == {patched_now}
+
+
 def test_the_working_tree_against_the_last_commit(place):
     script = place / "train_gpt.py"
     script.write_text(script.read_text().replace("effect: float = 0.0 ", "effect: float = 0.03 "))
@@ -522,9 +546,6 @@ def test_a_script_of_another_make(place):
     assert "other with 40 steps" in found["runs"]
     status, out, err = run("--base", "other.py", "--idea", "other.py --effect 0.1")
     assert status == 2 and "give --num_iterations" in err and len(err.splitlines()) == 1
-    status, out, err = run(*arguments, "--from", "70%")
-    assert status == 2 and "--from works only with train_gpt.py or a recipe" in err
-    assert "other is another script, so leave out --from" in err and len(err.splitlines()) == 1
 
 
 def test_several_processes(place, monkeypatch):
@@ -568,17 +589,17 @@ def test_slope_runs_under_way_are_not_made_twice(place):
 
 
 # -----------------------------------------------------------------------------
-# Late ideas, with train_gpt.py itself
+# With train_gpt.py itself
 
 
 @pytest.fixture
-def small(place):
+def small(place, monkeypatch):
     """Options that make train_gpt.py train a small model for 20 steps, in seconds."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shutil.copy(ROOT / "train_gpt.py", place / "train_gpt.py")
     write_shard(place / "train.bin", random_tokens(8000, seed=0))
     write_shard(place / "val.bin", random_tokens(600, seed=1))
     settings = {
-        "device": "cpu",
         "track": "mini",
         "train_files": "train.bin",
         "val_files": "val.bin",
@@ -592,46 +613,6 @@ def small(place):
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
-def test_a_late_idea(place, small):
-    """Runs that start at the base's checkpoint end with the losses of whole runs."""
-    arguments = ["--base", "--cooldown_frac 0.3", "--idea", "late=--cooldown_frac 0.3 --final_lr_frac 0.7"]
-    arguments += [*small, "--runs", "2"]
-    whole = answer(place, *arguments)
-    late = answer(place, *arguments, "--from", "70%")
-    losses = [run["val_loss"] for run in whole["runs"]["late"]]
-    assert [run["val_loss"] for run in late["runs"]["late"]] == losses
-    assert whole["ideas"][0]["difference"] == late["ideas"][0]["difference"] != 0
-    for run in late["runs"]["late"]:
-        assert "from step 14" in log_parsing.parse_log(run["path"]).run
-    assert answer(place, *arguments, "--from", "70%")["runs_made"] == 0
-
-
-def test_a_late_idea_is_checked_again_with_another_base(place, small):
-    idea = "late=--cooldown_frac 0.3 --final_lr_frac 0.7"
-    arguments = ["--idea", idea, *small, "--from", "70%"]
-    status, out, err = run("--base", "--cooldown_frac 0.3", *arguments, "--hours", "0.0001")
-    assert status == 0, err  # stopped after the check
-    status, out, err = run("--base", "--cooldown_frac 0.3 --muon_lr 0.03", *arguments)
-    assert (status, out) == (2, "")
-    assert "late changes training before step 14" in err.splitlines()[-1]
-
-
-def test_runs_of_a_late_idea_belong_to_their_base():
-    def key(**changes):
-        return setup.key(compare_sources.Variant("late", b"", [], {}, **changes))
-
-    setup = compare_runs.Setup({}, threads=1, processes=1, lock=0)
-    assert key(from_step=14, from_key="a") != key(from_step=14, from_key="b")
-    assert key(from_key="a") == key()  # the run of the check starts at step 0
-
-
-@pytest.mark.parametrize("start, step", [(0.5, 50), (0.985, 98), (0.995, 98)])
-def test_late_start(start, step):
-    """There is something left to train."""
-    base = compare_sources.Variant("base", b"", [], {"num_iterations": 100})
-    assert compare_late.late_start(start, base, []) == step
-
-
 def test_too_few_data(place, small):
     """There are data for 31 steps. The base with more steps needs 35. The second idea takes 16 steps of
     twice the size."""
@@ -642,16 +623,6 @@ def test_too_few_data(place, small):
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
     assert "large: train.bin has only enough tokens for 15 batches of 512" in err
     assert not list(place.glob("logs/compare/runs")) and not list(place.glob("logs/*.txt"))
-
-
-def test_an_idea_that_is_not_late_is_refused(place, small):
-    arguments = ["--base", "--cooldown_frac 0.3", "--idea", "early=--cooldown_frac 0.5", *small]
-    status, out, err = run(*arguments, "--runs", "2", "--from", "70%")
-    assert status == 2 and out == ""
-    assert "early changes training before step 14" in err.splitlines()[-1]
-    wider = ["--idea", "wider=--model_dim 256", *small, "--runs", "2", "--from", "70%"]
-    status, out, err = run(*wider)
-    assert status == 2 and "wider changes training before step 14" in err.splitlines()[-1]
 
 
 # -----------------------------------------------------------------------------
@@ -707,7 +678,6 @@ BAD = {
     "a goal in words": (["--idea", "--effect 1", "--until", "much"], "much: must be a percentage"),
     "no hours": (["--idea", "--effect 1", "--hours", "0"], "--hours must be more than zero"),
     "an idea left out": (["--idea"], "expected one argument"),
-    "a copy and an idea": (["--aa", "--idea", "--effect 1"], "leave out --idea"),
     "a gate of two": (["--gate", "--idea", "--effect 1", "--idea", "--effect 2"], "--gate judges one idea"),
     "a picture of another kind": (
         ["--idea", "--effect 1", "--plot", "x.pdf"],
@@ -716,23 +686,21 @@ BAD = {
     "figures into a folder": (["--idea", "--effect 1", "--json", "."], ".: is a folder; give the name"),
     "a folder that is not there": (["--idea", "--effect 1", "--json", "nowhere/x.json"], "nowhere"),
     "steps that can't be changed": (["--idea", "--effect 1", "--num_iterations", "1"], "--num_iterations"),
-    "an early start": (["--idea", "--effect 1", "--from", "20%"], "at least 50%"),
-    "a start in words": (["--idea", "--effect 1", "--from", "late"], "late: must be a percentage"),
-    "a late start of a copy": (["--aa", "--from", "70%"], "--from can't be combined with --aa"),
-    "a late start of several processes": (
-        ["--idea", "--effect 1", "--from", "70%", "--nproc_per_node", "2"],
-        "--from can't be combined with --aa or with several processes per run",
-    ),
     "jobs of several processes": (
         ["--idea", "--effect 1", "--jobs", "2", "--nproc_per_node", "2"],
         "only one run is made at a time; leave out --jobs",
     ),
-    "a late start with other steps": (
-        ["--idea", "--num_iterations 90", "--from", "70%"],
-        "num_iterations_90 must train as many steps as the base; leave out --from",
+    "an idea for a commit that is not there": (
+        ["--idea", "ideas/lost"],
+        f"ideas/lost: this clone doesn't have commit {'0' * 40}; in a shallow clone, run git fetch",
     ),
-    "a removed name": (["--idea", "--effect 1", "--name", "x"], "--name: this option was removed"),
-    "removed steps": (["--idea", "--effect 1", "--no_steps"], "--no_steps: this option was removed, because"),
+    "ideas for two commits": (
+        ["--idea", "ideas/zero", "--idea", "ideas/one"],
+        "these ideas were made for different commits; compare them one at a time, or give --base",
+    ),
+    "an idea whose commit has no script": (["--idea", "ideas/zero"], "train_gpt.py"),
+    "an idea without a description": (["--idea", "ideas/bare"], "ideas/bare/idea.json: no such file"),
+    "an idea with a damaged description": (["--idea", "ideas/damaged"], "idea.json: not JSON"),
 }
 
 
@@ -749,6 +717,10 @@ def test_bad_input_is_one_line_before_any_run(place):
     (place / "no.patch").write_text(patch_of("train_gpt.py", "never there\n", "x\n"))
     (place / "other.patch").write_text(patch_of("other.txt", "text\n", "x\n"))
     (place / "empty.patch").write_text("")
+    for name, commit in (("lost", "0" * 40), ("zero", "v0"), ("one", "v1")):
+        write_idea(place / "ideas" / name, "", commit=commit)
+    (write_idea(place / "ideas" / "bare", "") / "idea.json").unlink()
+    (write_idea(place / "ideas" / "damaged", "") / "idea.json").write_text("{")
     (place / "broken.py").write_text("def parse_arguments(:\ndef check_hyperparameters(\n")
     (place / "plain.py").write_text("open('was run', 'w')\n")
     for what, (arguments, message) in BAD.items():
