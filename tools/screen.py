@@ -3,8 +3,6 @@ What are many settings or ideas worth? Measures up to 16 of them at once, in 32 
 
     ./run.sh screen SCREEN.toml --blocks 16    make runs until there are 16 blocks in all
     ./run.sh screen SCREEN.toml                show the results so far
-    ./run.sh screen SCREEN.toml --check        check that each switch of the script trains exactly
-                                               like its patch
 
 SCREEN.toml names the settings or ideas. An example is records/mini/screens/ideas-1/screen.toml;
 tools/screen_blocks.py explains the format. A block is one seed in all configurations.
@@ -15,17 +13,13 @@ stop. Run the same command again to continue, also on another machine that has t
 For more blocks, run it with a larger --blocks. You may look as often as you like: that doesn't make a
 wrong answer more likely. Only losses are compared, not the time of a step.
 
-Exit status: 0 done, 1 a run failed or a switch differs from its patch, 2 bad input, 130 interrupted.
+Exit status: 0 done, 1 a run failed, 2 bad input, 130 interrupted.
 """
 
 import argparse
-import functools
 import json
-import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,10 +28,9 @@ import numpy as np
 
 import compare
 import compare_runs
-import compare_sources
 from compare_answer import plural, short
 from compare_runs import RunError, Setup, Task, Worker
-from compare_sources import check_data, environment, log_ratio_of_steps
+from compare_sources import check_data, log_ratio_of_steps
 from compare_stats import measure_slope
 from log_parsing import UsageError, run_command, stop_on_signals, write_file
 from screen_answer import Result, answer, plot_result, result_as_json
@@ -45,9 +38,7 @@ from screen_blocks import (
     Block,
     Screen,
     belongs,
-    patched_original,
     read_blocks,
-    read_original,
     read_percent,
     read_screen,
     write_block,
@@ -55,7 +46,6 @@ from screen_blocks import (
 from screen_design import add_steps, fit
 
 BLOCKS_AT_ONCE = 2  # a process makes the runs of this many seeds, because only the first one compiles
-CHECK_OPTIONS = ["--num_iterations", "4", "--val_loss_every", "0", "--save_checkpoint", "true"]
 
 
 @dataclass
@@ -98,8 +88,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--until", metavar="X%", help=until)
     jobs = "runs at a time on a CPU; default: one per core"
     add("--jobs", type=compare.parse_count, metavar="N", help=jobs)
-    check = "check that each switch of the script trains exactly like its patch, and exit"
-    add("--check", action="store_true", help=check)
     add("--json", type=Path, metavar="FILE", help="write all numbers")
     add("--plot", type=Path, metavar="FILE.png", help="draw the effects and their intervals")
     return parser
@@ -278,78 +266,6 @@ def run_locked(args: argparse.Namespace, screen: Screen) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The switches of a script
-
-
-@functools.cache
-def weights_of(source: bytes, options: tuple[str, ...]) -> dict:
-    """The weights after four uncompiled steps, tensors by name. Raises RunError."""
-    from safetensors.torch import load_file  # slow to import, and only needed here
-
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "train_gpt.py"
-        script.write_bytes(source)
-        folders = ["--log_dir", f"{folder}/logs", "--checkpoint_dir", f"{folder}/checkpoints"]
-        done = subprocess.run(
-            [sys.executable, str(script), *options, *CHECK_OPTIONS, *folders],
-            cwd=compare_sources.ROOT,
-            env=environment(TORCH_COMPILE_DISABLE="1"),
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-        )
-        found = list(Path(folder).glob("checkpoints/*/model.safetensors"))
-        if done.returncode != 0 or not found:
-            last = (done.stderr.splitlines() or ["no weights were saved"])[-1]
-            raise RunError(f"error: a run with {' '.join(options)} failed: {last}")
-        return load_file(found[0])
-
-
-def differing_weight(weights: dict, expected: dict) -> str:
-    """The name of a weight that isn't bit for bit as expected; "" if there is none."""
-    for name, values in expected.items():
-        if name not in weights or not values.equal(weights[name]):
-            return name
-    return ""
-
-
-def apply_original(screen: Screen, patch: str, source: bytes) -> bytes:
-    """The source with a patch of the revision that the screen names. Raises UsageError."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder).resolve() / "idea.patch"
-        file.write_bytes(read_original(screen.revision, patch, screen.name))
-        return patched_original(screen.revision, file, source, patch)
-
-
-def check_switches(screen: Screen) -> int:
-    """Trains with all switches off, and with each one alone, beside train_gpt.py and its patches.
-
-    Returns the exit status. Raises RunError and UsageError."""
-    switches = [factor for factor in screen.factors if factor.patch and factor.high]
-    if not switches:
-        raise UsageError("nothing to check: --check needs a factor with both high and patch")
-    plain = read_original(screen.revision, "train_gpt.py", screen.name)
-    script = screen.base.source
-    status = 0
-    for factor in [None, *switches]:
-        name = "all off"
-        source = plain
-        switch = []
-        if factor is not None:
-            name = factor.name
-            source = apply_original(screen, factor.patch, plain)
-            switch = shlex.split(factor.high)
-        weights = weights_of(script, (*screen.options, *switch))
-        different = differing_weight(weights, weights_of(source, tuple(screen.options)))
-        if different:
-            status = 1
-            print(f"{name}: differs in {different}", flush=True)
-        else:
-            print(f"{name}: equal", flush=True)
-    return status
-
-
-# -----------------------------------------------------------------------------
 # The answer
 
 
@@ -400,12 +316,6 @@ def report(args: argparse.Namespace, screen: Screen) -> None:
 def screen_command(argv: list[str]) -> int:
     args = read_arguments(argv)
     screen = read_screen(args.definition)
-    if args.check:
-        try:
-            return check_switches(screen)
-        except KeyboardInterrupt:
-            print("interrupted; --check keeps nothing and starts again next time", file=sys.stderr)
-            return 130
     status = 0
     if args.blocks:
         try:

@@ -3,12 +3,9 @@ The definition of a screen (a TOML file), its 32 configurations, and its finishe
 
 A definition has these keys. All but `factor` may be left out:
 
-    script = "train_gpt.py"       the script to train with; or a git revision, whose train_gpt.py is meant;
-                                  or another file of a revision: "f8091ed:recipes/january2026.py";
-                                  or a patch to train_gpt.py that adds switches
-    revision = "f8091ed"          the git revision of train_gpt.py that a patch as `script` changes, and
-                                  of train_gpt.py and the patches that --check compares the script
-                                  with; default: the working tree
+    commit = "f8091ed"            the git commit of the script; default: the working tree
+    script = "train_gpt.py"       the script to train with; default: train_gpt.py
+    switches = "switches.patch"   a patch to the script that adds options
     options = "--track mini"      options of all runs
     seed = 1000                   the seed of the first block
     until = "1%"                  the gain in steps that matters
@@ -19,8 +16,7 @@ A definition has these keys. All but `factor` may be left out:
     patch = "idea.patch"          a patch to the script instead of options: off is low, on is high
 
 A factor without `low` is a switch, which is off (the default) or on. If it has both `high` and `patch`,
-the script must have a switch that does the same as the patch does to train_gpt.py: `high` is the option
-that turns it on. `screen.py --check` compares the two.
+`high` is the option that turns it on, and `patch` only says which idea it is.
 """
 
 import hashlib
@@ -36,15 +32,24 @@ from compare_sources import (
     Variant,
     check_settings,
     check_validation,
+    git,
+    need_commit,
     patched,
-    read_source,
     with_steps,
 )
 from compare_stats import SLOPE_FACTOR
 from log_parsing import UsageError, write_file
 from screen_design import CONFIGURATIONS, FEWEST_FACTORS, MOST_FACTORS, make_design
 
-KEYS = {"script": str, "revision": str, "options": str, "seed": int, "until": str, "factor": list}
+KEYS = {
+    "commit": str,
+    "script": str,
+    "switches": str,
+    "options": str,
+    "seed": int,
+    "until": str,
+    "factor": list,
+}
 FACTOR_KEYS = {"name": str, "low": str, "high": str, "patch": str}
 TYPE_NAMES = {str: "a text in quotes", int: "a whole number", list: "a list of [[factor]] tables"}
 
@@ -63,16 +68,13 @@ class Factor:
 
     @property
     def patches_source(self) -> bool:
-        """Otherwise the patch is only for --check."""
+        """Otherwise `high` turns the idea on."""
         return bool(self.patch) and not self.high
 
 
 @dataclass
 class Screen:
     folder: Path  # of the definition and the blocks
-    script: str
-    revision: str  # "" for the working tree
-    options: list[str]
     seed: int
     until: float
     factors: list[Factor]
@@ -245,39 +247,16 @@ def check_sides(factors: list[Factor], sides: list[Variant]) -> None:
             raise UsageError(f"{factor.name}: {low_name} and high have the same settings; change one")
 
 
-def read_original(revision: str, path: str, where: str) -> bytes:
-    """A file of a git revision, or of the working tree if revision is "". Raises UsageError."""
-    if not revision:
-        return (compare_sources.ROOT / path).read_bytes()
-    try:
-        return compare_sources.git("show", f"{revision}:{path}")
-    except UsageError as e:
-        raise UsageError(f"{where}: revision {revision}: {e}") from None
-
-
-def patched_original(revision: str, file: Path, source: bytes, where: str) -> bytes:
-    """The source, which is of this revision, with a patch. Raises UsageError."""
-    try:
-        return patched(file, source)
-    except UsageError as e:
-        hint = ""
-        if not revision:
-            hint = '; if it belongs to an older train_gpt.py, set revision = "COMMIT"'
-        raise UsageError(f"{where}: {e}{hint}") from None
-
-
-def read_script(name: str, revision: str, where: str) -> bytes:
-    """Raises UsageError."""
-    file = compare_sources.ROOT / name
-    if file.is_file() and file.suffix == ".patch":
-        source = read_original(revision, "train_gpt.py", where)
-        return patched_original(revision, file.resolve(), source, name)
-    if file.is_file():
-        return file.read_bytes()
-    try:
-        return read_source(name, b"")
-    except (OSError, UsageError):
-        raise UsageError(f"{where}: {name} is neither a script nor a git revision") from None
+def read_script(commit: str, script: str, switches: str) -> bytes:
+    """The script of a commit, or of the working tree if commit is "", with the patch `switches`. Raises
+    UsageError."""
+    if commit:
+        source = git("show", "--end-of-options", f"{commit}:{script}")
+    else:
+        source = (compare_sources.ROOT / script).read_bytes()
+    if switches:
+        source = patched((compare_sources.ROOT / switches).resolve(), source)
+    return source
 
 
 def read_screen(path: Path) -> Screen:
@@ -285,13 +264,20 @@ def read_screen(path: Path) -> Screen:
     table = read_definition(path)
     factors = table["factor"]
     common = table["options"]
+    commit = table.get("commit", "")
     script = table.get("script", "train_gpt.py")
-    revision = table.get("revision", "")
-    for factor in factors:
-        in_working_tree = factor.patches_source or (factor.patch and not revision)
-        if in_working_tree and not (compare_sources.ROOT / factor.patch).is_file():
-            raise UsageError(f"{path}: there is no file {factor.patch} in the repository")
-    source = read_script(script, revision, str(path))
+    switches = table.get("switches", "")
+    files = [factor.patch for factor in factors] + [switches, "" if commit else script]
+    for file in files:
+        if file and not (compare_sources.ROOT / file).is_file():
+            raise UsageError(f"{path}: there is no file {file} in the repository")
+    if commit:
+        need_commit(commit, str(path))
+    try:
+        source = read_script(commit, script, switches)
+    except UsageError as e:
+        hint = "" if commit else '; if it was made for an older commit, set commit = "COMMIT"'
+        raise UsageError(f"{path}: {e}{hint}") from None
     base = Variant("the base", source, common)
     sides = []
     for factor in factors:
@@ -307,9 +293,6 @@ def read_screen(path: Path) -> Screen:
     check_validation(base, sides)
     return Screen(
         folder=path.resolve().parent,
-        script=script,
-        revision=revision,
-        options=common,
         seed=table.get("seed", 0),
         until=read_percent(table.get("until", "1%")),
         factors=factors,

@@ -27,7 +27,6 @@ import screen_design
 from compare_stats import Slope, measure_slope
 from screen_design import Contrast, add_steps, fit, interval_half_width, make_design, pairs_of_group
 from test_compare import git, patch_of
-from util import random_tokens, write_shard
 
 STANDIN = Path(__file__).resolve().parent / "standin.py"
 
@@ -395,7 +394,7 @@ def test_a_killed_run(place):
     "text, message",
     [
         ("options =", "Invalid value"),
-        ("seeds = 3\n" + definition(), "unknown key seeds; the keys are script"),
+        ("seeds = 3\n" + definition(), "unknown key seeds; the keys are commit"),
         (definition().replace("seed = 7", 'seed = "7"'), "seed must be a whole number"),
         ('options = ""\n[[factor]]\nname = "a"\nhigh = "--a 1"', "1 factors; a screen has 5 to 16"),
         (definition().replace('name = "b"', 'name = "a"'), "there are two factors a"),
@@ -408,8 +407,8 @@ def test_a_killed_run(place):
         (definition(b="high = \"--b '1\""), "No closing quotation"),
         (definition(b='patch = "none.patch"'), "there is no file none.patch"),
         (definition().replace("seed = 7", 'seed = 7\nuntil = "x"'), "must be a percentage"),
-        ('script = "v9"\n' + definition(), "v9 is neither a script nor a git revision"),
-        ('script = "v9:train_gpt.py"\n' + definition(), "v9:train_gpt.py is neither a script nor a git"),
+        ('script = "gone.py"\n' + definition(), "there is no file gone.py in the repository"),
+        ('switches = "gone.patch"\n' + definition(), "there is no file gone.patch in the repository"),
     ],
 )
 def test_bad_definition(place, text, message):
@@ -421,14 +420,13 @@ def test_bad_definition(place, text, message):
     assert not (place / "logs").exists()
 
 
-def test_a_revision(place):
-    """The script can be a file of a commit, so that a screen goes on although the file changes."""
+def test_a_commit(place):
+    """The script can be that of a commit, so that a screen goes on although the file changes."""
     git(place, "init", "-q")
     git(place, "add", "train_gpt.py")
     git(place, "commit", "-qm", "one")
     git(place, "tag", "v1")
-    text = 'script = "v1"\n' + definition()
-    (place / "screens/first/screen.toml").write_text(text)
+    (place / "screens/first/screen.toml").write_text('commit = "v1"\n' + definition())
     assert run("--blocks", 1)[0] == 0
     with open(place / "train_gpt.py", "a") as file:
         file.write("# changed\n")
@@ -436,12 +434,13 @@ def test_a_revision(place):
     assert status == 0
     assert "0 blocks to make" in err
     assert "another source" not in out
-    text = 'script = "v1:train_gpt.py"\n' + definition()
-    (place / "screens/first/screen.toml").write_text(text)
-    status, out, err = run("--blocks", 1)
-    assert status == 0
-    assert "0 blocks to make" in err
-    assert "another source" not in out
+    for line, message in [
+        ('commit = "v9"', "screen.toml: this clone doesn't have commit v9; in a shallow clone, run git fetch"),
+        ('commit = "v1"\nscript = "gone.py"', "gone.py"),
+    ]:
+        (place / "screens/first/screen.toml").write_text(f"{line}\n{definition()}")
+        status, out, err = run()
+        assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1
 
 
 def test_bad_arguments(place):
@@ -451,7 +450,6 @@ def test_bad_arguments(place):
         (["--until", "0%"], "must be a percentage"),
         (["--blocks", "1", "--until", "abc"], "abc: must be a percentage"),
         (["--json", "no/folder.json"], "its folder doesn't exist"),
-        (["--check"], "nothing to check: --check needs a factor with both high and patch"),
     ]:
         status, out, err = run(*arguments)
         assert status == 2
@@ -510,11 +508,12 @@ def test_lines_of_progress_are_short(place, capsys):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("records/mini/screens/*/screen.toml")), ids=lambda path: path.parent.name)
 def test_definitions_of_the_repository(path, monkeypatch):
-    """Scripts accept the options of all configurations, also as copies in another folder."""
+    """Scripts accept the options of all configurations, and finished blocks are of these."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = screen.read_screen(path)
     assert len({variant.digest() for variant in found.configurations}) == 32
-    screen.read_blocks(found)
+    assert {block.digest for block in screen.read_blocks(found)} == {found.digest()}
 
 
 @pytest.mark.parametrize(
@@ -604,14 +603,14 @@ def test_patches(place):
     assert len(err.splitlines()) == 1
 
 
-def test_a_patch_as_the_script(place):
-    """It changes train_gpt.py of the revision, or of the working tree."""
+def test_switches(place):
+    """They change the script of the commit, or of the working tree."""
     source = (place / "train_gpt.py").read_text()
     old = "    return 1.5 + "
     assert source.count(old) == 1
     expected = source.replace(old, "    return 0.04 + 1.5 + ")
     (place / "switches.patch").write_text(patch_of("train_gpt.py", source, expected))
-    text = 'script = "switches.patch"\n' + definition()
+    text = 'switches = "switches.patch"\n' + definition()
     file = place / "screens/first/screen.toml"
     file.write_text(text)
     found = screen.read_screen(file)
@@ -622,76 +621,8 @@ def test_a_patch_as_the_script(place):
     (place / "train_gpt.py").write_text(source.replace(old, "    return 2.5 + "))
     status, out, err = run()
     assert status == 2
-    assert "switches.patch: the patch doesn't apply" in err
-    assert 'set revision = "COMMIT"' in err
+    assert "screen.toml: the patch doesn't apply" in err
+    assert 'set commit = "COMMIT"' in err
     assert len(err.splitlines()) == 1
-    file.write_text('revision = "HEAD"\n' + text)
+    file.write_text('commit = "HEAD"\n' + text)
     assert screen.read_screen(file).base.source == expected.encode()
-    file.write_text('revision = "nothing"\n' + text)
-    status, out, err = run()
-    assert status == 2
-    assert "revision nothing: " in err
-
-
-def test_check_of_switches(tmp_path, monkeypatch):
-    """Trains train_gpt.py with switches, and patched: the weights must be the same bit for bit."""
-    source = (ROOT / "train_gpt.py").read_text()
-    (tmp_path / "train_gpt.py").write_text(source)
-    for old, new, name in [("0.05, \"Muon's", "0.06, \"Muon's", "muon"), ("=0.1,\n", "=0.2,\n", "head")]:
-        assert source.count(old) == 1
-        patch = patch_of("train_gpt.py", source, source.replace(old, new))
-        (tmp_path / f"{name}.patch").write_text(patch)
-    for part, size in (("train", 2400), ("val", 300)):
-        write_shard(tmp_path / f"{part}.bin", random_tokens(size, seed=0))
-    lines = [
-        'options = "--track mini --train_files train.bin --val_files val.bin --val_tokens 256 '
-        "--val_seq_len 256 --train_seq_len 256 --batch_tokens 256 --sequences_per_pass 1 "
-        '--warmup_steps 0"'
-    ]
-    for name in ("scalar_lr", "embed_lr", "adam_beta1"):
-        lines += ["[[factor]]", f'name = "{name}"', f'high = "--{name} 0.1234"']
-    for name, high in (("muon", "--muon_lr 0.06"), ("head", "--head_lr 0.21")):
-        lines += ["[[factor]]", f'name = "{name}"', f'high = "{high}"', f'patch = "{name}.patch"']
-    (tmp_path / "screens/first").mkdir(parents=True)
-    (tmp_path / "screens/first/screen.toml").write_text("\n".join(lines))
-    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    status, out, err = run("--check")
-    assert status == 1, err
-    off, muon, head = out.splitlines()
-    assert (off, muon) == ("all off: equal", "muon: equal")
-    assert head.startswith("head: differs in ")
-
-    # Later, train_gpt.py and a patch change. The script and its switches still belong to the first commit.
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", "-A")
-    git(tmp_path, "commit", "-qm", "first")
-    (tmp_path / "script.py").write_text(source)
-    (tmp_path / "train_gpt.py").write_text(source.replace("0.05, \"Muon's", "0.04, \"Muon's"))
-    (tmp_path / "head.patch").unlink()
-    later = ['script = "script.py"', 'revision = "HEAD"', *lines]
-    (tmp_path / "screens/first/screen.toml").write_text("\n".join(later))
-    status, again, err = run("--check")
-    assert (status, again) == (1, out), err
-    later[1] = 'revision = "nothing"'
-    (tmp_path / "screens/first/screen.toml").write_text("\n".join(later))
-    status, again, err = run("--check")
-    assert status == 2
-    assert "revision nothing: " in err
-    (tmp_path / "head.patch").write_text("")
-    (tmp_path / "screens/first/screen.toml").write_text("\n".join([later[0], *later[2:]]))
-    status, again, err = run("--check")
-    assert status == 2
-    assert "the patch doesn't apply" in err
-    assert 'set revision = "COMMIT"' in err
-
-
-def test_an_interrupted_check_keeps_nothing(place, monkeypatch):
-    def interrupt(screen):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(screen, "check_switches", interrupt)
-    status, out, err = run("--check")
-    assert status == 130
-    assert "--check keeps nothing" in err
-    assert "are kept" not in err
