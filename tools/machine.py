@@ -1,5 +1,6 @@
 """
-What the tools ask of the machine they run on: its cores, and what its terminal can show.
+What the tools ask of the machine they run on: its cores, and what its terminal can show. And the
+environment variables of runs on a CPU.
 """
 import os
 import sys
@@ -58,6 +59,19 @@ def cgroup_quota(folder: Path) -> float:
     if cores <= 0:  # -1 is no limit in version 1
         return float("inf")
     return cores
+
+
+def environment(processes: int = 1) -> dict[str, str]:
+    """The environment variables of runs on a CPU, `processes` of them at once. What the user has set
+    stays."""
+    variables = {
+        "PYTHONUTF8": "1",  # PyTorch can't read its files in an ASCII locale
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
+        # glibc keeps freed memory, because mapping it again is slow
+        "MALLOC_TRIM_THRESHOLD_": "-1",  # never returns the top of the heap
+        "MALLOC_MMAP_MAX_": "0",  # takes large blocks from the heap, too
+    }
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 # --------------------------------------------------------------------------------------------------

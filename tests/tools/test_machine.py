@@ -6,6 +6,7 @@ locale.
 """
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,42 @@ def test_cores_of_the_baseline_follow_the_quota(tmp_path, monkeypatch, files, co
     write_files(tmp_path, files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     assert train_gpt2.cpu_cores(tmp_path) == cores
+
+
+def test_what_the_user_set_stays(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "5")
+    monkeypatch.setattr(machine, "usable_cores", lambda: 7)
+    assert machine.environment(processes=2)["OMP_NUM_THREADS"] == "3"
+    assert machine.environment(processes=8)["OMP_NUM_THREADS"] == "1"
+    assert machine.environment()["MALLOC_MMAP_MAX_"] == "5"
+
+
+COUNT_FAULTS = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(64 << 20)
+    ctypes.memset(block, 1, 64 << 20)
+    libc.free(block)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.parametrize("kept", [True, False])
+def test_freed_memory_is_kept(kept):
+    """The second time, a block of 64 MiB needs no new pages."""
+    variables = machine.environment() if kept else {}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_FAULTS], env=variables, capture_output=True, text=True
+    )
+    first, second = map(int, done.stdout.split())
+    assert (second < first / 10) == kept
 
 
 def test_text_in_the_c_locale(tmp_path):
