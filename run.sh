@@ -45,12 +45,13 @@ ask() {
 # A signal ends the child processes and this script. The next ./run.sh repairs what was left
 # unfinished. Bash is asked which child processes there are: a variable doesn't know of one that
 # started just before the signal.
+advice="run the same command again to continue"
 stop() {
     trap '' INT TERM
     # shellcheck disable=SC2046  # each process number is a word of its own
     kill $(jobs -p) 2>/dev/null || true
     wait 2>/dev/null || true
-    echo "run.sh: stopped by $1; run the same command again to continue" >&3
+    echo "run.sh: stopped by $1; $advice" >&3
     exit "$2"
 }
 
@@ -73,7 +74,8 @@ usage: ./run.sh [OPTIONS OF train_gpt.py]  install packages, make the data, trai
        ./run.sh compare [OPTIONS]          find out whether an idea helps
        ./run.sh screen FILE [OPTIONS]      measure many settings or ideas at once
        ./run.sh test [PYTEST ARGUMENTS]    run the tests
-Add --help to a command for its options. The options of train_gpt.py (or of the recipe):
+With --device cpu, GPUs aren't used. Add --help to a command for its options.
+The options of train_gpt.py (or of the recipe):
 END
 }
 
@@ -85,24 +87,28 @@ case "${1:-}" in
         shift ;;
 esac
 
-# Takes --recipe NAME out of the arguments. The others move to the end, one by one: no array holds
-# them, because for bash before 4.4 an empty array isn't set.
+# Takes --recipe NAME and --device cpu out of the arguments. The others move to the end, one by one:
+# no array holds them, because for bash before 4.4 an empty array isn't set.
 module=train_gpt
 script=train_gpt.py
-if [ "$command" = train ] && [[ " $* " = *" --recipe"* ]]; then
-    recipe=""
-    previous=""
+recipe=none
+device=none
+previous=""
+if [ "$command" != test ]; then
     for argument in "$@"; do
         shift
-        if [ "$previous" = --recipe ]; then
-            recipe=$argument
-        elif [[ $argument = --recipe=* ]]; then
-            recipe=${argument#*=}
-        elif [ "$argument" != --recipe ]; then
-            set -- "$@" "$argument"
-        fi
+        case "$previous,$argument" in
+            --recipe,*) recipe=$argument ;;
+            --device,*) device=$argument ;;
+            *,--recipe | *,--recipe=*) recipe=${argument#--recipe}; recipe=${recipe#=} ;;
+            *,--device | *,--device=*) device=${argument#--device}; device=${device#=} ;;
+            *) set -- "$@" "$argument" ;;
+        esac
         previous=$argument
     done
+fi
+if [ "$recipe" != none ]; then
+    [ "$command" = train ] || fail "--recipe is not an option of ./run.sh $command"
     if [[ ! $recipe =~ ^[A-Za-z0-9_]+$ ]] || [ ! -f "recipes/$recipe.py" ]; then
         names=(recipes/*.py)
         names=("${names[@]##*/}")
@@ -110,6 +116,11 @@ if [ "$command" = train ] && [[ " $* " = *" --recipe"* ]]; then
     fi
     module=$recipe
     script=recipes/$recipe.py
+fi
+if [ "$device" = cpu ]; then
+    export CUDA_VISIBLE_DEVICES=""
+elif [ "$device" != none ]; then
+    fail "--device \"$device\": it only takes cpu; without it, a GPU is used if there is one"
 fi
 
 # Prints a TOML file without its comments. A # inside quotes is part of a text.
@@ -136,7 +147,6 @@ fi
 words=${words//[\"\']/ }
 
 track=""
-device=""
 own_data=""
 help=""
 kept_runs=""
@@ -145,15 +155,11 @@ set -f  # a word with a star is no pattern here
 for word in $words; do
     case "$word" in
         --track=*) track=${word#*=} ;;
-        --device=*) device=${word#*=} ;;
         --train_files | --val_files | --train_files=* | --val_files=*) own_data=yes ;;
         --list | --clear) kept_runs=yes ;;  # compare only lists or deletes the runs that it keeps
         -h | --help) help=yes ;;
     esac
-    case "$previous" in
-        --track) track=$word ;;
-        --device) device=$word ;;
-    esac
+    [ "$previous" != --track ] || track=$word
     previous=$word
 done
 set +f
@@ -174,7 +180,7 @@ has_amd_gpu() {
 
 present=0
 maker=""
-if [ "$device" != cpu ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
+if [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
     present=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU") || true
     if [ "$present" -eq 0 ]; then
         present=$(compgen -G "$devices/nvidia[0-9]*" | wc -l) || true
@@ -466,32 +472,11 @@ avoid_special_characters() {
     fi
 }
 
-# The program that runs in the background after an installation. It imports what training imports,
-# so that Python's compiled files get written. On a CPU, it also compiles the model for validation,
-# while the script compiles it for training and then finds the other in the compiler's cache. The
-# script comes first: it sets what PyTorch reads when it is imported.
-ahead='
-import importlib, sys
-sys.path.append("recipes")
-script = importlib.import_module(sys.argv[1])
-import torch, torch._inductor.compile_fx
-if sys.argv[2] == "compile":
-    args, hp = script.parse_arguments(sys.argv[3:])
-    world = script.start_world("cpu")
-    model = torch.compile(script.build_model(hp, world), dynamic=False)
-    tokens = torch.zeros(hp.val_seq_len, dtype=torch.int64)
-    script.evaluate(model, [(tokens.int(), tokens)], 1, hp, world)
-'
-
+# Imports what training imports, in the background after an installation, so that Python's compiled
+# files get written
 import_ahead() {
     [ -n "$installed" ] && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || return 0
-    local what=import
-    local cores
-    cores=$(nproc 2>/dev/null) || cores=1  # a signal can also end nproc
-    if [ "$command" = train ] && [ -z "$maker$help" ] && [ "$cores" -gt 1 ]; then
-        what=compile
-    fi
-    "$python" -c "$ahead" "$module" "$what" "$@" >/dev/null 2>&1 3>&- 9<&- &
+    "$python" -c "import train_gpt, torch._inductor.compile_fx" >/dev/null 2>&1 3>&- 9<&- &
 }
 
 # ---- GPUs that PyTorch can use -------------------------------------------------------------------
@@ -541,21 +526,6 @@ count_gpus() {
         "CUDA $cuda needs driver $needed or later, but the version here is ${driver:-unknown};" \
         "update the driver, $choice"
 }
-
-# The most processes that can share the sequences of a step and of a validation equally
-ask_processes='
-import importlib, math, sys
-sys.path.append("recipes")
-script = importlib.import_module(sys.argv[1])
-gpus = int(sys.argv[2])
-try:
-    args, hp = script.parse_arguments(sys.argv[3:])
-except script.InputError:
-    gpus = 1  # the script itself says what is wrong
-else:
-    shared = math.gcd(hp.num_sequences, hp.val_tokens // hp.val_seq_len)
-print(max(n for n in range(1, gpus + 1) if n == 1 or shared % n == 0))
-'
 
 # ---- Data: made or downloaded where there is none ------------------------------------------------
 has() { compgen -G "data/$1_train_*.bin" >/dev/null && compgen -G "data/$1_val_*.bin" >/dev/null; }
@@ -630,7 +600,7 @@ install "${requirements[@]}"
 avoid_special_characters
 
 choose_code_folder
-import_ahead "$@"
+import_ahead
 
 if [ "$command" = test ]; then
     track=mini
@@ -656,23 +626,43 @@ if [ "$command" != train ]; then
     become "$python" "$script" "$@"
 fi
 
-# After a successful run, the model of train_gpt.py writes a short text. Training itself is the same.
-if [ "$module" = train_gpt ] && [ -z "$help" ] && [ -f evals/train_and_sample.py ]; then
-    script=evals/train_and_sample.py
+if [ -n "$help" ]; then
+    become "$python" "$script" "$@"
 fi
 
-if [ "$gpus" -gt 1 ] && [ -z "$help" ]; then
-    ask "$python" -c "$ask_processes" "$module" "$gpus" "$@" || { cat "$work/log" >&2; exit 1; }
-    if [ "$answer" -gt 1 ]; then
-        say "training on $answer of $gpus GPUs"
-        become "$python" -m torch.distributed.run --standalone --nproc_per_node="$answer" \
-            "$script" "$@"
+# The checks of the machine print what the run needs
+run "$python" tools/launch_checks.py --script "$module" "$@" >"$work/answer" || exit
+while IFS= read -r line; do
+    case "$line" in
+        processes=*) processes=${line#*=} ;;
+        log_dir=*) log_dir=${line#*=} ;;
+        --*) set -- "$@" "$line" ;;
+        *) export "${line?}" ;;
+    esac
+done <"$work/answer"
+
+where="the CPU"
+[ "$gpus" -eq 0 ] || where="one GPU"
+launcher=()
+if [ "$processes" -gt 1 ]; then
+    where="$processes of $gpus GPUs"
+    launcher=(-m torch.distributed.run --standalone --nproc_per_node="$processes")
+fi
+say "training on $where"
+if [ "$module" != train_gpt ]; then
+    become "$python" ${launcher[@]+"${launcher[@]}"} "$script" "$@"
+fi
+
+unlock
+advice="to continue from the last validation, add --resume latest"
+run "$python" ${launcher[@]+"${launcher[@]}"} "$script" "$@" --save_checkpoint || exit
+
+# The trained model writes a short text
+checkpoint=""
+for file in "$log_dir"/*.pt; do
+    if [ "$file" -nt "${checkpoint:-$work/answer}" ]; then
+        checkpoint=$file
     fi
-fi
-if [ -z "$help" ]; then
-    where="the CPU"
-    [ "$gpus" -eq 0 ] || where="one GPU"
-    say "training on $where"
-fi
-become "$python" "$script" "$@"
+done
+become "$python" evals/sample.py --brief "$checkpoint"
 }

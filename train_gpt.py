@@ -6,164 +6,128 @@ Trains a GPT to a target validation loss in as little time as possible. Everythi
     torchrun --standalone --nproc_per_node=8 train_gpt.py  the official run: FineWeb to 3.28 on 8 H100s
     python train_gpt.py --help                             every hyperparameter and its default
 
-The recipe is modded-nanogpt's of May 2025 (https://github.com/KellerJordan/modded-nanogpt). Changes to GPT-2:
-- Muon trains the weight matrices of the blocks. It orthogonalizes the momentum.
-- no biases and no norm gains
-- QK norm, half-truncated rotary embeddings, ReLU squared, zero-initialized output projections,
-  U-net skips, value embeddings
-- each block mixes the token embedding back into the residual stream, with learned weights
-- sliding-window attention within documents, with a window that grows during training
-- soft-capped logits, in training computed in FP8 on GPUs that support it
-The track mini adds later ideas of the field, each an option: NorMuon, XSA, smear, a leaky ReLU.
+The recipe is record 23 of modded-nanogpt (https://github.com/KellerJordan/modded-nanogpt, May 2025), a
+series of ever faster runs. Numbers with a # are its records. What the recipe changes in GPT-2:
+- #3, #4, #6   Muon trains the weight matrices of the blocks (@kellerjordan0, @jxbz, @bozavlado)
+- #5           ReLU squared, QK norm, output projections that start at zero (@Grad62304977, @kellerjordan0)
+- #8, #9, #18  untied head, soft-capped logits (@Grad62304977, @kellerjordan0, @KoszarskyB)
+- #9, #11      each block mixes in the token embedding; U-net skips (@Grad62304977, @brendanh0gan)
+- #12, #13     attention within documents, in a window that grows (@KoszarskyB, @fernbear.bsky.social)
+- #14 to #17   value embeddings, sliding windows, RoPE on half of the channels, a layer without
+               attention (@KoszarskyB, @leloykun, @YouJiacheng)
+- #19, #20     FP8 head; Q, K and V in one matrix; long and short windows (@YouJiacheng, @leloykun, others)
+- #22, #23     gradients are summed in buckets (@KonstantinWilleke and others, @ryanyang0)
+The track mini adds four later ideas: NorMuon, XSA, smear, a leaky ReLU (section 5).
 
-The batch doesn't depend on the number of processes: one GPU and eight GPUs train the same model.
-GPUs with little memory train on shorter sequences (see fitted).
+The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train the
+same model.
 
-Importing this file trains nothing. Shapes in comments: B sequences, S tokens per sequence,
+Shapes in comments: B sequences, S tokens per sequence,
 T = B * S tokens, N = T / 128 blocks of the mask, H heads, D channels per head, C = model_dim,
 V = padded vocabulary size.
 """
 # -----------------------------------------------------------------------------
 # 1. Preamble
 
-with open(__file__, newline="", encoding="utf-8") as f:
-    SOURCE = f.read()  # every log contains the source; read it now, before an edit can change it
+from pathlib import Path
 
-import os
+SOURCE = Path(__file__).read_bytes().decode()  # for the log; read now, before an edit can change it
+
 import signal
-import sys
-import time
-
-in_training = False  # True in the training loop
-stop_signal = 0      # the SIGTERM or SIGINT that came in training
-stop_time = 0.0
-
-
-def env_int(name, default):
-    """Returns an environment variable that torchrun sets, or the default without torchrun."""
-    return int(os.environ.get(name, default))
-
-
-def on_signal(number, frame):
-    """Handles Ctrl-C and SIGTERM. In the training loop, it only remembers the signal: all ranks
-    save a checkpoint and exit within a few steps (see vote_while_training), or finish if the run is
-    about to end. Before training, or on a second signal, it exits at once. Signals within a second
-    of the first are ignored, because torchrun and batch systems often send several."""
-    global stop_signal, stop_time
-    if not in_training:
-        if env_int("RANK", 0) == 0:
-            if os.isatty(2):
-                os.write(2, b"\n")  # start a new line after the terminal's ^C
-            os.write(2, b"stopped; there is nothing to save\n")
-        os._exit(128 + number)
-    if not stop_signal:
-        stop_signal = number
-        stop_time = time.monotonic()
-    elif time.monotonic() > stop_time + 1:
-        os._exit(128 + number)
-
-
-def handle_signals():
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-
 
 if __name__ == "__main__":
-    handle_signals()  # before the imports, which take seconds
-
-if sys.platform == "win32":
-    sys.exit("error: this needs Linux or macOS; on Windows, run it in WSL")
+    # With Python's handler, Ctrl-C wouldn't end a process that waits for others
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
-import codecs
 import collections
-import contextlib
-import copy
-import ctypes
-import dataclasses
-import datetime
+import fcntl
 import glob
 import io
 import itertools
 import json
-import locale
 import math
+import os
 import platform
 import re
-import resource
-import statistics
 import subprocess
-import tempfile
-import threading
+import sys
+import time
 import uuid
-import warnings
 import zipfile
 import zlib
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, fields, replace
 
-if __name__ == "__main__" and codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
-    sys.exit("error: PyTorch can't read its files in an ASCII locale; set PYTHONUTF8=1")
-
-# PyTorch and OpenMP read these variables when torch is imported.
+# PyTorch and OpenMP read these variables when torch is imported
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-if sys.platform == "linux" and platform.machine() == "x86_64":
-    # Works around a bug of GCC 11 to 13 (similar to https://gcc.gnu.org/PR113255): on CPUs that GCC
-    # doesn't know, it miscompiles PyTorch's bf16 transposes. Naming a CPU with -mtune avoids this,
-    # and -march stays native. PyTorch puts "-march=" before this value.
-    os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
-# Make waiting OpenMP threads sleep instead of spin. This is much faster when another process keeps
-# the cores busy.
+# Waiting OpenMP threads sleep instead of spin: much faster when another process keeps the cores busy
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if platform.machine() == "x86_64":
+    # GCC 11 to 13 miscompile PyTorch's bf16 transposes on CPUs that they don't know (similar to
+    # https://gcc.gnu.org/PR113255). Naming a CPU with -mtune avoids this. PyTorch puts "-march=" before.
+    os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 
 import numpy as np
-import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-# check_gpus replaces these long warnings with one line
-warnings.filterwarnings("ignore", message=r"\s*(CUDA initialization|Found GPU)")
-
+# torchrun sets these variables
+RANK = int(os.getenv("RANK", 0))
+LOCAL_RANK = int(os.getenv("LOCAL_RANK", 0))  # among the processes of this machine
+WORLD_SIZE = int(os.getenv("WORLD_SIZE", 1))
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", LOCAL_RANK) if ON_GPU else torch.device("cpu")
 BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence lengths
 
 
+CPUINFO = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+CPU_MODEL = next(iter(re.findall(r"model name\s*: (.*)", CPUINFO)), platform.machine())
+CPU_FLAGS = set(re.findall(r"\b(?:avx|amx|fma|asimd|sve|bf16|i8mm)\w*", CPUINFO))
+# The dtype of activations: bf16 where there are bf16 matmuls (#10, @kellerjordan0)
+HAS_BF16 = ON_GPU or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"}
+DTYPE = torch.bfloat16 if HAS_BF16 else torch.float32
+
+
 class InputError(Exception):
-    """A user error. One process per machine prints it, as one line without a traceback."""
+    """A user error. main prints it as one line, without a traceback."""
 
 
-class RankError(InputError):
-    """A user error that may occur on one rank only, so each rank prints its own."""
+def require(condition, message):
+    if not condition:
+        raise InputError(message)
 
 
 # -----------------------------------------------------------------------------
-# 2. FP8 head and loss. The forward pass uses e4m3, the gradient e5m2 (more range, less precision).
+# 2. FP8 head and loss (#19, @YouJiacheng)
+#
+# FP8 numbers have 8 bits: e4m3 (3 bits of mantissa, up to 448) for weights and activations, e5m2 (2 bits,
+# up to 57,344) for gradients. GPUs multiply them twice as fast as bf16. A tensor is divided by a scale
+# before it is rounded to FP8, so that it fits the range, and the matmul multiplies its result by both scales.
 
-# The real value of an FP8 tensor is tensor * scale. 448 is the largest finite e4m3 value.
-# Scales are those of modded-nanogpt.
-W_SCALE = 24 / 448    # weights are assumed to stay below 24
-# If the gradient of the loss is 1, those of the logits are below 1. Divided by this scale, they are
-# below 448, far from the largest e5m2 value, 57,344.
+W_SCALE = 24 / 448  # the scales are modded-nanogpt's; weights stay below 24
+# If the gradient of the loss is 1, those of the logits are below 1: scaled, they are below 448
 GRAD_SCALE = 1 / 448
 
 
-def x_scale(model_dim: int) -> float:
+def x_scale(model_dim):
     """The scale of RMS-normed inputs (T, model_dim). Their elements are at most sqrt(model_dim)."""
     return model_dim**0.5 / 448
 
 
-def softcap(logits: Tensor, model_dim: int) -> Tensor:
+def as_scale(value, like):
+    """torch._scaled_mm takes scales as float32 tensors on the device."""
+    return torch.full((), value, device=like.device)
+
+
+def softcap(logits, model_dim):
     """Divides logits by sqrt(model_dim), soft-caps them at 15 (Gemma 2,
-    https://arxiv.org/abs/2408.00118), and adds 15, which doesn't change the softmax. Returns
-    float32 between 0 and 30."""
+    https://arxiv.org/abs/2408.00118; #18, @KoszarskyB), and adds 15, which doesn't change the softmax.
+    Returns float32 between 0 and 30."""
     # = 15 tanh(z / 15) + 15 for z = logits / sqrt(model_dim)
     return 30 * torch.sigmoid(logits.float() / (7.5 * model_dim**0.5))
-
-
-def as_scale(value: float, like: Tensor) -> Tensor:
-    """A scale for torch._scaled_mm: a float32 scalar on the device of `like`."""
-    return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
 @torch.library.custom_op("nanogpt::head_loss", mutates_args=())
@@ -194,21 +158,14 @@ def head_loss_op(
     return (lse - target_logits).sum(), logits, lse, x_f8, w_f8
 
 
-@head_loss_op.register_fake
+@head_loss_op.register_fake  # torch.compile needs the shapes and dtypes of the results
 def _(x, w, targets):
-    loss = x.new_empty((), dtype=torch.float32)
-    logits = x.new_empty(x.size(0), w.size(0), dtype=torch.bfloat16)
-    lse = x.new_empty(x.size(0), dtype=torch.float32)
-    x_f8 = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    w_f8 = w.new_empty(w.shape, dtype=torch.float8_e4m3fn)
-    return loss, logits, lse, x_f8, w_f8
+    logits = x.new_empty(len(x), len(w), dtype=torch.bfloat16)
+    lse = logits[:, 0].float()
+    return lse.sum(), logits, lse, x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
 
 
-@torch.library.custom_op("nanogpt::head_loss_backward", mutates_args=())
-@torch.compile(dynamic=False)
-def head_loss_backward_op(
-    grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
+def head_loss_backward(grad, logits, lse, x_f8, w_f8, targets):
     """Returns grad_x (T, C) in bf16 and grad_w (V, C) in float32, given the loss's scalar gradient.
     When compiled, it stores the gradient of the logits only in FP8."""
     model_dim = w_f8.size(1)
@@ -219,7 +176,7 @@ def head_loss_backward_op(
     # d capped / d logits = capped (1 - capped / 30) / (7.5 sqrt(model_dim)), see softcap
     grad_logits = grad_capped * capped * (1 - capped / 30) / (7.5 * model_dim**0.5)
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
-    grad_scale = GRAD_SCALE * grad
+    grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
         grad_f8,
@@ -238,14 +195,7 @@ def head_loss_backward_op(
     return grad_x, grad_w
 
 
-@head_loss_backward_op.register_fake
-def _(grad, logits, lse, x_f8, w_f8, targets):
-    grad_x = grad.new_empty(x_f8.shape, dtype=torch.bfloat16)
-    grad_w = grad.new_empty(w_f8.shape, dtype=torch.float32)
-    return grad_x, grad_w
-
-
-def setup_context(ctx, inputs, output):
+def save_for_backward(ctx, inputs, output):
     x, w, targets = inputs
     loss, logits, lse, x_f8, w_f8 = output
     ctx.save_for_backward(logits, lse, x_f8, w_f8, targets)
@@ -253,42 +203,63 @@ def setup_context(ctx, inputs, output):
 
 
 def head_loss_gradients(ctx, grad, *unused):
-    grad_x, grad_w = torch.ops.nanogpt.head_loss_backward(grad, *ctx.saved_tensors)
+    grad_x, grad_w = head_loss_backward(grad, *ctx.saved_tensors)
     return grad_x, grad_w, None
 
 
-head_loss_op.register_autograd(head_loss_gradients, setup_context=setup_context)
+head_loss_op.register_autograd(head_loss_gradients, setup_context=save_for_backward)
+
+
+def uses_fp8(hp):
+    """FP8 needs compute capability 8.9. AMD GPUs (torch.version.hip) may have another FP8 format."""
+    can = ON_GPU and not torch.version.hip and torch.cuda.get_device_capability(DEVICE) >= (8, 9)
+    return hp.fp8 and can
+
 
 # -----------------------------------------------------------------------------
-# 3. Muon (Keller Jordan et al., https://kellerjordan.github.io/posts/muon)
+# 3. Muon (Keller Jordan et al., https://kellerjordan.github.io/posts/muon; #3, #4, #6, #20)
 
 
-def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
-    """Orthogonalizes each matrix of G (..., m, n): U S V^T becomes about U V^T.
+def zeropower_via_newtonschulz5(G, steps=5):
+    """Orthogonalizes each matrix of G (..., m, n), m <= n: U S V^T becomes about U V^T.
 
     The coefficients of the quintic Newton-Schulz iteration maximize its slope at zero. It doesn't
     converge: singular values end between about 0.5 and 1.5, which doesn't hurt the optimizer.
-    The result has the shape of G, in bf16 or float32 (see activation_dtype)."""
+    The result has the shape of G and dtype DTYPE."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    tall = G.size(-2) > G.size(-1)
-    X = G.to(activation_dtype(G.device))
-    if tall:
-        X = X.mT  # X X^T is smaller than X^T X
+    X = G.to(DTYPE)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the spectral norm is now at most 1
-    shape = X.shape
-    X = X.reshape(-1, *shape[-2:])  # torch.bmm needs exactly one batch dimension
+    X = X.reshape(-1, *G.shape[-2:])  # baddbmm needs exactly one batch dimension
     for _ in range(steps):
-        A = torch.bmm(X, X.mT)
+        A = X @ X.mT
+        # baddbmm multiplies and adds in one kernel
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
-    X = X.view(shape)
-    return X.mT if tall else X
+    return X.view(G.shape)
 
 
-if hasattr(dist, "all_gather_single"):  # its name since PyTorch 2.13
-    all_gather = dist.all_gather_single
-else:
-    all_gather = dist.all_gather_into_tensor
+def wide(matrices):
+    """Transposes tall matrices (..., m, n), as a view: X X^T is smaller than X^T X if m <= n."""
+    return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
+
+
+# its name since PyTorch 2.13, and before
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def all_gather(share):
+    """Starts to collect the equal shares (n, ...) of all ranks. Returns a function that waits for the
+    result (WORLD_SIZE * n, ...) and returns it."""
+    if WORLD_SIZE == 1:
+        return lambda: share
+    whole = share.new_empty(WORLD_SIZE * len(share), *share.shape[1:])
+    handle = all_gather_single(whole, share, async_op=True)
+
+    def wait():
+        handle.wait()
+        return whole
+
+    return wait
 
 
 class Muon(torch.optim.Optimizer):
@@ -297,155 +268,111 @@ class Muon(torch.optim.Optimizer):
     A parameter (..., rows, cols) is a stack of matrices; each matrix is orthogonalized separately.
     Updates are rounded to bf16. Each rank owns a share of the parameters: it keeps their momentum
     and computes their updates. The all-gather of one group's updates overlaps with computing the
-    next group's. Gradients must be equal on all ranks. With beta2 > 0 this is NorMuon
-    (https://arxiv.org/abs/2510.05491), which scales all channels of an update to a similar RMS."""
+    next group's. Gradients must be equal on all ranks. With beta2 > 0 this is NorMuon (section 5)."""
 
     def __init__(self, params, lr=0.02, momentum=0.95, ns_steps=5, beta2=0.0):
-        self.rank, self.world_size = 0, 1
-        if dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        groups = {}  # matrices of a shape and of its transpose share a group: one batched matmul
-        for p in params:
-            *stack, rows, cols = p.shape
-            shape = (*stack, min(rows, cols), max(rows, cols))
-            groups.setdefault(shape, []).append(p)
+        groups = collections.defaultdict(list)
+        for p in params:  # a shape and its transpose share a group: one batched matmul
+            groups[wide(p).shape].append(p)
         defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, beta2=beta2)
         super().__init__([dict(params=group) for group in groups.values()], defaults)
 
-    def _state(self, p: Tensor, group: dict) -> dict:
-        state = self.state[p]
+    def share(self, items):
+        """This rank's share of a group's parameters, or of their state. Shares are equally long:
+        where there are too few items, the last one is computed again."""
+        size = math.ceil(len(items) / WORLD_SIZE)
+        mine = range(RANK * size, (RANK + 1) * size)
+        return [items[min(i, len(items) - 1)] for i in mine]
+
+    def updates(self, group):
+        """Returns the updates of this rank's share: (share, ..., rows, cols), rows <= cols, bf16."""
+        gradients = torch.stack([wide(p.grad) for p in self.share(group["params"])])
+        state = self.state[group["params"][0]]  # the state of the whole group
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        if group["beta2"] and "mean_squares" not in state:  # one per channel, see _normalize
-            state["mean_squares"] = p.new_zeros(*p.shape[:-2], max(p.shape[-2:]))
-        return state
-
-    def _normalize(self, params: list[Tensor], group: dict, updates: Tensor) -> Tensor:
-        """NorMuon: divides each channel by its running RMS, and keeps the norm of the update.
-        Updates are (n, ..., rows, cols) with rows <= cols. A channel is a column: an index along
-        the longer side. In a square matrix, a channel is a row: an output."""
-        square = updates.size(-2) == updates.size(-1)
-        dim = -1 if square else -2  # the dimension to average over
-        updates = updates.float()
-        mean_squares = []
-        for p, new in zip(params, updates.square().mean(dim)):
-            running = self._state(p, group)["mean_squares"]
-            running.lerp_(new, 1 - group["beta2"])
-            mean_squares.append(running)
-        inverse_rms = torch.stack(mean_squares).clamp_min(1e-10).rsqrt().unsqueeze(dim)
-        scaled = updates * inverse_rms
-        old_norm = updates.norm(dim=(-2, -1), keepdim=True)  # of each matrix
-        new_norm = scaled.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-12)
-        return old_norm * (scaled / new_norm)
-
-    def _updates(self, params: list[Tensor], group: dict) -> Tensor:
-        """Computes the updates of these parameters: (len(params), numel) in bf16."""
-        gradients = []
-        for p in params:
-            buf = self._state(p, group)["momentum_buffer"]
-            buf.lerp_(p.grad, 1 - group["momentum"])
-            g = p.grad.lerp(buf, group["momentum"])  # Nesterov
-            if g.size(-2) > g.size(-1):
-                g = g.mT  # transpose tall matrices so that rows <= columns
-            gradients.append(g)
-        updates = zeropower_via_newtonschulz5(torch.stack(gradients), group["ns_steps"])
+            state["average"] = torch.zeros_like(gradients)
+        average = state["average"]  # the exponential moving average of the gradients
+        average.lerp_(gradients, 1 - group["momentum"])
+        nesterov = gradients.lerp(average, group["momentum"])
+        updates = zeropower_via_newtonschulz5(nesterov, group["ns_steps"])
         if group["beta2"]:
-            updates = self._normalize(params, group, updates)
-        flat = []
-        for p, update in zip(params, updates):
-            if p.size(-2) > p.size(-1):
-                update = update.mT
-            flat.append(update.flatten())
-        return torch.stack(flat).bfloat16()
+            updates = normalize_channels(updates, state, group["beta2"])
+        return updates.bfloat16()
 
     @torch.no_grad()
     def step(self):
-        gathers = []
-        for group in self.param_groups:
-            params = group["params"]
-            per_rank = math.ceil(len(params) / self.world_size)
-            mine = params[self.rank * per_rank : (self.rank + 1) * per_rank]
-            if self.world_size == 1:
-                gathers.append((group, self._updates(mine, group), None))
-                continue
-            # every rank sends per_rank updates; those that it doesn't have are zero
-            numel = params[0].numel()
-            sent = params[0].new_zeros(per_rank, numel, dtype=torch.bfloat16)
-            if mine:
-                sent[: len(mine)] = self._updates(mine, group)
-            updates = sent.new_empty(self.world_size * per_rank, numel)
-            handle = all_gather(updates, sent, async_op=True)
-            gathers.append((group, updates, handle))
-        for group, updates, handle in gathers:
-            if handle is not None:
-                handle.wait()
-            for p, update in zip(group["params"], updates):  # zip drops the padding
+        gathers = [all_gather(self.updates(group)) for group in self.param_groups]
+        for group, wait in zip(self.param_groups, gathers):
+            for p, update in zip(group["params"], wait()):  # zip ignores repeats at the end
                 # a tall matrix gets a larger step: the RMS change of its output then doesn't depend
                 # on its shape
                 scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
-                p.add_(update.view_as(p), alpha=-group["lr"] * scale)
+                wide(p).add_(update, alpha=-group["lr"] * scale)
 
-    def gather_state(self):
-        """Broadcasts the state of all parameters, so that rank 0 can save it. Call it on all
-        ranks."""
-        for group in self.param_groups:
-            per_rank = math.ceil(len(group["params"]) / self.world_size)
-            for i, p in enumerate(group["params"]):
-                for value in self._state(p, group).values():
-                    if self.world_size > 1:
-                        dist.broadcast(value, i // per_rank)
+    def state_dict(self):
+        """The state of all ranks, which doesn't depend on their number. Call it on all ranks."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            first, count = group["params"][0], len(group["params"])  # here, a parameter is its index
+            state = saved["state"].get(first, {})
+            # all_gather starts, () waits, [:count] drops repeats at the end
+            whole = {name: all_gather(share)()[:count] for name, share in state.items()}
+            saved["state"][first] = whole
+        return saved
+
+    def load_state_dict(self, saved):
+        for state in saved["state"].values():
+            for name, whole in state.items():
+                state[name] = torch.stack(self.share(whole))
+        super().load_state_dict(saved)
 
 
 # -----------------------------------------------------------------------------
 # 4. Model
 
 
-def norm(x: Tensor) -> Tensor:
+def norm(x):
     """RMS norm over the last dimension, without a gain."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 class CastedLinear(nn.Linear):
-    """A linear layer without bias. Weights (out, in) are float32 and cast to the dtype of x.
-    GPT.init_weights sets their initial values."""
+    """A linear layer without bias. Weights (out, in) are float32 and cast to the dtype of x."""
 
     def __init__(self, in_features, out_features):
         super().__init__(in_features, out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+    def forward(self, x):  # (..., in) -> (..., out)
         return F.linear(x, self.weight.type_as(x))
 
 
 class Rotary(nn.Module):
     """Half-truncated rotary embeddings (RoPE: https://arxiv.org/abs/2104.09864). Only half of the
-    D/2 channel pairs rotate. @YouJiacheng proposed this for the speedrun."""
+    D/2 channel pairs rotate (#17, @YouJiacheng)."""
 
     def __init__(self, head_dim, max_seq_len):
         super().__init__()
         rotating = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
-        freqs = torch.cat([rotating, torch.zeros(head_dim // 4)])  # (D/2,)
-        t = torch.arange(max_seq_len, dtype=torch.float32)
-        theta = t[:, None] * freqs  # (max_seq_len, D/2)
-        self.register_buffer("cos", theta.cos(), persistent=False)
-        self.register_buffer("sin", theta.sin(), persistent=False)
+        freqs = F.pad(rotating, (0, head_dim // 4))  # (D/2,), zeros in the second half
+        theta = torch.outer(torch.arange(max_seq_len), freqs)  # (max_seq_len, D/2)
+        self.register_buffer("rotations", torch.stack([theta.cos(), theta.sin()]), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, S, H, D)
-        cos = self.cos[None, : x.size(1), None]  # (1, S, 1, D/2)
-        sin = self.sin[None, : x.size(1), None]
+    def forward(self, x):  # (B, S, H, D)
+        cos, sin = self.rotations[:, : x.size(1), None]  # each (S, 1, D/2)
         x1, x2 = x.float().chunk(2, dim=-1)
         y1 = x1 * cos + x2 * sin
         y2 = x2 * cos - x1 * sin
         return torch.cat([y1, y2], dim=-1).type_as(x)
 
 
-# Attention masks. A query attends to a key if
+# The attention mask (#12, @KoszarskyB; #13, @fernbear.bsky.social; #16, @YouJiacheng). A query attends
+# to a key if
 # - the key is not later than the query,
 # - both are in the same document, and
 # - the key's block is one of the last window_blocks blocks, including the query's own.
-# There are two versions: a BlockMask for FlexAttention on GPUs, and a mask in plain PyTorch.
+# On GPUs, FlexAttention takes it as a BlockMask. Section 6 has the version for CPUs.
 
 
-def document_ids(input_seq: Tensor, eot_token: int) -> Tensor:
+def document_ids(input_seq, eot_token):
     """Returns the number of each token's document, int32 (T,), starting at 1, for input_seq (B, S).
     A document starts at each end-of-text token and at the start of each sequence."""
     begins = input_seq == eot_token
@@ -453,13 +380,13 @@ def document_ids(input_seq: Tensor, eot_token: int) -> Tensor:
     return begins.flatten().cumsum(0, dtype=torch.int32)
 
 
-def block_lists(visible: Tensor) -> tuple[Tensor, Tensor]:
+def block_lists(visible):
     """Converts a matrix of blocks, bool (N, N), to FlexAttention's lists: for each row the number
     of True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
     n = len(visible)
     counts = visible.sum(dim=-1, dtype=torch.int32)
-    # Each True entry's place in its row's list. False entries go to place n, which is cut off below.
-    # Sorting would give the same lists, but a sort takes minutes to compile for GPUs.
+    # Row True False True has count 2 and columns 0 2 0. Its True entries go to places 0 and 1 of the
+    # list, the False one to place n = 3, which is cut off. (Sorting does the same, but takes minutes to compile.)
     places = torch.where(visible, visible.cumsum(dim=-1) - 1, n)
     columns = torch.arange(n, dtype=torch.int32, device=visible.device).expand(n, n)
     lists = visible.new_zeros(n, n + 1, dtype=torch.int32).scatter(-1, places, columns)
@@ -467,7 +394,7 @@ def block_lists(visible: Tensor) -> tuple[Tensor, Tensor]:
     return counts[None, None], lists[None, None]
 
 
-def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
+def flex_block_mask(docs, window_blocks):
     """Makes the BlockMask of docs (T,). window_blocks is a scalar tensor on the device, so that a
     growing window doesn't recompile. FlexAttention calls document_causal only in partly visible
     blocks."""
@@ -475,134 +402,60 @@ def flex_block_mask(docs: Tensor, window_blocks: Tensor) -> BlockMask:
     def document_causal(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
 
-    first_doc = docs.view(-1, BLOCK_SIZE)[:, 0]  # (N,)
-    last_doc = docs.view(-1, BLOCK_SIZE)[:, -1]
+    first_doc = docs[::BLOCK_SIZE]  # of each block: (N,)
+    last_doc = docs[BLOCK_SIZE - 1 :: BLOCK_SIZE]
     block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
-    distance = block[:, None] - block  # (N, N): query block - key block
-    in_window = distance < window_blocks
-    causal_any = distance >= 0
-    causal_all = distance > 0
-    # Rows are query blocks, columns are key blocks. Documents are numbered in order, so for a key block
-    # that isn't later than the query block:
-    document_any = first_doc[:, None] <= last_doc  # they share a document
-    document_all = last_doc[:, None] == first_doc  # both are in one document
-    visible_any = in_window & causal_any & document_any
-    visible_all = in_window & causal_all & document_all
-    partial = visible_any & ~visible_all
-    # key blocks of each query block, for the forward pass
-    kv_num, kv_indices = block_lists(partial)
-    full_kv_num, full_kv_indices = block_lists(visible_all)
-    # query blocks of each key block, for the backward pass
-    q_num, q_indices = block_lists(partial.T)
-    full_q_num, full_q_indices = block_lists(visible_all.T)
+    # Matrices (N, N): rows are query blocks, columns are key blocks. Documents are numbered in order,
+    # so for a key block before a query block, only its last and the query block's first document matter.
+    distance = block[:, None] - block
+    share_a_document = first_doc[:, None] <= last_doc
+    are_one_document = last_doc[:, None] == first_doc
+    visible = (distance >= 0) & (distance < window_blocks) & share_a_document
+    full = visible & (distance > 0) & are_one_document
+    partial = visible & ~full
     return BlockMask(
-        seq_lengths=(len(docs), len(docs)),
-        kv_num_blocks=kv_num,
-        kv_indices=kv_indices,
-        full_kv_num_blocks=full_kv_num,
-        full_kv_indices=full_kv_indices,
-        q_num_blocks=q_num,
-        q_indices=q_indices,
-        full_q_num_blocks=full_q_num,
-        full_q_indices=full_q_indices,
+        (len(docs), len(docs)),
+        *block_lists(partial),    # kv_num_blocks, kv_indices: key blocks of each query block, for forward
+        *block_lists(full),       # full_kv_num_blocks, full_kv_indices
+        *block_lists(partial.T),  # q_num_blocks, q_indices: query blocks of each key block, for backward
+        *block_lists(full.T),     # full_q_num_blocks, full_q_indices
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=document_causal,
     )
 
 
-def portable_mask(docs: Tensor, window_blocks: Tensor, span: int) -> Tensor:
-    """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
-    visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
-    before it. `span` is a constant upper bound of window_blocks, so that a growing window doesn't
-    recompile."""
-    query = torch.arange(len(docs), dtype=torch.int32, device=docs.device)
-    query = query.view(-1, BLOCK_SIZE, 1)  # (N, 128, 1)
-    block_start = query[:, :1]  # (N, 1, 1)
-    # the first token of each query's document: docs 1 1 1 2 2 -> 0 0 0 3 3
-    document_start = torch.searchsorted(docs, docs, out_int32=True).view_as(query)
-    window_start = block_start - (window_blocks - 1) * BLOCK_SIZE
-    start = document_start.maximum(window_start)
-    offset = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
-    key = block_start + offset  # (N, 1, span * 128); negative before the first token, so not visible
-    visible = (start <= key) & (key <= query)
-    return visible[:, None]
-
-
-def split_blocks(t: Tensor) -> Tensor:
-    """(1, T, H, D) -> (N, H, 128, D)"""
-    return t.view(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)
-
-
-def with_previous_blocks(t: Tensor, span: int) -> Tensor:
-    """(1, T, H, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier blocks."""
-    t = split_blocks(t)
-    shifted = []
-    for back in reversed(range(span)):
-        padded = F.pad(t, (0, 0, 0, 0, 0, 0, back, 0))  # zeros in front: (back + N, H, 128, D)
-        shifted.append(padded[: len(t)])
-    return torch.cat(shifted, dim=2)
-
-
-def portable_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention block by block, in O(T * span), for devices where FlexAttention has no backward
-    (CPUs). Compiled, it is much faster on a CPU than scaled_dot_product_attention with a mask."""
-    span = mask.size(-1) // BLOCK_SIZE
-    bias = torch.where(mask, 0.0, -math.inf).type_as(q)
-    # no need to subtract the maximum: with QK norm, scores are at most scale * D, about 15
-    queries = split_blocks(q * scale)  # (N, H, 128, D)
-    scores = queries @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
-    weights = (scores + bias).exp()
-    y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
-    y = y / weights.sum(dim=-1, keepdim=True, dtype=torch.float32)
-    return y.type_as(v).transpose(1, 2).reshape(q.shape)
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
-    """q, k, v (1, T, H, D) -> (1, T, H, D), with the mask of flex_block_mask or portable_mask."""
+def attention(q, k, v, mask):
+    """q, k, v (B, S, H, D) -> (B, S, H, D). All sequences become one of T tokens: in the mask, each
+    sequence begins a document."""
+    # with QK norm, the scale is free: 0.12 was tuned for the speedrun (#20)
+    scale = 0.12
     if not isinstance(mask, BlockMask):
         return portable_attention(q, k, v, mask, scale)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (1, H, T, D)
-    y = flex_attention(q, k, v, block_mask=mask, scale=scale)
-    return y.transpose(1, 2)
-
-
-def exclusive_self_attention(y: Tensor, v: Tensor, weights: Tensor) -> Tensor:
-    """XSA (Shuangfei Zhai, https://arxiv.org/abs/2603.09078): subtracts a fraction of y's component
-    along the token's own value. The fraction is tanh(weight), learned for each head, as in record
-    82 of the speedrun by @djdumpling. y, v (1, T, H, D), weights (H,) -> (1, T, H, D)."""
-    dot = (y * v).sum(dim=-1, keepdim=True)  # (1, T, H, 1)
-    square = (v * v).sum(dim=-1, keepdim=True).clamp_min(1e-8)  # avoids 0 / 0
-    fraction = weights.tanh().type_as(y)[:, None]  # (H, 1)
-    coefficient = fraction * (dot / square)
-    return y - coefficient * v
+    queries, keys, values = (t.flatten(0, 1).transpose(0, 1)[None] for t in (q, k, v))  # (1, H, T, D)
+    y = flex_attention(queries, keys, values, block_mask=mask, scale=scale)
+    return y[0].transpose(0, 1).reshape(q.shape)
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, hp, rotary):
         super().__init__()
-        self.num_heads = hp.num_heads
-        self.head_dim = hp.head_dim
+        self.heads = (hp.num_heads, hp.head_dim)
         self.rotary = rotary
         hdim = hp.num_heads * hp.head_dim
         self.qkv_w = nn.Parameter(torch.empty(3, hdim, hp.model_dim))  # Q, K and V in one matmul
         self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
-        self.c_proj = CastedLinear(hdim, hp.model_dim)
-        self.xsa_weights = None
-        if hp.xsa:
-            self.xsa_weights = nn.Parameter(torch.zeros(hp.num_heads))
+        self.c_proj = CastedLinear(hdim, hp.model_dim)  # starts at zero
+        self.xsa_weights = nn.Parameter(torch.zeros(hp.num_heads)) if hp.xsa else None
 
-    def forward(self, x, ve, mask, seq_len):  # x (1, T, C), ve (T, H * D) or None -> (1, T, C)
-        heads = (self.num_heads, self.head_dim)
+    def forward(self, x, ve, mask):  # x (B, S, C), ve (B, S, H * D) or None -> (B, S, C)
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
-        q, k, v = qkv.view(-1, seq_len, 3, *heads).unbind(2)  # each (B, S, H, D)
-        q = self.rotary(norm(q))  # positions count from the start of the sequence
+        q, k, v = qkv.unflatten(-1, (3, *self.heads)).unbind(2)  # each (B, S, H, D)
+        q = self.rotary(norm(q))  # QK norm (#5)
         k = self.rotary(norm(k))
-        q, k, v = (t.reshape(1, -1, *heads) for t in (q, k, v))  # each (1, T, H, D)
         v = self.lambdas[0] * v
         if ve is not None:
             v = v + self.lambdas[1] * ve.view_as(v)
-        # with QK norm, the scale is free: 0.12 was tuned for the speedrun
-        y = attention(q, k, v, mask, scale=0.12)
+        y = attention(q, k, v, mask)
         if self.xsa_weights is not None:
             y = exclusive_self_attention(y, v, self.xsa_weights)
         return self.c_proj(y.flatten(2))
@@ -613,12 +466,12 @@ class MLP(nn.Module):
         super().__init__()
         self.relu_slope = hp.relu_slope
         self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)
-        self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)
+        self.c_proj = CastedLinear(4 * hp.model_dim, hp.model_dim)  # starts at zero
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.c_fc(x)
-        # Leaky ReLU, then a square (@parinzee, https://github.com/openai/parameter-golf/pull/493).
-        # Slope 0 gives ReLU squared (https://arxiv.org/abs/2109.08668).
+        # slope 0 is ReLU squared (https://arxiv.org/abs/2109.08668), others a later idea of @parinzee
+        # (https://github.com/openai/parameter-golf/pull/493)
         x = F.leaky_relu(x, self.relu_slope).square()
         return self.c_proj(x)
 
@@ -627,37 +480,14 @@ class Block(nn.Module):
     def __init__(self, hp, layer, rotary):
         super().__init__()
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
-        self.attn = None
-        if layer not in hp.attn_free_layers:
-            self.attn = CausalSelfAttention(hp, rotary)
+        self.attn = None if layer in hp.attn_free_layers else CausalSelfAttention(hp, rotary)
         self.mlp = MLP(hp)
 
-    def forward(
-        self, x: Tensor, x0: Tensor, ve: Tensor | None, mask: BlockMask | Tensor, seq_len: int
-    ) -> Tensor:
+    def forward(self, x, x0, ve, mask):  # x and x0, the token embeddings: (B, S, C) -> (B, S, C)
         x = self.lambdas[0] * x + self.lambdas[1] * x0
         if self.attn is not None:
-            x = x + self.attn(norm(x), ve, mask, seq_len)
+            x = x + self.attn(norm(x), ve, mask)
         return x + self.mlp(norm(x))
-
-
-class Smear(nn.Module):
-    """Adds scale * gate * (the previous token's embedding) to each embedding. The gate is the sigmoid
-    of a linear function of the token's own first 12 channels. Documents are not separated. By
-    @classiclarryd, record 34 of the speedrun."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.gate = nn.Parameter(torch.zeros(min(12, dim)))
-        self.scale = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, S, C)
-        previous = F.pad(x, (0, 0, 1, 0))[:, :-1]  # x shifted by one token, with zeros in front
-        channels = x[..., : len(self.gate)]
-        gate = (channels @ self.gate.type_as(x)).sigmoid()  # (B, S)
-        factor = self.scale * gate  # float32, because scale is
-        factor = factor.type_as(x).unsqueeze(-1)
-        return x + factor * previous
 
 
 class GPT(nn.Module):
@@ -665,35 +495,29 @@ class GPT(nn.Module):
 
     input_seq (B, S) is int32, target_seq (B, S) int64, window_blocks a scalar int32; S is a
     multiple of 128. Returns the cross-entropy in nats, summed over tokens in training and averaged
-    in evaluation. Embeddings, and therefore activations, have dtype `dtype`; all other parameters
+    in evaluation. Embeddings, and therefore activations, have dtype DTYPE; all other parameters
     are float32."""
 
     val_slice = 32768  # validation computes the logits of this many tokens at a time, to save memory
 
-    def __init__(self, hp, dtype=torch.bfloat16, use_fp8=False):
+    def __init__(self, hp):
         super().__init__()
         self.hp = hp
-        self.use_fp8 = use_fp8
         hdim = hp.num_heads * hp.head_dim
         # create modules in the order of the forward pass: GradientBuckets assumes it
-        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=dtype)
-        # value embeddings (https://arxiv.org/abs/2410.17897): of 3 tables in 12 layers, table 0
-        # serves layers 0 and 9, table 1 layers 1 and 10, and table 2 layers 2 and 11
-        self.value_embeds = nn.ModuleList()
-        self.ve_of_layer = {}
-        for i in range(hp.num_value_embeds):
-            self.value_embeds.append(nn.Embedding(hp.vocab_size, hdim, dtype=dtype))
-            self.ve_of_layer[i] = i
-            self.ve_of_layer[hp.num_layers - hp.num_value_embeds + i] = i
-        self.smear = None
+        self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE)
+        # Value embeddings: tables that are added to V in attention, a second embedding of each token
+        # (https://arxiv.org/abs/2410.17897; #14, @KoszarskyB; #17, @YouJiacheng)
+        tables = [nn.Embedding(hp.vocab_size, hdim, dtype=DTYPE) for _ in range(hp.num_value_embeds)]
+        self.value_embeds = nn.ModuleList(tables)
         if hp.smear:
-            self.smear = Smear(hp.model_dim)
+            self.smear_gate = nn.Parameter(torch.zeros(min(12, hp.model_dim)))
+            self.smear_scale = nn.Parameter(torch.zeros(1))
         rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len))
         self.blocks = nn.ModuleList(Block(hp, i, rotary) for i in range(hp.num_layers))
-        self.skip_weights = None
         if hp.num_layers > 1:
             self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
-        self.lm_head = CastedLinear(hp.model_dim, hp.padded_vocab_size)
+        self.lm_head = CastedLinear(hp.model_dim, hp.padded_vocab_size)  # starts at zero
         self.init_weights(hp.seed)
 
     @torch.no_grad()
@@ -702,8 +526,7 @@ class GPT(nn.Module):
         the seed and its name, so that adding a parameter doesn't change the others. Scalars keep
         the values that they were created with."""
         for name, p in self.named_parameters():
-            key = zlib.crc32(f"{seed} {name}".encode())
-            rng = torch.Generator().manual_seed(key)
+            rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if "embed" in name:
                 p.copy_(torch.randn(p.shape, generator=rng))  # normal_ is coarse in bf16
             elif name.endswith(("c_proj.weight", "lm_head.weight")):
@@ -713,8 +536,8 @@ class GPT(nn.Module):
                 bound = 3**0.5 * std            # uniform(-bound, bound) has this std
                 p.uniform_(-bound, bound, generator=rng)
 
-    def masks(self, docs: Tensor, window_blocks: Tensor) -> list[BlockMask | Tensor]:
-        """Returns a mask for each layer: the long window or half of it."""
+    def masks(self, docs, window_blocks):
+        """Returns a mask for each layer: the long window or half of it (#20, @leloykun and others)."""
         short_blocks = (window_blocks // 2).clamp_min(1)
         if docs.is_cuda:
             long = flex_block_mask(docs, window_blocks)
@@ -724,618 +547,346 @@ class GPT(nn.Module):
             long = portable_mask(docs, window_blocks, span)
             short = portable_mask(docs, short_blocks, max(1, span // 2))
         layers = range(self.hp.num_layers)
-        return [long if i in self.hp.long_window_layers else short for i in layers]
+        return [long if layer in self.hp.long_window_layers else short for layer in layers]
 
-    def forward(self, input_seq: Tensor, target_seq: Tensor, window_blocks: Tensor) -> Tensor:
+    def forward(self, input_seq, target_seq, window_blocks):
         docs = document_ids(input_seq, self.hp.eot_token)  # (T,)
         masks = self.masks(docs, window_blocks)
-        tokens = input_seq.flatten()
-        seq_len = input_seq.size(1)
-        value_embeds = [table(tokens) for table in self.value_embeds]  # each (T, H * D)
+        # of 3 tables in 12 layers, layers 0 and 9 use the first, 1 and 10 the second, 2 and 11 the third
+        ve = [table(input_seq) for table in self.value_embeds]  # each (B, S, H * D)
+        ve = ve + [None] * (self.hp.num_layers - 2 * len(ve)) + ve
         x = self.embed(input_seq)  # (B, S, C)
-        if self.smear is not None:
-            x = self.smear(x)
-        x = norm(x).flatten(0, 1)[None]  # (1, T, C)
-        x0 = x
-        skips = []
-        num_skips = self.hp.num_layers // 2
-        first_decoder = self.hp.num_layers - num_skips
-        for i, block in enumerate(self.blocks):
-            if i >= first_decoder:  # U-net: the second half adds what the first half stored
-                x = x + self.skip_weights[i - first_decoder] * skips.pop()
-            ve = None
-            if i in self.ve_of_layer:
-                ve = value_embeds[self.ve_of_layer[i]]
-            x = block(x, x0, ve, masks[i], seq_len)
-            if i < num_skips:
+        if self.hp.smear:
+            x = smear(x, self.smear_gate, self.smear_scale)
+        x = x0 = norm(x)
+        skips = []  # U-net (#11): of 12 layers, 6 adds the output of 5, 7 that of 4, ..., 11 that of 0
+        n = len(self.blocks)
+        for i, (block, block_ve, mask) in enumerate(zip(self.blocks, ve, masks, strict=True)):
+            if i >= n - n // 2:
+                x = x + self.skip_weights[i - n] * skips.pop()
+            x = block(x, x0, block_ve, mask)
+            if i < n // 2:
                 skips.append(x)
-        x = norm(x)[0]  # (T, C)
+        x = norm(x).flatten(0, 1)  # (T, C)
         targets = target_seq.flatten()
         if self.training:
             return self.loss(x, targets)
-        total = 0.0
-        for some_x, some_targets in zip(x.split(self.val_slice), targets.split(self.val_slice)):
-            total = total + self.loss(some_x, some_targets)
-        return total / len(targets)
+        slices = zip(x.split(self.val_slice), targets.split(self.val_slice))
+        return sum(self.loss(*part) for part in slices) / len(targets)
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, x, targets):
         """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
-        if self.use_fp8 and self.training:
-            return torch.ops.nanogpt.head_loss(x, self.lm_head.weight, targets)[0]
+        if self.training and uses_fp8(self.hp):
+            return head_loss_op(x, self.lm_head.weight, targets)[0]
         logits = softcap(self.lm_head(x), self.hp.model_dim)
         return F.cross_entropy(logits, targets, reduction="sum")
 
 
 # -----------------------------------------------------------------------------
-# 5. Data. A shard is a header of 256 int32 (magic, version, number of tokens, zeros) and uint16 tokens,
+# 5. Later ideas, which the track mini uses
+
+
+def normalize_channels(updates, state, beta2):
+    """NorMuon (https://arxiv.org/abs/2510.05491; #41, @li_zichong): divides each channel of Muon's
+    updates (n, ..., rows, cols), rows <= cols, by its running RMS, and keeps the norm of each matrix.
+    A channel is a column: of c_fc and c_proj, one of the 4 C hidden ones. In a square matrix (Q, K, V, the
+    output of attention) it is a row, an output."""
+    square = updates.size(-2) == updates.size(-1)
+    updates = updates.float()
+    mean_squares = updates.square().mean(-1 if square else -2, keepdim=True)
+    running = state.setdefault("mean_squares", torch.zeros_like(mean_squares))
+    running.lerp_(mean_squares, 1 - beta2)
+    scaled = updates * running.clamp_min(1e-10).rsqrt()
+    old_norm = updates.norm(dim=(-2, -1), keepdim=True)
+    new_norm = scaled.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-12)
+    return old_norm * (scaled / new_norm)
+
+
+def exclusive_self_attention(y, v, weights):
+    """XSA (Shuangfei Zhai, https://arxiv.org/abs/2603.09078; #82, @djdumpling): subtracts a fraction of
+    y's component along the token's own value. The fraction is tanh(weight), learned for each head.
+    y, v (B, S, H, D), weights (H,) -> (B, S, H, D)."""
+    dot = (y * v).sum(dim=-1, keepdim=True)  # (B, S, H, 1)
+    square = (v * v).sum(dim=-1, keepdim=True).clamp_min(1e-8)  # avoids 0 / 0
+    fraction = weights.tanh().type_as(y)[:, None]  # (H, 1)
+    coefficient = fraction * (dot / square)
+    return y - coefficient * v
+
+
+def smear(x, gate, scale):
+    """Adds scale * sigmoid(gate . x) * (the previous token's embedding) to each embedding of x
+    (B, S, C). Only a token's first 12 channels decide. Documents are not separated. (#34, @classiclarryd)"""
+    previous = F.pad(x, (0, 0, 1, 0))[:, :-1]  # x shifted by one token, with zeros in front
+    opening = (x[..., : len(gate)] @ gate.type_as(x)).sigmoid()  # (B, S)
+    factor = scale * opening  # float32, because scale is
+    return x + factor.type_as(x).unsqueeze(-1) * previous
+
+
+# -----------------------------------------------------------------------------
+# 6. Attention on CPUs, where FlexAttention has no backward pass
+
+
+def split_blocks(t):
+    """(B, S, H, D) -> (N, H, 128, D)"""
+    return t.reshape(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)
+
+
+def with_previous_blocks(t, span):
+    """(B, S, H, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier blocks."""
+    blocks = split_blocks(t)
+    padded = F.pad(blocks, (0, 0, 0, 0, 0, 0, span - 1, 0))  # blocks of zeros in front
+    shifted = [padded[i : i + len(blocks)] for i in range(span)]
+    return torch.cat(shifted, dim=2)
+
+
+def portable_mask(docs, window_blocks, span):
+    """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
+    visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
+    before it. `span` is a constant upper bound of window_blocks, so that a growing window doesn't
+    recompile."""
+    docs = docs.view(1, -1, 1, 1)
+    key_docs = with_previous_blocks(docs, span).mT  # (N, 1, 1, span * 128); 0 before the first token
+    # positions, counted from the start of the query's block
+    query = torch.arange(BLOCK_SIZE, device=docs.device)[:, None]
+    key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, device=docs.device)
+    in_window = (key <= query) & (key >= (1 - window_blocks) * BLOCK_SIZE)
+    return (split_blocks(docs) == key_docs) & in_window
+
+
+def portable_attention(q, k, v, mask, scale):
+    """Attention block by block, in O(T * span). Compiled, it is much faster on a CPU than
+    scaled_dot_product_attention with a mask. q, k, v (B, S, H, D) -> (B, S, H, D)."""
+    span = mask.size(-1) // BLOCK_SIZE
+    bias = torch.where(mask, 0.0, -math.inf).type_as(q)
+    # no need to subtract the maximum: with QK norm, scores are at most scale * D, about 15
+    scores = split_blocks(q * scale) @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
+    weights = (scores + bias).exp()
+    y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
+    y = y / weights.sum(dim=-1, keepdim=True, dtype=torch.float32)
+    return y.type_as(v).transpose(1, 2).reshape(q.shape)
+
+
+# -----------------------------------------------------------------------------
+# 7. Data. A shard is a header of 256 int32 (magic, version, number of tokens, zeros) and uint16 tokens,
 # all little-endian.
 
 
+def find_shards(pattern):
+    files = sorted(glob.glob(pattern))
+    require(files, f"no shards match {pattern}; ./run.sh makes them, or the scripts in data/")
+    return files
+
+
 def shard_length(file):
-    """Returns the number of tokens in a shard. Raises RankError if the header is invalid or doesn't
-    match the file size."""
+    """Returns the number of tokens in a shard."""
     header = np.fromfile(file, dtype="<i4", count=256)
-    size = file.stat().st_size
-    valid = len(header) == 256 and header[0] == 20240520 and header[1] == 1
-    if not valid or size != 1024 + 2 * int(header[2]):
-        raise RankError(
-            f"{file} ({size} bytes) is not a valid shard; delete it and run its data script again"
-        )
+    expected = [20240520, 1, (os.path.getsize(file) - 1024) / 2]
+    require(header[:3].tolist() == expected, f"{file} is not a valid shard; make it again")
     return int(header[2])
 
 
 def read_tokens(file, start, count, vocab_size):
-    """Reads tokens (count,) uint16. Raises RankError if the file was truncated. (With mmap, the
-    process would be killed.)"""
+    """Reads tokens (count,) int32."""
     tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
-    if len(tokens) < count:
-        raise RankError(f"{file} is shorter than its header says; run its data script again")
-    if tokens.max(initial=0) >= vocab_size:  # a shard may be empty
-        raise RankError(
-            f"{file} has token {tokens.max()}, outside the vocabulary of {vocab_size}; "
-            "does it belong to another track?"
-        )
-    return tokens
+    last = tokens.max()
+    require(last < vocab_size, f"{file} has token {last}, outside the vocabulary of {vocab_size}")
+    return torch.from_numpy(tokens.astype(np.int32))
 
 
-def global_batches(pattern, batch_size):
-    """Yields the file and the first token's position of each global batch. Shards are read in
-    sorted order. Trailing tokens that don't fill a batch are dropped. A relative pattern is looked
-    up in the current folder first, then in this file's folder."""
-    files = sorted(glob.glob(pattern))
-    if not files:
-        folder = glob.escape(str(Path(__file__).resolve().parent))
-        files = sorted(glob.glob(f"{folder}/{pattern}"))
-    if not files:
-        raise InputError(
-            f"no shards match {pattern}; make them with data/shakespeare.py (mini) or "
-            "data/cached_fineweb10B.py (fineweb)"
-        )
-    for file in map(Path, files):
-        # a batch needs batch_size + 1 tokens, because targets are shifted by one
-        for start in range(0, shard_length(file) - batch_size, batch_size):
-            yield file, start
-
-
-def check_shards(pattern, batch_size, steps, vocab_size, option="--num_iterations"):
-    """Reads everything that the run will read. Raises InputError now rather than hours later.
-    If there are too few tokens, the message suggests lowering `option`."""
-    batches = list(itertools.islice(global_batches(pattern, batch_size), steps))
-    if len(batches) < steps:
-        raise InputError(
-            f"{pattern} has only enough tokens for {len(batches)} batches of {batch_size}, and the run "
-            f"needs {steps}; add shards or lower {option}"
-        )
-    for file, start in batches:
-        read_tokens(file, start, batch_size + 1, vocab_size)
-
-
-def to_device(tensor, device):
-    """Copies a batch to the device. The copy to a GPU is from pinned memory, so the CPU doesn't
-    wait for it."""
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def distributed_data_generator(
-    pattern, batch_size, rank, world_size, vocab_size=65536, device="cpu", first_batch=0
-):
-    """Yields this rank's slice of each batch: inputs int32 and targets int64, each (local,), where
-    local = batch_size / world_size."""
+def distributed_data_generator(pattern, batch_size, vocab_size, rank=0, world_size=1):
+    """Yields this rank's tokens of each batch, int32 (batch_size / world_size + 1,), because targets are
+    shifted by one. Trailing tokens of a shard that don't fill a batch are dropped."""
     local = batch_size // world_size
-    batches = global_batches(pattern, batch_size)
-    for file, start in itertools.islice(batches, first_batch, None):
-        tokens = read_tokens(file, start + rank * local, local + 1, vocab_size)
-        tokens = torch.from_numpy(tokens.astype(np.int32))
-        yield to_device(tokens[:-1], device), to_device(tokens[1:].long(), device)
+    for file in find_shards(pattern):
+        for start in range(0, shard_length(file) - batch_size, batch_size):
+            yield read_tokens(file, start + rank * local, local + 1, vocab_size)
+
+
+def check_shards(pattern, batch_size, steps, vocab_size):
+    """Reads what the run will read: better an error now than hours later. Returns a checksum."""
+    batches = distributed_data_generator(pattern, batch_size, vocab_size)
+    count = checksum = 0
+    for tokens in itertools.islice(batches, steps):
+        count += 1
+        checksum = zlib.crc32(tokens.numpy(), checksum)
+    found = f"{pattern} has {count} batches of {batch_size} tokens, and the run needs {steps}"
+    require(count == steps, f"{found}; add shards, or lower --num_iterations or --val_tokens")
+    return checksum
 
 
 # -----------------------------------------------------------------------------
-# 6. Hyperparameters. The defaults are those of the fineweb track; `--name value` changes any of them.
+# 8. Hyperparameters. The defaults are those of the fineweb track; `--name value` changes any of them.
 
 
-def setting(default, help):
-    """Defines a hyperparameter, with its text in --help."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def setting(fineweb, mini, help):
+    """Defines a hyperparameter: its default in each of the tracks, and its text in --help."""
+    return field(default=fineweb, metadata={"mini": mini, "help": help})
 
 
-@dataclasses.dataclass
+@dataclass
 class Hyperparameters:
-    track: str = setting("fineweb", "set of defaults")
+    track: str = setting("fineweb", "mini", "set of defaults: fineweb or mini")
     # data
-    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
-    val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
+    train_files: str = setting(
+        "data/fineweb10B/fineweb_train_*.bin",
+        "data/shakespeare/shakespeare_train_*.bin",
+        "training shards",
+    )
+    val_files: str = setting(
+        "data/fineweb10B/fineweb_val_*.bin",
+        "data/shakespeare/shakespeare_val_*.bin",
+        "validation shards",
+    )
     val_tokens: int = setting(
-        10_485_760, "number of validation tokens; compare losses only if it is the same"
+        10_485_760, 389_120, "number of validation tokens; compare losses only if it is the same"
     )
-    batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, summed over all processes")
-    train_seq_len: int = setting(
-        48 * 1024, "tokens per training sequence; halved on small GPUs if not set"
-    )
-    val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
+    batch_tokens: int = setting(8 * 48 * 1024, 4096, "tokens per step, summed over all processes")
+    train_seq_len: int = setting(48 * 1024, 1024, "tokens per training sequence")
+    val_seq_len: int = setting(4 * 64 * 1024, 12_160, "tokens per validation sequence")
     sequences_per_pass: int = setting(
-        1, "sequences per micro-batch; reduced if it doesn't divide the sequences of a process"
+        1, 4, "sequences per micro-batch; reduced if it doesn't divide the sequences of a process"
     )
-    vocab_size: int = setting(50257, "number of token ids")
-    eot_token: int = setting(50256, "token id that begins a document")
+    vocab_size: int = setting(50257, 257, "number of token ids")
+    eot_token: int = setting(50256, 256, "token id that begins a document")
     # model
-    num_layers: int = setting(12, "number of blocks")
-    num_heads: int = setting(6, "attention heads per block")
-    head_dim: int = setting(128, "channels per head")
-    model_dim: int = setting(768, "channels of the residual stream")
-    num_value_embeds: int = setting(3, "N value embedding tables, for the first N and last N layers")
-    # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
-    attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7")
-    long_window_layers: tuple[int, ...] = setting(
-        (0, 4, 7, 11), "layers with the full window, such as 0,7"
+    num_layers: int = setting(12, 4, "number of blocks")
+    num_heads: int = setting(6, 2, "attention heads per block")
+    head_dim: int = setting(128, 64, "channels per head, a multiple of 4")
+    model_dim: int = setting(768, 128, "channels of the residual stream")
+    num_value_embeds: int = setting(
+        3, 1, "N value embedding tables, for the first N and last N layers"
     )
-    max_window: int = setting(1728, "attention window at the end of training, in tokens")
+    # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
+    attn_free_layers: tuple = setting((7,), (), "layers without attention, such as 0,7 or none")
+    long_window_layers: tuple = setting(
+        (0, 4, 7, 11), (0, 3), "layers with the full window, such as 0,7 or none"
+    )
+    max_window: int = setting(1728, 256, "attention window at the end of training, in tokens")
     xsa: bool = setting(
-        False, "subtract a learned part of a token's own value from the attention output"
+        False, True, "true to subtract a learned part of a token's own value from the attention output"
     )
     smear: bool = setting(
-        False, "add a learned part of the previous token's embedding to each embedding"
+        False, True, "true to add a learned part of the previous token's embedding to each embedding"
     )
-    relu_slope: float = setting(0.0, "slope of the MLP's ReLU for negative inputs, before squaring")
-    fp8: bool = setting(True, "in training, compute the head in FP8 on GPUs that support it")
+    relu_slope: float = setting(
+        0.0, 0.5, "slope of the MLP's ReLU for negative inputs, before squaring"
+    )
+    fp8: bool = setting(True, True, "true to compute the head in FP8 in training, on GPUs that can")
     # optimization
-    num_iterations: int = setting(1770, "training steps")
-    cooldown_frac: float = setting(0.4, "learning rates decay in this last fraction of the steps")
-    final_lr_frac: float = setting(0.1, "final learning rate, as a fraction of the initial one")
-    head_lr: float = setting(0.22, "Adam's learning rate for the head")
-    embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
-    scalar_lr: float = setting(
-        0.04, "Adam's learning rate for scalars and vectors, such as lambdas and skip weights"
+    num_iterations: int = setting(1770, 325, "training steps")
+    cooldown_frac: float = setting(
+        0.4, 1.0, "learning rates decay in this last fraction of the steps"
     )
-    adam_beta1: float = setting(0.8, "decay of Adam's first moment")
-    adam_beta2: float = setting(0.95, "decay of Adam's second moment")
-    adam_eps: float = setting(1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens")
-    muon_lr: float = setting(0.05, "Muon's learning rate, for the matrices of the blocks")
-    ns_steps: int = setting(5, "Newton-Schulz iterations")
-    muon_momentum: float = setting(0.95, "Muon's momentum after its warm-up")
-    muon_momentum_start: float = setting(0.85, "Muon's momentum at the start")
-    muon_momentum_warmup: int = setting(300, "steps in which Muon's momentum rises")
-    muon_beta2: float = setting(0.0, "decay of NorMuon's mean squares; 0 for plain Muon")
+    final_lr_frac: float = setting(
+        0.1, 0.0, "final learning rate, as a fraction of the initial one"
+    )
+    head_lr: float = setting(0.22, 0.1, "Adam's learning rate for the head")
+    embed_lr: float = setting(0.6, 0.2, "Adam's learning rate for token and value embeddings")
+    scalar_lr: float = setting(
+        0.04, 0.04, "Adam's learning rate for scalars and vectors, such as lambdas and skip weights"
+    )
+    adam_beta1: float = setting(0.8, 0.8, "decay of Adam's first moment")
+    adam_beta2: float = setting(0.95, 0.98, "decay of Adam's second moment")
+    adam_eps: float = setting(1e-10, 1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens")
+    muon_lr: float = setting(0.05, 0.05, "Muon's learning rate, for the matrices of the blocks")
+    ns_steps: int = setting(5, 5, "Newton-Schulz iterations")
+    muon_momentum: float = setting(0.95, 0.86, "Muon's momentum after its warm-up")
+    muon_momentum_start: float = setting(0.85, 0.85, "Muon's momentum at the start")
+    muon_momentum_warmup: int = setting(300, 100, "steps in which Muon's momentum rises")
+    muon_beta2: float = setting(0.0, 0.95, "decay of NorMuon's mean squares; 0 for plain Muon")
     # the run
-    seed: int = setting(0, "seed of the initial weights")
-    warmup_steps: int = setting(10, "untimed steps on random tokens; the weights are then reset")
-    val_loss_every: int = setting(125, "steps between validations; 0 to validate only at the end")
-    target_val_loss: float = setting(3.28, "validation loss to reach")
-    save_checkpoint: bool = setting(False, "at the end, save a checkpoint and model.safetensors")
-
-    @property
-    def num_sequences(self):
-        """Sequences per step."""
-        return self.batch_tokens // self.train_seq_len
+    seed: int = setting(0, 0, "seed of the initial weights")
+    warmup_steps: int = setting(10, 3, "untimed steps on random tokens; the weights are then reset")
+    val_loss_every: int = setting(
+        125, 35, "steps between validations; 0 to validate only at the end"
+    )
+    target_val_loss: float = setting(3.28, 1.50, "validation loss to reach")
 
     @property
     def padded_vocab_size(self):
-        """vocab_size rounded up to a multiple of 64, for faster matmuls."""
+        """vocab_size rounded up to a multiple of 64, for faster matmuls (#5)."""
         return math.ceil(self.vocab_size / 64) * 64
 
 
-TRACKS = {
-    "fineweb": Hyperparameters(),
-    "mini": Hyperparameters(  # a small version for two CPU cores, trained on Shakespeare as bytes
-        track="mini",
-        train_files="data/shakespeare/shakespeare_train_*.bin",
-        val_files="data/shakespeare/shakespeare_val_*.bin",
-        val_tokens=389_120,
-        batch_tokens=4096,
-        train_seq_len=1024,
-        val_seq_len=12_160,
-        sequences_per_pass=4,
-        vocab_size=257,
-        eot_token=256,
-        num_layers=4,
-        num_heads=2,
-        head_dim=64,
-        model_dim=128,
-        num_value_embeds=1,
-        attn_free_layers=(),
-        long_window_layers=(0, 3),
-        max_window=256,
-        xsa=True,
-        smear=True,
-        relu_slope=0.5,
-        num_iterations=325,
-        cooldown_frac=1.0,
-        final_lr_frac=0.0,
-        head_lr=0.1,
-        embed_lr=0.2,
-        adam_beta2=0.98,
-        muon_momentum=0.86,
-        muon_momentum_warmup=100,
-        muon_beta2=0.95,
-        warmup_steps=3,
-        val_loss_every=35,
-        target_val_loss=1.50,
-    ),
-}
-
-POSITIVE = (
-    "val_tokens", "batch_tokens", "train_seq_len", "val_seq_len", "sequences_per_pass", "vocab_size",
-    "num_layers", "num_heads", "head_dim", "model_dim", "max_window", "num_iterations",
-    "cooldown_frac", "adam_eps", "ns_steps", "target_val_loss",
-)
-BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "muon_momentum_start", "muon_beta2")
+# a small version for two CPU cores, trained on Shakespeare as bytes
+MINI = {f.name: f.metadata.get("mini", f.default) for f in fields(Hyperparameters)}
+TRACKS = {"fineweb": Hyperparameters(), "mini": Hyperparameters(**MINI)}
 
 
-def require(condition, message):
-    if not condition:
-        raise InputError(message)
-
-
-def check_hyperparameters(hp, world_size, device="cpu"):
-    """Raises InputError for invalid settings."""
-    for name, value in vars(hp).items():
-        if type(value) in (int, float):
-            valid = math.isfinite(value) and value >= 0
-            require(valid, f"--{name} {value}: must be finite and not negative")
-    for name in POSITIVE:
-        require(getattr(hp, name) > 0, f"--{name} {getattr(hp, name)}: must be more than zero")
-    for name in BELOW_ONE:
-        require(getattr(hp, name) < 1, f"--{name} {getattr(hp, name)}: must be less than 1")
-    require(hp.cooldown_frac <= 1, f"--cooldown_frac {hp.cooldown_frac}: must be at most 1")
-    require(hp.seed < 2**63, f"--seed {hp.seed}: must be less than 2**63")
-    for whole_name, part_name in [
-        ("batch_tokens", "train_seq_len"),
-        ("val_tokens", "val_seq_len"),
-    ]:
-        whole, part = getattr(hp, whole_name), getattr(hp, part_name)
-        require(part % BLOCK_SIZE == 0, f"--{part_name} {part}: must be a multiple of {BLOCK_SIZE}")
-        require(whole % part == 0, f"--{whole_name} {whole}: must be a multiple of --{part_name} {part}")
-    require(hp.head_dim % 4 == 0, f"--head_dim {hp.head_dim}: must be a multiple of 4")
-    require(
-        hp.eot_token < hp.vocab_size,
-        f"--eot_token {hp.eot_token}: must be less than --vocab_size {hp.vocab_size}",
-    )
-    require(
-        2 * hp.num_value_embeds <= hp.num_layers,
-        f"--num_value_embeds {hp.num_value_embeds}: must be at most half of --num_layers {hp.num_layers}",
-    )
-    for name in ("attn_free_layers", "long_window_layers"):
-        for i in getattr(hp, name):
-            valid = 0 <= i < hp.num_layers
-            message = f"--{name}: layer {i} doesn't exist, because --num_layers is {hp.num_layers}"
-            require(valid, message)
-    for i in range(hp.num_value_embeds):
-        pair = (i, hp.num_layers - hp.num_value_embeds + i)
-        used = any(layer not in hp.attn_free_layers for layer in pair)
-        message = f"layers {pair} share a value embedding, so one of them needs attention"
-        require(used, f"--attn_free_layers: {message}")
-    if device == "cuda":
-        require(hp.head_dim >= 16, f"--head_dim {hp.head_dim}: FlexAttention needs at least 16")
-        fp8_fits = hp.model_dim % 16 == 0 or not uses_fp8(hp)
-        advice = "FP8 needs a multiple of 16; change it or use --fp8 false"
-        require(fp8_fits, f"--model_dim {hp.model_dim}: {advice}")
-    val_sequences = hp.val_tokens // hp.val_seq_len
-    most = math.gcd(hp.num_sequences, val_sequences)
-    fits = [str(n) for n in range(1, most + 1) if most % n == 0]
-    require(
-        most % world_size == 0,
-        f"{world_size} processes can't share {hp.num_sequences} training and {val_sequences} "
-        f"validation sequences equally; possible numbers of processes: {', '.join(fits)}",
-    )
+def check_hyperparameters(hp, world_size):
+    """Raises InputError for sizes that don't divide each other, and for what would divide by zero."""
+    for tokens, seq_len in [("batch_tokens", "train_seq_len"), ("val_tokens", "val_seq_len")]:
+        total, length = getattr(hp, tokens), getattr(hp, seq_len)
+        whole_blocks = length > 0 and length % BLOCK_SIZE == 0
+        valid = whole_blocks and total > 0 and total % (world_size * length) == 0
+        need = f"must be a multiple of {world_size} (processes) times --{seq_len} {length}"
+        require(valid, f"--{tokens} {total}: {need}, and that one of {BLOCK_SIZE}")
+    positive = hp.num_iterations > 0 and hp.adam_eps > 0
+    require(positive, f"--num_iterations {hp.num_iterations}, --adam_eps {hp.adam_eps}: must be > 0")
 
 
 def parse_bool(text):
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
+    return text == "true"
 
 
 def parse_layers(text):
-    if text == "none":
-        return ()
-    return tuple(int(layer) for layer in text.split(",") if layer)
+    return tuple(int(layer) for layer in text.split(",") if text != "none")
 
 
-def make_parser():
-    parser = argparse.ArgumentParser(
-        add_help=False,
-        allow_abbrev=False,
-        usage="train_gpt.py [--track NAME] [--device NAME] [--NAME VALUE ...]",
-        description="Trains a GPT to a target validation loss in as little time as possible.",
-    )
+def parse_arguments(argv):
+    """Returns the options of the run, and the hyperparameters: the track's defaults with the changes
+    from the command line, which are also in args.given. Raises InputError."""
+    parser = argparse.ArgumentParser(usage="train_gpt.py [--NAME VALUE ...]", allow_abbrev=False)
 
     def fail(message):
         raise InputError(f"{message}; --help lists all options")
 
     parser.error = fail
-    parser.register("type", bool, parse_bool)
+    parser.register("type", bool, parse_bool)  # bool("false") is True
     parser.register("type", tuple, parse_layers)
     add = parser.add_argument
-    add("--track", choices=TRACKS, help="default: fineweb when training on a GPU, otherwise mini")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU, otherwise cpu")
-    add("--log_dir", default="logs", help="folder for logs; default: logs")
-    add("--num_runs", type=int, default=1, help="number of runs, with seeds from --seed on; default: 1")
-    add("--checkpoint_dir", default="checkpoints", help="folder for checkpoints; default: checkpoints")
-    every = "steps between checkpoints; also saves the final model; default: 0, never"
-    add("--checkpoint_every", type=int, default=0, help=every)
-    resume = "a checkpoint, a folder with checkpoints (takes the newest), or the word latest"
-    add("--resume", metavar="PATH", help=resume)
-    add("--resume_force", action="store_true", help="resume even if the source or the settings changed")
-    return parser
-
-
-def parse_arguments(argv):
-    """Returns the options of the run, and the hyperparameters: the track's defaults with the
-    changes from the command line. Raises InputError."""
-    parser = make_parser()
-    args = parser.parse_known_args(argv)[0]  # the track sets the defaults of the options below
-    # with a GPU that PyTorch can't use, check_gpus fails; training must not silently use the CPU
-    has_gpu = torch.cuda.is_available() or unusable_gpu()
-    on_gpu = has_gpu and args.device != "cpu"
-    default_track = "fineweb" if on_gpu else "mini"
-    hp = TRACKS[args.track or default_track]
-    parser.set_defaults(track=hp.track, device="cuda" if on_gpu else "cpu")
-    parser.add_argument("-h", "--help", action="help", help="show this text and exit")
-    group = parser.add_argument_group(f"hyperparameters, with the defaults of track {hp.track}")
-    for field in dataclasses.fields(hp):
-        if field.name == "track":
-            continue
-        value = getattr(hp, field.name)
-        options = dict(type=type(value), default=value, metavar=type(value).__name__)
-        shown = value
-        if type(value) is bool:
-            options.update(nargs="?", const=True)
-        if type(value) is tuple:
-            shown = ",".join(map(str, value)) or "none"
-        text = field.metadata.get("help", "")  # a field that you add may have none
-        group.add_argument(f"--{field.name}", help=f"{text}; default: {shown}", **options)
+    add("--log_dir", default="logs", help="folder for logs and checkpoints; default: logs")
+    add("--num_runs", default=1, type=int, help="runs, with seeds from --seed on; default: 1")
+    add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
+    add("--resume", help="a checkpoint, or latest: that of the newest unfinished run")
+    for f in fields(Hyperparameters):
+        text = f"{f.metadata.get('help', '')} (fineweb: {f.default}, mini: {MINI[f.name]})"
+        add(f"--{f.name}", default=argparse.SUPPRESS, type=type(f.default), help=text)
     args = parser.parse_args(argv)
-    require(args.num_runs >= 1, f"--num_runs {args.num_runs}: must be at least 1")
-    require(args.num_runs == 1 or not args.resume, "--resume: only one run can be resumed")
-    require(args.checkpoint_every >= 0, "--checkpoint_every: must not be negative")
-    given = any(word.split("=")[0] == "--train_seq_len" for word in argv)
-    args.fit_memory = args.device == "cuda" and hp.track == "fineweb" and not given
-    values = {name: getattr(args, name) for name in vars(hp)}
-    return args, Hyperparameters(**values)
+    require(args.num_runs == 1 or not args.resume, "--num_runs must be 1 with --resume")
+    args.given = {name: value for name, value in vars(args).items() if hasattr(Hyperparameters, name)}
+    track = args.given.get("track", "fineweb" if ON_GPU else "mini")
+    require(track in TRACKS, f"--track {track}: must be one of {', '.join(TRACKS)}")
+    return args, replace(TRACKS[track], **args.given)
 
 
 # -----------------------------------------------------------------------------
-# 7. Processes and machines
-
-World = collections.namedtuple("World", "rank size device")
+# 9. Optimizers and schedules
 
 
-def read_text(path):
-    """Returns the text of a file, or "" if it can't be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def cpu_quota(folder="/sys/fs/cgroup"):
-    """Returns the CPU limit of a container in cores, or infinity."""
-    words = read_text(f"{folder}/cpu.max").split()
-    if not words:  # cgroup v1
-        words = read_text(f"{folder}/cpu/cpu.cfs_quota_us").split()
-        words += read_text(f"{folder}/cpu/cpu.cfs_period_us").split()
-    if len(words) < 2 or not words[0].isdigit():  # "max" or -1: no limit
-        return math.inf
-    return int(words[0]) / int(words[1])
-
-
-def cpu_cores():
-    """Returns the number of cores that this process may use."""
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    return max(1, int(min(cores, cpu_quota())))
-
-
-cpuinfo = {}
-for line in read_text("/proc/cpuinfo").splitlines():  # it repeats the lines for every core
-    name, _, value = line.partition(":")
-    cpuinfo[name.strip()] = value.strip()
-CPU_MODEL = cpuinfo.get("model name", platform.machine())
-CPU_FLAGS = set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())  # instruction sets
-CPU_CORES = cpu_cores()
-
-
-def activation_dtype(device):
-    """Returns bf16 on GPUs and on CPUs with bf16 matmul instructions, otherwise float32."""
-    if device.type == "cuda" or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"}:
-        return torch.bfloat16
-    return torch.float32
-
-
-def unusable_gpu():
-    """Returns whether this machine has an NVIDIA GPU that PyTorch can't use. Looks for
-    /dev/nvidia*, which only exists on Linux. If CUDA_VISIBLE_DEVICES is empty or -1, the user has
-    hidden the GPU."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden and not torch.cuda.is_available()
-
-
-def weakest_gpu():
-    """Returns the compute capability and the name of the weakest GPU in use on this machine."""
-    gpus = range(env_int("LOCAL_WORLD_SIZE", 1))
-    return min((torch.cuda.get_device_capability(i), torch.cuda.get_device_name(i)) for i in gpus)
-
-
-def check_gpus():
-    """Raises InputError unless each process of this machine has a GPU that can train."""
-    build = f"PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"
-    require(
-        torch.cuda.is_available(),
-        f"--device cuda: {build} finds no GPU that it can use; check the driver with nvidia-smi, "
-        "install a build for it (https://pytorch.org/get-started/locally), or use --device cpu",
-    )
-    processes = env_int("LOCAL_WORLD_SIZE", 1)
-    gpus = torch.cuda.device_count()
-    require(
-        processes <= gpus,
-        f"{processes} processes need {processes} GPUs, but PyTorch finds {gpus}; start fewer processes "
-        "or use --device cpu",
-    )
-    capability, name = weakest_gpu()
-    require(
-        torch.version.hip or capability >= (8, 0),
-        f"the GPU {name} has compute capability {capability[0]}.{capability[1]}, but bfloat16 and "
-        "FlexAttention need 8.0 (Ampere) or later; use another GPU or --device cpu",
-    )
-
-
-def uses_fp8(hp):
-    """Returns whether the head uses FP8: only on NVIDIA GPUs that support it. AMD GPUs may use
-    another FP8 format."""
-    return hp.fp8 and torch.version.hip is None and weakest_gpu()[0] >= (8, 9)
-
-
-def fitted(hp, mib, fp8):
-    """Halves train_seq_len until a training step fits into `mib` MiB of GPU memory. Stops at 12,288
-    tokens, where validation needs more memory than training. The number of tokens per step doesn't
-    change.
-
-    The default model with one sequence per pass needs 3,144 MiB plus 0.538 MiB per token of
-    train_seq_len with the FP8 head, and 3,209 plus 0.441 with a bf16 head. That was measured on a
-    simulated GPU with PyTorch 2.13's allocator (records/HARDWARE.md). The formula adds a margin."""
-    per_token = 0.56 if fp8 else 0.46
-    while 3700 + per_token * hp.train_seq_len > mib and hp.train_seq_len > 12288:
-        hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)
-    return hp
-
-
-def fit_to_memory(args, hp, world, resumed):
-    """Fits train_seq_len to the free memory of all GPUs, unless the user chose it."""
-    if not args.fit_memory:
-        return hp
-    if resumed:
-        return dataclasses.replace(hp, train_seq_len=resumed["settings"]["train_seq_len"])
-    free = torch.cuda.mem_get_info(world.device)[0] / 2**20
-    hp = fitted(hp, free, uses_fp8(hp))
-    shortest = torch.full((), hp.train_seq_len, device=world.device)
-    if world.size > 1:
-        dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
-    return dataclasses.replace(hp, train_seq_len=shortest.item())
-
-
-def start_world(device_name):
-    """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU, none for a single process."""
-    rank = env_int("RANK", 0)
-    size = env_int("WORLD_SIZE", 1)
-    if device_name == "cuda":
-        check_gpus()
-        device = torch.device("cuda", env_int("LOCAL_RANK", 0))
-        torch.cuda.set_device(device)
-        backend, device_id = "nccl", device
-    else:
-        device = torch.device("cpu")
-        backend, device_id = "gloo", None
-        set_up_cpu()
-    if size > 1:  # ten minutes, because another rank may still be compiling
-        timeout = datetime.timedelta(minutes=10)
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
-    return World(rank, size, device)
-
-
-def set_up_cpu():
-    # otherwise threads sum embedding gradients in varying order, and runs aren't reproducible
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc: keep freed memory, because mapping it again is slow
-        M_TRIM_THRESHOLD = -1  # option numbers from malloc.h
-        M_MMAP_MAX = -4
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the top of the heap
-        libc.mallopt(M_MMAP_MAX, 0)  # take large blocks from the heap, too
-    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1 if it starts several processes
-        processes = env_int("LOCAL_WORLD_SIZE", 1)
-        torch.set_num_threads(max(1, CPU_CORES // processes))
-
-
-def describe_machine(world, compiler_line):
-    """Returns lines for the log about the GPUs, or the CPU and its compiler. No host or user
-    name."""
-    if world.device.type == "cuda":
-        try:
-            command = subprocess.run(
-                ["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace"
-            )
-        except FileNotFoundError:
-            return f"{torch.cuda.get_device_name()} with world_size={world.size}: nvidia-smi not found"
-        # cuts off the table of processes, because it has paths in it
-        return re.sub(r"\n[^\n]*\n[^\n]*Processes:.*", "", command.stdout, flags=re.S)
-    prefixes = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
-    flags = sorted(flag for flag in CPU_FLAGS if flag.startswith(prefixes))
-    openmp = []
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(("OMP_", "GOMP_")):
-            openmp.append(f"{name}={value}")
-    return (
-        f"CPU: {CPU_MODEL}, {CPU_CORES} cores, {torch.get_num_threads()} threads a process, "
-        f"instruction sets: {' '.join(flags)}\n{compiler_line}\nOpenMP: {' '.join(openmp) or 'defaults'}"
-    )
-
-
-def log_header(hp, world, compiler_line=""):
-    """Returns the start of a log: the source, versions, machine and settings."""
-    settings = dict(dataclasses.asdict(hp), world_size=world.size)
-    plural = "es" if world.size > 1 else ""
-    lines = [
-        SOURCE,
-        "=" * 100,
-        f"Running Python {sys.version}",
-        f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}",
-        describe_machine(world, compiler_line),
-        f"{world.size} process{plural} on {world.device.type}",
-        "=" * 100,
-        f"hyperparameters: {json.dumps(settings)}\n",
-    ]
-    return "\n".join(lines)
-
-
-# -----------------------------------------------------------------------------
-# 8. Optimizers and schedules
-
-
-def build_model(hp, world):
+def build_model(hp):
     torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
-    use_fp8 = world.device.type == "cuda" and uses_fp8(hp)
-    model = GPT(hp, activation_dtype(world.device), use_fp8).to(world.device)
-    if world.size > 1:
+    model = GPT(hp).to(DEVICE)
+    if WORLD_SIZE > 1:
         for p in model.parameters():
             dist.broadcast(p.detach(), 0)
     return model
 
 
 def build_optimizers(model, hp):
-    """Muon trains the matrices of the blocks; Adam the head, the embeddings, and the scalars.
-    Raises ValueError for a parameter that isn't in exactly one group."""
-    head = [model.lm_head.weight]
-    embeds = [p for name, p in model.named_parameters() if "embed" in name]
-    scalars = [p for p in model.parameters() if p.ndim < 2]
-    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
-    grouped = [id(p) for p in head + embeds + scalars + matrices]
+    """Muon trains the matrices of the blocks; Adam the head, the embeddings, and the scalars."""
+    head, embeds, scalars, matrices = [], [], [], []
     for name, p in model.named_parameters():
-        groups = grouped.count(id(p))
-        if groups != 1:
-            raise ValueError(f"build_optimizers puts {name} into {groups} groups, instead of one")
+        if name == "lm_head.weight":
+            head.append(p)
+        elif "embed" in name:
+            embeds.append(p)
+        elif p.ndim < 2:
+            scalars.append(p)
+        else:
+            matrices.append(p)
     adam = torch.optim.Adam(
         [
             dict(params=head, lr=hp.head_lr),
@@ -1369,9 +920,11 @@ def get_muon_momentum(step, hp):
 
 
 def get_window_blocks(step, hp):
-    """Returns the long window in blocks. It grows linearly to max_window, rounded up."""
+    """Returns the long window in blocks, as a tensor on the device: () int32. It grows linearly to
+    max_window, rounded up."""
     window = hp.max_window * (step / hp.num_iterations)
-    return max(1, math.ceil(window / BLOCK_SIZE))
+    blocks = max(1, math.ceil(window / BLOCK_SIZE))
+    return torch.full((), blocks, dtype=torch.int32, device=DEVICE)
 
 
 def set_schedules(optimizers, step, hp):
@@ -1383,186 +936,7 @@ def set_schedules(optimizers, step, hp):
 
 
 # -----------------------------------------------------------------------------
-# 9. Compilation and warm-up, on random tokens, before the clock starts
-
-# the C++ compiler that PyTorch uses
-CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-MAX_LOSS_ERROR = 1e-3     # relative; correct builds of mini stay below 2e-6
-MAX_GRADIENT_ERROR = 0.1  # relative error of the norm; correct builds of mini stay below 1.4e-2
-COMPILE_ADVICE = (
-    f"compiling needs a C++ compiler ({CXX}), Python's headers and openssl (Debian, Ubuntu: apt "
-    "install g++ python3-dev openssl), free disk space, and a TORCHINDUCTOR_CACHE_DIR that is "
-    "writable and not mounted noexec"
-)
-
-
-def print_dots(done):
-    while not done.wait(1):
-        print(".", end="", flush=True)
-
-
-def compiler_version():
-    """Returns the first line of `g++ --version`, or "" if there is no working compiler."""
-    try:
-        command = subprocess.run(
-            [CXX, "--version"], capture_output=True, encoding="utf-8", errors="replace"
-        )
-    except OSError:
-        return ""
-    return command.stdout.partition("\n")[0].strip()
-
-
-@torch.no_grad()
-def randomize(model):
-    """Replaces all weights with random values. With projections initialized to zero, most gradients
-    would be zero, and comparing them would show nothing."""
-    rng = torch.Generator().manual_seed(0)
-    for name, p in model.named_parameters():
-        if p.ndim < 2:
-            values = 0.5 + 0.5 * torch.rand(p.shape, generator=rng)
-        else:
-            std = 1.0 if "embed" in name else 0.5 * p.size(-1) ** -0.5
-            values = std * torch.randn(p.shape, generator=rng)
-        p.copy_(values)
-
-
-def losses_and_gradients(run_model, model, hp, world):
-    """Runs a training micro-batch and a validation sequence of random tokens through run_model,
-    which is the model or its compiled version. Returns the losses and the gradients by name.
-    Gradients of scalars are left out, because they are mostly rounding error."""
-    rng = torch.Generator().manual_seed(0)
-    shape = (sequences_per_pass(hp, world), hp.train_seq_len)
-    tokens = torch.randint(hp.vocab_size, shape, generator=rng)
-    window_blocks = get_window_blocks(hp.num_iterations, hp)
-    model.train()
-    loss = run_model(tokens.int(), tokens.roll(-1), torch.tensor(window_blocks, dtype=torch.int32))
-    loss.backward()
-    results = {"training loss": loss.detach().double()}
-    for name, p in model.named_parameters():
-        if p.ndim >= 2 and p.grad is not None:
-            results[f"gradient of {name}"] = p.grad.double()
-    model.zero_grad()
-    tokens = torch.randint(hp.vocab_size, (hp.val_seq_len,), generator=rng)
-    alone = World(0, 1, world.device)  # evaluate on this process only
-    sequences = [(tokens.int(), tokens.roll(-1))]
-    results["validation loss"] = evaluate(run_model, sequences, window_blocks, hp, alone)
-    return results
-
-
-def relative_error(value, right):
-    return (value - right).norm() / right.norm().clamp_min(1e-30)  # 0 if both are zero
-
-
-def wrong_results(model, compiled, hp, world):
-    """Compares the compiled model with the uncompiled one. Returns what differs, or "".
-
-    Some models amplify rounding. So a difference also has to be three times as large as the
-    rounding error of the uncompiled model, which is measured against a copy in float32."""
-    results = losses_and_gradients(compiled, model, hp, world)
-    expected = losses_and_gradients(model, model, hp, world)
-    if not expected["training loss"].isfinite():
-        return ""  # the model overflows with these weights, which says nothing about the compiler
-    in_float32 = None
-    for name, right in expected.items():
-        error = relative_error(results[name], right)
-        if not error.isfinite():
-            return f"the {name} is not finite"
-        limit = MAX_GRADIENT_ERROR
-        if name.endswith("loss"):
-            limit = MAX_LOSS_ERROR
-        if error <= limit:
-            continue
-        if in_float32 is None:
-            twin = copy.deepcopy(model).float()
-            in_float32 = losses_and_gradients(twin, twin, hp, world)
-        rounding_error = relative_error(right, in_float32[name])
-        if error > 3 * rounding_error or rounding_error.isnan():
-            return f"the {name} is off by {100 * error:.2g}%"
-    return ""
-
-
-def first_error(text):
-    """Returns the first line with an error of the compiler, or else the first line of the text."""
-    output = text.partition("Output:\n")[2] or text  # PyTorch quotes the compiler after this
-    for line in output.splitlines():
-        if "error" in line:
-            return line.strip()[:200]
-    return text.partition("\n")[0].strip()[:200]
-
-
-def compile_problem(model, compiled, hp, world):
-    """Compiles the model and checks its results. Returns why it can't be used, or ""."""
-    randomize(model)
-    try:
-        wrong = wrong_results(model, compiled, hp, world)
-    except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
-        losses_and_gradients(model, model, hp, world)  # a bug in the model itself raises here, too
-        return f"{first_error(str(e))}; {COMPILE_ADVICE}"
-    finally:
-        model.zero_grad()
-    if wrong:
-        return f"code compiled by {CXX} is wrong ({wrong}); install GCC 14 or later, or set CXX"
-    return ""
-
-
-def compile_model(model, hp, world):
-    """Returns the model to train with, compiled if possible, and a line about the compiler for the
-    log. On a CPU, it also checks the results of the compiled model. This overwrites the weights."""
-    compiled = torch.compile(model, dynamic=False)
-    if world.device.type == "cuda":
-        return compiled, ""
-    march = "native"
-    if torch.__version__ >= (2, 13):  # a TorchVersion, not a str; earlier ones ignore the variable
-        march = os.environ.get("TORCHINDUCTOR_CPP_MARCH", "native")
-    line = f"Compiler: {compiler_version() or 'none'}; flags: -march={march}; model compiled:"
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        return model, f"{line} no (TORCH_COMPILE_DISABLE is set)"
-    done = threading.Event()
-    if world.rank == 0:
-        print("compiling: about a minute the first time, then seconds", end="", flush=True)
-        threading.Thread(target=print_dots, args=(done,), daemon=True).start()
-    problem = compile_problem(model, compiled, hp, world)
-    done.set()
-    if world.rank == 0:
-        print()
-    # if one rank can't compile, no rank does
-    first_failed = torch.tensor(world.size)  # no rank
-    if problem:
-        first_failed = torch.tensor(world.rank)
-    if world.size > 1:
-        dist.all_reduce(first_failed, op=dist.ReduceOp.MIN)
-    if first_failed == world.size:
-        return compiled, f"{line} yes"
-    problem = problem or f"rank {first_failed.item()} can't compile it"
-    if world.rank == first_failed:
-        message = f"warning: training without torch.compile, at about half the speed: {problem}"
-        print(message, file=sys.stderr, flush=True)
-    return model, f"{line} no ({problem})"
-
-
-def warm_up(model, optimizers, buckets, hp, world):
-    """Trains and validates on random tokens: this compiles the kernels, connects the processes and
-    allocates memory. Then resets the weights and the optimizers."""
-    local = hp.batch_tokens // world.size
-    window_blocks = get_window_blocks(hp.num_iterations, hp)
-    rng = torch.Generator(world.device).manual_seed(world.rank)
-    count = max(local, hp.val_seq_len)
-    tokens = torch.randint(hp.vocab_size, (count,), device=world.device, generator=rng)
-    targets = tokens[:local]  # also the inputs: only shapes and dtypes matter here
-    for _ in range(hp.warmup_steps):
-        train_step(model, optimizers, buckets, targets.int(), targets, window_blocks, hp, world)
-    targets = tokens[: hp.val_seq_len]
-    if hp.warmup_steps:
-        evaluate(model, [(targets.int(), targets)], window_blocks, hp, world)
-    with torch.no_grad():  # compile_model and earlier runs have changed the weights, too
-        for p, initial in zip(model.parameters(), build_model(hp, world).parameters()):
-            p.copy_(initial)
-    for optimizer in optimizers:
-        optimizer.state.clear()
-
-
-# -----------------------------------------------------------------------------
-# 10. Gradient buckets
+# 10. Gradient buckets (#22, @KonstantinWilleke and others; #23, @ryanyang0)
 
 
 class GradientBuckets:
@@ -1570,212 +944,72 @@ class GradientBuckets:
     and at most 25 MB in total; a larger gradient has a bucket of its own.
 
     Backward produces gradients in the reverse order of the forward pass. In the last micro-step of
-    a step, a bucket is all-reduced as soon as all its gradients are there. This overlaps with the
-    rest of backward only if the model isn't compiled: a compiled one returns all gradients at
-    once."""
+    a step, a bucket is all-reduced as soon as all its gradients are there. This was made to overlap with
+    the rest of backward (#23). It does only if the model isn't compiled: a compiled one returns all
+    gradients at once."""
 
     def __init__(self, params, bucket_bytes=25 * 2**20):
         self.last_micro_step = False  # train_step sets it
+        self.bucket_of = {}  # parameter -> the list of parameters in its bucket
+        self.ready = set()
         self.handles = []
-        self.buckets = []
-        self.bucket_of = {}  # parameter -> index of its bucket
-        filling = {}  # dtype -> index of the bucket that is being filled
+        filling = {}  # dtype -> bucket
         for p in reversed(list(params)):
-            index = filling.get(p.dtype)
-            if index is not None:
-                size = p.nbytes + sum(other.nbytes for other in self.buckets[index])
-            if index is None or size > bucket_bytes:
-                index = len(self.buckets)
-                filling[p.dtype] = index
-                self.buckets.append([])
-            self.buckets[index].append(p)
-            self.bucket_of[p] = index
-            p.register_post_accumulate_grad_hook(self._gradient_ready)
-        self.missing = [len(bucket) for bucket in self.buckets]
+            bucket = filling.get(p.dtype)
+            if bucket is None or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
+                bucket = filling[p.dtype] = []
+            bucket.append(p)
+            self.bucket_of[p] = bucket
+            p.register_post_accumulate_grad_hook(self.gradient_ready)
 
-    def _gradient_ready(self, param):
+    def gradient_ready(self, param):
         if not self.last_micro_step:
             return
-        index = self.bucket_of[param]
-        self.missing[index] -= 1
-        if self.missing[index] == 0 and dist.is_initialized():
-            self._reduce(self.buckets[index])
-
-    def _reduce(self, bucket):
-        if len(bucket) == 1:
-            flat = bucket[0].grad.flatten()  # a view, not a copy
-        else:
-            flat = torch.cat([p.grad.flatten() for p in bucket])
-        # gradients become views of flat, so the all-reduce updates them
-        for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
-            p.grad = grad.view_as(p)
-        self.handles.append(dist.all_reduce(flat, async_op=True))
+        self.ready.add(param)
+        bucket = self.bucket_of[param]
+        if WORLD_SIZE > 1 and self.ready.issuperset(bucket):
+            gradients = [p.grad.flatten() for p in bucket]
+            flat = torch.cat(gradients) if len(bucket) > 1 else gradients[0]  # no copy of a large one
+            for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
+                p.grad = grad.view_as(p)  # views of flat, so the all-reduce updates them
+            self.handles.append(dist.all_reduce(flat, async_op=True))
 
     def wait(self):
-        assert not any(self.missing), "a parameter got no gradient"
+        assert len(self.ready) == len(self.bucket_of), "a parameter got no gradient"
         for handle in self.handles:
             handle.wait()
-        self.handles = []
-        self.missing = [len(bucket) for bucket in self.buckets]
+        self.handles.clear()
+        self.ready.clear()
 
 
 # -----------------------------------------------------------------------------
-# 11. Checkpoints
+# 11. A step, and a validation
 
 
-@contextlib.contextmanager
-def writing(path):
-    """Turns an OSError into a RankError that names the path."""
-    try:
-        yield
-    except OSError as e:
-        reason = e.strerror or e
-        advice = "free some space or use another folder"
-        raise RankError(f"can't write {path} ({reason}); {advice}") from None
+def to_batch(tokens, seq_len):
+    """Copies tokens (n + 1,) to the device. Returns inputs int32 and targets int64, (sequences, S)."""
+    if ON_GPU:
+        tokens = tokens.pin_memory()  # the CPU doesn't wait for a copy from pinned memory
+    tokens = tokens.to(DEVICE, non_blocking=True)
+    return tokens[:-1].view(-1, seq_len), tokens[1:].long().view(-1, seq_len)
 
 
-def write_file(path, data):
-    """Writes to a temporary file, fsyncs, then renames: a file with the final name is complete."""
-    temporary = path.with_suffix(".tmp")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def save_checkpoint(folder, step, book, model, optimizers, first_bad_step):
-    """Rank 0 writes folder/stepNNNNNN.pt, keeps the one before it, deletes older ones. All ranks
-    must call this. Raises InputError if a weight or any loss so far isn't finite. There is no
-    random state to save, because training draws no random numbers."""
-    start = time.perf_counter()
-    weight_norm = nn.utils.get_total_norm(model.parameters())
-    bad_step = first_bad(first_bad_step, step, weight_norm)
-    vote(bad_step, book.world)  # raises InputError on all ranks if there is one
-    optimizers[1].gather_state()  # Muon's
-    if book.world.rank > 0:
-        return
-    state = dict(
-        run_id=book.run_id,
-        step=step,
-        train_time_ms=book.train_ms,
-        validations=book.validations,
-        log=book.text,
-        settings=dataclasses.asdict(book.hp),
-        source=SOURCE,
-        model=model.state_dict(),
-        optimizers=[optimizer.state_dict() for optimizer in optimizers],
-    )
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    path = folder / f"step{step:06d}.pt"
-    write_file(path, buffer.getvalue())
-    earlier = [file for file in folder.glob("step*.pt") if file < path]
-    earlier.sort(key=lambda file: file.stat().st_mtime)
-    for old in earlier[:-1]:
-        old.unlink(missing_ok=True)
-    book.write(f"checkpoint: step {step} written in {time.perf_counter() - start:.1f} s, untimed")
-
-
-def save_model(path, model, hp):
-    """Writes the weights as safetensors, with the hyperparameters as metadata."""
-    tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
-    metadata = dict(model="speedrun", hyperparameters=json.dumps(dataclasses.asdict(hp)))
-    write_file(path, safetensors.torch.save(tensors, metadata))
-
-
-def read_checkpoint(where, checkpoint_dir):
-    """Reads a checkpoint. `where` is a file, a folder (its newest checkpoint), or "latest" (the
-    newest of all runs). Raises InputError if there is none or it is damaged."""
-    path = Path(checkpoint_dir if where == "latest" else where)
-    if not path.is_file():
-        files = sorted(path.rglob("step*.pt"), key=lambda file: file.stat().st_mtime)
-        require(files, f"--resume {where}: there is no checkpoint in {path}")
-        path = files[-1]
-    try:
-        intact = zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
-        state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code from the file
-        uuid.UUID(state["run_id"])  # must be a UUID, because it is used as a file name
-    except PermissionError:
-        raise
-    except Exception:  # corrupt files raise many exception types
-        intact = False
-    require(intact, f"--resume: {path} is damaged or not a checkpoint; try the previous one")
-    return state
-
-
-def find_checkpoint(args, hp):
-    """Returns the checkpoint of --resume. Raises InputError if its source or settings differ from
-    this run's, unless --resume_force is given."""
-    state = read_checkpoint(args.resume, args.checkpoint_dir)
-    may_differ = ["save_checkpoint"]
-    if args.fit_memory:
-        may_differ.append("train_seq_len")  # fit_to_memory takes the checkpoint's
-    differences = []
-    for name, value in dataclasses.asdict(hp).items():
-        old = state["settings"].get(name)
-        if old != value and name not in may_differ:
-            differences.append(f"{name}: {old} in the checkpoint, {value} now")
-    if state["source"] != SOURCE:
-        differences.append("the source has changed")
-    step = state["step"]
-    require(
-        step <= hp.num_iterations,
-        f"--resume: the checkpoint is at step {step}, but --num_iterations is {hp.num_iterations}",
-    )
-    state["forced"] = ""
-    if differences:
-        found = "; ".join(differences)
-        advice = "undo the change, or use --resume_force"
-        require(args.resume_force, f"--resume: not the run of the checkpoint ({found}); {advice}")
-        state["forced"] = f", with --resume_force ({found}); it can't be a record"
-    return state
-
-
-def load_checkpoint(state, model, optimizers):
-    try:
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            # loads only the moments, because --resume_force may change learning rates and betas
-            saved["param_groups"] = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict(saved)
-    except (RuntimeError, ValueError) as e:
-        reason = str(e).splitlines()[-1].strip()
-        raise InputError(
-            f"--resume: the checkpoint is from a different model ({reason}); use the settings of its run"
-        ) from None
-
-
-# -----------------------------------------------------------------------------
-# 12. The timed loop
-
-
-def sequences_per_pass(hp, world):
-    """Returns the micro-batch size: hp.sequences_per_pass, reduced to a divisor of the number of
-    sequences of each process."""
-    return math.gcd(hp.sequences_per_pass, hp.num_sequences // world.size)
-
-
-def train_step(model, optimizers, buckets, inputs, targets, window_blocks, hp, world):
-    """Runs one training step on this process's tokens (local,). Returns their mean loss."""
-    window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
-    per_pass = sequences_per_pass(hp, world)
-    inputs = inputs.view(-1, per_pass, hp.train_seq_len)  # (micro-steps, B, S)
-    targets = targets.view(-1, per_pass, hp.train_seq_len)
-    total = torch.zeros((), device=world.device)
-    # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
-    # sequences. Muon ignores its scale, and so does Adam, up to adam_eps.
-    weight = torch.full((), 1 / hp.num_sequences, device=world.device)
+def train_step(model, optimizers, buckets, tokens, step, hp):
+    """Trains on this rank's tokens (local + 1,). Returns their mean loss."""
+    set_schedules(optimizers, step, hp)
+    window = get_window_blocks(step, hp)
+    inputs, targets = to_batch(tokens, hp.train_seq_len)
+    micro_batch = math.gcd(hp.sequences_per_pass, len(inputs))
+    micro_steps = list(zip(inputs.split(micro_batch), targets.split(micro_batch)))
+    num_sequences = hp.batch_tokens // hp.train_seq_len
+    total = 0
     model.train()
-    for i in range(len(inputs)):
-        buckets.last_micro_step = i == len(inputs) - 1
-        loss = model(inputs[i], targets[i], window)
-        loss.backward(weight)
+    for i, micro_step in enumerate(micro_steps, start=1):
+        buckets.last_micro_step = i == len(micro_steps)
+        loss = model(*micro_step, window)
+        # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
+        # sequences. Muon ignores its scale, and so does Adam, up to adam_eps.
+        (loss / num_sequences).backward()
         total += loss.detach()
     buckets.wait()
     for optimizer in optimizers:
@@ -1785,333 +1019,286 @@ def train_step(model, optimizers, buckets, inputs, targets, window_blocks, hp, w
 
 
 @torch.no_grad()
-def evaluate(model, sequences, window_blocks, hp, world):
-    """Returns the mean loss over all processes. `sequences` yields this process's inputs and
-    targets, each (val_seq_len,). Every process has the same number of them."""
-    window = torch.full((), window_blocks, dtype=torch.int32, device=world.device)
+def evaluate(model, step, hp, count):
+    """Returns the mean loss on the first `count` sequences of the validation shards. Each process takes
+    its share of them."""
+    sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
+    window = get_window_blocks(step, hp)
     model.eval()
-    losses = [model(inputs[None], targets[None], window) for inputs, targets in sequences]
+    mine = itertools.islice(sequences, RANK, count, WORLD_SIZE)  # every WORLD_SIZE-th sequence
+    losses = [model(*to_batch(tokens, hp.val_seq_len), window) for tokens in mine]
     mean = torch.stack(losses).double().mean()
-    if world.size > 1:
+    if WORLD_SIZE > 1:
         dist.all_reduce(mean)
-    return mean / world.size
+    return mean.item() / WORLD_SIZE
 
 
-def validate(model, step, hp, world):
-    """Returns the loss on the first val_tokens / val_seq_len sequences of the validation shards.
-    They don't depend on the number of processes."""
-    sequences = distributed_data_generator(
-        hp.val_files, hp.val_seq_len, 0, 1, hp.vocab_size, world.device  # rank 0 of 1: all of them
+def warm_up(model, optimizers, buckets, hp):
+    """Trains on random tokens and validates: this compiles the kernels, connects the processes and
+    allocates memory. Then sets the initial weights of the run's seed."""
+    tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
+    for _ in range(hp.warmup_steps):
+        train_step(model, optimizers, buckets, tokens, hp.num_iterations, hp)
+    evaluate(model, hp.num_iterations, hp, count=WORLD_SIZE)
+    model.load_state_dict(build_model(hp).state_dict())
+    for optimizer in optimizers:
+        optimizer.state.clear()
+
+
+# -----------------------------------------------------------------------------
+# 12. Processes, logs, checkpoints
+
+
+def init_processes():
+    """Joins torchrun's process group: NCCL on GPUs, gloo on CPUs, none for a single process."""
+    consistent = RANK < WORLD_SIZE and (WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ)
+    require(consistent, "RANK or WORLD_SIZE is set, but not by torchrun; use torchrun, or unset both")
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    else:  # otherwise threads sum gradients of embeddings in varying order
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    if WORLD_SIZE > 1:
+        dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=DEVICE if ON_GPU else None)
+
+
+def describe_machine():
+    """Returns lines for the log about the GPUs, or the CPU and its compiler. No host or user name."""
+    if ON_GPU:
+        # without the table of processes, which has paths in it
+        return re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))[0]
+    compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
+    compiled = "yes"
+    if os.getenv("TORCH_COMPILE_DISABLE") == "1":
+        compiled = "no " + os.getenv("SPEEDRUN_COMPILE_REASON", "(TORCH_COMPILE_DISABLE is set)")
+    return (
+        f"CPU: {CPU_MODEL}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process, "
+        f"instruction sets: {' '.join(sorted(CPU_FLAGS))}\n"
+        f"Compiler: {compiler}; flags: -march={os.getenv('TORCHINDUCTOR_CPP_MARCH', 'native')}; "
+        f"model compiled: {compiled}"
     )
-    count = hp.val_tokens // hp.val_seq_len
-    mine = itertools.islice(sequences, world.rank, count, world.size)  # every world.size-th sequence
-    return evaluate(model, mine, get_window_blocks(step, hp), hp, world)
 
 
-def peak_memory(world):
-    """Returns a line for the log: peak memory of the GPU's allocator, or on a CPU of the
-    process."""
-    if world.device.type == "cuda":
-        allocated = torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.max_memory_reserved()
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
-        allocated = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        reserved = allocated
-    return f"peak memory allocated: {allocated // 2**20} MiB reserved: {reserved // 2**20} MiB"
+def log_header(source, hp):
+    """Returns the start of a log: the source, versions, machine and settings."""
+    settings = dict(asdict(hp), world_size=WORLD_SIZE)
+    line = "=" * 100
+    return (
+        f"{source}\n{line}\n"
+        f"Running Python {sys.version}\n"
+        f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}\n"
+        f"{describe_machine()}\n"
+        f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {DEVICE.type}\n{line}\n"
+        f"hyperparameters: {json.dumps(settings)}\n"
+    )
 
 
-def synchronized_ms(world):
-    """Reads the clock after all ranks and their GPUs have finished their work."""
-    if world.device.type == "cuda":
+def clock():
+    """Returns the time in ms, after all ranks and their GPUs have finished their work."""
+    if ON_GPU:
         torch.cuda.synchronize()
-    if world.size > 1:
+    if WORLD_SIZE > 1:
         dist.barrier()
     return 1000 * time.perf_counter()
 
 
-def read_vote(votes):
-    """Returns the first step whose loss isn't finite (or math.inf), and the signal received (or
-    0)."""
-    first_bad_step, minus_signal = votes.tolist()
-    return first_bad_step, -int(minus_signal)
+@dataclass
+class Run:
+    """A run's log and state, besides the model and the optimizers. A checkpoint holds these fields."""
 
+    log: str  # its text so far
+    data_checksums: list  # of the training and of the validation tokens
+    step: int = 0
+    train_ms: float = 0.0
+    verdict: str = "not met"
 
-def start_vote(first_bad_step, world):
-    """All-reduces the first step whose loss isn't finite, and the signal received. Returns a copy
-    on the CPU, and the CUDA event after which it can be read. Doesn't wait for the GPU."""
-    # one reduction serves for both: the minimum of the negative signals is the largest signal
-    votes = torch.stack([first_bad_step, torch.full_like(first_bad_step, -stop_signal)])
-    if world.size > 1:
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    votes = votes.to("cpu", non_blocking=True)  # PyTorch copies into pinned memory
-    copied = None
-    if world.device.type == "cuda":
-        copied = torch.cuda.current_stream().record_event()
-    return votes, copied
-
-
-def finish_vote(votes, copied):
-    """Returns the signal that any rank has received, or 0. Raises InputError if any rank had a loss
-    that isn't finite. Waits for the copy."""
-    if copied is not None:
-        copied.synchronize()
-    step, stop = read_vote(votes)
-    if step < math.inf:
-        raise InputError(
-            f"step {step:.0f}: the loss or the weights are not finite. If you raised a learning rate, "
-            "lower it. If you changed nothing, the compiler or the machine may be at fault: report it "
-            "with the log, and on a CPU try TORCH_COMPILE_DISABLE=1"
-        )
-    return stop
-
-
-def vote(first_bad_step, world):
-    """Votes, and waits for the result."""
-    votes, copied = start_vote(first_bad_step, world)
-    return finish_vote(votes, copied)
-
-
-def vote_while_training(pending, step, first_bad_step, world):
-    """Starts a vote every five steps, and reads it five steps later. By then the copy has finished,
-    so reading it doesn't stall the GPU. All ranks read it after the same step, and so stop
-    together. `pending` holds the vote that isn't read yet. A single process on a CPU votes after
-    every step."""
-    if world.size == 1 and world.device.type == "cpu":
-        return vote(first_bad_step, world)
-    if step % 5 != 0:
-        return 0
-    pending.append(start_vote(first_bad_step, world))
-    if len(pending) == 1:
-        return 0  # this is the first vote
-    votes, copied = pending.pop(0)
-    return finish_vote(votes, copied)
-
-
-def first_bad(first_bad_step, step, value):
-    """Returns the smaller of first_bad_step and `step` if the value isn't finite, otherwise
-    first_bad_step. Doesn't wait for the GPU."""
-    earlier = first_bad_step.clamp_max(step)  # the smaller of the two
-    return torch.where(value.isfinite(), first_bad_step, earlier)
-
-
-class Logbook:
-    """The clock, validations and log of a run. Rank 0 prints it and writes log_dir/RUN_ID.txt."""
-
-    def __init__(self, log_dir, hp, world, resumed, compiler_line):
+    def open(self, path, hp):
+        """Opens the log on rank 0, and locks it: a second process must not resume the same run."""
+        self.path = path
         self.hp = hp
-        self.world = world
-        self.run_id = resumed.get("run_id", str(uuid.uuid4()))
-        self.train_ms = resumed.get("train_time_ms", 0.0)
-        self.validations = resumed.get("validations", [])  # (step, val_loss, train_ms)
-        self.text = resumed.get("log") or log_header(hp, world, compiler_line)
-        self.path = Path(log_dir) / f"{self.run_id}.txt"
-        if world.rank == 0:
-            write_file(self.path, self.text.encode())
-            print(self.path, flush=True)
-
-    def start_clock(self):
-        self.start_ms = synchronized_ms(self.world)
-
-    def stop_clock(self):
-        self.train_ms += synchronized_ms(self.world) - self.start_ms
+        if RANK > 0:
+            return
+        os.makedirs(path.parent, exist_ok=True)
+        self.file = open(path, "a", buffering=1, encoding="utf-8")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"another process is writing {path}; wait until it ends")
+        self.file.truncate(0)
+        self.file.write(self.log)
+        print(f"track {hp.track} on {DEVICE.type}; log: {path}", flush=True)
 
     def write(self, line, end="\n"):
-        """With end="\\r", the next line replaces this one on the terminal."""
-        if self.world.rank > 0:
+        """With end="  \\r", the next line replaces this one on a terminal."""
+        if RANK > 0:
             return
-        self.text += f"{line}\n"
-        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-        if sys.stdout.isatty():
-            line = line.ljust(79)  # overwrite the previous line
-        print(line, end=end, flush=True)
+        self.log += line + "\n"
+        self.file.write(line + "\n")
+        print(line, end=end if sys.stdout.isatty() else "\n", flush=True)
 
-    def step(self, step):
-        # approximate: doesn't wait for the GPU
-        ms = self.train_ms + 1000 * time.perf_counter() - self.start_ms
-        end = "\r" if sys.stdout.isatty() else "\n"
-        steps = f"step:{step}/{self.hp.num_iterations}"
-        self.write(f"{steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", end)
+    def write_step(self, val_loss="", end="\n"):
+        progress = f"step:{self.step}/{self.hp.num_iterations}{val_loss}"
+        average = self.train_ms / max(self.step, 1)
+        self.write(f"{progress} train_time:{self.train_ms:.0f}ms step_avg:{average:.2f}ms", end)
 
-    def validation(self, step, val_loss):
-        ms = self.train_ms
-        self.validations.append((step, val_loss, ms))
-        steps = f"step:{step}/{self.hp.num_iterations}"
-        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        self.write(f"{steps} val_loss:{val_loss:.4f} {times}")
+    def write_validation(self, val_loss):
+        if val_loss <= self.hp.target_val_loss and self.verdict == "not met":
+            self.verdict = f"met at step {self.step} after {self.train_ms / 1000:.2f} s of training"
+        self.write_step(f" val_loss:{val_loss:.4f}")
 
-    def result(self):
-        target = self.hp.target_val_loss
-        step, val_loss, ms = self.validations[-1]
-        verdict = "not met"
-        for met_step, met_loss, met_ms in self.validations:
-            if met_loss <= target:
-                verdict = f"met at step {met_step} after {met_ms / 1000:.2f} s of training"
-                break
-        bits = ""
-        if self.hp.vocab_size == 257:  # tokens are bytes
-            bits = f" ({val_loss / math.log(2):.4f} bits per byte)"
-        speed = self.hp.batch_tokens * step / (ms / 1000)
-        self.write(peak_memory(self.world))
+    def write_result(self, val_loss):
+        if ON_GPU:
+            allocated = torch.cuda.max_memory_allocated() // 2**20
+            reserved = torch.cuda.max_memory_reserved() // 2**20
+            self.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+        seconds = self.train_ms / 1000
         self.write(
-            f"target {target}: {verdict}; val_loss {val_loss:.4f}{bits} after {ms / 1000:.2f} s, "
-            f"{speed:,.0f} tokens/s"
+            f"target {self.hp.target_val_loss}: {self.verdict}; val_loss {val_loss:.4f} "
+            f"after {seconds:.2f} s, {self.hp.batch_tokens * self.step / seconds:,.0f} tokens/s"
         )
 
 
-def start_run(args, hp, world, parts, resumed):
-    """Starts the log, warms up, and loads the checkpoint of a resumed run."""
-    model, compiled, compiler_line, optimizers, buckets = parts
-    book = Logbook(args.log_dir, hp, world, resumed, compiler_line)
-    usual = TRACKS[hp.track].train_seq_len
-    if hp.train_seq_len != usual and not resumed:
-        book.write(
-            f"train_seq_len is {hp.train_seq_len} instead of the track's {usual}, with "
-            f"{hp.batch_tokens} tokens per step"
-        )
-    start = time.perf_counter()
-    warm_up(compiled, optimizers, buckets, hp, world)
-    seconds = time.perf_counter() - start
-    book.write(f"warm-up: {hp.warmup_steps} steps in {seconds:.1f} s, untimed")
-    if resumed:
-        load_checkpoint(resumed, model, optimizers)
-        machine = describe_machine(world, compiler_line)
-        if machine not in book.text:  # another machine or another compiler
-            book.write(machine)
-        plural = "es" if world.size > 1 else ""
-        where = f"from step {resumed['step']}, on {world.size} process{plural}"
-        book.write(f"resume: {where}{resumed['forced']}")
-    return book
-
-
-def run(args, hp, world, parts, resumed):
-    """Trains once. Returns the last validation: (step, val_loss, training time in ms)."""
-    global in_training
-    model, compiled, _, optimizers, buckets = parts
-    book = start_run(args, hp, world, parts, resumed)
-    folder = Path(args.checkpoint_dir) / book.run_id
-    first_step = resumed.get("step", 0)
-    batches = distributed_data_generator(
-        hp.train_files, hp.batch_tokens, world.rank, world.size, hp.vocab_size, world.device, first_step
+def save_checkpoint(run, model, optimizers):
+    """Writes RUN.pt beside the log. Call it on all ranks while the clock is stopped. Training draws no
+    random numbers, so there is no random state."""
+    checkpoint = dict(
+        run=asdict(run),
+        settings=asdict(run.hp),
+        model=model.state_dict(),
+        optimizers=[optimizer.state_dict() for optimizer in optimizers],
     )
-    first_bad_step = torch.full((), math.inf, dtype=torch.float64, device=world.device)
-    pending = []
-    in_training = True
-    book.start_clock()
-    for step in range(first_step, hp.num_iterations + 1):
+    if RANK > 0:
+        return
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    temporary = run.path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        file.write(buffer.getbuffer())  # unlike torch.save, this reports a full disk as an OSError
+        os.fsync(file.fileno())
+    temporary.rename(run.path.with_suffix(".pt"))  # a file with this name is complete
+
+
+def is_finished(path):
+    """True if the log beside this checkpoint has its final validation, step:N/N."""
+    log = Path(path).with_suffix(".txt")
+    return log.exists() and re.search(r"^step:(\d+)/\1 val_loss", log.read_text(), re.MULTILINE)
+
+
+def load_checkpoint(args, source):
+    """Returns the checkpoint of --resume, or None if there is none. Raises InputError if it can't be
+    resumed with this source and these options."""
+    if args.resume == "latest":
+        unfinished = [path for path in glob.glob(f"{args.log_dir}/*.pt") if not is_finished(path)]
+        args.resume = max(unfinished, key=os.path.getmtime, default=None)
+        if RANK == 0 and not args.resume:
+            print(f"--resume: there is no unfinished run in {args.log_dir}, so a new one begins")
+    path = args.resume
+    if not path:
+        return None
+    require(not is_finished(path), f"--resume: the run of {path} is finished")
+    try:
+        assert zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        log, settings = checkpoint["run"]["log"], checkpoint["settings"]
+    except Exception as e:  # corrupt files raise many exception types
+        raise InputError(f"--resume: {path} is damaged or no checkpoint ({type(e).__name__})")
+    require(log.startswith(source), f"--resume: {path} is from another source; use that one")
+    for name, value in args.given.items() - settings.items():
+        raise InputError(f"--resume: --{name} is {settings[name]} in {path}, not {value}; leave it out")
+    return checkpoint
+
+
+# -----------------------------------------------------------------------------
+# 13. The timed loop
+
+
+def train(run, hp, model, optimizers, buckets, save):
+    """Trains until the last step. With `save`, each validation saves a checkpoint."""
+    batches = distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size, RANK, WORLD_SIZE)
+    for _ in range(run.step):
+        next(batches)  # the checkpoint was trained on it
+    start_ms = clock() - run.train_ms  # when it would have started without a pause
+    for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation
         last_step = step == hp.num_iterations
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
-            book.stop_clock()
-            val_loss = validate(compiled, step, hp, world)
-            bad_step = first_bad(first_bad_step, step, val_loss)
-            stop = vote(bad_step, world)  # raises InputError; only the last step uses `stop`
-            book.validation(step, val_loss.item())
-            book.start_clock()
+            run.train_ms = clock() - start_ms
+            val_loss = evaluate(model, step, hp, hp.val_tokens // hp.val_seq_len)
+            require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate")
+            if save:  # before the line in the log: after it, a finished run has its last checkpoint
+                save_checkpoint(run, model, optimizers)
+            run.write_validation(val_loss)
+            start_ms = clock() - run.train_ms
         if last_step:
             break
         # --------------- training
-        set_schedules(optimizers, step, hp)
-        inputs, targets = next(batches)
-        window_blocks = get_window_blocks(step, hp)
-        loss = train_step(compiled, optimizers, buckets, inputs, targets, window_blocks, hp, world)
-        first_bad_step = first_bad(first_bad_step, step + 1, loss)
-        stop = vote_while_training(pending, step + 1, first_bad_step, world)
-        book.step(step + 1)
-        # --------------- checkpoint
-        due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0
-        if stop or due or (hp.save_checkpoint and step + 1 == hp.num_iterations):
-            book.stop_clock()
-            save_checkpoint(folder, step + 1, book, model, optimizers, first_bad_step)
-            book.start_clock()  # waits for rank 0, which writes the file
-        if stop:
-            os._exit(128 + stop)  # all ranks stop here
-    book.result()
-    if world.rank == 0 and (hp.save_checkpoint or args.checkpoint_every):
-        save_model(folder / "model.safetensors", model, hp)
-    if stop:  # received too late for a checkpoint
-        os._exit(128 + stop)
-    return book.validations[-1]
+        train_step(model, optimizers, buckets, next(batches), step, hp)
+        run.step += 1
+        run.train_ms = 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
+        run.write_step(end="  \r")
+    run.write_result(val_loss)
 
 
 def check_inputs(args, hp):
-    """Raises InputError for invalid settings or inputs, before anything slow begins."""
-    if args.device == "cuda":
-        check_gpus()
-    check_hyperparameters(hp, env_int("WORLD_SIZE", 1), args.device)
-    if env_int("LOCAL_RANK", 0) != 0:
-        return  # one process per machine reads the files
+    """Raises InputError for invalid settings or shards, before anything slow begins. Returns checksums
+    of the training and of the validation tokens."""
+    check_hyperparameters(hp, WORLD_SIZE)
+    for train_file, val_file in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
+        same = os.path.samefile(train_file, val_file)
+        require(not same, f"{train_file} is also a validation shard; change --train_files")
     val_steps = hp.val_tokens // hp.val_seq_len
-    check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size)
-    check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size, "--val_tokens")
-    folders = [args.log_dir]
-    if args.checkpoint_every or hp.save_checkpoint:
-        folders.append(args.checkpoint_dir)
-    for folder in folders:
-        with writing(folder):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()  # an existing folder may be read-only
+    return [
+        check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size),
+        check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size),
+    ]
 
 
-def train(args, hp):
-    """Trains --num_runs times. Returns the model of the last run."""
-    global in_training
-    check_inputs(args, hp)
-    world = start_world(args.device)
-    resumed = find_checkpoint(args, hp) if args.resume else {}
-    hp = fit_to_memory(args, hp, world, resumed)
-    check_hyperparameters(hp, world.size, args.device)  # again, with the sequence length that fits
-    handle_signals()  # for a script that imports this file
-    model = build_model(hp, world)
+def train_runs(args, hp):
+    """Trains --num_runs times. Only the first run compiles."""
+    checkpoint = load_checkpoint(args, SOURCE)
+    if checkpoint:
+        hp = Hyperparameters(**checkpoint["settings"])
+    checksums = check_inputs(args, hp)
+    init_processes()
+    model = build_model(hp)
+    model.compile(dynamic=False)
     optimizers = build_optimizers(model, hp)
-    compiled, compiler_line = compile_model(model, hp, world)
-    parts = (model, compiled, compiler_line, optimizers, GradientBuckets(model.parameters()))
-    losses = []
-    for i in range(args.num_runs):
-        hp_of_run = dataclasses.replace(hp, seed=hp.seed + i)
-        try:
-            _, val_loss, _ = run(args, hp_of_run, world, parts, resumed)
-        finally:
-            in_training = False  # Ctrl-C exits at once again
-        losses.append(val_loss)
-    if len(losses) > 1 and world.rank == 0:
-        mean, std = statistics.mean(losses), statistics.stdev(losses)
-        print(f"{len(losses)} runs: val_loss {mean:.4f}, standard deviation {std:.4f}")
-    if world.size > 1:
+    buckets = GradientBuckets(model.parameters())
+    for seed in range(hp.seed, hp.seed + args.num_runs):
+        hp = replace(hp, seed=seed)
+        run = Run(**checkpoint["run"]) if checkpoint else Run(log_header(SOURCE, hp), checksums)
+        require(run.data_checksums == checksums, "--resume: the shards have changed; use the old ones")
+        run.open(Path(args.resume or f"{args.log_dir}/{uuid.uuid4()}").with_suffix(".txt"), hp)
+        warm_up(model, optimizers, buckets, hp)
+        if checkpoint:
+            model.load_state_dict(checkpoint["model"])
+            for optimizer, state in zip(optimizers, checkpoint["optimizers"]):
+                optimizer.load_state_dict(state)
+            run.write(describe_machine())
+            run.write(f"resume: from step {run.step}, on {WORLD_SIZE} processes")
+        train(run, hp, model, optimizers, buckets, args.save_checkpoint)
+    if WORLD_SIZE > 1:
         dist.destroy_process_group()
-    return model
 
 
-def main(argv, after_training=None):
-    """Returns the exit status: 0 on success, 1 if another process died, 2 after a user error. On
-    success, it first calls after_training(model)."""
-    name = f"rank {env_int('RANK', 0)}"
+def main(argv):
+    """Returns the exit status: 0, or 2 after a user error."""
     try:
-        model = train(*parse_arguments(argv))
-        if after_training is not None:
-            after_training(model)
+        train_runs(*parse_arguments(argv))
         return 0
-    except (RankError, OSError) as e:
-        message = str(e)
-    except InputError as e:
-        if env_int("LOCAL_RANK", 0) != 0:
+    except (InputError, OSError) as e:
+        if RANK > 0 and LOCAL_RANK > 0:
             return 2  # every rank raises it; one prints it
         message = str(e)
     except torch.OutOfMemoryError:
-        message = f"{name}: out of GPU memory; halve --train_seq_len (or --val_seq_len)"
+        message = f"rank {RANK}: out of GPU memory; halve --train_seq_len (or --val_seq_len)"
     except RuntimeError as e:
-        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
+        if "C++ compile" not in str(e):
             raise
-        message = f"error: {name} lost contact with another process; see that process's error"
-        print(message, file=sys.stderr, flush=True)
-        return 1
+        message = "there is no C++ compiler; start ./run.sh, or set TORCH_COMPILE_DISABLE=1"
     print(f"error: {message}", file=sys.stderr, flush=True)
     return 2
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    if status != 0:
-        sys.stdout = None  # don't flush it: on a full disk, this would print a second error
-    sys.exit(status)
+    sys.exit(main(sys.argv[1:]))

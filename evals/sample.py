@@ -1,11 +1,12 @@
 """
 Samples text from a saved model and prints it as it is generated.
 
-    python evals/sample.py MODEL --prompt "To be, or not to be" --n 3 --max_tokens 200
+    python evals/sample.py logs/RUN.pt --prompt "To be, or not to be" --n 3
     python evals/sample.py gpt2-xl        # OpenAI's weights, from the Hugging Face hub
+    python evals/sample.py logs/RUN.pt --export model.safetensors
 
-MODEL is a model.safetensors of train_gpt.py or of the baseline, the folder of one, or OpenAI's
-gpt2, gpt2-medium, gpt2-large or gpt2-xl. `./run.sh --save_checkpoint` saves a model.safetensors.
+`./run.sh` writes RUN.pt. --export writes its weights and settings as safetensors, to share a model:
+this script and hellaswag.py can load that file, too.
 
 All n texts are generated together, as one batch. The first one is printed token by token, the
 others when they are complete. A text starts after an end-of-text token. It ends at the next
@@ -13,14 +14,17 @@ end-of-text token or after max_tokens.
 """
 import argparse
 import codecs
-import math
 import sys
+import time
 
-# before torch, because models sets OpenMP's variables and the path to tools/
-from models import DEVICE_HELP, MODEL_HELP, InputError, check_device, generate, load
-from machine import readable, show_any_text
+import models  # before torch: see there
+from models import require
 
 import torch
+
+# by the size of the vocabulary
+PROMPTS = {257: "**MACBETH**  \n", 50257: "The most important thing about science is"}
+BRIEF_SECONDS = 4
 
 
 def printable(text: str) -> str:
@@ -56,50 +60,43 @@ class Text:
         return piece
 
 
-# option, least value, greatest value
-LIMITS = (
-    ("n", 1, 10_000),
-    ("max_tokens", 1, 100_000),
-    ("temperature", 0, 1e6),
-    ("top_k", 0, math.inf),
-    ("seed", -2**63, 2**64 - 1),  # PyTorch's range
-)
-
-
 def parse_arguments():
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(
         description="Sample text from a saved model.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("model", help=MODEL_HELP)
-    add("--prompt", type=readable, default="Hello, I'm a language model,", metavar="TEXT",
-        help="beginning of each text; default: %(default)r")
-    add("--n", type=int, default=5, metavar="N", help="number of texts; default: %(default)s")
-    add("--max_tokens", type=int, default=100, metavar="N",
+    add("model", help=models.MODEL_HELP)
+    add("--prompt", metavar="TEXT", help="beginning of each text; default: by vocabulary")
+    add("--n", type=int, default=1, metavar="N", help="number of texts; default: %(default)s")
+    add("--max_tokens", type=int, default=300, metavar="N",
         help="maximum new tokens per text; default: %(default)s")
-    add("--temperature", type=float, default=1.0, metavar="T",
+    add("--temperature", type=float, default=0.8, metavar="T",
         help="lower is less random; 0 always takes the most likely token; default: %(default)s")
     add("--top_k", type=int, default=50, metavar="K",
         help="sample from the K most likely tokens, or 0 for all; default: %(default)s")
     add("--seed", type=int, default=42, metavar="N", help="random seed; default: %(default)s")
-    add("--device", default=default_device, choices=["cpu", "cuda"], help=DEVICE_HELP)
     add("--offline", action="store_true",
         help="don't download anything; stop with an error if a file is missing")
+    add("--export", metavar="FILE", help="write the model as safetensors instead of sampling")
+    add("--brief", action="store_true",
+        help="what ./run.sh prints after training: offline, for at most 4 seconds")
     args = parser.parse_args()
-    for name, least, most in LIMITS:
-        value = getattr(args, name)
-        if not value >= least:
-            raise InputError(f"--{name} must be at least {least}, not {value}")
-        if value > most:
-            raise InputError(f"--{name} must be at most {most}, not {value}")
-    if 0 < args.temperature < 1e-6:  # logits divided by it might be infinite
-        raise InputError(f"--temperature must be 0 or at least 1e-06, not {args.temperature}")
-    check_device(args.device)
+    require(args.n > 0 and args.max_tokens > 0, "--n and --max_tokens must be at least 1")
+    require(args.temperature >= 0, "--temperature must be at least 0")
+    require(args.top_k >= 0, "--top_k must be at least 0")
     return args
 
 
-def print_texts(texts: list[Text], checkpoint, steps):
+def within(seconds, steps):
+    """Yields from steps until the time is over."""
+    end = time.monotonic() + seconds
+    for tokens in steps:
+        if time.monotonic() > end:
+            return
+        yield tokens
+
+
+def print_texts(texts: list[Text], model, steps):
     """Prints the texts while they are generated.
 
     steps: yields the next token of each text, (n,) int64.
@@ -111,11 +108,11 @@ def print_texts(texts: list[Text], checkpoint, steps):
     print(first.text, end="", flush=True)
     for tokens in steps:
         for text, token in zip(texts, tokens.tolist()):
-            if token == checkpoint.eot:
+            if token == model.eot:
                 text.ended = True
             if text.ended:
                 continue
-            piece = text.add(checkpoint.token_bytes(token))
+            piece = text.add(model.token_bytes(token))
             if text is first:
                 print(piece, end="", flush=True)
         if all(text.ended for text in texts):
@@ -126,24 +123,49 @@ def print_texts(texts: list[Text], checkpoint, steps):
         print(f"\n[{i}/{n}] {text.text}")
 
 
-def main():
-    show_any_text()
-    args = parse_arguments()
-    checkpoint = load(args.model, args.device, args.offline)
-    prompt = [checkpoint.eot, *checkpoint.encode(args.prompt)]
-    prompts = torch.tensor([prompt] * args.n, device=args.device)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    steps = generate(
-        checkpoint, prompts, args.max_tokens, args.temperature, args.top_k, generator
+def sample(args):
+    model = models.load(args.model, args.offline or args.brief)
+    prompt = PROMPTS[model.vocab_size] if args.prompt is None else args.prompt
+    tokens = [model.eot, *model.encode(prompt)]
+    generator = torch.Generator(models.DEVICE).manual_seed(args.seed)
+    steps = models.generate(
+        model,
+        torch.tensor([tokens] * args.n, device=models.DEVICE),
+        args.max_tokens,
+        args.temperature,
+        args.top_k,
+        generator,
     )
-    texts = [Text(args.prompt) for _ in range(args.n)]
-    print_texts(texts, checkpoint, steps)
+    if args.brief:
+        steps = within(BRIEF_SECONDS, steps)
+        print("\nA sample of what the model writes:\n")
+    print_texts([Text(prompt) for _ in range(args.n)], model, steps)
+
+
+def sample_after_training(args):
+    """The training has succeeded. Whatever happens here doesn't change the exit status."""
+    try:
+        if models.can_print(args.model):
+            sample(args)
+    except Exception as e:  # an idea may change the model in ways that evals/ doesn't know
+        print(f"can't print a sample: {e}", file=sys.stderr)
+
+
+def main():
+    sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't show
+    args = parse_arguments()
+    if args.export:
+        models.export(args.model, args.export)
+    elif args.brief:
+        sample_after_training(args)
+    else:
+        sample(args)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (InputError, OSError) as error:
+    except models.USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

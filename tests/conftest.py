@@ -25,13 +25,13 @@ LONGEST = [
     "test_compiled_run_agrees",
     "test_compiled_flex_attention_with_our_block_mask",
     "torchrun",
-    "test_two_nodes",
-    "test_killed_rank",
 ]
 
 
 def pytest_configure(config):
     """Reports paths that don't exist. With several processes, pytest doesn't do that."""
+    if not any("gpu" in Path(path).parts for path in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # only the tests in tests/gpu use a GPU
     for path in config.args:
         if not (config.invocation_params.dir / path.split("::")[0]).exists():
             raise pytest.UsageError(f"file or directory not found: {path}")
@@ -54,13 +54,6 @@ def _seed():
     import torch  # not at the top, because pytest's main process doesn't need it
 
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _signal_handlers():
-    """Removes signal handlers of an earlier main(), so that forked processes don't have them."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # Background jobs of a shell ignore SIGINT. Without this line, the processes that tests interrupt

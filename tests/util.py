@@ -1,9 +1,9 @@
-"""Helpers for tests: writing shards, running the script in other processes, gloo groups."""
+"""Helpers for tests: shards, runs of a tiny model, processes, gloo groups."""
 
 import itertools
 import multiprocessing
-import multiprocessing.connection
 import os
+import pickle
 import re
 import runpy
 import socket
@@ -24,6 +24,7 @@ SCRIPT = ROOT / "train_gpt.py"
 EOT = 256  # end-of-text of the byte-level track
 
 
+# --------------------------------------------------------------- shards, and a tiny model
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     """Writes a shard: a header of 256 int32, then the tokens as uint16, little-endian."""
     if count is None:
@@ -37,12 +38,57 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
     """n random tokens, with an end-of-text about every `eot_every` tokens."""
     g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, eot, (n,), generator=g)
+    tokens = torch.randint(0, vocab - 1, (n,), generator=g)
     tokens[torch.rand(n, generator=g) < 1 / eot_every] = eot
     tokens[0] = eot
     return tokens.tolist()
 
 
+# A model that takes milliseconds: 4 sequences of 128 tokens a step. Three layers can't be shared
+# equally by 2 or 4 processes. The validation shards have 7 and 9 sequences.
+TINY = dict(
+    train_files="tiny_train_*.bin",
+    val_files="tiny_val_*.bin",
+    val_tokens=16 * 128,
+    batch_tokens=512,
+    train_seq_len=128,
+    val_seq_len=128,
+    sequences_per_pass=2,
+    num_layers=3,
+    num_heads=2,
+    head_dim=16,
+    model_dim=32,
+    long_window_layers="0,2",
+    num_iterations=6,
+    val_loss_every=2,
+    warmup_steps=1,
+)
+
+
+def tiny_run(folder, *more, **changes):
+    """Writes shards to `folder`, for 12 steps of the tiny model. Returns the options of a run there."""
+    folder.mkdir(exist_ok=True)
+    write_shard(folder / "tiny_train_000000.bin", random_tokens(4 * 512 + 300, seed=1, vocab=33))
+    write_shard(folder / "tiny_train_000001.bin", random_tokens(8 * 512 + 1, seed=2, vocab=33))
+    write_shard(folder / "tiny_val_000000.bin", random_tokens(7 * 128 + 50, seed=3, vocab=33))
+    write_shard(folder / "tiny_val_000001.bin", random_tokens(9 * 128 + 1, seed=4, vocab=33))
+    return ["--track=mini", *(f"--{k}={v}" for k, v in (TINY | changes).items()), *more]
+
+
+def read_log(folder):
+    """The only log under folder/logs, as text."""
+    logs = list((Path(folder) / "logs").glob("*.txt"))
+    assert len(logs) == 1, f"expected one log, found {logs}"
+    return logs[0].read_text()
+
+
+def val_losses(text):
+    """The validation losses by step, from a log or the text of a terminal."""
+    found = re.findall(r"^step:(\d+)/\d+ val_loss:(\S+) ", text, re.M)
+    return {int(step): float(loss) for step, loss in found}
+
+
+# --------------------------------------------------------------- processes
 def env(**extra):
     """The environment variables of a subprocess: one thread, the loopback network, no rank."""
     e = dict(os.environ)
@@ -115,76 +161,85 @@ def wait_until(condition, seconds=300):
         time.sleep(0.005)
 
 
-def wait_for_processes(processes, timeout):
-    """Waits until all processes have ended, or one has failed.
+class Job:
+    """A script in `nproc` processes, which are forked from the server and started without torchrun.
 
-    Returns the first exit status that isn't 0, or None.
+    With a `hook`, it is train_gpt.main() after hook(), which may change train_gpt.
     """
-    end = time.monotonic() + timeout
-    while True:
-        alive = [p for p in processes if p.exitcode is None]
-        if not alive:
-            return None
-        sentinels = [p.sentinel for p in alive]
-        if not multiprocessing.connection.wait(sentinels, max(0, end - time.monotonic())):
-            return None
-        for p in alive:
-            if p.exitcode:
-                return p.exitcode
+
+    def __init__(self, args, cwd, nproc=1, script=SCRIPT, hook=None, **extra):
+        self.argv = [str(script), *map(str, args)]
+        self.folder = tempfile.TemporaryDirectory()
+        environments = [env(**extra)]
+        if nproc > 1:
+            port = free_port()
+            environments = [env(**rank_env(rank, nproc, port), **extra) for rank in range(nproc)]
+        self.processes = []
+        for rank, environment in enumerate(environments):
+            arguments = (self.argv, str(cwd), environment, f"{self.folder.name}/{rank}")
+            process = forkserver().Process(target=_as_main, args=(*arguments, pickle.dumps(hook)))
+            process.start()
+            self.processes.append(process)
+
+    def text(self, stream):
+        """What all ranks have written to `stream`, one after the other."""
+        return "".join(path.read_text() for path in sorted(Path(self.folder.name).glob(f"*.{stream}")))
+
+    @property
+    def out(self):
+        return self.text("out")
+
+    @property
+    def err(self):
+        return self.text("err")
+
+    def wait(self, timeout=300):
+        """Waits until all ranks have ended, or ten seconds after one has failed.
+
+        Returns the first exit status that isn't 0, or 0. Ends the ranks that are left.
+        """
+        end = time.monotonic() + timeout
+        failed = 0
+        while time.monotonic() < end and any(p.is_alive() for p in self.processes):
+            if not failed:
+                failed = next((p.exitcode for p in self.processes if p.exitcode), 0)
+                if failed:
+                    end = time.monotonic() + 10
+            time.sleep(0.01)
+        stuck = [rank for rank, p in enumerate(self.processes) if p.is_alive()]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        if stuck and not failed:
+            raise subprocess.TimeoutExpired(self.argv, timeout, f"stuck: {stuck}\n{self.out}", self.err)
+        return failed or next((p.exitcode for p in self.processes if p.exitcode), 0)
 
 
 def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
-    """Like run_script(), but forked from the server. Several ranks are started without torchrun.
-
-    Returns the first exit status that isn't 0, and the outputs of the ranks one after the other.
-    """
-    argv = [str(script), *map(str, args)]
-    environments = [env(**extra)]
-    if nproc > 1:
-        port = free_port()
-        environments = [env(**extra, **rank_env(rank, nproc, port)) for rank in range(nproc)]
-    with tempfile.TemporaryDirectory() as folder:
-        consoles = [f"{folder}/{rank}" for rank in range(nproc)]
-        processes = []
-        for environment, console in zip(environments, consoles):
-            arguments = (argv, str(cwd), environment, console)
-            processes.append(forkserver().Process(target=_as_main, args=arguments))
-        for process in processes:
-            process.start()
-        failed = None
-        try:
-            failed = wait_for_processes(processes, timeout)
-            if failed is not None:  # the others may still print an error about it
-                for process in processes:
-                    process.join(10)
-        finally:
-            stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-            for process in processes:
-                process.kill()
-                process.join()
-        out = "".join(Path(f"{console}.out").read_text() for console in consoles)
-        err = "".join(Path(f"{console}.err").read_text() for console in consoles)
-    if stuck and failed is None:
-        raise subprocess.TimeoutExpired(argv, timeout, f"ranks {stuck} did not end\n{out}", err)
-    return subprocess.CompletedProcess(argv, failed or 0, out, err)
+    """Like run_script(), but as a Job."""
+    job = Job(args, cwd, nproc, script, **extra)
+    status = job.wait(timeout)
+    return subprocess.CompletedProcess(job.argv, status, job.out, job.err)
 
 
-def redirect(descriptor, path):
-    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-
-
-def _as_main(argv, cwd, environment, console):
+def _as_main(argv, cwd, environment, console, hook):
     """Does what `python argv[0] argv[1] ...` does in that folder and environment.
 
     It runs in a forked process.
     """
-    redirect(1, f"{console}.out")
-    redirect(2, f"{console}.err")
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{console}.{name}", os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    hook = pickle.loads(hook)  # imports train_gpt, so the environment must be set before
+    if hook:
+        import train_gpt
+
+        hook()
+        sys.exit(train_gpt.main(argv[1:]))
     # The tests have our folders on their path, but the script must not have them
     ours = {str(ROOT), *map(str, ROOT.iterdir())}
     theirs = [p for p in sys.path if p not in ours]
@@ -214,6 +269,10 @@ def free_port():
 
 
 def _gloo_child(rank, fn, world_size, store, args):
+    import train_gpt  # has these constants from the environment otherwise
+
+    train_gpt.RANK = rank
+    train_gpt.WORLD_SIZE = world_size
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
@@ -233,16 +292,3 @@ def spawn(fn, world_size, tmp_path, *args):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = Path(tmp_path) / f"store_{fn.__name__}_{world_size}"
     start_processes(_gloo_child, world_size, fn, world_size, str(store), args)
-
-
-def read_log(folder):
-    """The only log under folder/logs, as text."""
-    logs = list((Path(folder) / "logs").glob("*.txt"))
-    assert len(logs) == 1, f"expected one log, found {logs}"
-    return logs[0].read_text()
-
-
-def val_losses(text):
-    """The validation losses by step, from a log or the text of a terminal."""
-    found = re.findall(r"^step:(\d+)/\d+ val_loss:(\S+) ", text, re.M)
-    return {int(step): float(loss) for step, loss in found}

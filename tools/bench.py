@@ -1,7 +1,7 @@
 """
 Times a training step on this machine: each part of it, and how close it comes to the machine's speed.
 
-    python tools/bench.py                                the default track and device
+    python tools/bench.py                                the default track, on a GPU if there is one
     python tools/bench.py --track fineweb                on a CPU: steps of 1,024 tokens, not 393,216
     python tools/bench.py --fp8 false --num_layers 4     with any option of train_gpt.py
     python tools/bench.py --kernels 25                   also list the 25 slowest kernels
@@ -32,7 +32,8 @@ import dataclasses
 import importlib.util
 import json
 import math
-import re
+import os
+import resource
 import signal
 import statistics
 import sys
@@ -40,17 +41,23 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-missing = [name for name in ("torch", "numpy", "safetensors") if importlib.util.find_spec(name) is None]
+missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"error: missing packages; run pip install {' '.join(missing)}")
+
+from machine import environment, show_any_text
+
+if __name__ == "__main__" and not environment().items() <= os.environ.items():
+    os.execve(sys.executable, sys.orig_argv, os.environ | environment())  # as ./run.sh trains on a CPU
+
 sys.path.insert(0, str(ROOT))
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
 
+import launch_checks
 from flops import model_flops, newton_schulz_flops
 from log_parsing import FileError, write_file
-from machine import show_any_text
-from train_gpt import InputError
+from train_gpt import DEVICE, DTYPE, InputError
 
 # Dense bf16 FLOP/s by the name that the driver reports, from NVIDIA's datasheets of the H100 and H200
 # (the 1,979 TFLOP/s of the SXM boards are with sparsity). For other boards, use --peak_tflops.
@@ -60,36 +67,34 @@ PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 # Timing
 
 
-def ms_of(run, device):
+def ms_of(run):
     """Milliseconds until run() has returned and the device is done."""
-    if device.type == "cuda":
+    if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
     run()
-    if device.type == "cuda":
+    if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return 1000 * (time.perf_counter() - started)
 
 
-def median_ms(run, device, repeats):
-    times = [ms_of(run, device) for _ in range(repeats)]
-    return statistics.median(times)
+def median_ms(run, repeats):
+    return statistics.median(ms_of(run) for _ in range(repeats))
 
 
-def random_product(rows, inputs, outputs, device):
+def random_product(rows, inputs, outputs):
     """Returns a function that multiplies x (rows, inputs) by w (outputs, inputs), like a linear layer."""
-    dtype = train_gpt.activation_dtype(device)
-    x = torch.randn(rows, inputs, device=device).to(dtype)
-    w = torch.randn(outputs, inputs, device=device).to(dtype)
+    x = torch.randn(rows, inputs, device=DEVICE).to(DTYPE)
+    w = torch.randn(outputs, inputs, device=DEVICE).to(DTYPE)
     return lambda: torch.nn.functional.linear(x, w)
 
 
-def matmul_peak(device):
+def matmul_peak():
     """GFLOP/s of the best of eight large square products, after one that isn't counted."""
-    n = 8192 if device.type == "cuda" else 2048
-    run = random_product(n, n, n, device)
+    n = 8192 if DEVICE.type == "cuda" else 2048
+    run = random_product(n, n, n)
     run()
-    best_ms = min(ms_of(run, device) for _ in range(8))
+    best_ms = min(ms_of(run) for _ in range(8))
     return 2 * n**3 / 1e6 / best_ms
 
 
@@ -97,52 +102,53 @@ def matmul_peak(device):
 class Training:
     """A model with its optimizers and one batch of tokens."""
     hp: train_gpt.Hyperparameters
-    world: train_gpt.World
     model: torch.nn.Module  # compiled
     optimizers: list
     buckets: train_gpt.GradientBuckets
-    inputs: torch.Tensor  # (batch_tokens,), int32
-    targets: torch.Tensor  # (batch_tokens,), int64
-    window_blocks: int
+    tokens: torch.Tensor  # (batch_tokens + 1,), int32
+
+    def train(self, tokens, step):
+        train_gpt.train_step(self.model, self.optimizers, self.buckets, tokens, step, self.hp)
 
     def step(self):
-        train_gpt.train_step(self.model, self.optimizers, self.buckets, self.inputs, self.targets,
-                             self.window_blocks, self.hp, self.world)
+        """The last step of a run: its window is the longest."""
+        self.train(self.tokens, self.hp.num_iterations - 1)
 
 
-def random_batch(hp, device):
+def random_batch(hp):
     """Random tokens (batch_tokens + 1,), int32, in documents of about 1,000 tokens."""
-    rng = torch.Generator(device).manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     count = hp.batch_tokens + 1
-    tokens = torch.randint(hp.vocab_size, (count,), dtype=torch.int32, device=device, generator=rng)
-    ends_document = torch.rand(count, device=device, generator=rng) < 1e-3
+    tokens = torch.randint(hp.vocab_size, (count,), dtype=torch.int32, generator=rng)
+    ends_document = torch.rand(count, generator=rng) < 1e-3
     tokens[ends_document] = hp.eot_token
     return tokens
 
 
-def set_up_training(hp, world):
-    model = train_gpt.build_model(hp, world)
-    tokens = random_batch(hp, world.device)
-    return Training(
-        hp=hp,
-        world=world,
-        model=torch.compile(model, dynamic=False),
-        optimizers=train_gpt.build_optimizers(model, hp),
-        buckets=train_gpt.GradientBuckets(model.parameters()),
-        inputs=tokens[:-1],
-        targets=tokens[1:].long(),
-        window_blocks=train_gpt.get_window_blocks(hp.num_iterations, hp),
-    )
+def set_up_training(hp):
+    model = train_gpt.build_model(hp)
+    model.compile(dynamic=False)
+    optimizers = train_gpt.build_optimizers(model, hp)
+    buckets = train_gpt.GradientBuckets(model.parameters())
+    return Training(hp, model, optimizers, buckets, random_batch(hp))
 
 
-def ms_of_parts(training, tokens):
-    """Milliseconds of forward and backward over the first `tokens` tokens, and of the optimizers."""
+def longest_window(hp):
+    """In blocks, on the device: () int32."""
+    return train_gpt.get_window_blocks(hp.num_iterations, hp)
+
+
+def micro_step_tokens(hp):
+    return hp.train_seq_len * math.gcd(hp.sequences_per_pass, hp.batch_tokens // hp.train_seq_len)
+
+
+def ms_of_parts(training):
+    """Milliseconds of a micro-step's forward and backward, and of the optimizers."""
     hp = training.hp
-    device = training.world.device
-    inputs = training.inputs[:tokens].view(-1, hp.train_seq_len)
-    targets = training.targets[:tokens].view(-1, hp.train_seq_len)
-    window = torch.tensor(training.window_blocks, dtype=torch.int32, device=device)
-    weight = torch.full((), 1 / hp.num_sequences, device=device)
+    tokens = training.tokens[:micro_step_tokens(hp) + 1]
+    inputs, targets = train_gpt.to_batch(tokens, hp.train_seq_len)
+    window = longest_window(hp)
+    weight = torch.full((), hp.train_seq_len / hp.batch_tokens, device=DEVICE)
     losses = []
     training.buckets.last_micro_step = True
 
@@ -158,18 +164,28 @@ def ms_of_parts(training, tokens):
             optimizer.step()
             optimizer.zero_grad()
 
-    return ms_of(forward, device), ms_of(backward, device), ms_of(update, device)
+    return ms_of(forward), ms_of(backward), ms_of(update)
 
 
-def step_flops(training, tokens):
-    """FLOPs of the model in one step, whose micro-steps have `tokens` tokens each."""
-    eot = training.hp.eot_token
+def step_flops(training):
+    """FLOPs of the model in one step."""
+    hp = training.hp
+    window = int(longest_window(hp))
     total = 0
-    for micro_step in training.inputs.view(-1, tokens):
-        sequences = micro_step.view(-1, training.hp.train_seq_len).clone()
-        docs = train_gpt.document_ids(sequences, eot)
-        total += model_flops(training.hp, docs, training.window_blocks)
+    for tokens in training.tokens[:-1].split(micro_step_tokens(hp)):
+        sequences = tokens.view(-1, hp.train_seq_len)
+        docs = train_gpt.document_ids(sequences, hp.eot_token)
+        total += model_flops(hp, docs, window)
     return total
+
+
+def peak_memory():
+    """MiB allocated and reserved: by PyTorch's allocator on a GPU, by the process on a CPU."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+    return used, used
 
 
 def measure(training, warmup, repeats, peak_flops):
@@ -177,28 +193,25 @@ def measure(training, warmup, repeats, peak_flops):
 
     peak_flops: the GPU's peak in FLOP/s; None if it is unknown.
     """
-    hp, device = training.hp, training.world.device
-    peak_before = matmul_peak(device)
-    first_ms = ms_of(training.step, device)
+    hp = training.hp
+    peak_before = matmul_peak()
+    first_ms = ms_of(training.step)
     for _ in range(warmup):
         training.step()
-    if device.type == "cuda":
+    if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step_ms = median_ms(training.step, device, repeats)
-    memory_line = train_gpt.peak_memory(training.world)
-    allocated, reserved = re.findall(r"(\d+) MiB", memory_line)
-
-    tokens = hp.train_seq_len * train_gpt.sequences_per_pass(hp, training.world)
-    times = [ms_of_parts(training, tokens) for _ in range(repeats)]
+    step_ms = median_ms(training.step, repeats)
+    allocated, reserved = peak_memory()
+    times = [ms_of_parts(training) for _ in range(repeats)]
     forward_ms = statistics.median(forward for forward, _, _ in times)
     backward_ms = statistics.median(backward for _, backward, _ in times)
     optimizer_ms = statistics.median(update for _, _, update in times)
 
-    flops = step_flops(training, tokens)
+    flops = step_flops(training)
     flops_per_second = flops / (step_ms / 1000)
-    muon = training.optimizers[1]
+    _, muon = training.optimizers
     return {
-        "micro-step tokens": tokens,
+        "micro-step tokens": micro_step_tokens(hp),
         "step tokens": hp.batch_tokens,
         "forward ms": forward_ms,
         "backward ms": backward_ms,
@@ -210,12 +223,11 @@ def measure(training, warmup, repeats, peak_flops):
         "optimizer TFLOP": newton_schulz_flops(muon) / 1e12,
         "model TFLOP/s": flops_per_second / 1e12,
         "MFU %": 100 * flops_per_second / peak_flops if peak_flops else None,
-        "allocated MiB": int(allocated),
-        "reserved MiB": int(reserved),
+        "allocated MiB": allocated,
+        "reserved MiB": reserved,
         "first step s": first_ms / 1000,
-        "FP8 head": training.model.use_fp8,
         "matmul peak before GFLOP/s": peak_before,
-        "matmul peak after GFLOP/s": matmul_peak(device),
+        "matmul peak after GFLOP/s": matmul_peak(),
     }
 
 # -----------------------------------------------------------------------------
@@ -248,12 +260,12 @@ def higher_peak(figures):
     return max(before, after)
 
 
-def print_summary(track, hp, figures):
+def print_summary(hp, figures):
     tokens = figures["micro-step tokens"]
     micro_steps = hp.batch_tokens // tokens
     layers = "1 layer" if hp.num_layers == 1 else f"{hp.num_layers} layers"
     passes = "1 micro-step" if micro_steps == 1 else f"{micro_steps} micro-steps"
-    print(f"{track}: {layers}, width {hp.model_dim}; {hp.batch_tokens:,} tokens a step, {passes} "
+    print(f"{hp.track}: {layers}, width {hp.model_dim}; {hp.batch_tokens:,} tokens a step, {passes} "
           f"of {tokens:,}")
     print(f"speed: {figures['tokens/s']:,.0f} tokens/s; first step, with compilation: "
           f"{figures['first step s']:.1f} s")
@@ -287,7 +299,7 @@ def print_parts(hp, figures):
     print_table(["part", "ms", "GFLOP", "GFLOP/s", "% of peak"], rows)
 
 
-def print_products(hp, figures, repeats, device):
+def print_products(hp, figures, repeats):
     """Measures and prints the matrix products of one micro-step.
 
     Only one of them has its operands in memory at a time: all of them would fill a small GPU.
@@ -299,7 +311,7 @@ def print_products(hp, figures, repeats, device):
 
     def add_row(name, shape, run):
         run()
-        ms = median_ms(run, device, repeats)
+        ms = median_ms(run, repeats)
         shape_text = " x ".join(f"{n:,}" for n in shape)
         flops = 2 * math.prod(shape)
         rows.append([name, shape_text, *rate_cells(ms, flops, higher_peak(figures))])
@@ -312,29 +324,29 @@ def print_products(hp, figures, repeats, device):
         ("head", dim, hp.padded_vocab_size),
     ]
     for name, inputs, outputs in products:
-        run = random_product(tokens, inputs, outputs, device)
+        run = random_product(tokens, inputs, outputs)
         add_row(name, (tokens, inputs, outputs), run)
     print_table(["product", "shape", "ms", "GFLOP", "GFLOP/s", "% of peak"], rows)
 
 
-def slowest_kernels(step, device, count):
+def slowest_kernels(step, count):
     """The `count` kernels (on a CPU: operators) that take longest in a step.
 
     Returns [(name, calls, ms, % of all)].
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     kind = torch.autograd.DeviceType.CPU
-    if device.type == "cuda":
+    if DEVICE.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         kind = torch.autograd.DeviceType.CUDA
 
     def microseconds(event):
-        if device.type == "cuda":
+        if DEVICE.type == "cuda":
             return event.self_device_time_total
         return event.self_cpu_time_total
 
     with torch.profiler.profile(activities=activities) as profiler:
-        ms_of(step, device)
+        ms_of(step)
     events = [event for event in profiler.key_averages() if event.device_type == kind]
     events.sort(key=microseconds, reverse=True)
     total = sum(map(microseconds, events)) or 1
@@ -345,8 +357,8 @@ def slowest_kernels(step, device, count):
     return kernels
 
 
-def print_kernels(step, device, count):
-    kernels = slowest_kernels(step, device, count)
+def print_kernels(step, count):
+    kernels = slowest_kernels(step, count)
     print("\n      ms      %  calls  kernel")
     for name, calls, ms, percent in kernels:
         print(f"{ms:8.3f} {percent:6.1f} {calls:6}  {name[:55]}")
@@ -370,7 +382,7 @@ def fail(message):
 
 
 def read_options(argv):
-    """Returns the benchmark's options, train_gpt.py's options, and the hyperparameters.
+    """Returns the benchmark's options and the hyperparameters, with sequences that fit the GPU.
 
     Raises InputError.
     """
@@ -390,24 +402,19 @@ def read_options(argv):
                              "known for the H100 SXM and the H200)")
     args, rest = parser.parse_known_args(argv)
     options, hp = train_gpt.parse_arguments(rest)
-    if options.device == "cpu" and options.track == "fineweb":  # a step of the track takes an hour
+    if DEVICE.type == "cpu" and hp.track == "fineweb":  # a step of the track takes an hour
         short_step = ["--batch_tokens=1024", "--train_seq_len=1024", "--val_seq_len=1024"]
-        options, hp = train_gpt.parse_arguments([*short_step, *rest])
-    if options.device == "cuda":
-        train_gpt.check_gpus()
-    train_gpt.check_hyperparameters(hp, 1, options.device)
-    return args, options, hp
+        _, hp = train_gpt.parse_arguments([*short_step, *rest])
+    if launch_checks.find_gpus():
+        launch_checks.check_gpus(1)
+        if "train_seq_len" not in options.given:
+            hp = launch_checks.fit_to_memory(hp, 1)
+    train_gpt.check_hyperparameters(hp, 1)
+    return args, hp
 
 
-def start(options, hp):
-    """Returns the world and the hyperparameters, made to fit into the GPU's memory."""
-    world = train_gpt.start_world(options.device)
-    hp = train_gpt.fit_to_memory(options, hp, world, {})
-    return world, hp
-
-
-def machine_name(device):
-    if device.type == "cuda":
+def machine_name():
+    if DEVICE.type == "cuda":
         return torch.cuda.get_device_name()
     return f"{train_gpt.CPU_MODEL}, {torch.get_num_threads()} threads"
 
@@ -419,12 +426,11 @@ def write_json(path, content):
 
 
 def bench(argv):
-    args, options, hp = read_options(argv)
-    world, hp = start(options, hp)
-    device = world.device
+    args, hp = read_options(argv)
+    train_gpt.init_processes()
     facts = {
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine_name(device),
+        "machine": machine_name(),
         "PyTorch": torch.__version__,
         "command": " ".join(["python tools/bench.py", *argv]),
     }
@@ -432,13 +438,13 @@ def bench(argv):
     peak_flops = PEAKS.get(facts["machine"])
     if args.peak_tflops:
         peak_flops = args.peak_tflops * 1e12
-    training = set_up_training(hp, world)
+    training = set_up_training(hp)
     figures = measure(training, args.warmup, args.repeats, peak_flops)
-    print_summary(options.track, hp, figures)
+    print_summary(hp, figures)
     print_parts(hp, figures)
-    print_products(hp, figures, args.repeats, device)
+    print_products(hp, figures, args.repeats)
     if args.kernels:
-        print_kernels(training.step, device, args.kernels)
+        print_kernels(training.step, args.kernels)
     if args.json:
         write_json(args.json, facts | figures)
 

@@ -5,7 +5,7 @@ The stages of tools/gpu_report.py. Each one runs in a process of its own:
 
 A stage returns a dict of figures. Under "checks" it has a list of measured values with their limits,
 as check() makes them. The stages head, attention and muon compare with float64 on the CPU, so that a
-GPU that computes nothing can't agree with itself. They can also run on a CPU.
+GPU that computes nothing can't agree with itself. They also run on a CPU.
 """
 import dataclasses
 import importlib.metadata
@@ -16,17 +16,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import (PEAKS, ROOT, measure, run_benchmark, set_up_training, slowest_kernels, start,
-                   write_json)
+from bench import DEVICE, PEAKS, ROOT, measure, run_benchmark, set_up_training, slowest_kernels, write_json
+from machine import usable_cores
 import train_gpt
-import gpu_reference
 import torch
 import torch.nn.functional as F
 
+import gpu_reference
+import launch_checks
+from train_gpt import require
+
 sys.path.insert(0, str(ROOT / "data"))
 from shards import write_shard
-
-CUDA = torch.device("cuda")
 
 
 def check(name, value, limit):
@@ -67,12 +68,16 @@ def triton_version():
         return "none"
 
 
+def head_name(hp):
+    return "FP8" if train_gpt.uses_fp8(hp) else "bf16"
+
+
 def machine():
-    train_gpt.check_gpus()
+    require(launch_checks.find_gpus() > 0, "this needs an NVIDIA GPU, and PyTorch finds none")
+    launch_checks.check_gpus(1)
     gpu = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
     hp = train_gpt.TRACKS["fineweb"]
-    uses_fp8 = train_gpt.uses_fp8(hp)
     return {
         "GPU": gpu.name,
         "GPUs": torch.cuda.device_count(),
@@ -88,9 +93,9 @@ def machine():
         "Triton": triton_version(),
         "Python": platform.python_version(),
         "system": platform.platform(),
-        "CPU": f"{train_gpt.CPU_MODEL}, {train_gpt.CPU_CORES} cores",
-        "head": "FP8" if uses_fp8 else "bf16",
-        "train_seq_len": train_gpt.fitted(hp, free / 2**20, uses_fp8).train_seq_len,
+        "CPU": f"{train_gpt.CPU_MODEL}, {usable_cores()} cores",
+        "head": head_name(hp),
+        "train_seq_len": launch_checks.fit_to_memory(hp, 1).train_seq_len,
     }
 
 # -----------------------------------------------------------------------------
@@ -124,21 +129,19 @@ def fp8_head(x, w, targets):
     return loss.detach(), x.grad, w.grad
 
 
-def head(device=CUDA, tokens=512, dim=768, out=50304, fp8=None):
+def head(tokens=512, dim=768, out=50304):
     """The errors of the head, its loss and its gradients. The limits are those of tests/gpu."""
-    if fp8 is None:
-        fp8 = train_gpt.uses_fp8(train_gpt.TRACKS["fineweb"])
     rng = torch.Generator().manual_seed(0)
     x = F.rms_norm(torch.randn(tokens, dim, generator=rng), (dim,)).bfloat16()
     w = torch.randn(out, dim, generator=rng)
     targets = torch.randint(out, (tokens,), generator=rng)
     want_loss, want_x, want_w = head_in_float64(x, w, targets)
     heads = [("bf16", bf16_head, 0.02)]
-    if fp8:
+    if train_gpt.uses_fp8(train_gpt.TRACKS["fineweb"]):
         heads.append(("FP8", fp8_head, 0.09))
     checks = []
     for name, function, limit in heads:
-        loss, grad_x, grad_w = function(x.to(device), w.to(device), targets.to(device))
+        loss, grad_x, grad_w = function(x.to(DEVICE), w.to(DEVICE), targets.to(DEVICE))
         checks.append(check(f"{name} loss", relative_error(loss, want_loss), limit / 10))
         checks.append(check(f"{name} gradient of the input", relative_error(grad_x, want_x), limit))
         checks.append(check(f"{name} gradient of the weight", relative_error(grad_w, want_w), limit))
@@ -171,7 +174,7 @@ def with_gradients(function, inputs, grad):
 ATTENTION_CASES = [(1024, 300, 5), (2048, 100, 16), (2048, 10**9, 3)]
 
 
-def attention(device=CUDA, cases=ATTENTION_CASES, heads=6, dim=128):
+def attention(cases=ATTENTION_CASES, heads=6, dim=128):
     """The errors of attention in bf16, forward and backward, with documents and a window."""
 
     def attend(q, k, v, docs, window):
@@ -179,7 +182,7 @@ def attention(device=CUDA, cases=ATTENTION_CASES, heads=6, dim=128):
             mask = train_gpt.flex_block_mask(docs, window)
         else:
             mask = train_gpt.portable_mask(docs, window, int(window))
-        return train_gpt.attention(q, k, v, mask, 0.12)
+        return train_gpt.attention(q, k, v, mask)
 
     compiled = torch.compile(attend, dynamic=False)
     checks = []
@@ -192,10 +195,10 @@ def attention(device=CUDA, cases=ATTENTION_CASES, heads=6, dim=128):
         visible = (keys <= rows) & (docs[:, None] == docs) & (rows // 128 - keys // 128 < blocks)
         exact = (q.double(), k.double(), v.double())
         want = with_gradients(lambda q, k, v: dense_attention(q, k, v, visible), exact, grad)
-        docs = docs.to(device)
-        window = torch.tensor(blocks, dtype=torch.int32, device=device)
-        inputs = (q.to(device), k.to(device), v.to(device))
-        got = with_gradients(lambda q, k, v: compiled(q, k, v, docs, window), inputs, grad.to(device))
+        docs = docs.to(DEVICE)
+        window = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+        inputs = (q.to(DEVICE), k.to(DEVICE), v.to(DEVICE))
+        got = with_gradients(lambda q, k, v: compiled(q, k, v, docs, window), inputs, grad.to(DEVICE))
         for name, a, b in zip(("output", "gradient of q", "gradient of k", "gradient of v"), got, want):
             title = f"{length} tokens, window {blocks}, {name}"
             checks.append(check(title, relative_error(a, b), 0.02))
@@ -214,18 +217,18 @@ def newton_schulz_in_float64(G, steps):
     return X.T if G.size(0) > G.size(1) else X
 
 
-def muon(device=CUDA, width=768, steps=3):
+def muon(width=768, steps=3):
     """The errors of three steps of Muon, on matrices of the official shapes."""
     rng = torch.Generator().manual_seed(0)
     shapes = [(width, width), (4 * width, width), (width, 4 * width), (3, width, width)]
-    params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+    params = [torch.nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in shapes]
     optimizer = train_gpt.Muon(params, lr=1.0, momentum=0.9)
     buffers = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     expected = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     for _ in range(steps):
         for p, buffer, want in zip(params, buffers, expected):
             grad = torch.randn(p.shape, generator=rng)
-            p.grad = grad.to(device)
+            p.grad = grad.to(DEVICE)
             grad = grad.double()
             buffer.mul_(0.9).add_(0.1 * grad)
             nesterov = 0.1 * grad + 0.9 * buffer
@@ -246,14 +249,12 @@ def muon(device=CUDA, width=768, steps=3):
 def mini():
     """50 steps of mini against the losses of a CPU in float32 (tools/gpu_reference.py)."""
     reference = gpu_reference.read_reference()
-    world = train_gpt.start_world("cuda")
+    train_gpt.init_processes()
     hp = gpu_reference.settings()
-    if gpu_reference.tokens_digest(hp) != reference["tokens_sha256"]:
-        raise train_gpt.InputError("the tokens are not those of the reference; make them with "
-                                   "data/shakespeare.py")
-    fp8 = train_gpt.uses_fp8(hp)
+    same = gpu_reference.tokens_digest(hp) == reference["tokens_sha256"]
+    require(same, "the tokens are not those of the reference; make them with data/shakespeare.py")
     expected = reference["float32"]
-    losses = gpu_reference.losses_of_seeds(hp, world, expected, torch.bfloat16, fp8)
+    losses = gpu_reference.losses_of_seeds(hp, expected)
     checks = []
     for window in gpu_reference.WINDOWS:
         found = gpu_reference.differences(losses, expected, window)
@@ -262,53 +263,58 @@ def mini():
     return {"losses": losses, "checks": checks}
 
 
-def fineweb(**changes):
-    """Returns the world and the hyperparameters of the track, made to fit this GPU."""
-    options, hp = train_gpt.parse_arguments(["--track", "fineweb", "--device", "cuda"])
-    world, hp = start(options, hp)
-    return world, dataclasses.replace(hp, **changes)
+def fineweb():
+    """The hyperparameters of the track, with sequences that fit this GPU."""
+    train_gpt.init_processes()
+    return launch_checks.fit_to_memory(train_gpt.TRACKS["fineweb"], 1)
 
 
 def speed():
-    """The time of a step by part, as tools/bench.py measures it, and the slowest kernels."""
-    world, hp = fineweb()
-    training = set_up_training(hp, world)
+    """The time of a step by part, as tools/bench.py measures it, its slowest kernels and its memory."""
+    training = set_up_training(fineweb())
     figures = measure(training, warmup=2, repeats=5, peak_flops=PEAKS.get(torch.cuda.get_device_name()))
-    figures["train_seq_len"] = hp.train_seq_len
-    figures["kernels"] = slowest_kernels(training.step, world.device, 10)
-    return figures
+    figures["kernels"] = slowest_kernels(training.step, 10)
+    return figures | peaks(training)
 
 
 def memory(seq_len, fp8):
+    train_gpt.init_processes()
+    hp = train_gpt.TRACKS["fineweb"]
+    hp = dataclasses.replace(hp, train_seq_len=seq_len, batch_tokens=2 * seq_len, fp8=fp8)
+    return peaks(set_up_training(hp))
+
+
+def peaks(training):
     """Peaks of the allocator in training and in validation, and what a growing window compiles."""
-    world, hp = fineweb(train_seq_len=seq_len, batch_tokens=2 * seq_len, fp8=fp8)
-    training = set_up_training(hp, world)
-    counters = torch._dynamo.utils.counters
-    last_window = training.window_blocks
-    tokens = torch.randint(hp.vocab_size, (hp.val_seq_len,), device=world.device)
-    sequence = (tokens.int(), tokens)
+    hp = training.hp
+    stats = torch._dynamo.utils.counters["stats"]
+    sequence = training.tokens[torch.arange(hp.val_seq_len + 1) % len(training.tokens)]
 
-    def validate(window):
-        train_gpt.evaluate(training.model, [sequence], window, hp, world)
+    def train(step):
+        training.train(training.tokens, step)
 
-    training.window_blocks = 1
-    training.step()
-    validate(1)
-    graphs = counters["stats"]["unique_graphs"]
-    training.window_blocks = last_window
-    peaks = {}
-    for name, run in (("training", training.step), ("validation", lambda: validate(last_window))):
+    @torch.no_grad()
+    def validate(step):
+        training.model.eval()
+        inputs, targets = train_gpt.to_batch(sequence, hp.val_seq_len)
+        training.model(inputs, targets, train_gpt.get_window_blocks(step, hp))
+
+    train(0)
+    validate(0)
+    graphs = stats["unique_graphs"]
+    mib = {}
+    for name, run in (("training", train), ("validation", validate)):
         torch.cuda.reset_peak_memory_stats()
-        run()
+        run(hp.num_iterations - 1)
         torch.cuda.synchronize()
-        peaks[name] = torch.cuda.max_memory_allocated() // 2**20
+        mib[name] = torch.cuda.max_memory_allocated() // 2**20
     return {
-        "train_seq_len": seq_len,
-        "head": "FP8" if training.model.use_fp8 else "bf16",
-        "training MiB": peaks["training"],
-        "validation MiB": peaks["validation"],
-        "graph breaks": sum(counters["graph_break"].values()),
-        "recompilations": counters["stats"]["unique_graphs"] - graphs,
+        "train_seq_len": hp.train_seq_len,
+        "head": head_name(hp),
+        "training MiB": mib["training"],
+        "validation MiB": mib["validation"],
+        "graph breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+        "recompilations": stats["unique_graphs"] - graphs,
     }
 
 
@@ -316,38 +322,24 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 SHORTEST_WAIT = 100  # microseconds; a shorter call found the GPU done and returned at once
 
 
-def waits(steps=12):
-    """How often, and how long, the host waits for the GPU within 12 steps of the training loop."""
-    world, hp = fineweb()
+def waits(steps=12, before=3):
+    """How often, and how long, the host waits for the GPU within 12 steps of training."""
+    hp = fineweb()
     hp = dataclasses.replace(hp, batch_tokens=hp.train_seq_len)
-    training = set_up_training(hp, world)
-    tokens = torch.randint(hp.vocab_size, (4 * hp.batch_tokens + 1,))
-    first_bad_step = torch.full((), math.inf, dtype=torch.float64, device=world.device)
-    votes = []
-    training.step()
+    training = set_up_training(hp)
+    tokens = torch.randint(hp.vocab_size, ((steps + before) * hp.batch_tokens + 1,))
     with tempfile.TemporaryDirectory() as folder:
-        for i in range(math.ceil((steps + 5) / 4)):
-            write_shard(Path(folder) / f"{i}.bin", tokens.numpy())
+        write_shard(Path(folder) / "0.bin", tokens.numpy())
         batches = train_gpt.distributed_data_generator(
-            f"{folder}/*.bin", hp.batch_tokens, 0, 1, hp.vocab_size, world.device)
-
-        def step(number):
-            nonlocal first_bad_step
-            training.inputs, training.targets = next(batches)
-            loss = train_gpt.train_step(training.model, training.optimizers, training.buckets,
-                                        training.inputs, training.targets, training.window_blocks,
-                                        hp, world)
-            first_bad_step = train_gpt.first_bad(first_bad_step, number, loss)
-            train_gpt.vote_while_training(votes, number, first_bad_step, world)
-
-        for number in range(1, 6):  # the first vote is started, but not read
-            step(number)
+            f"{folder}/*.bin", hp.batch_tokens, hp.vocab_size, 0, 1)
+        for step in range(before):
+            training.train(next(batches), step)
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
             with torch.profiler.record_function("steps"):
-                for number in range(6, 6 + steps):
-                    step(number)
+                for step in range(before, before + steps):
+                    training.train(next(batches), step)
             torch.cuda.synchronize()
     return count_waits(profiler.events(), steps)
 
@@ -363,11 +355,10 @@ def count_waits(events, steps):
     def during(event):
         return begin <= event.time_range.start <= end
 
-    if not any("LaunchKernel" in event.name and during(event) for event in events):
-        raise train_gpt.InputError("PyTorch's profiler sees no kernels on this machine, so waits can't "
-                                   "be counted: CUPTI, which is part of PyTorch's CUDA build, is "
-                                   "missing or not permitted. Install that build again, or run this as "
-                                   "root (https://developer.nvidia.com/ERR_NVGPUCTRPERM says more)")
+    kernels = any("LaunchKernel" in event.name and during(event) for event in events)
+    require(kernels, "PyTorch's profiler sees no kernels on this machine, so waits can't be counted: CUPTI, "
+                     "which is part of PyTorch's CUDA build, is missing or not permitted. Install that build "
+                     "again, or run this as root (https://developer.nvidia.com/ERR_NVGPUCTRPERM says more)")
     calls = [event for event in events if event.name in WAITS and during(event)]
     waiting = [call for call in calls if call.time_range.elapsed_us() >= SHORTEST_WAIT]
     copies = [event for event in events if event.name.startswith("Memcpy DtoD")]
@@ -388,7 +379,6 @@ STAGES = {
     "mini": mini,
     "speed": speed,
     "waits": waits,
-    "memory 49152": lambda: memory(49152, True),
     "memory 24576": lambda: memory(24576, True),
     "memory 12288": lambda: memory(12288, True),
     "memory 49152 bf16": lambda: memory(49152, False),

@@ -11,7 +11,9 @@ reference says how far a correct GPU may be from it, on the mean over the seeds.
 The result is tools/gpu_reference.json: the losses of each step, in nats per token.
 """
 import argparse
+import dataclasses
 import hashlib
+import itertools
 import json
 import statistics
 import sys
@@ -45,42 +47,35 @@ def settings():
     return hp
 
 
+def first_batches(hp):
+    batches = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size, 0, 1)
+    return itertools.islice(batches, hp.num_iterations)
+
+
 def tokens_digest(hp):
     """SHA-256 of the tokens of the 50 steps: losses on other tokens can't be compared."""
     digest = hashlib.sha256()
-    batches = train_gpt.global_batches(hp.train_files, hp.batch_tokens)
-    for _ in range(hp.num_iterations):
-        file, start = next(batches)
-        tokens = train_gpt.read_tokens(file, start, hp.batch_tokens + 1, hp.vocab_size)
-        digest.update(tokens.tobytes())
+    for tokens in first_batches(hp):
+        digest.update(tokens.numpy().astype("<u2").tobytes())
     return digest.hexdigest()
 
 
-def losses_of_seeds(hp, world, seeds, dtype, fp8):
+def losses_of_seeds(hp, seeds):
     """Trains once per seed. Returns the training losses: {seed: [loss of each step]}."""
-    model = train_gpt.GPT(hp, dtype, fp8).to(world.device)
-    compiled = torch.compile(model, dynamic=False)
+    model = train_gpt.build_model(hp)
+    model.compile(dynamic=False)
     buckets = train_gpt.GradientBuckets(model.parameters())
     losses = {}
     for seed in map(str, seeds):  # JSON's keys are strings
-        model.load_state_dict(train_gpt.GPT(with_seed(hp, int(seed)), dtype, fp8).state_dict())
+        initial = train_gpt.build_model(dataclasses.replace(hp, seed=int(seed)))
+        model.load_state_dict(initial.state_dict())
         optimizers = train_gpt.build_optimizers(model, hp)
-        batches = train_gpt.distributed_data_generator(
-            hp.train_files, hp.batch_tokens, 0, 1, hp.vocab_size, world.device)
         steps = []
-        for step in range(hp.num_iterations):
-            train_gpt.set_schedules(optimizers, step, hp)
-            inputs, targets = next(batches)
-            window = train_gpt.get_window_blocks(step, hp)
-            steps.append(train_gpt.train_step(compiled, optimizers, buckets, inputs, targets, window,
-                                              hp, world))
+        for step, tokens in enumerate(first_batches(hp)):
+            steps.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp))
         losses[seed] = [round(loss, 6) for loss in torch.stack(steps).tolist()]
-        print(f"{dtype}, fp8={fp8}, seed {seed}: {losses[seed][-1]:.4f}", flush=True)
+        print(f"seed {seed}: {losses[seed][-1]:.4f}", flush=True)
     return losses
-
-
-def with_seed(hp, seed):
-    return train_gpt.dataclasses.replace(hp, seed=seed)
 
 
 def differences(variant, reference, window):
@@ -117,7 +112,7 @@ def make_reference(argv):
                         help="train with the seeds 0 to N - 1 (default: 5)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    world = train_gpt.start_world("cpu")
+    train_gpt.init_processes()
     hp = settings()
     content = {
         "command": " ".join(["python tools/gpu_reference.py", *argv]),
@@ -126,13 +121,10 @@ def make_reference(argv):
         "tokens_sha256": tokens_digest(hp),
         "steps": STEPS,
     }
-    cpu_flags = train_gpt.CPU_FLAGS
     for variant in VARIANTS:
-        # activation_dtype looks at these flags
-        train_gpt.CPU_FLAGS = set() if variant == "float32" else cpu_flags | {"avx512_bf16"}
-        dtype = train_gpt.activation_dtype(world.device)
-        losses = losses_of_seeds(hp, world, range(args.seeds), dtype, fp8=variant == "fp8")
-        content[variant] = losses
+        train_gpt.DTYPE = torch.float32 if variant == "float32" else torch.bfloat16
+        train_gpt.uses_fp8 = lambda hp: variant == "fp8"
+        content[variant] = losses_of_seeds(hp, range(args.seeds))
         torch._dynamo.reset()
     for window in WINDOWS:
         print(f"{window}: tolerance {tolerance(content, window):.4f}")

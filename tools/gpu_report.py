@@ -11,10 +11,10 @@ This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes.
     attention    FlexAttention and its gradients against float64
     muon         three steps of Muon against float64
     mini         50 steps of mini against a CPU in float32 (tools/gpu_reference.py)
-    speed        the time of a step of fineweb by part, its memory and its slowest kernels
+    speed        the time of a step of fineweb by part, its slowest kernels and its memory
     waits        how often the host waits for the GPU between validations
-    memory ...   the peaks in training and validation, by sequence length and kind of head. There are
-                 four of these stages. Put their names in quotes: --stage "memory 49152"
+    memory ...   the peaks in training and validation of shorter sequences, and with the other head.
+                 There are three of these stages. Put their names in quotes: --stage "memory 24576"
 
 gpu_report.md first compares the results with records/HARDWARE.md, then lists the numbers of each
 stage. If a stage fails, the page says so, and the other stages still run. If the report is

@@ -8,16 +8,11 @@ import torch
 from train_gpt import attention, document_ids, flex_block_mask, portable_mask
 
 EOT = 50256
-# (tokens, mean document length, window in blocks)
-# The last cases have the length of the training, with its first and its last window
+# (tokens, mean document length, window in blocks); the last two have the length of the training
 CASES = [
     (1024, 60, 1),
-    (1024, 10**9, 3),
     (2048, 300, 16),
-    (4096, 1000, 4),
     (8192, 5, 14),
-    (16384, 2000, 7),
-    (48 * 1024, 1000, 1),
     (48 * 1024, 1000, 14),
     (48 * 1024, 10**9, 14),
 ]
@@ -66,7 +61,7 @@ def assert_near(got, want, tolerance):
 
 @torch.compile(dynamic=False)
 def flex(q, k, v, docs, window):
-    return attention(q, k, v, flex_block_mask(docs, window), 0.12)
+    return attention(q, k, v, flex_block_mask(docs, window))
 
 
 def forward_and_backward(function, q, k, v, grad):
@@ -104,7 +99,7 @@ def test_flex_equals_portable_forward_and_backward(length, every, blocks, device
     mask = portable_mask(docs, window, blocks)
 
     def portable(q, k, v):
-        return attention(q, k, v, mask, 0.12)
+        return attention(q, k, v, mask)
 
     got = flex_forward_and_backward(q, k, v, grad, docs, window)
     want = forward_and_backward(portable, q.float(), k.float(), v.float(), grad)

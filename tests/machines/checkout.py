@@ -103,19 +103,35 @@ class version:
     hip = os.environ.get("TORCH_HIP")
 """
 
+# Imitates tools/launch_checks.py: it prints the log's folder, the processes, and $CHECKED
+CHECK = """
+import os, sys
+print("stub checks", sys.argv[1:], file=sys.stderr)
+if os.environ.get("CHECK_ERROR"):
+    sys.exit(2)
+print("log_dir=my logs")
+print("processes=" + os.environ.get("USABLE", "1"))
+print(os.environ.get("CHECKED", "CHECKED="))
+"""
+
 TRAIN = """
-import os, sys, time
+import os, pathlib, sys, time
 import torch, tqdm
-class InputError(Exception): pass
-class Settings: num_sequences, val_tokens, val_seq_len = 4, 32, 1
-def parse_arguments(argv):
-    return None, Settings
 if __name__ == "__main__":
     print("stub trains", sys.argv[1:], sys.executable, torch.__file__, flush=True)
+    print("environment:", {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "REASON")})
     time.sleep(float(os.environ.get("TRAIN_SECONDS", 0)))
+    pathlib.Path("my logs").mkdir(exist_ok=True)
+    pathlib.Path("my logs", f"{time.time_ns()}.pt").write_text("")
     print("stub trained")
+    sys.exit(int(os.environ.get("TRAIN_STATUS", 0)))
 else:
     open(os.environ["CALLS"] + "_imported", "w").close()
+"""
+
+SAMPLE = """
+import sys
+print("stub samples", sys.argv[1:])
 """
 
 DATA = """
@@ -170,6 +186,8 @@ def make_checkout(folder: Path, name="checkout") -> Path:
     for group in ("tools", "data", "evals", "tests"):
         write(checkout / group / "requirements.txt", f"{group}_package==1.0\n")
     write(checkout / "train_gpt.py", TRAIN)
+    write(checkout / "tools" / "launch_checks.py", CHECK)
+    write(checkout / "evals" / "sample.py", SAMPLE)
     for name in ("compare", "screen"):
         write(
             checkout / "tools" / f"{name}.py",

@@ -142,14 +142,13 @@ def with_junk(folder: Path, **changes) -> Outcome:
         OMP_NUM_THREADS=1,
         VIRTUAL_ENV=sys.prefix,
         PATH=path,
-        PYTHONUTF8=None,
         **changes,
     )
     return trained(run(["./run.sh", *write_tiny_shards(folder)], checkout, settings))
 
 
 def c_locale(folder: Path) -> Outcome:
-    return with_junk(folder, LC_ALL="C", LANG="C", PYTHONCOERCECLOCALE="0")
+    return with_junk(folder, LC_ALL="C", LANG="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
 
 
 def junk_variables(folder: Path) -> Outcome:

@@ -68,11 +68,15 @@ def assert_line(done, *words, code=2):
 def test_a_second_start_installs_nothing(checkout):
     first = run_sh(checkout, "--seed", "3")
     assert_trains(first)
-    assert "stub trains ['--seed', '3']" in first.output
+    assert "stub trains ['--seed', '3', '--save_checkpoint']" in first.output
     assert len(calls(checkout.parent)) == 2  # one for PyTorch, one for all requirements
     again = run_sh(checkout)
     assert_trains(again)
-    assert again.output.splitlines()[0] == "run.sh: training on the CPU"
+    checks, training = again.output.splitlines()[:2]
+    assert (checks, training) == (
+        "stub checks ['--script', 'train_gpt']",
+        "run.sh: training on the CPU",
+    )
     assert calls(checkout.parent) == []
 
 
@@ -140,8 +144,8 @@ def required(group):
 
 
 def test_requirements_name_what_is_imported():
-    training = [ROOT / "train_gpt.py", ROOT / "evals" / "train_and_sample.py"]
-    assert imported_packages(*training) <= required(".")
+    training = ["train_gpt.py", "tools/launch_checks.py", "evals/models.py", "evals/sample.py"]
+    assert imported_packages(*(ROOT / name for name in training)) <= required(".")
     training_data = [ROOT / "data" / "shakespeare.py", ROOT / "data" / "cached_fineweb10B.py"]
     assert imported_packages(*training_data) <= required(".")
     tools = imported_packages(*(ROOT / "tools").glob("*.py"))
@@ -400,7 +404,8 @@ def test_pips_chatter_is_not_shown(checkout):
     assert_trains(done)
     assert "WARNING" not in done.output
     assert "Collecting" not in done.output
-    assert len(done.output.splitlines()) <= 6, done.output
+    before = done.output.partition("stub trains")[0]
+    assert len(before.splitlines()) <= 5, done.output
 
 
 def test_data_that_fails_says_so_itself(checkout):
@@ -570,6 +575,19 @@ def has_ended(group):
         return True
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_training(checkout, number, code):
+    """The stub is Python, so run.sh must not rely on the signal that reaches it from the terminal."""
+    process = start_until(checkout, "stub trains", TRAIN_SECONDS="60")
+    kill_group(process, number)
+    done = finish(process, 20)
+    assert done.code == code
+    advice = "to continue from the last validation, add --resume latest"
+    assert done.output.endswith(f"run.sh: stopped by {number.name}; {advice}\n")
+    assert "stub trained" not in done.output
+    assert_group_ends(process)
+
+
 def assert_group_ends(process):
     """The processes that run.sh started end within three seconds. Python's venv module starts
     ensurepip, which isn't a child of run.sh, so it isn't stopped; in these tests, it ends at once."""
@@ -636,7 +654,7 @@ def test_any_path(tmp_path, name):
     checkout = make_checkout(tmp_path, name)
     done = run_sh(checkout)
     assert_trains(done)
-    paths = r"stub trains \[\] (.*/bin/python) (.*torch.__init__.py)"
+    paths = r"stub trains \['--save_checkpoint'\] (.*/bin/python) (.*torch.__init__.py)"
     executable, module = re.search(paths, done.output).groups()
     if name.startswith("plain"):
         assert executable == f"{checkout}/.venv/bin/python"
@@ -729,10 +747,22 @@ def test_the_systems_pytorch_cannot_use_the_gpu(checkout):
     assert "remove .venv" not in done.output
 
 
-def test_the_cpu_can_be_chosen(with_gpus):
-    assert_trains(run_sh(with_gpus, "--device", "cpu"))
-    assert_trains(run_sh(with_gpus, "--device=cpu"))
-    assert_trains(run_sh(with_gpus, CUDA_VISIBLE_DEVICES=""))
+@pytest.mark.parametrize("words", [["--device", "cpu"], ["--device=cpu"], ["--recipe=soup", "--device=cpu"]])
+def test_the_cpu_can_be_chosen(with_gpus, words):
+    """The script doesn't get the option. It sees no GPU."""
+    write(with_gpus / "recipes" / "soup.py", (with_gpus / "train_gpt.py").read_text())
+    for done in (run_sh(with_gpus, *words), run_sh(with_gpus, CUDA_VISIBLE_DEVICES="")):
+        assert_trains(done)
+        assert "'CUDA_VISIBLE_DEVICES': ''" in done.output
+        assert "--device" not in done.output
+    done = run_sh(with_gpus, "compare", "--device=cpu", "--runs", "2")
+    assert "stub compare: ['--runs', '2']" in done.output, done.output
+    assert (with_gpus / "data" / "shakespeare").exists()
+    assert not (with_gpus / "data" / "fineweb10B").exists()
+
+
+def test_another_device(checkout):
+    assert_line(run_sh(checkout, "--device", "cuda"), '"cuda": it only takes cpu')
 
 
 def test_an_amd_gpu_that_pytorch_cannot_use(checkout):
@@ -751,7 +781,7 @@ def test_gpus_are_used(with_gpus):
     done = run_sh(with_gpus, "--seed", "1", USABLE="2", TORCH_CUDA="13.0")
     assert done.code == 0, done.output
     assert "run.sh: training on 2 of 2 GPUs" in done.output, done.output
-    words = ["--standalone", "--nproc_per_node=2", "train_gpt.py", "--seed", "1"]
+    words = ["--standalone", "--nproc_per_node=2", "train_gpt.py", "--seed", "1", "--save_checkpoint"]
     assert f"stub launches {words}" in done.output
     assert (with_gpus / "data" / "fineweb10B").exists()
 
@@ -771,7 +801,6 @@ high = "--muon_lr 0.06"
         (["compare"], "fineweb10B"),
         (["compare", "--base", "--track mini"], "shakespeare"),
         (["compare", "--base=main --track=mini", "--no_times"], "shakespeare"),
-        (["compare", "--idea", "x=--muon_lr 0.03 --device cpu"], "shakespeare"),
         (["compare", "--track", "mini", "--idea", "*.patch"], "shakespeare"),
         (["compare", "--list"], None),
         (["compare", "--clear"], None),
@@ -822,17 +851,37 @@ def test_a_recipe_is_trained(checkout):
     assert_line(run_sh(checkout, "--recipe", "cake"), 'no recipe "cake"', "one of: soup")
 
 
-@pytest.mark.parametrize(
-    "gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4), (3, "mini", 2)]
-)
-def test_as_many_processes_as_fit(tmp_path, monkeypatch, gpus, track, processes):
-    """run.sh asks train_gpt.py for the number of processes. Here it is the real train_gpt.py."""
-    text = (ROOT / "run.sh").read_text(encoding="utf-8")
-    question = re.search(r"^ask_processes='\n(.*?)^'$", text, re.M | re.S)[1]
-    monkeypatch.setattr(sys, "argv", ["-c", "train_gpt", str(gpus), "--track", track])
-    printed = []
-    exec(question, {"print": printed.append})
-    assert printed == [processes]
+# -----------------------------------------------------------------------------
+# Before and after training
+
+
+def test_what_the_checks_find_reaches_the_run(checkout):
+    found = "REASON=g++: 'x' $HOME; and more\n--train_seq_len=12288"
+    done = run_sh(checkout, "--seed", "3", CHECKED=found)
+    assert "stub checks ['--script', 'train_gpt', '--seed', '3']" in done.output
+    assert "stub trains ['--seed', '3', '--train_seq_len=12288', '--save_checkpoint']" in done.output
+    assert """'REASON': "g++: 'x' $HOME; and more\"""" in done.output
+
+
+def test_a_check_that_fails_ends_the_run(checkout):
+    done = run_sh(checkout, CHECK_ERROR="1")
+    assert done.code == 2
+    assert "trains" not in done.output
+
+
+def test_the_trained_model_writes_a_text(checkout):
+    write(checkout / "my logs" / "old.pt", "")
+    done = run_sh(checkout)
+    old, new = sorted((checkout / "my logs").iterdir(), reverse=True)
+    words = ["--brief", f"my logs/{new.name}"]
+    assert done.output.endswith(f"stub trained\nstub samples {words}\n")
+
+
+def test_the_status_of_training_is_that_of_run_sh(checkout):
+    done = run_sh(checkout, TRAIN_STATUS="3")
+    assert done.code == 3
+    assert "stub trained" in done.output
+    assert "sample" not in done.output
 
 
 # -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from train_gpt import GPT, TRACKS, World, build_optimizers, document_ids
+from train_gpt import GPT, TRACKS, build_optimizers, document_ids
 from util import ROOT, env, random_tokens
 
 sys.path.append(str(ROOT / "tools"))
@@ -72,7 +72,7 @@ def test_model_flops_against_pytorch():
     """
     window = 4
     tokens = torch.randint(0, 299, (1, 512), dtype=torch.int32)
-    model = GPT(TINY, torch.float32).train()
+    model = GPT(TINY).train()
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens.long(), torch.tensor(window, dtype=torch.int32)).backward()
     counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
@@ -100,7 +100,7 @@ def test_model_flops_of_fineweb_by_hand():
 @pytest.mark.parametrize("steps", [1, 4])
 def test_newton_schulz_flops_against_pytorch(steps):
     hp = replace(TINY, ns_steps=steps)
-    muon = build_optimizers(GPT(hp, torch.float32), hp)[1]
+    muon = build_optimizers(GPT(hp), hp)[1]
     for group in muon.param_groups:
         for p in group["params"]:
             p.grad = torch.randn_like(p)
@@ -113,7 +113,6 @@ def test_newton_schulz_flops_against_pytorch(steps):
 # The whole program
 
 SMALL = [
-    "--device=cpu",
     "--track=mini",
     "--batch_tokens=512",
     "--train_seq_len=128",
@@ -238,10 +237,8 @@ def test_table_of_kernels(measured):
     "args, message",
     [
         (["--repeats", "0"], "--repeats: 0: must be at least 1"),
-        (["--repeats", "x"], "--repeats: x: must be a whole number"),
-        (["--device", "cpu", "--train_seq_len", "100"], "train_seq_len"),
-        (["--device", "cpu", "--head_dim", "30"], "--head_dim 30"),
-        (["--device", "cpu", "--no_such_option", "1"], "no_such_option"),
+        (["--train_seq_len", "100"], "train_seq_len"),
+        (["--no_such_option", "1"], "no_such_option"),
     ],
 )
 def test_bad_input_is_one_line(args, message, capsys):
@@ -254,9 +251,9 @@ def test_bad_input_is_one_line(args, message, capsys):
 
 
 def test_fineweb_on_a_cpu_takes_short_steps():
-    words = ["--track", "fineweb", "--device", "cpu"]
-    _, _, hp = bench.read_options(words)
+    words = ["--track", "fineweb"]
+    _, hp = bench.read_options(words)
     short = replace(TRACKS["fineweb"], batch_tokens=1024, train_seq_len=1024, val_seq_len=1024)
     assert hp == short
-    _, _, hp = bench.read_options([*words, "--batch_tokens", "2048"])
+    _, hp = bench.read_options([*words, "--batch_tokens", "2048"])
     assert hp == replace(short, batch_tokens=2048)

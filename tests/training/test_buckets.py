@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from train_gpt import GPT, GradientBuckets
-from test_model import TINY, blocks, randomize
+from test_model import TINY, blocks, build, randomize
+from test_muon import become
+from train_gpt import GradientBuckets
 from util import spawn
 
 SMALL = replace(
@@ -26,17 +27,21 @@ BUCKET_BYTES = 200_000
 
 def model_and_data():
     torch.manual_seed(0)
-    model = GPT(SMALL, dtype=torch.bfloat16).train()
+    model = build(SMALL, torch.bfloat16).train()
     randomize(model)
     tokens = torch.randint(0, SMALL.vocab_size, (NUM_SEQUENCES, 129))
     return model, tokens[:, :-1].int(), tokens[:, 1:].long()
 
 
+def lists(buckets):
+    """The buckets, each a list of parameters, in the order in which they were filled."""
+    return list({id(bucket): bucket for bucket in buckets.bucket_of.values()}.values())
+
+
 def test_every_parameter_is_in_one_bucket():
     model, *_ = model_and_data()
-    buckets = GradientBuckets(model.parameters(), BUCKET_BYTES).buckets
     members = []
-    for bucket in buckets:
+    for bucket in lists(GradientBuckets(model.parameters(), BUCKET_BYTES)):
         members += [id(p) for p in bucket]
         dtypes = {p.dtype for p in bucket}
         assert len(dtypes) == 1
@@ -48,25 +53,26 @@ def test_every_parameter_is_in_one_bucket():
 
 def test_default_size_on_the_official_model():
     with torch.device("meta"):
-        buckets = GradientBuckets(GPT(train_gpt.TRACKS["fineweb"]).parameters())
+        model = build(train_gpt.TRACKS["fineweb"], torch.bfloat16)
+    buckets = lists(GradientBuckets(model.parameters()))
     # Each table is larger than a bucket, and has one of its own. The matrices share buckets, which
     # are almost full.
     limit = 25 * 2**20
-    for bucket in buckets.buckets:
+    for bucket in buckets:
         if len(bucket) > 1:
             assert sum(p.nbytes for p in bucket) <= limit
     tables = 5
     matrix_bytes = (12 * 8 + 11 * 4) * 768**2 * 4
-    assert len(buckets.buckets) <= tables + 2 * matrix_bytes / limit
+    assert len(buckets) <= tables + 2 * matrix_bytes / limit
 
 
 def test_filled_in_the_order_of_backward():
     """In a chain of layers, the last gradient is ready first, so it is in the first bucket."""
     layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(10)]
     weights = [layer.weight for layer in layers]
-    buckets = GradientBuckets(weights, bucket_bytes=2 * 8 * 8 * 4)
-    assert len(buckets.buckets) == 5
-    for i, bucket in enumerate(buckets.buckets):
+    buckets = lists(GradientBuckets(weights, bucket_bytes=2 * 8 * 8 * 4))
+    assert len(buckets) == 5
+    for i, bucket in enumerate(buckets):
         first, second = bucket
         assert first is weights[9 - 2 * i]
         assert second is weights[8 - 2 * i]
@@ -129,6 +135,7 @@ def check_values(model, want):
 
 
 def bucket_child(rank, world_size):
+    become(rank, world_size)
     want = plain_gradients()
     model, inputs, targets = model_and_data()
     buckets = GradientBuckets(model.parameters(), BUCKET_BYTES)
@@ -146,7 +153,7 @@ def bucket_child(rank, world_size):
         before_wait = list(events)
         buckets.wait()
         reduced = [tensor for kind, tensor in events if kind == "reduce"]
-        check_reduced_in_place(reduced, buckets.buckets)
+        check_reduced_in_place(reduced, lists(buckets))
         check_overlap(before_wait, len(reduced))
         check_values(model, want)
         model.zero_grad()  # in train_step, the optimizers do this
@@ -173,6 +180,7 @@ def test_reduced_once_a_step_overlapping_backward(world_size, tmp_path):
 
 
 def one_gradient_child(rank, world_size):
+    become(rank, world_size)
     layer = torch.nn.Linear(4, 2)
     came = {}  # the address of each gradient before any bucket sees it
     for name, p in layer.named_parameters():
@@ -180,7 +188,7 @@ def one_gradient_child(rank, world_size):
             lambda p, name=name: came.update({name: p.grad.data_ptr()})
         )
     buckets = GradientBuckets(layer.parameters(), bucket_bytes=1)
-    assert [len(bucket) for bucket in buckets.buckets] == [1, 1]
+    assert [len(bucket) for bucket in lists(buckets)] == [1, 1]
     buckets.last_micro_step = True
     layer(torch.full((1, 4), float(rank))).sum().backward()
     buckets.wait()

@@ -7,9 +7,8 @@ from math import ceil
 import pytest
 import torch
 
-from test_model import TINY
+from test_model import TINY, build
 from train_gpt import (
-    GPT,
     TRACKS,
     Muon,
     build_optimizers,
@@ -41,7 +40,6 @@ def test_official_values():
     assert HP.muon_lr == 0.05
     assert HP.max_window == 1728
     assert HP.num_value_embeds == 3
-    assert HP.save_checkpoint is False
     assert tuple(HP.long_window_layers) == (0, 4, 7, 11)
     assert tuple(HP.attn_free_layers) == (7,)
     assert HP.train_files == "data/fineweb10B/fineweb_train_*.bin"
@@ -96,7 +94,7 @@ def test_window(iterations):
 
 
 def test_optimizers_and_what_each_trains():
-    model = GPT(TINY)
+    model = build(TINY)
     adam, muon = build_optimizers(model, TINY)
     assert isinstance(adam, torch.optim.Adam)
     assert isinstance(muon, Muon)
@@ -120,20 +118,9 @@ def test_optimizers_and_what_each_trains():
         assert group["ns_steps"] == 5
 
 
-def test_every_parameter_is_in_exactly_one_group():
-    model = GPT(TINY)
-    model.gate = torch.nn.Parameter(torch.zeros(4, 4))  # a matrix outside the blocks
-    with pytest.raises(ValueError, match="puts gate into 0 groups"):
-        build_optimizers(model, TINY)
-    model = GPT(TINY)
-    model.blocks[0].embed = torch.nn.Parameter(torch.zeros(4, 4))  # both Muon and Adam train it
-    with pytest.raises(ValueError, match="puts blocks.0.embed into 2 groups"):
-        build_optimizers(model, TINY)
-
-
 def test_schedules_reach_the_optimizers():
     hp = replace(TINY, num_iterations=100)
-    optimizers = build_optimizers(GPT(hp), hp)
+    optimizers = build_optimizers(build(hp), hp)
     adam, muon = optimizers
     # Rates follow from the initial rates and not from those before, so steps may come in any order
     for step in (0, 80, 99, 10):
