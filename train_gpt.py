@@ -6,25 +6,22 @@ Trains a GPT to a target validation loss in as little time as possible. Everythi
     torchrun --standalone --nproc_per_node=8 train_gpt.py  the official run: FineWeb to 3.28 on 8 H100s
     python train_gpt.py --help                             every hyperparameter and its default
 
-The recipe is record 23 of modded-nanogpt (https://github.com/KellerJordan/modded-nanogpt, May 2025), a
-series of ever faster runs. Numbers with a # are its records. What the recipe changes in GPT-2:
+The recipe is record 23 of modded-nanogpt (https://github.com/KellerJordan/modded-nanogpt, May 2025),
+a series of ever faster runs. Numbers with a # are its records. What the recipe changes in GPT-2:
 - #3, #4, #6   Muon trains the weight matrices of the blocks (@kellerjordan0, @jxbz, @bozavlado)
-- #5           ReLU squared, QK norm, output projections that start at zero (@Grad62304977, @kellerjordan0)
+- #5           ReLU squared, QK norm, projections that start at zero (@Grad62304977, @kellerjordan0)
 - #8, #9, #18  untied head, soft-capped logits (@Grad62304977, @kellerjordan0, @KoszarskyB)
 - #9, #11      each block mixes in the token embedding; U-net skips (@Grad62304977, @brendanh0gan)
 - #12, #13     attention within documents, in a window that grows (@KoszarskyB, @fernbear.bsky.social)
 - #14 to #17   value embeddings, sliding windows, RoPE on half of the channels, a layer without
                attention (@KoszarskyB, @leloykun, @YouJiacheng)
-- #19, #20     FP8 head; Q, K and V in one matrix; long and short windows (@YouJiacheng, @leloykun, others)
+- #19, #20     FP8 head; Q, K and V in one matrix; long and short windows (@YouJiacheng, @leloykun)
 - #22, #23     gradients are summed in buckets (@KonstantinWilleke and others, @ryanyang0)
 The track mini adds four later ideas: NorMuon, XSA, smear, a leaky ReLU (section 5).
 
-The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train the
-same model.
-
-Shapes in comments: B sequences, S tokens per sequence,
-T = B * S tokens, N = T / 128 blocks of the mask, H heads, D channels per head, C = model_dim,
-V = padded vocabulary size.
+The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train
+the same model. Shapes in comments: B sequences, S tokens per sequence, T = B * S tokens, N = T / 128
+blocks of the mask, H heads, D channels per head, C = model_dim, V = padded vocabulary size.
 """
 # -----------------------------------------------------------------------------
 # 1. Preamble
@@ -60,11 +57,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 # PyTorch and OpenMP read these variables when torch is imported
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-# Waiting OpenMP threads sleep instead of spin: much faster when another process keeps the cores busy
+# Waiting OpenMP threads sleep, not spin: much faster when another process keeps the cores busy
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if platform.machine() == "x86_64":
     # GCC 11 to 13 miscompile PyTorch's bf16 transposes on CPUs that they don't know (similar to
-    # https://gcc.gnu.org/PR113255). Naming a CPU with -mtune avoids this. PyTorch puts "-march=" before.
+    # https://gcc.gnu.org/PR113255). -mtune with a known CPU avoids this.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 
 import numpy as np
@@ -81,7 +78,6 @@ WORLD_SIZE = int(os.getenv("WORLD_SIZE", 1))
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", LOCAL_RANK) if ON_GPU else torch.device("cpu")
 BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence lengths
-
 
 CPUINFO = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
 CPU_MODEL = next(iter(re.findall(r"model name\s*: (.*)", CPUINFO)), platform.machine())
@@ -103,12 +99,12 @@ def require(condition, message):
 # -----------------------------------------------------------------------------
 # 2. FP8 head and loss (#19, @YouJiacheng)
 #
-# FP8 numbers have 8 bits: e4m3 (3 bits of mantissa, up to 448) for weights and activations, e5m2 (2 bits,
-# up to 57,344) for gradients. GPUs multiply them twice as fast as bf16. A tensor is divided by a scale
-# before it is rounded to FP8, so that it fits the range, and the matmul multiplies its result by both scales.
+# FP8 numbers have 8 bits: e4m3 (3 bits of mantissa, up to 448) for weights and activations, e5m2
+# (2 bits, up to 57,344) for gradients. GPUs multiply them twice as fast as bf16. A tensor is divided
+# by a scale and rounded to FP8, so that it fills the range; the matmul multiplies by both scales.
 
 W_SCALE = 24 / 448  # the scales are modded-nanogpt's; weights stay below 24
-# If the gradient of the loss is 1, those of the logits are below 1: scaled, they are below 448
+# If the gradient of the loss is 1, those of the logits are below 1: divided by this, below 448
 GRAD_SCALE = 1 / 448
 
 
@@ -123,10 +119,8 @@ def as_scale(value, like):
 
 
 def softcap(logits, model_dim):
-    """Divides logits by sqrt(model_dim), soft-caps them at 15 (Gemma 2,
-    https://arxiv.org/abs/2408.00118; #18, @KoszarskyB), and adds 15, which doesn't change the softmax.
-    Returns float32 between 0 and 30."""
-    # = 15 tanh(z / 15) + 15 for z = logits / sqrt(model_dim)
+    """Returns 15 tanh(z / 15) + 15 for z = logits / sqrt(model_dim): z soft-capped at 15 (Gemma 2,
+    https://arxiv.org/abs/2408.00118; #18, @KoszarskyB). Adding 15 doesn't change the softmax."""
     return 30 * torch.sigmoid(logits.float() / (7.5 * model_dim**0.5))
 
 
@@ -135,22 +129,16 @@ def softcap(logits, model_dim):
 def head_loss_op(
     x: Tensor, w: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes the cross-entropy of softcap(x @ w.T) in nats, summed over tokens.
-
-    x (T, C) is RMS-normed. x and w (V, C) may have any float dtype; targets is (T,). Returns the
-    loss in float32, and for the backward pass the logits (T, V) in bf16, their logsumexp (T,) and
-    both FP8 operands. Head and loss are one op, so that the gradient of the logits is never stored
-    in bf16."""
+    """Computes the cross-entropy of softcap(x @ w.T) in nats, summed over tokens. x (T, C) is
+    RMS-normed; w is (V, C), targets (T,). Returns the loss in float32, and for the backward pass
+    the logits (T, V) in bf16, their logsumexp (T,) and both FP8 operands. Head and loss are one op,
+    so that the gradient of the logits is never stored in bf16."""
     x_s = x_scale(x.size(1))
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
-        x_f8,
-        w_f8.T,
-        scale_a=as_scale(x_s, x),
-        scale_b=as_scale(W_SCALE, x),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        x_f8, w_f8.T, scale_a=as_scale(x_s, x), scale_b=as_scale(W_SCALE, x),
+        out_dtype=torch.bfloat16, use_fast_accum=True,
     )
     # logsumexp without subtracting the maximum: soft-capped logits are at most 30
     lse = softcap(logits, w.size(1)).exp().sum(dim=-1).log()
@@ -165,7 +153,11 @@ def _(x, w, targets):
     return lse.sum(), logits, lse, x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
 
 
-def head_loss_backward(grad, logits, lse, x_f8, w_f8, targets):
+@torch.library.custom_op("nanogpt::head_loss_backward", mutates_args=())
+@torch.compile(dynamic=False)
+def head_loss_backward_op(
+    grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns grad_x (T, C) in bf16 and grad_w (V, C) in float32, given the loss's scalar gradient.
     When compiled, it stores the gradient of the logits only in FP8."""
     model_dim = w_f8.size(1)
@@ -179,20 +171,19 @@ def head_loss_backward(grad, logits, lse, x_f8, w_f8, targets):
     grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
-        grad_f8,
-        w_f8.T.contiguous().T,
-        scale_a=grad_scale,
-        scale_b=as_scale(W_SCALE, grad),
+        grad_f8, w_f8.T.contiguous().T, scale_a=grad_scale, scale_b=as_scale(W_SCALE, grad),
         out_dtype=torch.bfloat16,
     )
     grad_w = torch._scaled_mm(
-        grad_f8.T.contiguous(),
-        x_f8.T.contiguous().T,
-        scale_a=grad_scale,
-        scale_b=as_scale(x_scale(model_dim), grad),
-        out_dtype=torch.float32,
+        grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=grad_scale,
+        scale_b=as_scale(x_scale(model_dim), grad), out_dtype=torch.float32,
     )
     return grad_x, grad_w
+
+
+@head_loss_backward_op.register_fake
+def _(grad, logits, lse, x_f8, w_f8, targets):
+    return x_f8.bfloat16(), w_f8.float()
 
 
 def save_for_backward(ctx, inputs, output):
@@ -203,15 +194,14 @@ def save_for_backward(ctx, inputs, output):
 
 
 def head_loss_gradients(ctx, grad, *unused):
-    grad_x, grad_w = head_loss_backward(grad, *ctx.saved_tensors)
-    return grad_x, grad_w, None
+    return *head_loss_backward_op(grad, *ctx.saved_tensors), None
 
 
 head_loss_op.register_autograd(head_loss_gradients, setup_context=save_for_backward)
 
 
 def uses_fp8(hp):
-    """FP8 needs compute capability 8.9. AMD GPUs (torch.version.hip) may have another FP8 format."""
+    """FP8 needs compute capability 8.9. AMD GPUs (torch.version.hip) may have another format."""
     can = ON_GPU and not torch.version.hip and torch.cuda.get_device_capability(DEVICE) >= (8, 9)
     return hp.fp8 and can
 
@@ -221,11 +211,9 @@ def uses_fp8(hp):
 
 
 def zeropower_via_newtonschulz5(G, steps=5):
-    """Orthogonalizes each matrix of G (..., m, n), m <= n: U S V^T becomes about U V^T.
-
+    """Orthogonalizes each matrix of G (..., m, n), m <= n: U S V^T becomes about U V^T, in DTYPE.
     The coefficients of the quintic Newton-Schulz iteration maximize its slope at zero. It doesn't
-    converge: singular values end between about 0.5 and 1.5, which doesn't hurt the optimizer.
-    The result has the shape of G and dtype DTYPE."""
+    converge: singular values end between about 0.5 and 1.5, which doesn't hurt the optimizer."""
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G.to(DTYPE)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the spectral norm is now at most 1
@@ -248,8 +236,8 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 
 
 def all_gather(share):
-    """Starts to collect the equal shares (n, ...) of all ranks. Returns a function that waits for the
-    result (WORLD_SIZE * n, ...) and returns it."""
+    """Starts to collect the equal shares (n, ...) of all ranks. Returns a function that waits for
+    the result (WORLD_SIZE * n, ...) and returns it."""
     if WORLD_SIZE == 1:
         return lambda: share
     whole = share.new_empty(WORLD_SIZE * len(share), *share.shape[1:])
@@ -263,12 +251,10 @@ def all_gather(share):
 
 
 class Muon(torch.optim.Optimizer):
-    """MomentUm Orthogonalized by Newton-Schulz, for the weight matrices of the blocks.
-
-    A parameter (..., rows, cols) is a stack of matrices; each matrix is orthogonalized separately.
-    Updates are rounded to bf16. Each rank owns a share of the parameters: it keeps their momentum
-    and computes their updates. The all-gather of one group's updates overlaps with computing the
-    next group's. Gradients must be equal on all ranks. With beta2 > 0 this is NorMuon (section 5)."""
+    """MomentUm Orthogonalized by Newton-Schulz. Each matrix of a parameter (..., rows, cols) is
+    orthogonalized separately; updates are rounded to bf16. Each rank owns a share of the parameters:
+    it keeps their momentum and computes their updates. The all-gather of one group's updates
+    overlaps with computing the next group's. With beta2 > 0 this is NorMuon (section 5)."""
 
     def __init__(self, params, lr=0.02, momentum=0.95, ns_steps=5, beta2=0.0):
         groups = collections.defaultdict(list)
@@ -285,7 +271,7 @@ class Muon(torch.optim.Optimizer):
         return [items[min(i, len(items) - 1)] for i in mine]
 
     def updates(self, group):
-        """Returns the updates of this rank's share: (share, ..., rows, cols), rows <= cols, bf16."""
+        """Returns the updates of this rank's share, bf16 (share, ..., rows, cols), rows <= cols."""
         gradients = torch.stack([wide(p.grad) for p in self.share(group["params"])])
         state = self.state[group["params"][0]]  # the state of the whole group
         if not state:
@@ -312,7 +298,7 @@ class Muon(torch.optim.Optimizer):
         """The state of all ranks, which doesn't depend on their number. Call it on all ranks."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            first, count = group["params"][0], len(group["params"])  # here, a parameter is its index
+            first, count = group["params"][0], len(group["params"])  # here, parameters are indices
             state = saved["state"].get(first, {})
             # all_gather starts, () waits, [:count] drops repeats at the end
             whole = {name: all_gather(share)()[:count] for name, share in state.items()}
@@ -364,8 +350,7 @@ class Rotary(nn.Module):
         return torch.cat([y1, y2], dim=-1).type_as(x)
 
 
-# The attention mask (#12, @KoszarskyB; #13, @fernbear.bsky.social; #16, @YouJiacheng). A query attends
-# to a key if
+# The mask (#12, @KoszarskyB; #13, @fernbear.bsky.social; #16, @YouJiacheng). A query attends to a key if
 # - the key is not later than the query,
 # - both are in the same document, and
 # - the key's block is one of the last window_blocks blocks, including the query's own.
@@ -386,7 +371,7 @@ def block_lists(visible):
     n = len(visible)
     counts = visible.sum(dim=-1, dtype=torch.int32)
     # Row True False True has count 2 and columns 0 2 0. Its True entries go to places 0 and 1 of the
-    # list, the False one to place n = 3, which is cut off. (Sorting does the same, but takes minutes to compile.)
+    # list, the False one to place n = 3, which is cut off. (Sorting does the same, but compiles for minutes.)
     places = torch.where(visible, visible.cumsum(dim=-1) - 1, n)
     columns = torch.arange(n, dtype=torch.int32, device=visible.device).expand(n, n)
     lists = visible.new_zeros(n, n + 1, dtype=torch.int32).scatter(-1, places, columns)
@@ -395,9 +380,8 @@ def block_lists(visible):
 
 
 def flex_block_mask(docs, window_blocks):
-    """Makes the BlockMask of docs (T,). window_blocks is a scalar tensor on the device, so that a
-    growing window doesn't recompile. FlexAttention calls document_causal only in partly visible
-    blocks."""
+    """Makes the BlockMask of docs (T,). window_blocks () is a tensor, so that a growing window
+    doesn't recompile. FlexAttention calls document_causal only in partly visible blocks."""
 
     def document_causal(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
@@ -405,19 +389,21 @@ def flex_block_mask(docs, window_blocks):
     first_doc = docs[::BLOCK_SIZE]  # of each block: (N,)
     last_doc = docs[BLOCK_SIZE - 1 :: BLOCK_SIZE]
     block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
-    # Matrices (N, N): rows are query blocks, columns are key blocks. Documents are numbered in order,
-    # so for a key block before a query block, only its last and the query block's first document matter.
+    # Matrices (N, N): rows are query blocks, columns key blocks. Documents are numbered in order, so
+    # of an earlier key block only the last document matters, of the query block the first.
     distance = block[:, None] - block
     share_a_document = first_doc[:, None] <= last_doc
     are_one_document = last_doc[:, None] == first_doc
-    visible = (distance >= 0) & (distance < window_blocks) & share_a_document
-    full = visible & (distance > 0) & are_one_document
+    in_window = distance < window_blocks
+    visible = in_window & (distance >= 0) & share_a_document
+    # not made from `visible`, because PyTorch 2.11 can't compile that
+    full = in_window & (distance > 0) & are_one_document
     partial = visible & ~full
     return BlockMask(
         (len(docs), len(docs)),
-        *block_lists(partial),    # kv_num_blocks, kv_indices: key blocks of each query block, for forward
+        *block_lists(partial),    # kv_num_blocks, kv_indices: key blocks of each query block (forward)
         *block_lists(full),       # full_kv_num_blocks, full_kv_indices
-        *block_lists(partial.T),  # q_num_blocks, q_indices: query blocks of each key block, for backward
+        *block_lists(partial.T),  # q_num_blocks, q_indices: query blocks of each key block (backward)
         *block_lists(full.T),     # full_q_num_blocks, full_q_indices
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=document_causal,
@@ -491,14 +477,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model with its loss: GPT(hp)(input_seq, target_seq, window_blocks).
+    """GPT(hp)(input_seq (B, S) int32, target_seq (B, S) int64, window_blocks () int32) is the
+    cross-entropy in nats, summed over tokens in training, averaged in evaluation. S is a multiple of
+    128. Embeddings, and so activations, have dtype DTYPE; all other parameters are float32."""
 
-    input_seq (B, S) is int32, target_seq (B, S) int64, window_blocks a scalar int32; S is a
-    multiple of 128. Returns the cross-entropy in nats, summed over tokens in training and averaged
-    in evaluation. Embeddings, and therefore activations, have dtype DTYPE; all other parameters
-    are float32."""
-
-    val_slice = 32768  # validation computes the logits of this many tokens at a time, to save memory
+    val_slice = 32768  # tokens whose logits validation computes at a time, to save memory
 
     def __init__(self, hp):
         super().__init__()
@@ -523,8 +506,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed):
         """Sets the initial values of all matrices. Each has its own random generator, seeded with
-        the seed and its name, so that adding a parameter doesn't change the others. Scalars keep
-        the values that they were created with."""
+        the seed and its name, so that adding a parameter doesn't change the others."""
         for name, p in self.named_parameters():
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if "embed" in name:
@@ -537,7 +519,7 @@ class GPT(nn.Module):
                 p.uniform_(-bound, bound, generator=rng)
 
     def masks(self, docs, window_blocks):
-        """Returns a mask for each layer: the long window or half of it (#20, @leloykun and others)."""
+        """Returns each layer's mask: the long window or half of it (#20, @leloykun and others)."""
         short_blocks = (window_blocks // 2).clamp_min(1)
         if docs.is_cuda:
             long = flex_block_mask(docs, window_blocks)
@@ -550,17 +532,17 @@ class GPT(nn.Module):
         return [long if layer in self.hp.long_window_layers else short for layer in layers]
 
     def forward(self, input_seq, target_seq, window_blocks):
+        n = len(self.blocks)
         docs = document_ids(input_seq, self.hp.eot_token)  # (T,)
         masks = self.masks(docs, window_blocks)
-        # of 3 tables in 12 layers, layers 0 and 9 use the first, 1 and 10 the second, 2 and 11 the third
+        # of 3 tables in 12 layers, layers 0 and 9 use the first, 1 and 10, 2 and 11 the others
         ve = [table(input_seq) for table in self.value_embeds]  # each (B, S, H * D)
-        ve = ve + [None] * (self.hp.num_layers - 2 * len(ve)) + ve
+        ve = ve + [None] * (n - 2 * len(ve)) + ve
         x = self.embed(input_seq)  # (B, S, C)
         if self.hp.smear:
             x = smear(x, self.smear_gate, self.smear_scale)
         x = x0 = norm(x)
         skips = []  # U-net (#11): of 12 layers, 6 adds the output of 5, 7 that of 4, ..., 11 that of 0
-        n = len(self.blocks)
         for i, (block, block_ve, mask) in enumerate(zip(self.blocks, ve, masks, strict=True)):
             if i >= n - n // 2:
                 x = x + self.skip_weights[i - n] * skips.pop()
@@ -589,8 +571,8 @@ class GPT(nn.Module):
 def normalize_channels(updates, state, beta2):
     """NorMuon (https://arxiv.org/abs/2510.05491; #41, @li_zichong): divides each channel of Muon's
     updates (n, ..., rows, cols), rows <= cols, by its running RMS, and keeps the norm of each matrix.
-    A channel is a column: of c_fc and c_proj, one of the 4 C hidden ones. In a square matrix (Q, K, V, the
-    output of attention) it is a row, an output."""
+    A channel is a column: of c_fc and c_proj, one of the 4 C hidden ones. In a square matrix (Q, K, V,
+    the output of attention) it is a row."""
     square = updates.size(-2) == updates.size(-1)
     updates = updates.float()
     mean_squares = updates.square().mean(-1 if square else -2, keepdim=True)
@@ -603,9 +585,9 @@ def normalize_channels(updates, state, beta2):
 
 
 def exclusive_self_attention(y, v, weights):
-    """XSA (Shuangfei Zhai, https://arxiv.org/abs/2603.09078; #82, @djdumpling): subtracts a fraction of
-    y's component along the token's own value. The fraction is tanh(weight), learned for each head.
-    y, v (B, S, H, D), weights (H,) -> (B, S, H, D)."""
+    """XSA (Shuangfei Zhai, https://arxiv.org/abs/2603.09078; #82, @djdumpling): subtracts a fraction
+    of y's component along the token's own value. The fraction is tanh(weight), learned for each
+    head. y, v (B, S, H, D), weights (H,) -> (B, S, H, D)."""
     dot = (y * v).sum(dim=-1, keepdim=True)  # (B, S, H, 1)
     square = (v * v).sum(dim=-1, keepdim=True).clamp_min(1e-8)  # avoids 0 / 0
     fraction = weights.tanh().type_as(y)[:, None]  # (H, 1)
@@ -615,7 +597,7 @@ def exclusive_self_attention(y, v, weights):
 
 def smear(x, gate, scale):
     """Adds scale * sigmoid(gate . x) * (the previous token's embedding) to each embedding of x
-    (B, S, C). Only a token's first 12 channels decide. Documents are not separated. (#34, @classiclarryd)"""
+    (B, S, C). Only its first 12 channels decide. Documents aren't separated. (#34, @classiclarryd)"""
     previous = F.pad(x, (0, 0, 1, 0))[:, :-1]  # x shifted by one token, with zeros in front
     opening = (x[..., : len(gate)] @ gate.type_as(x)).sigmoid()  # (B, S)
     factor = scale * opening  # float32, because scale is
@@ -642,8 +624,7 @@ def with_previous_blocks(t, span):
 def portable_mask(docs, window_blocks, span):
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
     visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
-    before it. `span` is a constant upper bound of window_blocks, so that a growing window doesn't
-    recompile."""
+    before it. span >= window_blocks is constant, so that a growing window doesn't recompile."""
     docs = docs.view(1, -1, 1, 1)
     key_docs = with_previous_blocks(docs, span).mT  # (N, 1, 1, span * 128); 0 before the first token
     # positions, counted from the start of the query's block
@@ -694,8 +675,8 @@ def read_tokens(file, start, count, vocab_size):
 
 
 def distributed_data_generator(pattern, batch_size, vocab_size, rank=0, world_size=1):
-    """Yields this rank's tokens of each batch, int32 (batch_size / world_size + 1,), because targets are
-    shifted by one. Trailing tokens of a shard that don't fill a batch are dropped."""
+    """Yields this rank's tokens of each batch, int32 (batch_size / world_size + 1,), because
+    targets are shifted by one. Trailing tokens of a shard that don't fill a batch are dropped."""
     local = batch_size // world_size
     for file in find_shards(pattern):
         for start in range(0, shard_length(file) - batch_size, batch_size):
@@ -715,7 +696,7 @@ def check_shards(pattern, batch_size, steps, vocab_size):
 
 
 # -----------------------------------------------------------------------------
-# 8. Hyperparameters. The defaults are those of the fineweb track; `--name value` changes any of them.
+# 8. Hyperparameters. `--name value` changes any of them.
 
 
 def setting(fineweb, mini, help):
@@ -728,24 +709,16 @@ class Hyperparameters:
     track: str = setting("fineweb", "mini", "set of defaults: fineweb or mini")
     # data
     train_files: str = setting(
-        "data/fineweb10B/fineweb_train_*.bin",
-        "data/shakespeare/shakespeare_train_*.bin",
-        "training shards",
+        "data/fineweb10B/fineweb_train_*.bin", "data/shakespeare/shakespeare_train_*.bin", "training shards"
     )
     val_files: str = setting(
-        "data/fineweb10B/fineweb_val_*.bin",
-        "data/shakespeare/shakespeare_val_*.bin",
-        "validation shards",
+        "data/fineweb10B/fineweb_val_*.bin", "data/shakespeare/shakespeare_val_*.bin", "validation shards"
     )
-    val_tokens: int = setting(
-        10_485_760, 389_120, "number of validation tokens; compare losses only if it is the same"
-    )
+    val_tokens: int = setting(10_485_760, 389_120, "validation tokens; fixed, to compare losses")
     batch_tokens: int = setting(8 * 48 * 1024, 4096, "tokens per step, summed over all processes")
     train_seq_len: int = setting(48 * 1024, 1024, "tokens per training sequence")
     val_seq_len: int = setting(4 * 64 * 1024, 12_160, "tokens per validation sequence")
-    sequences_per_pass: int = setting(
-        1, 4, "sequences per micro-batch; reduced if it doesn't divide the sequences of a process"
-    )
+    sequences_per_pass: int = setting(1, 4, "largest number of sequences in a micro-batch")
     vocab_size: int = setting(50257, 257, "number of token ids")
     eot_token: int = setting(50256, 256, "token id that begins a document")
     # model
@@ -753,38 +726,22 @@ class Hyperparameters:
     num_heads: int = setting(6, 2, "attention heads per block")
     head_dim: int = setting(128, 64, "channels per head, a multiple of 4")
     model_dim: int = setting(768, 128, "channels of the residual stream")
-    num_value_embeds: int = setting(
-        3, 1, "N value embedding tables, for the first N and last N layers"
-    )
+    num_value_embeds: int = setting(3, 1, "N tables of value embeddings: first and last N layers")
     # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
     attn_free_layers: tuple = setting((7,), (), "layers without attention, such as 0,7 or none")
-    long_window_layers: tuple = setting(
-        (0, 4, 7, 11), (0, 3), "layers with the full window, such as 0,7 or none"
-    )
+    long_window_layers: tuple = setting((0, 4, 7, 11), (0, 3), "layers with the full window")
     max_window: int = setting(1728, 256, "attention window at the end of training, in tokens")
-    xsa: bool = setting(
-        False, True, "true to subtract a learned part of a token's own value from the attention output"
-    )
-    smear: bool = setting(
-        False, True, "true to add a learned part of the previous token's embedding to each embedding"
-    )
-    relu_slope: float = setting(
-        0.0, 0.5, "slope of the MLP's ReLU for negative inputs, before squaring"
-    )
+    xsa: bool = setting(False, True, "true to subtract a part of the token's own value (section 5)")
+    smear: bool = setting(False, True, "true to add a part of the previous token's embedding")
+    relu_slope: float = setting(0.0, 0.5, "slope of the MLP's ReLU below zero, before squaring")
     fp8: bool = setting(True, True, "true to compute the head in FP8 in training, on GPUs that can")
     # optimization
     num_iterations: int = setting(1770, 325, "training steps")
-    cooldown_frac: float = setting(
-        0.4, 1.0, "learning rates decay in this last fraction of the steps"
-    )
-    final_lr_frac: float = setting(
-        0.1, 0.0, "final learning rate, as a fraction of the initial one"
-    )
+    cooldown_frac: float = setting(0.4, 1.0, "learning rates decay in this last fraction of steps")
+    final_lr_frac: float = setting(0.1, 0.0, "final learning rate, relative to the initial one")
     head_lr: float = setting(0.22, 0.1, "Adam's learning rate for the head")
     embed_lr: float = setting(0.6, 0.2, "Adam's learning rate for token and value embeddings")
-    scalar_lr: float = setting(
-        0.04, 0.04, "Adam's learning rate for scalars and vectors, such as lambdas and skip weights"
-    )
+    scalar_lr: float = setting(0.04, 0.04, "Adam's learning rate for scalars and vectors")
     adam_beta1: float = setting(0.8, 0.8, "decay of Adam's first moment")
     adam_beta2: float = setting(0.95, 0.98, "decay of Adam's second moment")
     adam_eps: float = setting(1e-10, 1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens")
@@ -797,9 +754,7 @@ class Hyperparameters:
     # the run
     seed: int = setting(0, 0, "seed of the initial weights")
     warmup_steps: int = setting(10, 3, "untimed steps on random tokens; the weights are then reset")
-    val_loss_every: int = setting(
-        125, 35, "steps between validations; 0 to validate only at the end"
-    )
+    val_loss_every: int = setting(125, 35, "steps between validations; 0: only at the end")
     target_val_loss: float = setting(3.28, 1.50, "validation loss to reach")
 
     @property
@@ -814,7 +769,7 @@ TRACKS = {"fineweb": Hyperparameters(), "mini": Hyperparameters(**MINI)}
 
 
 def check_hyperparameters(hp, world_size):
-    """Raises InputError for sizes that don't divide each other, and for what would divide by zero."""
+    """Refuses sizes that don't divide each other, and what would divide by zero."""
     for tokens, seq_len in [("batch_tokens", "train_seq_len"), ("val_tokens", "val_seq_len")]:
         total, length = getattr(hp, tokens), getattr(hp, seq_len)
         whole_blocks = length > 0 and length % BLOCK_SIZE == 0
@@ -822,7 +777,7 @@ def check_hyperparameters(hp, world_size):
         need = f"must be a multiple of {world_size} (processes) times --{seq_len} {length}"
         require(valid, f"--{tokens} {total}: {need}, and that one of {BLOCK_SIZE}")
     positive = hp.num_iterations > 0 and hp.adam_eps > 0
-    require(positive, f"--num_iterations {hp.num_iterations}, --adam_eps {hp.adam_eps}: must be > 0")
+    require(positive, f"--num_iterations {hp.num_iterations}, --adam_eps {hp.adam_eps}: need > 0")
 
 
 def parse_bool(text):
@@ -836,8 +791,8 @@ def parse_layers(text):
 
 
 def parse_arguments(argv):
-    """Returns the options of the run, and the hyperparameters: the track's defaults with the changes
-    from the command line, which are also in args.given. Raises InputError."""
+    """Returns the options of the run, and the hyperparameters: the track's defaults with the
+    changes from the command line, which are also in args.given. Raises InputError."""
     parser = argparse.ArgumentParser(usage="train_gpt.py [--NAME VALUE ...]", allow_abbrev=False)
 
     def fail(message):
@@ -868,11 +823,7 @@ def parse_arguments(argv):
 
 def build_model(hp):
     torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
-    model = GPT(hp).to(DEVICE)
-    if WORLD_SIZE > 1:
-        for p in model.parameters():
-            dist.broadcast(p.detach(), 0)
-    return model
+    return GPT(hp).to(DEVICE)  # the same on all ranks
 
 
 def build_optimizers(model, hp):
@@ -920,8 +871,7 @@ def get_muon_momentum(step, hp):
 
 
 def get_window_blocks(step, hp):
-    """Returns the long window in blocks, as a tensor on the device: () int32. It grows linearly to
-    max_window, rounded up."""
+    """Returns the long window in blocks, () int32. It grows linearly to max_window."""
     window = hp.max_window * (step / hp.num_iterations)
     blocks = max(1, math.ceil(window / BLOCK_SIZE))
     return torch.full((), blocks, dtype=torch.int32, device=DEVICE)
@@ -940,13 +890,10 @@ def set_schedules(optimizers, step, hp):
 
 
 class GradientBuckets:
-    """Sums gradients over the processes, in buckets. The gradients of a bucket have the same dtype
-    and at most 25 MB in total; a larger gradient has a bucket of its own.
-
-    Backward produces gradients in the reverse order of the forward pass. In the last micro-step of
-    a step, a bucket is all-reduced as soon as all its gradients are there. This was made to overlap with
-    the rest of backward (#23). It does only if the model isn't compiled: a compiled one returns all
-    gradients at once."""
+    """Sums gradients over the processes, in buckets of one dtype and at most 25 MB; a larger gradient
+    has its own. Backward produces gradients in the reverse order of the forward pass. In the last
+    micro-step a bucket is all-reduced as soon as its gradients are there. This overlaps with the rest
+    of backward only in an uncompiled model: a compiled one returns all gradients at once."""
 
     def __init__(self, params, bucket_bytes=25 * 2**20):
         self.last_micro_step = False  # train_step sets it
@@ -969,7 +916,7 @@ class GradientBuckets:
         bucket = self.bucket_of[param]
         if WORLD_SIZE > 1 and self.ready.issuperset(bucket):
             gradients = [p.grad.flatten() for p in bucket]
-            flat = torch.cat(gradients) if len(bucket) > 1 else gradients[0]  # no copy of a large one
+            flat = torch.cat(gradients) if len(bucket) > 1 else gradients[0]  # copies no large one
             for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
                 p.grad = grad.view_as(p)  # views of flat, so the all-reduce updates them
             self.handles.append(dist.all_reduce(flat, async_op=True))
@@ -987,7 +934,7 @@ class GradientBuckets:
 
 
 def to_batch(tokens, seq_len):
-    """Copies tokens (n + 1,) to the device. Returns inputs int32 and targets int64, (sequences, S)."""
+    """Copies tokens (n + 1,) to the device. Returns inputs int32 and targets int64: (n / S, S)."""
     if ON_GPU:
         tokens = tokens.pin_memory()  # the CPU doesn't wait for a copy from pinned memory
     tokens = tokens.to(DEVICE, non_blocking=True)
@@ -1020,8 +967,7 @@ def train_step(model, optimizers, buckets, tokens, step, hp):
 
 @torch.no_grad()
 def evaluate(model, step, hp, count):
-    """Returns the mean loss on the first `count` sequences of the validation shards. Each process takes
-    its share of them."""
+    """Returns the mean loss on the first `count` sequences for validation, shared by all ranks."""
     sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
     window = get_window_blocks(step, hp)
     model.eval()
@@ -1063,7 +1009,7 @@ def init_processes():
 
 
 def describe_machine():
-    """Returns lines for the log about the GPUs, or the CPU and its compiler. No host or user name."""
+    """Returns lines about the GPUs, or the CPU and its compiler, without host and user name."""
     if ON_GPU:
         # without the table of processes, which has paths in it
         return re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))[0]
@@ -1094,17 +1040,15 @@ def log_header(source, hp):
 
 
 def clock():
-    """Returns the time in ms, after all ranks and their GPUs have finished their work."""
+    """Returns the time in ms, after the GPU has finished its work."""
     if ON_GPU:
         torch.cuda.synchronize()
-    if WORLD_SIZE > 1:
-        dist.barrier()
     return 1000 * time.perf_counter()
 
 
 @dataclass
 class Run:
-    """A run's log and state, besides the model and the optimizers. A checkpoint holds these fields."""
+    """A run's log and state besides model and optimizers. A checkpoint holds these fields."""
 
     log: str  # its text so far
     data_checksums: list  # of the training and of the validation tokens
@@ -1159,8 +1103,7 @@ class Run:
 
 
 def save_checkpoint(run, model, optimizers):
-    """Writes RUN.pt beside the log. Call it on all ranks while the clock is stopped. Training draws no
-    random numbers, so there is no random state."""
+    """Writes RUN.pt beside the log. Call it on all ranks. There is no random state to save."""
     checkpoint = dict(
         run=asdict(run),
         settings=asdict(run.hp),
@@ -1185,8 +1128,8 @@ def is_finished(path):
 
 
 def load_checkpoint(args, source):
-    """Returns the checkpoint of --resume, or None if there is none. Raises InputError if it can't be
-    resumed with this source and these options."""
+    """Returns the checkpoint of --resume, or None if there is none. Raises InputError if it can't
+    be resumed with this source and these options."""
     if args.resume == "latest":
         unfinished = [path for path in glob.glob(f"{args.log_dir}/*.pt") if not is_finished(path)]
         args.resume = max(unfinished, key=os.path.getmtime, default=None)
@@ -1204,7 +1147,7 @@ def load_checkpoint(args, source):
         raise InputError(f"--resume: {path} is damaged or no checkpoint ({type(e).__name__})")
     require(log.startswith(source), f"--resume: {path} is from another source; use that one")
     for name, value in args.given.items() - settings.items():
-        raise InputError(f"--resume: --{name} is {settings[name]} in {path}, not {value}; leave it out")
+        raise InputError(f"--resume: --{name} is {settings[name]} in {path}; leave it out")
     return checkpoint
 
 
@@ -1216,7 +1159,7 @@ def train(run, hp, model, optimizers, buckets, save):
     """Trains until the last step. With `save`, each validation saves a checkpoint."""
     batches = distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size, RANK, WORLD_SIZE)
     for _ in range(run.step):
-        next(batches)  # the checkpoint was trained on it
+        next(batches)  # the checkpoint was trained on these
     start_ms = clock() - run.train_ms  # when it would have started without a pause
     for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation
@@ -1225,7 +1168,7 @@ def train(run, hp, model, optimizers, buckets, save):
             run.train_ms = clock() - start_ms
             val_loss = evaluate(model, step, hp, hp.val_tokens // hp.val_seq_len)
             require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate")
-            if save:  # before the line in the log: after it, a finished run has its last checkpoint
+            if save:  # before the line in the log, which says that a run is finished
                 save_checkpoint(run, model, optimizers)
             run.write_validation(val_loss)
             start_ms = clock() - run.train_ms
@@ -1240,8 +1183,7 @@ def train(run, hp, model, optimizers, buckets, save):
 
 
 def check_inputs(args, hp):
-    """Raises InputError for invalid settings or shards, before anything slow begins. Returns checksums
-    of the training and of the validation tokens."""
+    """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     for train_file, val_file in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
         same = os.path.samefile(train_file, val_file)
