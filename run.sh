@@ -648,7 +648,7 @@ if [ "$processes" -gt 1 ]; then
     where="$processes of $gpus GPUs"
     launcher=(-m torch.distributed.run --standalone --nproc_per_node="$processes")
 fi
-say "training on $where"
+say "training on $where; before the first step, compiling may take a minute or more"
 if [ "$module" != train_gpt ]; then
     become "$python" ${launcher[@]+"${launcher[@]}"} "$script" "$@"
 fi

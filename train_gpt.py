@@ -433,7 +433,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = CastedLinear(hdim, hp.model_dim)  # starts at zero
         self.xsa_weights = nn.Parameter(torch.zeros(hp.num_heads)) if hp.xsa else None
 
-    def forward(self, x, ve, mask):  # x (B, S, C), ve (B, S, H * D) or None -> (B, S, C)
+    def forward(self, x, ve, mask):  # x, normed (B, S, C), ve (B, S, H * D) or None -> (B, S, C)
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.unflatten(-1, (3, *self.heads)).unbind(2)  # each (B, S, H, D)
         q = self.rotary(norm(q))  # QK norm (#5)
@@ -505,8 +505,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Sets the initial values of all matrices. Each has its own random generator, seeded with
-        the seed and its name, so that adding a parameter doesn't change the others."""
+        """Sets the initial values of all parameters with 2 or more dimensions, by their names. Each has
+        its own random generator, seeded with the seed and the name, so that adding a parameter
+        doesn't change the others."""
         for name, p in self.named_parameters():
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if "embed" in name:
@@ -544,7 +545,7 @@ class GPT(nn.Module):
         x = x0 = norm(x)
         skips = []  # U-net (#11): of 12 layers, 6 adds the output of 5, 7 that of 4, ..., 11 that of 0
         for i, (block, block_ve, mask) in enumerate(zip(self.blocks, ve, masks, strict=True)):
-            if i >= n - n // 2:
+            if i >= n - n // 2:  # i - n is negative: the last layer has the last weight
                 x = x + self.skip_weights[i - n] * skips.pop()
             x = block(x, x0, block_ve, mask)
             if i < n // 2:
@@ -810,7 +811,8 @@ def parse_arguments(argv):
         text = f"{f.metadata.get('help', '')} (fineweb: {f.default}, mini: {MINI[f.name]})"
         add(f"--{f.name}", default=argparse.SUPPRESS, type=type(f.default), help=text)
     args = parser.parse_args(argv)
-    require(args.num_runs == 1 or not args.resume, "--num_runs must be 1 with --resume")
+    valid = args.num_runs == 1 if args.resume else args.num_runs > 0
+    require(valid, f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume")
     args.given = {name: value for name, value in vars(args).items() if hasattr(Hyperparameters, name)}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
     require(track in TRACKS, f"--track {track}: must be one of {', '.join(TRACKS)}")
@@ -827,7 +829,8 @@ def build_model(hp):
 
 
 def build_optimizers(model, hp):
-    """Muon trains the matrices of the blocks; Adam the head, the embeddings, and the scalars."""
+    """Muon trains the matrices of the blocks; Adam the head, the embeddings, and the scalars. A new
+    parameter with 2 or more dimensions goes to Muon: name small ones, such as gates, to change that."""
     head, embeds, scalars, matrices = [], [], [], []
     for name, p in model.named_parameters():
         if name == "lm_head.weight":
@@ -1015,7 +1018,7 @@ def describe_machine():
         return re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))[0]
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
     compiled = "yes"
-    if os.getenv("TORCH_COMPILE_DISABLE") == "1":
+    if os.getenv("TORCH_COMPILE_DISABLE") == "1":  # run.sh sets it where compiled code is wrong
         compiled = "no " + os.getenv("SPEEDRUN_COMPILE_REASON", "(TORCH_COMPILE_DISABLE is set)")
     return (
         f"CPU: {CPU_MODEL}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process, "
@@ -1228,12 +1231,14 @@ def main(argv):
     try:
         train_runs(*parse_arguments(argv))
         return 0
-    except (InputError, OSError) as e:
+    except InputError as e:
         if RANK > 0 and LOCAL_RANK > 0:
-            return 2  # every rank raises it; one prints it
+            return 2  # every rank raises it; one on each machine prints it
         message = str(e)
+    except OSError as e:
+        message = f"rank {RANK}: {e}"
     except torch.OutOfMemoryError:
-        message = f"rank {RANK}: out of GPU memory; halve --train_seq_len (or --val_seq_len)"
+        message = f"rank {RANK}: out of GPU memory; lower --sequences_per_pass, --train_seq_len or --val_seq_len"
     except RuntimeError as e:
         if "C++ compile" not in str(e):
             raise

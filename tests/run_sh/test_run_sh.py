@@ -75,7 +75,7 @@ def test_a_second_start_installs_nothing(checkout):
     checks, training = again.output.splitlines()[:2]
     assert (checks, training) == (
         "stub checks ['--script', 'train_gpt']",
-        "run.sh: training on the CPU",
+        "run.sh: training on the CPU; before the first step, compiling may take a minute or more",
     )
     assert calls(checkout.parent) == []
 
