@@ -61,7 +61,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if platform.machine() == "x86_64":
     # GCC 11 to 13 miscompile PyTorch's bf16 transposes on CPUs that they don't know (similar to
-    # https://gcc.gnu.org/PR113255). -mtune with a known CPU avoids this.
+    # https://gcc.gnu.org/PR113255). -mtune with a known CPU avoids this; PyTorch puts "-march=" before.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 
 import numpy as np
@@ -101,7 +101,7 @@ def require(condition, message):
 #
 # FP8 numbers have 8 bits: e4m3 (3 bits of mantissa, up to 448) for weights and activations, e5m2
 # (2 bits, up to 57,344) for gradients. GPUs multiply them twice as fast as bf16. A tensor is divided
-# by a scale and rounded to FP8, so that it fills the range; the matmul multiplies by both scales.
+# by a scale and rounded to FP8, so that it fits the range; the matmul multiplies by both scales.
 
 W_SCALE = 24 / 448  # the scales are modded-nanogpt's; weights stay below 24
 # If the gradient of the loss is 1, those of the logits are below 1: divided by this, below 448
@@ -121,6 +121,7 @@ def as_scale(value, like):
 def softcap(logits, model_dim):
     """Returns 15 tanh(z / 15) + 15 for z = logits / sqrt(model_dim): z soft-capped at 15 (Gemma 2,
     https://arxiv.org/abs/2408.00118; #18, @KoszarskyB). Adding 15 doesn't change the softmax."""
+    # 15 tanh(u) + 15 = 30 sigmoid(2 u)
     return 30 * torch.sigmoid(logits.float() / (7.5 * model_dim**0.5))
 
 
@@ -212,6 +213,7 @@ def uses_fp8(hp):
 
 def zeropower_via_newtonschulz5(G, steps=5):
     """Orthogonalizes each matrix of G (..., m, n), m <= n: U S V^T becomes about U V^T, in DTYPE.
+    Each step turns a singular value s into a s + b s^3 + c s^5.
     The coefficients of the quintic Newton-Schulz iteration maximize its slope at zero. It doesn't
     converge: singular values end between about 0.5 and 1.5, which doesn't hurt the optimizer."""
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -265,7 +267,7 @@ class Muon(torch.optim.Optimizer):
 
     def share(self, items):
         """This rank's share of a group's parameters, or of their state. Shares are equally long:
-        where there are too few items, the last one is computed again."""
+        where there are too few items, the last one is computed again (5 items, 2 ranks: 0 1 2, 3 4 4)."""
         size = math.ceil(len(items) / WORLD_SIZE)
         mine = range(RANK * size, (RANK + 1) * size)
         return [items[min(i, len(items) - 1)] for i in mine]
@@ -390,7 +392,8 @@ def flex_block_mask(docs, window_blocks):
     last_doc = docs[BLOCK_SIZE - 1 :: BLOCK_SIZE]
     block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
     # Matrices (N, N): rows are query blocks, columns key blocks. Documents are numbered in order, so
-    # of an earlier key block only the last document matters, of the query block the first.
+    # of an earlier key block only the last document matters, of the query block the first. Two blocks
+    # are one document if the first key and the last query are in the same.
     distance = block[:, None] - block
     share_a_document = first_doc[:, None] <= last_doc
     are_one_document = last_doc[:, None] == first_doc
@@ -411,8 +414,8 @@ def flex_block_mask(docs, window_blocks):
 
 
 def attention(q, k, v, mask):
-    """q, k, v (B, S, H, D) -> (B, S, H, D). All sequences become one of T tokens: in the mask, each
-    sequence begins a document."""
+    """q, k, v (B, S, H, D) -> (B, S, H, D). The sequences are concatenated to T tokens: in the
+    mask, each begins a document."""
     # with QK norm, the scale is free: 0.12 was tuned for the speedrun (#20)
     scale = 0.12
     if not isinstance(mask, BlockMask):
@@ -429,7 +432,7 @@ class CausalSelfAttention(nn.Module):
         self.rotary = rotary
         hdim = hp.num_heads * hp.head_dim
         self.qkv_w = nn.Parameter(torch.empty(3, hdim, hp.model_dim))  # Q, K and V in one matmul
-        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # weights of V and of the value embedding
         self.c_proj = CastedLinear(hdim, hp.model_dim)  # starts at zero
         self.xsa_weights = nn.Parameter(torch.zeros(hp.num_heads)) if hp.xsa else None
 
@@ -465,7 +468,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp, layer, rotary):
         super().__init__()
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
+        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # weights of x and of x0
         self.attn = None if layer in hp.attn_free_layers else CausalSelfAttention(hp, rotary)
         self.mlp = MLP(hp)
 
@@ -598,7 +601,7 @@ def exclusive_self_attention(y, v, weights):
 
 def smear(x, gate, scale):
     """Adds scale * sigmoid(gate . x) * (the previous token's embedding) to each embedding of x
-    (B, S, C). Only its first 12 channels decide. Documents aren't separated. (#34, @classiclarryd)"""
+    (B, S, C). Only the token's own first 12 channels decide. Documents aren't separated. (#34, @classiclarryd)"""
     previous = F.pad(x, (0, 0, 1, 0))[:, :-1]  # x shifted by one token, with zeros in front
     opening = (x[..., : len(gate)] @ gate.type_as(x)).sigmoid()  # (B, S)
     factor = scale * opening  # float32, because scale is
@@ -626,7 +629,7 @@ def portable_mask(docs, window_blocks, span):
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
     visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
     before it. span >= window_blocks is constant, so that a growing window doesn't recompile."""
-    docs = docs.view(1, -1, 1, 1)
+    docs = docs.view(1, -1, 1, 1)  # (B, S, H, D) with B = H = D = 1
     key_docs = with_previous_blocks(docs, span).mT  # (N, 1, 1, span * 128); 0 before the first token
     # positions, counted from the start of the query's block
     query = torch.arange(BLOCK_SIZE, device=docs.device)[:, None]
@@ -719,7 +722,7 @@ class Hyperparameters:
     batch_tokens: int = setting(8 * 48 * 1024, 4096, "tokens per step, summed over all processes")
     train_seq_len: int = setting(48 * 1024, 1024, "tokens per training sequence")
     val_seq_len: int = setting(4 * 64 * 1024, 12_160, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, 4, "largest number of sequences in a micro-batch")
+    sequences_per_pass: int = setting(1, 4, "sequences in a micro-batch; fewer if it doesn't divide them")
     vocab_size: int = setting(50257, 257, "number of token ids")
     eot_token: int = setting(50256, 256, "token id that begins a document")
     # model
@@ -949,7 +952,7 @@ def train_step(model, optimizers, buckets, tokens, step, hp):
     set_schedules(optimizers, step, hp)
     window = get_window_blocks(step, hp)
     inputs, targets = to_batch(tokens, hp.train_seq_len)
-    micro_batch = math.gcd(hp.sequences_per_pass, len(inputs))
+    micro_batch = math.gcd(hp.sequences_per_pass, len(inputs))  # all of a size: one compilation
     micro_steps = list(zip(inputs.split(micro_batch), targets.split(micro_batch)))
     num_sequences = hp.batch_tokens // hp.train_seq_len
     total = 0
@@ -970,7 +973,7 @@ def train_step(model, optimizers, buckets, tokens, step, hp):
 
 @torch.no_grad()
 def evaluate(model, step, hp, count):
-    """Returns the mean loss on the first `count` sequences for validation, shared by all ranks."""
+    """Returns the mean loss on the first `count` sequences for validation, divided among the ranks."""
     sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
     window = get_window_blocks(step, hp)
     model.eval()
@@ -987,7 +990,7 @@ def warm_up(model, optimizers, buckets, hp):
     allocates memory. Then sets the initial weights of the run's seed."""
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
     for _ in range(hp.warmup_steps):
-        train_step(model, optimizers, buckets, tokens, hp.num_iterations, hp)
+        train_step(model, optimizers, buckets, tokens, hp.num_iterations, hp)  # the longest window
     evaluate(model, hp.num_iterations, hp, count=WORLD_SIZE)
     model.load_state_dict(build_model(hp).state_dict())
     for optimizer in optimizers:
@@ -1004,7 +1007,7 @@ def init_processes():
     require(consistent, "RANK or WORLD_SIZE is set, but not by torchrun; use torchrun, or unset both")
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
-    else:  # otherwise threads sum gradients of embeddings in varying order
+    else:  # without this, threads sum gradients of embeddings in varying order
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     if WORLD_SIZE > 1:
@@ -1066,7 +1069,7 @@ class Run:
         if RANK > 0:
             return
         os.makedirs(path.parent, exist_ok=True)
-        self.file = open(path, "a", buffering=1, encoding="utf-8")
+        self.file = open(path, "a", buffering=1, encoding="utf-8")  # "w" would empty a locked log
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -1171,7 +1174,7 @@ def train(run, hp, model, optimizers, buckets, save):
             run.train_ms = clock() - start_ms
             val_loss = evaluate(model, step, hp, hp.val_tokens // hp.val_seq_len)
             require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate")
-            if save:  # before the line in the log, which says that a run is finished
+            if save:  # before the line in the log: a resumed run validates again, and writes it
                 save_checkpoint(run, model, optimizers)
             run.write_validation(val_loss)
             start_ms = clock() - run.train_ms
@@ -1242,7 +1245,7 @@ def main(argv):
     except RuntimeError as e:
         if "C++ compile" not in str(e):
             raise
-        message = "there is no C++ compiler; start ./run.sh, or set TORCH_COMPILE_DISABLE=1"
+        message = "no C++ compiler works; start ./run.sh, or set TORCH_COMPILE_DISABLE=1"
     print(f"error: {message}", file=sys.stderr, flush=True)
     return 2
 
