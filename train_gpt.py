@@ -604,7 +604,7 @@ def smear(x, gate, scale):
     (B, S, C). Only the token's own first 12 channels decide. Documents aren't separated. (#34, @classiclarryd)"""
     previous = F.pad(x, (0, 0, 1, 0))[:, :-1]  # x shifted by one token, with zeros in front
     opening = (x[..., : len(gate)] @ gate.type_as(x)).sigmoid()  # (B, S)
-    factor = scale * opening  # float32, because scale is
+    factor = scale * opening  # float32, because scale is and has a dimension
     return x + factor.type_as(x).unsqueeze(-1) * previous
 
 
@@ -833,7 +833,9 @@ def build_model(hp):
 
 def build_optimizers(model, hp):
     """Muon trains the matrices of the blocks; Adam the head, the embeddings, and the scalars. A new
-    parameter with 2 or more dimensions goes to Muon: name small ones, such as gates, to change that."""
+    parameter goes to Adam as an embedding if its name has "embed" in it, as a scalar if it is a
+    vector, and otherwise to Muon. For a small matrix, such as a gate, add its name here and in
+    init_weights, or make it a vector."""
     head, embeds, scalars, matrices = [], [], [], []
     for name, p in model.named_parameters():
         if name == "lm_head.weight":
@@ -1130,7 +1132,7 @@ def save_checkpoint(run, model, optimizers):
 def is_finished(path):
     """True if the log beside this checkpoint has its final validation, step:N/N."""
     log = Path(path).with_suffix(".txt")
-    return log.exists() and re.search(r"^step:(\d+)/\1 val_loss", log.read_text(), re.MULTILINE)
+    return log.exists() and re.search(r"^step:(\d+)/\1 val_loss", log.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def load_checkpoint(args, source):
