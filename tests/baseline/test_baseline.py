@@ -374,14 +374,14 @@ def test_training_batches_are_those_of_the_main_script(workplace, world_size):
     for rank in range(world_size):
         ours = train_gpt2.training_batches(hp, rank, world_size, CPU)
         theirs = train_gpt.distributed_data_generator(
-            hp.train_files, hp.batch_tokens, rank, world_size, 257
+            hp.train_files, hp.batch_tokens, 257, rank, world_size
         )
         theirs = list(theirs)
         assert len(theirs) == 2 + 5  # the shards have 1500 and 2600 tokens, a batch needs 512 + 1
         theirs.append(theirs[0])  # after the last shard, the first one is read again
-        for (x, y), (inputs, targets) in zip(ours, theirs):
-            assert torch.equal(x.flatten(), inputs.long())
-            assert torch.equal(y.flatten(), targets)
+        for (x, y), tokens in zip(ours, theirs):
+            assert torch.equal(x.flatten(), tokens[:-1].long())
+            assert torch.equal(y.flatten(), tokens[1:].long())
             assert x.shape == (512 // 32 // world_size, 32)
 
 

@@ -618,10 +618,10 @@ def test_too_few_data(place, small):
     twice the size."""
     status, out, err = run("--idea", "--muon_lr 0.03", *small, "--num_iterations", "28")
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
-    assert "worktree with 35 steps: train.bin has only enough tokens for 31 batches of 256" in err
+    assert "worktree with 35 steps: train.bin has 31 batches of 256 tokens" in err
     status, out, err = run("--idea", "large=--batch_tokens 512", *small, "--num_iterations", "16")
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
-    assert "large: train.bin has only enough tokens for 15 batches of 512" in err
+    assert "large: train.bin has 15 batches of 512 tokens" in err
     assert not list(place.glob("logs/compare/runs")) and not list(place.glob("logs/*.txt"))
 
 

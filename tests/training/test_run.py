@@ -383,7 +383,7 @@ def test_out_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_gpt, "train_step", train_step)
     monkeypatch.chdir(tmp_path)
     status = train_gpt.main(tiny_run(tmp_path))
-    assert_one_line(status, capsys.readouterr().err, "out of GPU memory; halve --train_seq_len")
+    assert_one_line(status, capsys.readouterr().err, "out of GPU memory; lower --sequences_per_pass, --train_seq_len")
 
 
 def test_no_compiler_is_one_line(tmp_path):
