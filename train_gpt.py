@@ -53,7 +53,7 @@ import time
 import uuid
 import zipfile
 import zlib
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, make_dataclass, replace
 
 # PyTorch and OpenMP read these variables when torch is imported
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -83,8 +83,7 @@ CPUINFO = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
 CPU_MODEL = next(iter(re.findall(r"model name\s*: (.*)", CPUINFO)), platform.machine())
 CPU_FLAGS = set(re.findall(r"\b(?:avx|amx|fma|asimd|sve|bf16|i8mm)\w*", CPUINFO))
 # The dtype of activations: bf16 where there are bf16 matmuls (#10, @kellerjordan0)
-HAS_BF16 = ON_GPU or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"}
-DTYPE = torch.bfloat16 if HAS_BF16 else torch.float32
+DTYPE = torch.bfloat16 if ON_GPU or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
 
 
 class InputError(Exception):
@@ -258,7 +257,7 @@ class Muon(torch.optim.Optimizer):
     it keeps their momentum and computes their updates. The all-gather of one group's updates
     overlaps with computing the next group's. With beta2 > 0 this is NorMuon (section 5)."""
 
-    def __init__(self, params, lr=0.02, momentum=0.95, ns_steps=5, beta2=0.0):
+    def __init__(self, params, lr, momentum, ns_steps=5, beta2=0.0):
         groups = collections.defaultdict(list)
         for p in params:  # a shape and its transpose share a group: one batched matmul
             groups[wide(p).shape].append(p)
@@ -276,9 +275,8 @@ class Muon(torch.optim.Optimizer):
         """Returns the updates of this rank's share, bf16 (share, ..., rows, cols), rows <= cols."""
         gradients = torch.stack([wide(p.grad) for p in self.share(group["params"])])
         state = self.state[group["params"][0]]  # the state of the whole group
-        if not state:
-            state["average"] = torch.zeros_like(gradients)
-        average = state["average"]  # the exponential moving average of the gradients
+        # the exponential moving average of the gradients
+        average = state.setdefault("average", torch.zeros_like(gradients))
         average.lerp_(gradients, 1 - group["momentum"])
         nesterov = gradients.lerp(average, group["momentum"])
         updates = zeropower_via_newtonschulz5(nesterov, group["ns_steps"])
@@ -479,6 +477,11 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+def pad_vocab(vocab_size):
+    """Rounds up to a multiple of 64, for faster matmuls (#5)."""
+    return math.ceil(vocab_size / 64) * 64
+
+
 class GPT(nn.Module):
     """GPT(hp)(input_seq (B, S) int32, target_seq (B, S) int64, window_blocks () int32) is the
     cross-entropy in nats, summed over tokens in training, averaged in evaluation. S is a multiple of
@@ -503,7 +506,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hp, i, rotary) for i in range(hp.num_layers))
         if hp.num_layers > 1:
             self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
-        self.lm_head = CastedLinear(hp.model_dim, hp.padded_vocab_size)  # starts at zero
+        self.lm_head = CastedLinear(hp.model_dim, pad_vocab(hp.vocab_size))  # starts at zero
         self.init_weights(hp.seed)
 
     @torch.no_grad()
@@ -703,73 +706,63 @@ def check_shards(pattern, batch_size, steps, vocab_size):
 # 8. Hyperparameters. `--name value` changes any of them.
 
 
-def setting(fineweb, mini, help):
-    """Defines a hyperparameter: its default in each of the tracks, and its text in --help."""
-    return field(default=fineweb, metadata={"mini": mini, "help": help})
-
-
-@dataclass
-class Hyperparameters:
-    track: str = setting("fineweb", "mini", "set of defaults: fineweb or mini")
+# A name, and its defaults in the tracks fineweb and mini: a small version for two CPU cores, which
+# trains on Shakespeare as bytes
+SETTINGS = dict(
+    track=("fineweb", "mini", "set of defaults: fineweb or mini"),
     # data
-    train_files: str = setting(
+    train_files=(
         "data/fineweb10B/fineweb_train_*.bin", "data/shakespeare/shakespeare_train_*.bin", "training shards"
-    )
-    val_files: str = setting(
+    ),
+    val_files=(
         "data/fineweb10B/fineweb_val_*.bin", "data/shakespeare/shakespeare_val_*.bin", "validation shards"
-    )
-    val_tokens: int = setting(10_485_760, 389_120, "validation tokens; fixed, to compare losses")
-    batch_tokens: int = setting(8 * 48 * 1024, 4096, "tokens per step, summed over all processes")
-    train_seq_len: int = setting(48 * 1024, 1024, "tokens per training sequence")
-    val_seq_len: int = setting(4 * 64 * 1024, 12_160, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, 4, "sequences in a micro-batch; fewer if it doesn't divide them")
-    vocab_size: int = setting(50257, 257, "number of token ids")
-    eot_token: int = setting(50256, 256, "token id that begins a document")
+    ),
+    val_tokens=(10_485_760, 389_120, "validation tokens; fixed, to compare losses"),
+    batch_tokens=(8 * 48 * 1024, 4096, "tokens per step, summed over all processes"),
+    train_seq_len=(48 * 1024, 1024, "tokens per training sequence"),
+    val_seq_len=(4 * 64 * 1024, 12_160, "tokens per validation sequence"),
+    sequences_per_pass=(1, 4, "sequences in a micro-batch; fewer if it doesn't divide them"),
+    vocab_size=(50257, 257, "number of token ids"),
+    eot_token=(50256, 256, "token id that begins a document"),
     # model
-    num_layers: int = setting(12, 4, "number of blocks")
-    num_heads: int = setting(6, 2, "attention heads per block")
-    head_dim: int = setting(128, 64, "channels per head, a multiple of 4")
-    model_dim: int = setting(768, 128, "channels of the residual stream")
-    num_value_embeds: int = setting(3, 1, "N tables of value embeddings: first and last N layers")
+    num_layers=(12, 4, "number of blocks"),
+    num_heads=(6, 2, "attention heads per block"),
+    head_dim=(128, 64, "channels per head, a multiple of 4"),
+    model_dim=(768, 128, "channels of the residual stream"),
+    num_value_embeds=(3, 1, "N tables of value embeddings: first and last N layers"),
     # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
-    attn_free_layers: tuple = setting((7,), (), "layers without attention, such as 0,7 or none")
-    long_window_layers: tuple = setting((0, 4, 7, 11), (0, 3), "layers with the full window")
-    max_window: int = setting(1728, 256, "attention window at the end of training, in tokens")
-    xsa: bool = setting(False, True, "true to subtract a part of the token's own value (section 5)")
-    smear: bool = setting(False, True, "true to add a part of the previous token's embedding")
-    relu_slope: float = setting(0.0, 0.5, "slope of the MLP's ReLU below zero, before squaring")
-    fp8: bool = setting(True, True, "true to compute the head in FP8 in training, on GPUs that can")
+    attn_free_layers=((7,), (), "layers without attention, such as 0,7 or none"),
+    long_window_layers=((0, 4, 7, 11), (0, 3), "layers with the full window"),
+    max_window=(1728, 256, "attention window at the end of training, in tokens"),
+    xsa=(False, True, "true to subtract a part of the token's own value (section 5)"),
+    smear=(False, True, "true to add a part of the previous token's embedding"),
+    relu_slope=(0.0, 0.5, "slope of the MLP's ReLU below zero, before squaring"),
+    fp8=(True, True, "true to compute the head in FP8 in training, on GPUs that can"),
     # optimization
-    num_iterations: int = setting(1770, 325, "training steps")
-    cooldown_frac: float = setting(0.4, 1.0, "learning rates decay in this last fraction of steps")
-    final_lr_frac: float = setting(0.1, 0.0, "final learning rate, relative to the initial one")
-    head_lr: float = setting(0.22, 0.1, "Adam's learning rate for the head")
-    embed_lr: float = setting(0.6, 0.2, "Adam's learning rate for token and value embeddings")
-    scalar_lr: float = setting(0.04, 0.04, "Adam's learning rate for scalars and vectors")
-    adam_beta1: float = setting(0.8, 0.8, "decay of Adam's first moment")
-    adam_beta2: float = setting(0.95, 0.98, "decay of Adam's second moment")
-    adam_eps: float = setting(1e-10, 1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens")
-    muon_lr: float = setting(0.05, 0.05, "Muon's learning rate, for the matrices of the blocks")
-    ns_steps: int = setting(5, 5, "Newton-Schulz iterations")
-    muon_momentum: float = setting(0.95, 0.86, "Muon's momentum after its warm-up")
-    muon_momentum_start: float = setting(0.85, 0.85, "Muon's momentum at the start")
-    muon_momentum_warmup: int = setting(300, 100, "steps in which Muon's momentum rises")
-    muon_beta2: float = setting(0.0, 0.95, "decay of NorMuon's mean squares; 0 for plain Muon")
+    num_iterations=(1770, 325, "training steps"),
+    cooldown_frac=(0.4, 1.0, "learning rates decay in this last fraction of steps"),
+    final_lr_frac=(0.1, 0.0, "final learning rate, relative to the initial one"),
+    head_lr=(0.22, 0.1, "Adam's learning rate for the head"),
+    embed_lr=(0.6, 0.2, "Adam's learning rate for token and value embeddings"),
+    scalar_lr=(0.04, 0.04, "Adam's learning rate for scalars and vectors"),
+    adam_beta1=(0.8, 0.8, "decay of Adam's first moment"),
+    adam_beta2=(0.95, 0.98, "decay of Adam's second moment"),
+    adam_eps=(1e-10, 1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens"),
+    muon_lr=(0.05, 0.05, "Muon's learning rate, for the matrices of the blocks"),
+    ns_steps=(5, 5, "Newton-Schulz iterations"),
+    muon_momentum=(0.95, 0.86, "Muon's momentum after its warm-up"),
+    muon_momentum_start=(0.85, 0.85, "Muon's momentum at the start"),
+    muon_momentum_warmup=(300, 100, "steps in which Muon's momentum rises"),
+    muon_beta2=(0.0, 0.95, "decay of NorMuon's mean squares; 0 for plain Muon"),
     # the run
-    seed: int = setting(0, 0, "seed of the initial weights")
-    warmup_steps: int = setting(10, 3, "untimed steps on random tokens; the weights are then reset")
-    val_loss_every: int = setting(125, 35, "steps between validations; 0: only at the end")
-    target_val_loss: float = setting(3.28, 1.50, "validation loss to reach")
-
-    @property
-    def padded_vocab_size(self):
-        """vocab_size rounded up to a multiple of 64, for faster matmuls (#5)."""
-        return math.ceil(self.vocab_size / 64) * 64
-
-
-# a small version for two CPU cores, trained on Shakespeare as bytes
-MINI = {f.name: f.metadata.get("mini", f.default) for f in fields(Hyperparameters)}
-TRACKS = {"fineweb": Hyperparameters(), "mini": Hyperparameters(**MINI)}
+    seed=(0, 0, "seed of the initial weights"),
+    warmup_steps=(10, 3, "untimed steps on random tokens; the weights are then reset"),
+    val_loss_every=(125, 35, "steps between validations; 0: only at the end"),
+    target_val_loss=(3.28, 1.50, "validation loss to reach"),
+)
+Hyperparameters = make_dataclass("Hyperparameters", SETTINGS)
+FINEWEB, MINI, HELP = zip(*SETTINGS.values())  # the columns of the table
+TRACKS = {"fineweb": Hyperparameters(*FINEWEB), "mini": Hyperparameters(*MINI)}
 
 
 def check_hyperparameters(hp, world_size):
@@ -784,10 +777,8 @@ def check_hyperparameters(hp, world_size):
     require(positive, f"--num_iterations {hp.num_iterations}, --adam_eps {hp.adam_eps}: need > 0")
 
 
-def parse_bool(text):
-    if text not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
-    return text == "true"
+def parse_bool(text):  # bool("false") is True; argparse reports the ValueError of index
+    return ["false", "true"].index(text) == 1
 
 
 def parse_layers(text):
@@ -803,20 +794,20 @@ def parse_arguments(argv):
         raise InputError(f"{message}; --help lists all options")
 
     parser.error = fail
-    parser.register("type", bool, parse_bool)  # bool("false") is True
+    parser.register("type", bool, parse_bool)
     parser.register("type", tuple, parse_layers)
     add = parser.add_argument
     add("--log_dir", default="logs", help="folder for logs and checkpoints; default: logs")
     add("--num_runs", default=1, type=int, help="runs, with seeds from --seed on; default: 1")
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
     add("--resume", help="a checkpoint, or latest: that of the newest unfinished run")
-    for f in fields(Hyperparameters):
-        text = f"{f.metadata.get('help', '')} (fineweb: {f.default}, mini: {MINI[f.name]})"
-        add(f"--{f.name}", default=argparse.SUPPRESS, type=type(f.default), help=text)
+    for name, (fineweb, mini, text) in SETTINGS.items():
+        text = f"{text} (fineweb: {fineweb}, mini: {mini})"
+        add(f"--{name}", default=argparse.SUPPRESS, type=type(fineweb), help=text)
     args = parser.parse_args(argv)
     valid = args.num_runs == 1 if args.resume else args.num_runs > 0
     require(valid, f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume")
-    args.given = {name: value for name, value in vars(args).items() if hasattr(Hyperparameters, name)}
+    args.given = {name: value for name, value in vars(args).items() if name in SETTINGS}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
     require(track in TRACKS, f"--track {track}: must be one of {', '.join(TRACKS)}")
     return args, replace(TRACKS[track], **args.given)
@@ -846,15 +837,13 @@ def build_optimizers(model, hp):
             scalars.append(p)
         else:
             matrices.append(p)
+    groups = [
+        dict(params=head, lr=hp.head_lr),
+        dict(params=embeds, lr=hp.embed_lr),
+        dict(params=scalars, lr=hp.scalar_lr),
+    ]
     adam = torch.optim.Adam(
-        [
-            dict(params=head, lr=hp.head_lr),
-            dict(params=embeds, lr=hp.embed_lr),
-            dict(params=scalars, lr=hp.scalar_lr),
-        ],
-        betas=(hp.adam_beta1, hp.adam_beta2),
-        eps=hp.adam_eps,
-        fused=True,
+        groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True
     )
     muon = Muon(matrices, hp.muon_lr, hp.muon_momentum, hp.ns_steps, hp.muon_beta2)
     for group in adam.param_groups + muon.param_groups:
@@ -974,12 +963,12 @@ def train_step(model, optimizers, buckets, tokens, step, hp):
 
 
 @torch.no_grad()
-def evaluate(model, step, hp, count):
-    """Returns the mean loss on the first `count` sequences for validation, divided among the ranks."""
+def evaluate(model, step, hp):
+    """Returns the mean loss on the validation tokens. Each rank computes every WORLD_SIZE-th sequence."""
     sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
     window = get_window_blocks(step, hp)
     model.eval()
-    mine = itertools.islice(sequences, RANK, count, WORLD_SIZE)  # every WORLD_SIZE-th sequence
+    mine = itertools.islice(sequences, RANK, hp.val_tokens // hp.val_seq_len, WORLD_SIZE)
     losses = [model(*to_batch(tokens, hp.val_seq_len), window) for tokens in mine]
     mean = torch.stack(losses).double().mean()
     if WORLD_SIZE > 1:
@@ -988,12 +977,11 @@ def evaluate(model, step, hp, count):
 
 
 def warm_up(model, optimizers, buckets, hp):
-    """Trains on random tokens and validates: this compiles the kernels, connects the processes and
-    allocates memory. Then sets the initial weights of the run's seed."""
+    """Trains on random tokens: this compiles the kernels, connects the processes and allocates
+    memory. Then sets the initial weights of the run's seed."""
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
     for _ in range(hp.warmup_steps):
         train_step(model, optimizers, buckets, tokens, hp.num_iterations, hp)  # the longest window
-    evaluate(model, hp.num_iterations, hp, count=WORLD_SIZE)
     model.load_state_dict(build_model(hp).state_dict())
     for optimizer in optimizers:
         optimizer.state.clear()
@@ -1123,9 +1111,7 @@ def save_checkpoint(run, model, optimizers):
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     temporary = run.path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        file.write(buffer.getbuffer())  # unlike torch.save, this reports a full disk as an OSError
-        os.fsync(file.fileno())
+    temporary.write_bytes(buffer.getbuffer())  # unlike torch.save, reports a full disk as an OSError
     temporary.rename(run.path.with_suffix(".pt"))  # a file with this name is complete
 
 
@@ -1166,15 +1152,14 @@ def load_checkpoint(args, source):
 def train(run, hp, model, optimizers, buckets, save):
     """Trains until the last step. With `save`, each validation saves a checkpoint."""
     batches = distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size, RANK, WORLD_SIZE)
-    for _ in range(run.step):
-        next(batches)  # the checkpoint was trained on these
+    batches = itertools.islice(batches, run.step, None)  # a checkpoint was trained on the first
     start_ms = clock() - run.train_ms  # when it would have started without a pause
     for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation
         last_step = step == hp.num_iterations
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             run.train_ms = clock() - start_ms
-            val_loss = evaluate(model, step, hp, hp.val_tokens // hp.val_seq_len)
+            val_loss = evaluate(model, step, hp)
             require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate")
             if save:  # before the line in the log: a resumed run validates again, and writes it
                 save_checkpoint(run, model, optimizers)
@@ -1194,8 +1179,8 @@ def check_inputs(args, hp):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     for train_file, val_file in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
-        same = os.path.samefile(train_file, val_file)
-        require(not same, f"{train_file} is also a validation shard; change --train_files")
+        differ = not os.path.samefile(train_file, val_file)
+        require(differ, f"{train_file} is also a validation shard; change --train_files")
     val_steps = hp.val_tokens // hp.val_seq_len
     return [
         check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size),
@@ -1224,8 +1209,7 @@ def train_runs(args, hp):
             model.load_state_dict(checkpoint["model"])
             for optimizer, state in zip(optimizers, checkpoint["optimizers"]):
                 optimizer.load_state_dict(state)
-            run.write(describe_machine())
-            run.write(f"resume: from step {run.step}, on {WORLD_SIZE} processes")
+            run.write(f"{describe_machine()}\nresume: from step {run.step}, on {WORLD_SIZE} processes")
         train(run, hp, model, optimizers, buckets, args.save_checkpoint)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
@@ -1237,7 +1221,7 @@ def main(argv):
         train_runs(*parse_arguments(argv))
         return 0
     except InputError as e:
-        if RANK > 0 and LOCAL_RANK > 0:
+        if LOCAL_RANK > 0:
             return 2  # every rank raises it; one on each machine prints it
         message = str(e)
     except OSError as e:

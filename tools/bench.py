@@ -321,7 +321,7 @@ def print_products(hp, figures, repeats):
         ("attention out", attention_dim, dim),
         ("MLP in", dim, 4 * dim),
         ("MLP out", 4 * dim, dim),
-        ("head", dim, hp.padded_vocab_size),
+        ("head", dim, train_gpt.pad_vocab(hp.vocab_size)),
     ]
     for name, inputs, outputs in products:
         run = random_product(tokens, inputs, outputs)

@@ -13,6 +13,8 @@ P(l) visible pairs in layer l, which is 0 in a layer without attention.
 """
 import torch
 
+from train_gpt import pad_vocab
+
 
 def visible_pairs(docs, window_blocks):
     """How many (query, key) pairs the attention mask leaves visible.
@@ -40,7 +42,7 @@ def model_flops(hp, docs, window_blocks):
 
     weights = len(attention_layers) * 4 * dim * attention_dim
     weights += hp.num_layers * 8 * dim * dim
-    weights += dim * hp.padded_vocab_size
+    weights += dim * pad_vocab(hp.vocab_size)
 
     long_pairs = visible_pairs(docs, window_blocks)
     short_pairs = visible_pairs(docs, max(1, window_blocks // 2))
