@@ -411,11 +411,9 @@ def flex_block_mask(docs, window_blocks):
     )
 
 
-def attention(q, k, v, mask):
+def attention(q, k, v, mask, scale):
     """q, k, v (B, S, H, D) -> (B, S, H, D). The sequences are concatenated to T tokens: in the
     mask, each begins a document."""
-    # with QK norm, the scale is free: 0.12 was tuned for the speedrun (#20)
-    scale = 0.12
     if not isinstance(mask, BlockMask):
         return portable_attention(q, k, v, mask, scale)
     queries, keys, values = (t.flatten(0, 1).transpose(0, 1)[None] for t in (q, k, v))  # (1, H, T, D)
@@ -442,7 +440,8 @@ class CausalSelfAttention(nn.Module):
         v = self.lambdas[0] * v
         if ve is not None:
             v = v + self.lambdas[1] * ve.view_as(v)
-        y = attention(q, k, v, mask)
+        # with QK norm, the scale is free: 0.12 was tuned for the speedrun (#20)
+        y = attention(q, k, v, mask, scale=0.12)
         if self.xsa_weights is not None:
             y = exclusive_self_attention(y, v, self.xsa_weights)
         return self.c_proj(y.flatten(2))
@@ -760,9 +759,16 @@ SETTINGS = dict(
     val_loss_every=(125, 35, "steps between validations; 0: only at the end"),
     target_val_loss=(3.28, 1.50, "validation loss to reach"),
 )
-Hyperparameters = make_dataclass("Hyperparameters", SETTINGS)
-FINEWEB, MINI, HELP = zip(*SETTINGS.values())  # the columns of the table
-TRACKS = {"fineweb": Hyperparameters(*FINEWEB), "mini": Hyperparameters(*MINI)}
+
+
+def make_tracks(settings):
+    """Returns the hyperparameters of each track, by its name: the columns of the table."""
+    Hyperparameters = make_dataclass("Hyperparameters", settings)
+    *columns, texts = zip(*settings.values())
+    return {values[0]: Hyperparameters(*values) for values in columns}
+
+
+TRACKS = make_tracks(SETTINGS)
 
 
 def check_hyperparameters(hp, world_size):
@@ -785,10 +791,10 @@ def parse_layers(text):
     return tuple(int(layer) for layer in text.split(",") if text != "none")
 
 
-def parse_arguments(argv):
+def parse_arguments(argv, settings=SETTINGS, tracks=TRACKS):
     """Returns the options of the run, and the hyperparameters: the track's defaults with the
     changes from the command line, which are also in args.given. Raises InputError."""
-    parser = argparse.ArgumentParser(usage="train_gpt.py [--NAME VALUE ...]", allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage="%(prog)s [--NAME VALUE ...]", allow_abbrev=False)
 
     def fail(message):
         raise InputError(f"{message}; --help lists all options")
@@ -801,16 +807,16 @@ def parse_arguments(argv):
     add("--num_runs", default=1, type=int, help="runs, with seeds from --seed on; default: 1")
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
     add("--resume", help="a checkpoint, or latest: that of the newest unfinished run")
-    for name, (fineweb, mini, text) in SETTINGS.items():
-        text = f"{text} (fineweb: {fineweb}, mini: {mini})"
-        add(f"--{name}", default=argparse.SUPPRESS, type=type(fineweb), help=text)
+    for name, (*defaults, text) in settings.items():
+        shown = ", ".join(f"{track}: {default}" for track, default in zip(tracks, defaults))
+        add(f"--{name}", default=argparse.SUPPRESS, type=type(defaults[0]), help=f"{text} ({shown})")
     args = parser.parse_args(argv)
     valid = args.num_runs == 1 if args.resume else args.num_runs > 0
     require(valid, f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume")
-    args.given = {name: value for name, value in vars(args).items() if name in SETTINGS}
+    args.given = {name: value for name, value in vars(args).items() if name in settings}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
-    require(track in TRACKS, f"--track {track}: must be one of {', '.join(TRACKS)}")
-    return args, replace(TRACKS[track], **args.given)
+    require(track in tracks, f"--track {track}: must be one of {', '.join(tracks)}")
+    return args, replace(tracks[track], **args.given)
 
 
 # -----------------------------------------------------------------------------
@@ -1086,7 +1092,7 @@ class Run:
             self.verdict = f"met at step {self.step} after {self.train_ms / 1000:.2f} s of training"
         self.write_step(f" val_loss:{val_loss:.4f}")
 
-    def write_result(self, val_loss):
+    def write_result(self, val_loss, tokens):
         if ON_GPU:
             allocated = torch.cuda.max_memory_allocated() // 2**20
             reserved = torch.cuda.max_memory_reserved() // 2**20
@@ -1094,7 +1100,7 @@ class Run:
         seconds = self.train_ms / 1000
         self.write(
             f"target {self.hp.target_val_loss}: {self.verdict}; val_loss {val_loss:.4f} "
-            f"after {seconds:.2f} s, {self.hp.batch_tokens * self.step / seconds:,.0f} tokens/s"
+            f"after {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
         )
 
 
@@ -1145,6 +1151,21 @@ def load_checkpoint(args, source):
     return checkpoint
 
 
+def start_run(args, hp, source, data_checksums, checkpoint):
+    """Returns a new run, or that of the checkpoint, with its log open."""
+    run = Run(**checkpoint["run"]) if checkpoint else Run(log_header(source, hp), data_checksums)
+    require(run.data_checksums == data_checksums, "--resume: the shards have changed; use the old ones")
+    run.open(Path(args.resume or f"{args.log_dir}/{uuid.uuid4()}").with_suffix(".txt"), hp)
+    return run
+
+
+def load_states(checkpoint, run, model, optimizers):
+    model.load_state_dict(checkpoint["model"])
+    for optimizer, state in zip(optimizers, checkpoint["optimizers"]):
+        optimizer.load_state_dict(state)
+    run.write(f"{describe_machine()}\nresume: from step {run.step}, on {WORLD_SIZE} processes")
+
+
 # -----------------------------------------------------------------------------
 # 13. The timed loop
 
@@ -1172,7 +1193,7 @@ def train(run, hp, model, optimizers, buckets, save):
         run.step += 1
         run.train_ms = 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
         run.write_step(end="  \r")
-    run.write_result(val_loss)
+    run.write_result(val_loss, hp.batch_tokens * run.step)
 
 
 def check_inputs(args, hp):
@@ -1188,11 +1209,12 @@ def check_inputs(args, hp):
     ]
 
 
-def train_runs(args, hp):
+def train_runs(argv):
     """Trains --num_runs times. Only the first run compiles."""
+    args, hp = parse_arguments(argv)
     checkpoint = load_checkpoint(args, SOURCE)
     if checkpoint:
-        hp = Hyperparameters(**checkpoint["settings"])
+        hp = replace(hp, **checkpoint["settings"])
     checksums = check_inputs(args, hp)
     init_processes()
     model = build_model(hp)
@@ -1201,24 +1223,19 @@ def train_runs(args, hp):
     buckets = GradientBuckets(model.parameters())
     for seed in range(hp.seed, hp.seed + args.num_runs):
         hp = replace(hp, seed=seed)
-        run = Run(**checkpoint["run"]) if checkpoint else Run(log_header(SOURCE, hp), checksums)
-        require(run.data_checksums == checksums, "--resume: the shards have changed; use the old ones")
-        run.open(Path(args.resume or f"{args.log_dir}/{uuid.uuid4()}").with_suffix(".txt"), hp)
+        run = start_run(args, hp, SOURCE, checksums, checkpoint)
         warm_up(model, optimizers, buckets, hp)
         if checkpoint:
-            model.load_state_dict(checkpoint["model"])
-            for optimizer, state in zip(optimizers, checkpoint["optimizers"]):
-                optimizer.load_state_dict(state)
-            run.write(f"{describe_machine()}\nresume: from step {run.step}, on {WORLD_SIZE} processes")
+            load_states(checkpoint, run, model, optimizers)
         train(run, hp, model, optimizers, buckets, args.save_checkpoint)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 
 
-def main(argv):
+def main(argv, train_runs=train_runs):
     """Returns the exit status: 0, or 2 after a user error."""
     try:
-        train_runs(*parse_arguments(argv))
+        train_runs(argv)
         return 0
     except InputError as e:
         if LOCAL_RANK > 0:

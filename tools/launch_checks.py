@@ -214,7 +214,7 @@ def check_machine(script, options):
     if ours and args.resume:
         checkpoint = train_gpt.load_checkpoint(args, train_gpt.SOURCE)
     if checkpoint:
-        hp = train_gpt.Hyperparameters(**checkpoint["settings"])
+        hp = dataclasses.replace(hp, **checkpoint["settings"])
     script.check_hyperparameters(hp, 1)
     gpus = find_gpus()
     processes = most_processes(hp, gpus)
