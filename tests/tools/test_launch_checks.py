@@ -82,7 +82,7 @@ def test_an_old_gpu_is_one_line(cards, monkeypatch, capsys):
     "gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4), (3, "mini", 2)]
 )
 def test_as_many_processes_as_can_share_the_sequences(gpus, track, processes):
-    assert launch_checks.most_processes(TRACKS[track], gpus) == processes
+    assert launch_checks.most_processes(train_gpt, TRACKS[track], gpus) == processes
 
 
 @pytest.mark.parametrize(
