@@ -251,6 +251,14 @@ def all_gather(share):
     return wait
 
 
+def rank_share(items):
+    """Returns this rank's share of a group's matrices, or of their state. Shares are equally long:
+    where there are too few items, the last one is computed again (5 items, 2 ranks: 0 1 2, 3 4 4)."""
+    size = math.ceil(len(items) / WORLD_SIZE)
+    mine = range(RANK * size, (RANK + 1) * size)
+    return [items[min(i, len(items) - 1)] for i in mine]
+
+
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz. Each matrix of a parameter (..., rows, cols) is
     orthogonalized separately; updates are rounded to bf16. Each rank owns a share of the parameters:
@@ -264,16 +272,9 @@ class Muon(torch.optim.Optimizer):
         defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, beta2=beta2)
         super().__init__([dict(params=group) for group in groups.values()], defaults)
 
-    def share(self, items):
-        """This rank's share of a group's parameters, or of their state. Shares are equally long:
-        where there are too few items, the last one is computed again (5 items, 2 ranks: 0 1 2, 3 4 4)."""
-        size = math.ceil(len(items) / WORLD_SIZE)
-        mine = range(RANK * size, (RANK + 1) * size)
-        return [items[min(i, len(items) - 1)] for i in mine]
-
     def updates(self, group):
         """Returns the updates of this rank's share, bf16 (share, ..., rows, cols), rows <= cols."""
-        gradients = torch.stack([wide(p.grad) for p in self.share(group["params"])])
+        gradients = torch.stack([wide(p.grad) for p in rank_share(group["params"])])
         state = self.state[group["params"][0]]  # the state of the whole group
         # the exponential moving average of the gradients
         average = state.setdefault("average", torch.zeros_like(gradients))
@@ -308,7 +309,7 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, saved):
         for state in saved["state"].values():
             for name, whole in state.items():
-                state[name] = torch.stack(self.share(whole))
+                state[name] = torch.stack(rank_share(whole))
         super().load_state_dict(saved)
 
 
@@ -411,9 +412,9 @@ def flex_block_mask(docs, window_blocks):
     )
 
 
-def attention(q, k, v, mask, scale):
+def attention(q, k, v, mask, scale=0.12):
     """q, k, v (B, S, H, D) -> (B, S, H, D). The sequences are concatenated to T tokens: in the
-    mask, each begins a document."""
+    mask, each begins a document. With QK norm, the scale is free: 0.12 was tuned (#20)."""
     if not isinstance(mask, BlockMask):
         return portable_attention(q, k, v, mask, scale)
     queries, keys, values = (t.flatten(0, 1).transpose(0, 1)[None] for t in (q, k, v))  # (1, H, T, D)
@@ -440,8 +441,7 @@ class CausalSelfAttention(nn.Module):
         v = self.lambdas[0] * v
         if ve is not None:
             v = v + self.lambdas[1] * ve.view_as(v)
-        # with QK norm, the scale is free: 0.12 was tuned for the speedrun (#20)
-        y = attention(q, k, v, mask, scale=0.12)
+        y = attention(q, k, v, mask)
         if self.xsa_weights is not None:
             y = exclusive_self_attention(y, v, self.xsa_weights)
         return self.c_proj(y.flatten(2))
@@ -532,8 +532,8 @@ class GPT(nn.Module):
             short = flex_block_mask(docs, short_blocks)
         else:
             span = math.ceil(self.hp.max_window / BLOCK_SIZE)
-            long = portable_mask(docs, window_blocks, span)
-            short = portable_mask(docs, short_blocks, max(1, span // 2))
+            long = portable_mask(docs, (1 - window_blocks) * BLOCK_SIZE, span)
+            short = portable_mask(docs, (1 - short_blocks) * BLOCK_SIZE, max(1, span // 2))
         layers = range(self.hp.num_layers)
         return [long if layer in self.hp.long_window_layers else short for layer in layers]
 
@@ -627,17 +627,17 @@ def with_previous_blocks(t, span):
     return torch.cat(shifted, dim=2)
 
 
-def portable_mask(docs, window_blocks, span):
+def portable_mask(docs, first_key, span):
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
     visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
-    before it. span >= window_blocks is constant, so that a growing window doesn't recompile."""
+    before it. The window begins at first_key, a tensor that counts from the start of the query's
+    block. span is constant, so that a growing window doesn't recompile."""
     docs = docs.view(1, -1, 1, 1)  # (B, S, H, D) with B = H = D = 1
     key_docs = with_previous_blocks(docs, span).mT  # (N, 1, 1, span * 128); 0 before the first token
     # positions, counted from the start of the query's block
     query = torch.arange(BLOCK_SIZE, device=docs.device)[:, None]
     key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, device=docs.device)
-    in_window = (key <= query) & (key >= (1 - window_blocks) * BLOCK_SIZE)
-    return (split_blocks(docs) == key_docs) & in_window
+    return (split_blocks(docs) == key_docs) & (first_key <= key) & (key <= query)
 
 
 def portable_attention(q, k, v, mask, scale):
@@ -969,10 +969,9 @@ def train_step(model, optimizers, buckets, tokens, step, hp):
 
 
 @torch.no_grad()
-def evaluate(model, step, hp):
+def evaluate(model, window, hp):
     """Returns the mean loss on the validation tokens. Each rank computes every WORLD_SIZE-th sequence."""
     sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
-    window = get_window_blocks(step, hp)
     model.eval()
     mine = itertools.islice(sequences, RANK, hp.val_tokens // hp.val_seq_len, WORLD_SIZE)
     losses = [model(*to_batch(tokens, hp.val_seq_len), window) for tokens in mine]
@@ -1180,7 +1179,7 @@ def train(run, hp, model, optimizers, buckets, save):
         last_step = step == hp.num_iterations
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             run.train_ms = clock() - start_ms
-            val_loss = evaluate(model, step, hp)
+            val_loss = evaluate(model, get_window_blocks(step, hp), hp)
             require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate")
             if save:  # before the line in the log: a resumed run validates again, and writes it
                 save_checkpoint(run, model, optimizers)
