@@ -16,43 +16,30 @@ Shapes in comments: B sequences of S tokens, H heads of D channels, C = n_embd, 
 # -----------------------------------------------------------------------------
 # 1. Preamble
 
+import signal
+
+if __name__ == "__main__":
+    # With Python's handler, Ctrl-C wouldn't end a process that waits for others
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import itertools
 import math
-import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import train_gpt  # before torch: it sets variables that torch reads
-from evals import openai_gpt2
-from train_gpt import (
-    DEVICE,
-    DTYPE,
-    RANK,
-    WORLD_SIZE,
-    GradientBuckets,
-    check_shards,
-    clock,
-    distributed_data_generator,
-    find_shards,
-    init_processes,
-    load_checkpoint,
-    load_states,
-    make_tracks,
-    pad_vocab,
-    require,
-    save_checkpoint,
-    shard_length,
-    start_run,
-    to_batch,
-)
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from evals import openai_gpt2
+from train_gpt import DEVICE, DTYPE, RANK, WORLD_SIZE, clock, distributed_data_generator, require
+
+# Each source under its name: a log begins with this
 LINE = "-" * 40
 SOURCES = {
     "recipes/gpt2.py": Path(__file__).read_bytes().decode(),
@@ -121,7 +108,7 @@ class GPT(nn.Module):
     def __init__(self, hp):
         super().__init__()
         self.hp = hp
-        rows = pad_vocab(hp.vocab_size) if hp.pad_vocab else hp.vocab_size
+        rows = train_gpt.pad_vocab(hp.vocab_size) if hp.pad_vocab else hp.vocab_size
         self.wte = nn.Embedding(rows, hp.n_embd)           # of tokens
         self.wpe = nn.Embedding(hp.block_size, hp.n_embd)  # of positions
         self.h = nn.ModuleList(Block(hp) for _ in range(hp.n_layer))
@@ -204,7 +191,7 @@ SETTINGS = dict(
     val_loss_every=(250, 250, 250, "steps between validations; 0: only at the end"),
     target_val_loss=(3.28, 3.29, 1.50, "validation loss to reach"),
 )
-TRACKS = make_tracks(SETTINGS)
+TRACKS = train_gpt.make_tracks(SETTINGS)
 
 
 def parse_arguments(argv):
@@ -290,7 +277,7 @@ def training_batches(hp):
 
 def train_step(model, optimizer, buckets, tokens, step, hp):
     """Trains on this rank's tokens (local + 1,). Returns their mean loss."""
-    inputs, targets = to_batch(tokens, hp.block_size)
+    inputs, targets = train_gpt.to_batch(tokens, hp.block_size)
     micro_batch = math.gcd(hp.sequences_per_pass, len(inputs))  # all of a size: one compilation
     micro_steps = list(zip(inputs.split(micro_batch), targets.split(micro_batch)))
     total = 0
@@ -353,7 +340,7 @@ def train(run, hp, model, optimizer, buckets, save):
             val_loss = evaluate(model, hp)
             require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower --learning_rate")
             if save:
-                save_checkpoint(run, model, [optimizer])
+                train_gpt.save_checkpoint(run, model, [optimizer])
             run.write_validation(val_loss)
             start_ms = clock() - run.train_ms
         if last_step:
@@ -370,34 +357,34 @@ def check_inputs(args, hp):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     sequences = hp.val_tokens // hp.block_size
-    checksums = [0, check_shards(hp.val_files, hp.block_size, sequences, hp.vocab_size)]
+    checksums = [0, train_gpt.check_shards(hp.val_files, hp.block_size, sequences, hp.vocab_size)]
     steps = hp.num_iterations
     if steps and hp.repeat_data:
-        lengths = [shard_length(file) for file in find_shards(hp.train_files)]
+        lengths = [train_gpt.shard_length(file) for file in train_gpt.find_shards(hp.train_files)]
         once = sum((length - 1) // hp.batch_tokens for length in lengths)
         steps = min(steps, max(once, 1))
     if steps:
-        checksums[0] = check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size)
+        checksums[0] = train_gpt.check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size)
     return checksums
 
 
 def train_runs(argv):
     """Trains --num_runs times. Only the first run compiles."""
     args, hp = parse_arguments(argv)
-    checkpoint = load_checkpoint(args, SOURCE)
+    checkpoint = train_gpt.load_checkpoint(args, SOURCE)
     if checkpoint:
         hp = replace(hp, **checkpoint["settings"])
     checksums = check_inputs(args, hp)
-    init_processes()
+    train_gpt.init_processes()
     model = build_model(hp)
     optimizer = build_optimizer(model, hp)
-    buckets = GradientBuckets(model.parameters())
+    buckets = train_gpt.GradientBuckets(model.parameters())
     for seed in range(hp.seed, hp.seed + args.num_runs):
         hp = replace(hp, seed=seed)
-        run = start_run(args, hp, SOURCE, checksums, checkpoint)
+        run = train_gpt.start_run(args, hp, SOURCE, checksums, checkpoint)
         warm_up(model, optimizer, buckets, hp)
         if checkpoint:
-            load_states(checkpoint, run, model, [optimizer])
+            train_gpt.load_states(checkpoint, run, model, [optimizer])
         train(run, hp, model, optimizer, buckets, args.save_checkpoint)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
@@ -408,5 +395,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # train_gpt.py says why
     sys.exit(main(sys.argv[1:]))
