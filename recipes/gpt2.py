@@ -210,14 +210,18 @@ def check_hyperparameters(hp, world_size):
     """Refuses sizes that don't divide each other, and what OpenAI's weights don't fit."""
     for name in ["batch_tokens", "val_tokens"]:
         total = getattr(hp, name)
-        need = f"must be a multiple of {world_size} (processes) times --block_size {hp.block_size}"
-        valid = hp.block_size > 0 and total > 0 and total % (world_size * hp.block_size) == 0
-        require(valid, f"--{name} {total}: {need}")
+        require(
+            hp.block_size > 0 and total > 0 and total % (world_size * hp.block_size) == 0,
+            f"--{name} {total}: must be a multiple of {world_size} (processes) times "
+            f"--block_size {hp.block_size}",
+        )
     require(hp.n_embd % hp.n_head == 0, f"--n_embd {hp.n_embd}: must be a multiple of --n_head {hp.n_head}")
-    valid = hp.num_iterations >= 0 and hp.grad_clip > 0
-    require(valid, f"--num_iterations {hp.num_iterations}, --grad_clip {hp.grad_clip}: need >= 0 and > 0")
-    fits = hp.init_from == "scratch" or (hp.vocab_size, hp.block_size) == (50257, 1024)
-    require(fits, f"--init_from {hp.init_from}: needs --track fineweb or edu, and their --block_size 1024")
+    positive = hp.num_iterations >= 0 and hp.grad_clip > 0
+    require(positive, "--num_iterations must be at least 0, --grad_clip more than 0")
+    require(
+        hp.init_from == "scratch" or (hp.vocab_size, hp.block_size) == (50257, 1024),
+        f"--init_from {hp.init_from}: needs --track fineweb or edu, and their --block_size 1024",
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -225,7 +229,7 @@ def check_hyperparameters(hp, world_size):
 
 
 def build_model(hp):
-    """Only this function and autocast read the settings tf32, bf16 and compile."""
+    """Called again, it returns the same weights."""
     torch.set_float32_matmul_precision("high" if hp.tf32 else "highest")
     torch.manual_seed(hp.seed)
     model = GPT(hp)
@@ -339,7 +343,7 @@ def train(run, hp, model, optimizer, buckets, save):
             run.train_ms = clock() - start_ms
             val_loss = evaluate(model, hp)
             require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower --learning_rate")
-            if save:
+            if save:  # before the line in the log: a resumed run validates again, and writes it
                 train_gpt.save_checkpoint(run, model, [optimizer])
             run.write_validation(val_loss)
             start_ms = clock() - run.train_ms
