@@ -159,7 +159,7 @@ SETTINGS = dict(
         "validation shards",
     ),
     val_tokens=(10_485_760, 10_485_760, 389_120, "validation tokens; fixed, to compare losses"),
-    repeat_data=(False, False, True, "true to begin again after the last shard"),
+    repeat_data=(False, True, True, "true to begin again after the last shard"),
     batch_tokens=(524_288, 524_288, 2048, "tokens per step, summed over all processes"),
     block_size=(1024, 1024, 128, "tokens per sequence, and the longest context"),
     sequences_per_pass=(32, 32, 16, "sequences in a micro-batch; fewer if it doesn't divide them"),
