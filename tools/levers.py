@@ -50,7 +50,7 @@ def is_possible(lever):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Measure each speedup of GPT-2.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Measure each speedup of recipes/gpt2.py.")
     add = parser.add_argument
     track = "fineweb" if ON_GPU else "mini"
     add("--track", choices=gpt2.TRACKS, default=track, help="the model; default here: %(default)s")
@@ -62,7 +62,8 @@ def main():
     off = {lever: False for lever in LEVERS.values() if lever}
     hp = replace(hp, batch_tokens=tokens, sequences_per_pass=args.sequences, **off)
 
-    machine = torch.cuda.get_device_name() if ON_GPU else f"{CPU_MODEL}, {torch.get_num_threads()} threads"
+    cpu = f"{CPU_MODEL}, {torch.get_num_threads()} threads"
+    machine = torch.cuda.get_device_name() if ON_GPU else cpu
     print(f"{machine}, PyTorch {torch.__version__}")
     print(f"{args.track}: {tokens} tokens per step, median of {args.steps} steps\n")
     print(f"{'each row adds':<18} {'ms/step':>9} {'tokens/s':>10} {'x previous':>11} {'x first':>8}")
@@ -75,8 +76,8 @@ def main():
             hp = replace(hp, **{lever: True})
         measured.append(measure(hp, args.steps))
         ms = measured[-1]
-        speeds = f"{ms:>9.1f} {1000 * tokens / ms:>10,.0f} {measured[-2:][0] / ms:>11.2f} {measured[0] / ms:>8.2f}"
-        print(f"{name:<18} {speeds}", flush=True)
+        row = f"{name:<18} {ms:>9.1f} {1000 * tokens / ms:>10,.0f}"
+        print(f"{row} {measured[-2:][0] / ms:>11.2f} {measured[0] / ms:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import zipfile
 
 import pytest
 
-from util import ROOT, env, random_tokens, write_shard
+from util import ROOT, env
 
 LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
