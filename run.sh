@@ -659,6 +659,6 @@ for file in "$log_dir"/*.pt; do
     fi
 done
 if [ "$module" != recipes.january2026 ]; then  # evals/ can't run its model
-    become "$python" evals/sample.py --brief "$checkpoint"
+    become "$python" -m evals.sample --brief "$checkpoint"
 fi
 }

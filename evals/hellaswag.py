@@ -1,75 +1,129 @@
 """
-HellaSwag accuracy of a saved model (Zellers et al. 2019, https://arxiv.org/abs/1905.07830).
+HellaSwag accuracy of a saved model (Zellers et al. 2019, https://arxiv.org/abs/1905.07830): which of
+four endings continues a text? Guessing gets 25% right.
 
-    python evals/hellaswag.py MODEL [--limit N] [--data FILE]
-    torchrun --standalone --nproc_per_node=8 evals/hellaswag.py gpt2
+    python -m evals.hellaswag MODEL [--limit N] [--data FILE]
+    torchrun --standalone --nproc_per_node=8 -m evals.hellaswag gpt2
 
-MODEL is a RUN.pt of `./run.sh`, a safetensors file of the baseline or of `evals/sample.py --export`,
-or OpenAI's gpt2, gpt2-medium, gpt2-large or gpt2-xl.
-baseline/hellaswag_scoring.py says how the items are scored. For comparison, others have measured an
-acc_norm of 29.55% for GPT-2 124M and 48.93% for GPT-2 XL.
+The model reads context + " " + ending, and only the cross-entropy of the ending's tokens counts. `acc`
+chooses the ending with the lowest sum, `acc_norm` the one with the lowest mean per token. For comparison,
+others have measured an acc_norm of 29.55% for GPT-2 124M and 48.93% for GPT-2 XL.
 
-The 10,042 validation items come from the Hugging Face hub (Rowan/hellaswag). --data reads a local
-.parquet or .jsonl file instead. Parquet files, including the one on the hub, need pyarrow:
-pip install -r evals/requirements.txt.
+The 10,042 validation items come from the Hugging Face hub (Rowan/hellaswag). --data reads
+a copy of its file instead. It is a parquet file, which needs pyarrow.
 """
 import argparse
 import sys
 
-import models  # before torch: see there
-from train_gpt import DEVICE, RANK, WORLD_SIZE, init_processes, require
-from hellaswag_scoring import DataError, DownloadError, load_items, score, summary
+import train_gpt  # before torch: it sets variables that torch reads
+from evals import models
+from train_gpt import DEVICE, RANK, WORLD_SIZE, InputError, init_processes, require
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from tqdm import tqdm
+
+REPO = "Rowan/hellaswag"
+FILE = "data/validation-00000-of-00001.parquet"
+
+# -----------------------------------------------------------------------------
+# Items
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description="HellaSwag accuracy of a saved model.", allow_abbrev=False
-    )
+def download_items():
+    from huggingface_hub import hf_hub_download
+    try:
+        return hf_hub_download(REPO, FILE, repo_type="dataset")
+    except Exception as e:  # the hub's errors share no base class
+        raise InputError(
+            f"can't download HellaSwag from the Hugging Face hub ({type(e).__name__}); try again, or use "
+            "a local file with --data"
+        )
+
+
+def load_items(path, limit=None):
+    """Returns the first `limit` items, or all: (context, four endings, number of the right one)."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError("HellaSwag needs pyarrow; run pip install -r evals/requirements.txt")
+    try:
+        rows = pyarrow.parquet.read_table(path, columns=["ctx", "endings", "label"]).to_pylist()
+        return [(row["ctx"], row["endings"], int(row["label"])) for row in rows[:limit]]
+    except ValueError as e:  # also pyarrow's errors; the items of the test set have no labels
+        raise InputError(f"{path} has no HellaSwag items with labels ({type(e).__name__})")
+
+
+# -----------------------------------------------------------------------------
+# Scores
+
+
+def ending_losses(model, context, endings):
+    """Returns the cross-entropy of each ending after the context, summed and averaged over its tokens,
+    (endings,) each, in nats."""
+    rows, counts = [], []
+    for ending in endings:
+        tokens = model.encode(" " + ending)
+        row = model.encode(context) + tokens
+        row = row[-(model.context + 1) :]  # too long a row loses its beginning; its last token is a target
+        rows.append(row)
+        counts.append(min(len(tokens), len(row) - 1))
+    # A row is padded at its end, which a causal model doesn't see
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=DEVICE)
+    ends = torch.tensor([[len(row) - 1] for row in rows], device=DEVICE)
+    counts = torch.tensor(counts, device=DEVICE)
+    # position t predicts token t + 1, so the ending is predicted at the last `count` before `end`
+    position = torch.arange(width - 1, device=DEVICE)
+    in_ending = (position >= ends - counts[:, None]) & (position < ends)  # (endings, width - 1)
+    logits = model.logits(ids[:, :-1])[..., : model.vocab_size]
+    losses = F.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # (endings, width - 1)
+    sums = losses.where(in_ending, 0).sum(dim=1)
+    return sums, sums / counts
+
+
+@torch.no_grad()
+def score(model, items):
+    """Returns the counts of all ranks: [items, right by acc, right by acc_norm]."""
+    mine = items[RANK::WORLD_SIZE]
+    counts = torch.tensor([len(mine), 0, 0], device=DEVICE)
+    for context, endings, label in tqdm(mine, unit="item", disable=None if RANK == 0 else True):
+        losses = torch.stack(ending_losses(model, context, endings))  # (2, 4)
+        require(losses.isfinite().all(), "the model's loss isn't finite, so it has no accuracy")
+        counts[1:] += losses.argmin(dim=1) == label
+    if WORLD_SIZE > 1:
+        dist.all_reduce(counts)
+    return counts.tolist()
+
+
+def summary(counts):
+    """One line with acc and acc_norm, each with its standard error (that of a proportion)."""
+    items = counts[0]
+    parts = []
+    for name, right in zip(["acc", "acc_norm"], counts[1:]):
+        accuracy = right / items
+        error = (accuracy * (1 - accuracy) / items) ** 0.5
+        parts.append(f"{name}:{accuracy:.4f} +- {error:.4f}")
+    return f"hellaswag {' '.join(parts)} items:{items}"
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description="HellaSwag accuracy of a saved model.", allow_abbrev=False)
     add = parser.add_argument
     add("model", help=models.MODEL_HELP)
     add("--limit", type=int, metavar="N", help="score only the first N items; default: all")
-    add("--data", metavar="FILE",
-        help="read the items from a local .parquet or .jsonl file; default: download them")
-    args = parser.parse_args()
-    require(args.limit is None or args.limit > 0, "--limit must be at least 1")
-    return args
-
-
-def main():
-    args = parse_arguments()
-    try:
-        items = load_items(args.data, args.limit)
-    except DownloadError as e:
-        raise DataError(f"{e}, or use a local file with --data") from e
+    add("--data", metavar="FILE", help="a parquet file; default: download it")
+    args = parser.parse_args(argv)
+    items = load_items(args.data or download_items(), args.limit)
     model = models.load(args.model)
     init_processes()
-    counts = score(
-        model.logits,
-        items,
-        model.encode,
-        model.vocab_size,
-        model.context,
-        DEVICE,
-        RANK,
-        WORLD_SIZE,
-        progress=True,
-    )
+    counts = score(model, items)
     if RANK == 0:
-        print(f"hellaswag {summary(counts)}")
+        print(summary(counts))
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (DataError, *models.USER_ERRORS) as error:
-        if RANK == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(train_gpt.main(sys.argv[1:], main))

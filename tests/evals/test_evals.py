@@ -8,12 +8,12 @@ Face hub. Everything runs on the CPU.
 import contextlib
 import dataclasses
 import http.server
-import json
 import math
 import random
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,26 +21,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import train_gpt
+from data import gpt2_bpe
+from evals import hellaswag, models, openai_gpt2, sample
+from evals.models import TextModel
+from recipes import gpt2
+from train_gpt import InputError
 from util import ROOT, random_tokens, run_forked, run_script, write_shard
 
-sys.path[:0] = [str(ROOT / "evals"), str(ROOT / "baseline"), str(ROOT / "data")]
-import hellaswag_scoring
-import models
-import sample
-import train_gpt
-import train_gpt2
-from models import InputError, TextModel
-
-SAMPLE = ROOT / "evals" / "sample.py"
-HELLASWAG = ROOT / "evals" / "hellaswag.py"
-GPT2_BYTES = train_gpt2.GPTConfig(
-    block_size=64,
-    vocab_size=257,
-    padded_vocab_size=320,
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-)
+GPT2_BYTES = replace(gpt2.TRACKS["mini"], block_size=64, n_layer=2, n_head=2, n_embd=32)
 SPEEDRUN = replace(
     train_gpt.TRACKS["mini"],
     num_layers=5,
@@ -60,7 +49,6 @@ PLAIN = dict(xsa=False, smear=False, relu_slope=0.0)  # as in fineweb
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(models, "DEVICE", torch.device("cpu"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for other processes
 
 
@@ -86,15 +74,14 @@ def randomized(module):
 
 
 def gpt2_model():
-    module = randomized(train_gpt2.GPT(GPT2_BYTES))
-    return models.gpt2_text_model(module, train_gpt2.codec(257))
+    return models.text_model(randomized(gpt2.GPT(GPT2_BYTES)), models.codec(257))
 
 
 def speedrun_model(hp=SPEEDRUN):
     module = randomized(train_gpt.GPT(hp).float())
     with torch.no_grad():
         module.lm_head.weight.mul_(20)
-    return models.speedrun_text_model(module, train_gpt2.codec(257))
+    return models.text_model(module, models.codec(257))
 
 
 MODELS = {"gpt2": gpt2_model, "speedrun": speedrun_model}
@@ -113,9 +100,8 @@ def save(path, hp=SPEEDRUN, **changes):
     return path
 
 
-def run_sample(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, arguments)])
-    sample.main()
+def run_sample(*arguments):
+    sample.main(list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +137,7 @@ def trained(tmp_path_factory):
 def test_gpt2_forward_is_the_models_own():
     model = gpt2_model()
     ids = text(3, 64)
-    torch.testing.assert_close(model.logits(ids), model.module(ids), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.logits(ids), model.module.logits(ids), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -217,30 +203,19 @@ def test_greedy_decoding_is_that_without_a_cache(name, prompt_length, max_tokens
     assert len(found.unique()) > 3, "the text only repeats itself, so the comparison says nothing"
 
 
-@pytest.mark.parametrize("name, max_tokens, layers, most_keys", [
-    ("gpt2", 50, 2, 59),
-    ("speedrun", 600, 4, 512),  # one of the five layers has no attention
-])
-def test_a_token_costs_one_query(name, max_tokens, layers, most_keys, monkeypatch):
-    """
-    With a cache, each step after the first runs the layers on one token.
-
-    Its query sees no more keys than the window has.
-    """
+@pytest.mark.parametrize("name, layers", [("gpt2", 2), ("speedrun", 4)])  # the fifth has no attention
+def test_a_token_costs_one_query(name, layers, monkeypatch):
+    """With a cache, each step after the first runs the layers on one token."""
     attention = F.scaled_dot_product_attention
     queries = []
-    keys = []
 
     def counting(q, k, v, **options):
         queries.append(q.size(2))
-        keys.append(k.size(2))
         return attention(q, k, v, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
-    list(models.generate(MODELS[name](), text(1, 10), max_tokens))
-    assert queries[:layers] == keys[:layers] == [10] * layers
-    assert set(queries[layers:]) == {1}
-    assert max(keys) == most_keys
+    list(models.generate(MODELS[name](), text(1, 10), 50))
+    assert queries == [10] * layers + [1] * 49 * layers
 
 
 def test_sampling_follows_the_distribution():
@@ -278,7 +253,7 @@ def test_sampling_follows_the_distribution():
 def test_a_checkpoint_loads_and_can_be_exported(trained, tmp_path, monkeypatch):
     checkpoint = torch.load(trained, weights_only=True)
     exported = tmp_path / "mine.safetensors"
-    run_sample(monkeypatch, trained, "--export", exported)
+    run_sample(trained, "--export", exported)
     monkeypatch.setattr(train_gpt, "DTYPE", torch.bfloat16)  # as on GPUs; evals/ use float32
     tensors = load_file(exported)
     assert tensors.keys() == checkpoint["model"].keys()
@@ -295,13 +270,17 @@ def test_a_checkpoint_loads_and_can_be_exported(trained, tmp_path, monkeypatch):
     assert (first.vocab_size, first.eot, first.context) == (257, 256, 256)
 
 
-def test_a_model_of_the_baseline_loads(tmp_path):
+def test_a_model_of_the_gpt2_recipe_loads(tmp_path):
     expected = gpt2_model()
-    train_gpt2.save_model(expected.module, tmp_path / "model.safetensors")
-    loaded = models.load(str(tmp_path / "model.safetensors"))
+    path = tmp_path / "run.pt"
+    torch.save(dict(settings=dataclasses.asdict(GPT2_BYTES), model=expected.module.state_dict()), path)
+    exported = tmp_path / "mine.safetensors"
+    run_sample(path, "--export", exported)
     ids = text(1, 20)
-    assert torch.equal(loaded.logits(ids), expected.logits(ids))
-    assert (loaded.vocab_size, loaded.eot, loaded.context) == (257, 256, 64)
+    for name in (path, exported):
+        loaded = models.load(str(name))
+        assert torch.equal(loaded.logits(ids), expected.logits(ids))
+        assert (loaded.vocab_size, loaded.eot, loaded.context) == (257, 256, 64)
 
 
 def test_models_of_another_version_are_refused(tmp_path):
@@ -351,8 +330,8 @@ def test_files_that_are_no_models(tmp_path):
 
 def test_sample_from_the_command_line(trained, tmp_path):
     args = [trained, "--n", 3, "--max_tokens", 40, "--prompt", "Ay, é", "--seed", 7]
-    first = run_script(args, cwd=tmp_path, script=SAMPLE)
-    second = run_forked(args, cwd=tmp_path, script=SAMPLE)
+    first = run_script(args, cwd=tmp_path, script="evals.sample")
+    second = run_forked(args, cwd=tmp_path, script="evals.sample")
     for result in (first, second):
         assert result.returncode == 0, result.stderr
         assert result.stderr == ""
@@ -360,16 +339,10 @@ def test_sample_from_the_command_line(trained, tmp_path):
     for i in (1, 2, 3):
         assert f"[{i}/3] Ay, é" in first.stdout
     assert all(c.isprintable() or c in "\n\t" for c in first.stdout)
-    bad = run_forked([trained, "--temperature", -1], cwd=tmp_path, script=SAMPLE)
+    bad = run_forked([trained, "--temperature", -1], cwd=tmp_path, script="evals.sample")
     assert bad.returncode == 2
-    assert bad.stderr == "error: --temperature must be at least 0\n"
-
-
-@pytest.mark.parametrize("option", ["--n=0", "--max_tokens=0", "--temperature=nan", "--top_k=-1"])
-def test_impossible_options(monkeypatch, option):
-    """They are refused before the model is read. Here, there is none."""
-    with pytest.raises(InputError, match=f"{option.split('=')[0]} .*must be at least"):
-        run_sample(monkeypatch, "nothing", option)
+    assert bad.stderr.startswith("error: --n and --max_tokens must be at least 1, --temperature")
+    assert bad.stderr.count("\n") == 1
 
 
 def test_samples_are_the_generators_tokens(tmp_path, monkeypatch, capsys):
@@ -381,7 +354,7 @@ def test_samples_are_the_generators_tokens(tmp_path, monkeypatch, capsys):
     if 256 in tokens:
         tokens = tokens[:tokens.index(256)]
     expected = sample.printable(bytes(tokens).decode(errors="replace"))
-    run_sample(monkeypatch, path, "--prompt", "Hi", "--max_tokens", 30, "--temperature", 0)
+    run_sample(path, "--prompt", "Hi", "--max_tokens", 30, "--temperature", 0)
     assert capsys.readouterr().out == f"Hi{expected}\n"
 
 
@@ -394,23 +367,23 @@ def test_a_text_ends_at_end_of_text(tmp_path, monkeypatch, capsys):
     steps = [[0xC3, 65], [0xA9, 256], [27, 66], [0xE2, 67]]
     steps = [torch.tensor(step) for step in steps]
     monkeypatch.setattr(models, "generate", lambda *_: iter(steps))
-    run_sample(monkeypatch, save(tmp_path / "run.pt"), "--prompt", "Hi", "--n", 2)
+    run_sample(save(tmp_path / "run.pt"), "--prompt", "Hi", "--n", 2)
     assert capsys.readouterr().out == "[1/2] Hi\u00e9\ufffd\ufffd\n\n[2/2] HiA\n"
 
 
 def test_a_brief_sample(tmp_path, monkeypatch, capsys):
     """It takes little time, and it is no error if there is none."""
     path = save(tmp_path / "run.pt")
-    run_sample(monkeypatch, path, "--brief")
+    run_sample(path, "--brief")
     heading = "\nA sample of what the model writes:\n\n**MACBETH**  \n"
     output = capsys.readouterr().out
     assert output.startswith(heading)
     assert len(output) > len(heading) + 1
     monkeypatch.setattr(sample, "BRIEF_SECONDS", 0)
-    run_sample(monkeypatch, path, "--brief")
+    run_sample(path, "--brief")
     assert capsys.readouterr().out == f"{heading}\n"
 
-    run_sample(monkeypatch, save(path, model_dim=64), "--brief")
+    run_sample(save(path, model_dim=64), "--brief")
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"can't print a sample: {path}: its weights don't fit")
@@ -418,31 +391,36 @@ def test_a_brief_sample(tmp_path, monkeypatch, capsys):
 
 
 def test_without_a_vocabulary(tmp_path, monkeypatch, capsys):
-    """With GPT-2's vocabulary missing, --offline is an error, and --brief prints nothing."""
-    import gpt2_bpe
-
-    def never(*_):
-        raise AssertionError("sample.py tries to download something")
-
+    """With --brief, it isn't downloaded."""
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "empty")
-    monkeypatch.setattr(gpt2_bpe, "download_vocabulary", never)
-    monkeypatch.setattr(gpt2_bpe, "open_wheel", never)
+    monkeypatch.setattr(gpt2_bpe, "fetch_vocabulary", lambda: pytest.fail("it is downloaded"))
     path = save(tmp_path / "run.pt", vocab_size=50257)
-    with pytest.raises(train_gpt2.InputError, match="cannot load GPT-2's vocabulary: .*--offline"):
-        run_sample(monkeypatch, path, "--offline")
-    run_sample(monkeypatch, path, "--brief")
+    run_sample(path, "--brief")
     captured = capsys.readouterr()
-    assert captured.out == captured.err == ""
+    assert captured.out == ""
+    assert captured.err.startswith("can't print a sample: can't load GPT-2's vocabulary: it is not in")
     save(path, vocab_size=300)
-    with pytest.raises(train_gpt2.InputError, match="tokens of a vocabulary of 300 can't be"):
-        run_sample(monkeypatch, path)
+    with pytest.raises(InputError, match="only bytes and GPT-2's tokens are text, not 300"):
+        run_sample(path)
+
+
+def test_encoding():
+    encode, token_bytes = models.codec(50257)
+    text = "Hello, I'm a language model,"
+    ids = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert encode(text) == ids
+    assert b"".join(map(token_bytes, ids)) == text.encode()
+    encode, token_bytes = models.codec(257)
+    assert encode("aé") == [97, 0xC3, 0xA9]
+    assert b"".join(map(token_bytes, [97, 256, 0xC3, 0xA9])) == "aé".encode()
 
 
 # -----------------------------------------------------------------------------
 # HellaSwag
 
-def words(text):
-    return [int(word) for word in text.split()]
+def scorer(logits_fn, vocab_size, context, encode=lambda text: [int(word) for word in text.split()]):
+    """What hellaswag.py needs of a TextModel. A text is the numbers of its tokens."""
+    return SimpleNamespace(logits=logits_fn, vocab_size=vocab_size, context=context, encode=encode)
 
 
 def test_endings_are_scored_as_by_hand():
@@ -453,22 +431,17 @@ def test_endings_are_scored_as_by_hand():
         [1 / 4, 1 / 4, 1 / 4, 1 / 4, 1],
         [1 / 4, 1 / 4, 1 / 4, 1 / 4, 1],
     ])
-
-    def logits_fn(ids):
-        return probabilities.log()[ids]
-
-    item = {"ctx": "3 0", "endings": ["1", "1 1 1 1", "3", "1 2"], "label": 0}
-    rows = hellaswag_scoring.tokenize(item, words, context=10)
-    assert rows == [([3, 0, 1], 1), ([3, 0, 1, 1, 1, 1], 4), ([3, 0, 3], 1), ([3, 0, 1, 2], 2)]
-    sums, means = hellaswag_scoring.ending_losses(logits_fn, rows, 4, "cpu")
+    model = scorer(lambda ids: probabilities.log()[ids], 4, 10)
+    endings = ["1", "1 1 1 1", "3", "1 2"]
+    sums, means = hellaswag.ending_losses(model, "3 0", endings)
     # The sums are 0.69, 1.09, 1.39 and 2.77; the means are 0.69, 0.27, 1.39 and 1.39
     log = math.log
     expected = torch.tensor([log(2), log(2) + 3 * log(8 / 7), log(4), log(2) + log(8)])
     torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-6)
     lengths = torch.tensor([1, 4, 1, 2])
     torch.testing.assert_close(means, expected / lengths, rtol=1e-5, atol=1e-6)
-    items = [item | {"label": label} for label in (2, 3, 0, 1, 1)]
-    assert hellaswag_scoring.score(logits_fn, items, words, 4, 10, "cpu") == [5, 1, 2]
+    items = [("3 0", endings, label) for label in (2, 3, 0, 1, 1)]
+    assert hellaswag.score(model, items) == [5, 1, 2]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -476,23 +449,23 @@ def test_a_loss_that_is_not_finite_has_no_score(bad):
     """The lowest of four losses of NaN would be the first one."""
     logits = torch.zeros(8, 8)
     logits[7] = bad
-
-    def logits_fn(ids):
-        return logits[ids]
-
-    good = {"ctx": "1 2", "endings": ["1", "2", "3", "4"], "label": 0}
-    worse = good | {"endings": ["1", "7 2", "3", "4"]}
-    assert hellaswag_scoring.score(logits_fn, [good], words, 8, 10, "cpu") == [1, 1, 1]
-    message = "^the model's loss is not finite for 1 of 8 endings, so it has no accuracy; check that"
-    with pytest.raises(hellaswag_scoring.DataError, match=message):
-        hellaswag_scoring.score(logits_fn, [good, worse], words, 8, 10, "cpu")
+    model = scorer(lambda ids: logits[ids], 8, 10)
+    good = ("1 2", ["1", "2", "3", "4"], 0)
+    assert hellaswag.score(model, [good]) == [1, 1, 1]
+    with pytest.raises(InputError, match="^the model's loss isn't finite, so it has no accuracy$"):
+        hellaswag.score(model, [good, ("1 2", ["1", "7 2", "3", "4"], 0)])
 
 
 def test_what_is_too_long_loses_its_beginning():
-    item = {"ctx": "1 2 3", "endings": ["4", "4 5 6 7 8 9", "4", "4"], "label": 0}
-    rows = hellaswag_scoring.tokenize(item, words, context=3)
-    assert rows[0] == ([1, 2, 3, 4], 1)
-    assert rows[1] == ([6, 7, 8, 9], 3)
+    seen = []
+
+    def logits_fn(ids):
+        seen.extend(ids.tolist())
+        return torch.zeros(*ids.shape, 10)
+
+    sums, means = hellaswag.ending_losses(scorer(logits_fn, 10, 3), "1 2 3", ["4", "4 5 6 7 8 9", "4", "4"])
+    assert seen == [[1, 2, 3], [6, 7, 8], [1, 2, 3], [1, 2, 3]]
+    assert (sums / means).round().tolist() == [1, 3, 1, 1]  # tokens that count
 
 
 def random_items(n):
@@ -502,25 +475,25 @@ def random_items(n):
     for i in range(n):
         context = " ".join(rng.choices(words, k=3 + i % 7))
         endings = [" ".join(rng.choices(words, k=1 + (i + j) % 5)) for j in range(4)]
-        items.append({"ctx": context, "endings": endings, "label": i % 4})
+        items.append((context, endings, i % 4))
     return items
 
 
-def transformers_losses(model, item):
+def transformers_losses(model, context, endings):
     """
-    The sum and the mean of the loss of each ending, a tensor (4, 2).
+    The sums and the means of the loss of each ending, a tensor (2, 4).
 
     Each ending is evaluated alone and without padding. Labels of -100 leave out the context.
     """
-    context = list(item["ctx"].encode())
+    context = list(context.encode())
     losses = []
-    for ending in item["endings"]:
+    for ending in endings:
         tokens = list(f" {ending}".encode())
         ids = torch.tensor([context + tokens])
         labels = torch.tensor([[-100] * len(context) + tokens])
         mean = model(ids, labels=labels).loss.item()
         losses.append([mean * len(tokens), mean])
-    return torch.tensor(losses)
+    return torch.tensor(losses).T
 
 
 @torch.no_grad()
@@ -530,98 +503,65 @@ def test_scores_are_those_of_transformers(tmp_path):
     for p in theirs.parameters():
         p.normal_(std=0.3)
     theirs.save_pretrained(tmp_path)
-    ours = train_gpt2.GPT(train_gpt2.GPTConfig(128, 257, 257, 2, 2, 32))
-    train_gpt2.load_openai_weights(ours, tmp_path / "model.safetensors")
-    encode, _ = train_gpt2.codec(257)
-
-    logits_fn = models.gpt2_text_model(ours, (encode, None)).logits
+    ours = gpt2.GPT(replace(GPT2_BYTES, block_size=128, pad_vocab=False))
+    openai_gpt2.load_weights(ours, tmp_path / "model.safetensors")
+    model = models.text_model(ours, models.codec(257))
     items = random_items(24)
     right = torch.zeros(2, dtype=torch.int64)  # by sum and by mean
-    for item in items:
-        expected = transformers_losses(theirs, item)
-        rows = hellaswag_scoring.tokenize(item, encode, 128)
-        found = hellaswag_scoring.ending_losses(logits_fn, rows, 257, "cpu")
-        torch.testing.assert_close(torch.stack(found, 1), expected, rtol=1e-4, atol=1e-4)
-        right += expected.argmin(0) == item["label"]
-    for batch_tokens in (1, 500, 100_000):
-        counts = hellaswag_scoring.score(
-            logits_fn, items, encode, 257, 128, "cpu", batch_tokens=batch_tokens
-        )
-        assert counts == [24, *right.tolist()]
+    for context, endings, label in items:
+        expected = transformers_losses(theirs, context, endings)
+        found = hellaswag.ending_losses(model, context, endings)
+        torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
+        right += expected.argmin(1) == label
+    assert hellaswag.score(model, items) == [24, *right.tolist()]
 
 
 def test_summary_has_standard_errors():
-    line = "acc:0.2859 +- 0.0045 acc_norm:0.2955 +- 0.0046 items:10042"
-    assert hellaswag_scoring.summary([10_042, 2871, 2967]) == line
+    line = "hellaswag acc:0.2859 +- 0.0045 acc_norm:0.2955 +- 0.0046 items:10042"
+    assert hellaswag.summary([10_042, 2871, 2967]) == line
 
 
-def write_items(folder):
-    """Writes 13 items in both formats, and returns them."""
+def write_items(path, **changes):
+    """Writes 13 items as on the hub, and returns them."""
     import pyarrow
     import pyarrow.parquet
     items = random_items(13)
-    items[0]["ctx"] = "a\u2028b\u0085c\u2029d"  # JSON allows Unicode's line separators in a text
-    lines = [json.dumps(item, ensure_ascii=False) for item in items]
-    (folder / "items.jsonl").write_bytes("\r\n".join(lines).encode())
-    rows = [item | {"label": str(item["label"]), "ind": 1} for item in items]  # as on the hub
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "items.parquet")
+    rows = [dict(ind=1, ctx=ctx, endings=endings, label=str(label)) | changes for ctx, endings, label in items]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return items
 
 
-def test_items_from_parquet_and_jsonl(tmp_path):
-    expected = write_items(tmp_path)
-    for name in ("items.parquet", "items.jsonl"):
-        assert hellaswag_scoring.load_items(tmp_path / name) == expected
-        assert hellaswag_scoring.load_items(tmp_path / name, limit=5) == expected[:5]
-
-
-ENDINGS = ["b", "c", "d", "e"]
-
-
-@pytest.mark.parametrize("name, content, message", [
-    ("bad.jsonl", "{", "can't be read as HellaSwag items"),
-    ("bad.jsonl", "[]\n\n{", "line 3 is not JSON: Expecting property name"),
-    ("bad.jsonl", "[]\n\n" + 100_000 * "[", "line 3 is not JSON: maximum recursion"),
-    ("bad.jsonl", "", "no items"),
-    ("bad.jsonl", "[]", "item 1 must have"),
-    ("bad.jsonl", dict(ctx="a", endings=["b"], label=0), "item 1 must have"),
-    ("bad.jsonl", dict(ctx="a", endings=[1, 2, 3, 4], label=0), "item 1 must have"),
-    ("bad.jsonl", dict(ctx="a", endings=ENDINGS, label=4), "item 1 must have"),
-    ("bad.jsonl", dict(ctx="a", endings=ENDINGS, label=""), "item 1 must have"),
-    ("bad.jsonl", dict(ctx=5, endings=ENDINGS, label=0), "item 1 must have"),
-    ("bad.parquet", "PAR1", "can't be read as HellaSwag items"),
-])
-def test_bad_items(tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(hellaswag_scoring.DataError, match=message) as e:
-        hellaswag_scoring.load_items(path)
-    assert "\n" not in str(e.value)
-
-
-def test_pyarrow_is_missing(tmp_path, monkeypatch):
-    write_items(tmp_path)
+def test_items(tmp_path, monkeypatch):
+    path = tmp_path / "items.parquet"
+    expected = write_items(path)
+    assert hellaswag.load_items(path) == expected
+    assert hellaswag.load_items(path, limit=5) == expected[:5]
+    write_items(path, label="")  # as in the test set
+    with pytest.raises(InputError, match="has no HellaSwag items with labels"):
+        hellaswag.load_items(path)
+    path.write_text("PAR1")
+    with pytest.raises(InputError, match="has no HellaSwag items with labels"):
+        hellaswag.load_items(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # importing it fails
-    message = "HellaSwag needs pyarrow .*; run pip install -r evals/requirements.txt$"
-    with pytest.raises(hellaswag_scoring.DataError, match=message):
-        hellaswag_scoring.load_items(tmp_path / "items.parquet")
-    assert len(hellaswag_scoring.load_items(tmp_path / "items.jsonl")) == 13
+    with pytest.raises(InputError, match="needs pyarrow; run pip install -r evals/requirements.txt$"):
+        hellaswag.load_items(path)
 
 
 def test_hellaswag_from_the_command_line(trained, tmp_path):
     """Two processes count as one. An error is one line."""
-    write_items(tmp_path)
-    args = [trained, "--data", tmp_path / "items.jsonl"]
-    one = run_forked(args, cwd=tmp_path, script=HELLASWAG)
-    two = run_forked(args, cwd=tmp_path, script=HELLASWAG, nproc=2)
+    write_items(tmp_path / "items.parquet")
+    args = [trained, "--data", tmp_path / "items.parquet"]
+    one = run_forked(args, cwd=tmp_path, script="evals.hellaswag")
+    two = run_forked(args, cwd=tmp_path, script="evals.hellaswag", nproc=2)
     assert one.returncode == two.returncode == 0, one.stderr + two.stderr[-2000:]
     assert one.stdout == two.stdout
     assert one.stdout.startswith("hellaswag acc:")
     assert one.stdout.endswith(" items:13\n")
     assert one.stderr == ""
-    bad = run_forked([trained, "--data", "nothing.jsonl"], cwd=tmp_path, script=HELLASWAG)
+    bad = run_forked([trained, "--data", "nothing.parquet"], cwd=tmp_path, script="evals.hellaswag")
     assert bad.returncode == 2
-    assert bad.stderr.startswith("error: nothing.jsonl: ")
+    assert bad.stderr.startswith("error: rank 0: ")
+    assert "nothing.parquet" in bad.stderr
     assert bad.stderr.count("\n") == 1
 
 
@@ -661,12 +601,12 @@ def hub(files):
 
 
 # Runs hellaswag.py, but "gpt2" is an even smaller model
-LAUNCHER = f"""\
-import runpy, sys
-sys.path.insert(0, {str(ROOT / 'evals')!r})
-import models
-models.train_gpt2.FAMILY['gpt2'] = (2, 2, 16)
-runpy.run_path({str(HELLASWAG)!r}, run_name='__main__')
+LAUNCHER = """\
+import sys
+from evals import hellaswag, openai_gpt2
+from train_gpt import main
+openai_gpt2.SIZES["gpt2"] = (2, 2, 16)
+sys.exit(main(sys.argv[1:], hellaswag.main))
 """
 
 
@@ -678,7 +618,7 @@ def test_weights_and_items_from_the_hub(tmp_path):
     """
     theirs = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16))
     theirs.save_pretrained(tmp_path)
-    write_items(tmp_path)
+    write_items(tmp_path / "items.parquet")
     weights = "/openai-community/gpt2/resolve/main/model.safetensors"
     items = "/datasets/Rowan/hellaswag/resolve/main/data/validation-00000-of-00001.parquet"
     files = {
@@ -688,6 +628,7 @@ def test_weights_and_items_from_the_hub(tmp_path):
     launcher = tmp_path / "launch.py"
     launcher.write_text(LAUNCHER)
     settings = {
+        "PYTHONPATH": str(ROOT),
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -696,20 +637,19 @@ def test_weights_and_items_from_the_hub(tmp_path):
         settings["HF_ENDPOINT"] = endpoint
         args = ["gpt2", "--limit", 4]
         result = run_script(args, cwd=tmp_path, script=launcher, **settings)
-        missing = run_forked(["gpt2-medium"], cwd=tmp_path, script=launcher, **settings)
+        missing = run_script(["gpt2-medium"], cwd=tmp_path, script=launcher, **settings)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.startswith("hellaswag acc:")
     assert result.stdout.endswith(" items:4\n")
     assert missing.returncode == 2
-    message = "error: cannot download gpt2-medium from the Hugging Face hub"
+    message = "error: can't download gpt2-medium from the Hugging Face hub"
     assert missing.stderr.startswith(message)
 
 
-def test_a_failed_download_of_the_items(tmp_path):
-    """--data is an option of hellaswag.py only, so hellaswag_scoring.py doesn't mention it."""
-    settings = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    result = run_forked(["gpt2"], cwd=tmp_path, script=HELLASWAG, **settings)
-    assert result.returncode == 2
-    message = result.stderr.splitlines()[-1]
-    assert message.startswith("error: cannot download HellaSwag from the Hugging Face hub (")
-    assert message.endswith("run the same command again, or use a local file with --data")
+def test_a_failed_download_of_the_items(monkeypatch):
+    def fail(*_, **options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    with pytest.raises(InputError, match=r"hub \(ConnectionError\); try again, or use a local file with --data$"):
+        hellaswag.download_items()
