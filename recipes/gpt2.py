@@ -334,7 +334,8 @@ def warm_up(model, optimizer, buckets, hp):
 def train(run, hp, model, optimizer, buckets, save):
     """Trains until the last step. With `save`, each validation saves a checkpoint."""
     batches = training_batches(hp)
-    batches = itertools.islice(batches, run.step, None)  # a checkpoint was trained on the first
+    for _ in range(run.step):
+        next(batches)  # the checkpoint was trained on these
     start_ms = clock() - run.train_ms  # when it would have started without a pause
     for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation
