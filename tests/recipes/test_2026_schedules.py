@@ -7,93 +7,109 @@ import torch
 
 import reference
 from recipes import january2026
+from recipes.january2026 import (
+    GPT,
+    Rotary,
+    TRACKS,
+    build_optimizers,
+    get_loss_weights,
+    get_lr,
+    get_muon_momentum,
+    get_rotary,
+    get_seq_len,
+    get_stage,
+    get_window_blocks,
+    is_tied,
+    scheduled_iterations,
+    set_schedules,
+)
 
 STEPS = range(1600)
 
 
 def test_batches_and_windows():
-    hp = january2026.TRACKS["fineweb"]
+    hp = TRACKS["fineweb"]
     assert hp.num_iterations == 1600
-    assert january2026.scheduled_iterations(hp) == 1560
+    assert scheduled_iterations(hp) == 1560
     assert hp.num_sequences == 8
     for step in STEPS:
-        length = january2026.get_seq_len(step, hp)
+        length = get_seq_len(step, hp)
         assert length == reference.tokens_per_sequence(step), step
         long, short = reference.windows(step)
-        n = january2026.get_window_blocks(step, hp).item()
+        n = get_window_blocks(step, hp).item()
         assert (hp.window_block * n, hp.window_block * (n // 2)) == (long, short), step
-    assert january2026.get_window_blocks(1600, hp) * hp.window_block == 2560  # the last validation
+    assert get_window_blocks(1600, hp) * hp.window_block == 2560  # the last validation
 
 
 def test_rates():
-    hp = january2026.TRACKS["fineweb"]
+    hp = TRACKS["fineweb"]
     for step in range(1601):
         want = reference.learning_rate(step)
-        assert january2026.get_lr(step, hp) == pytest.approx(want, abs=1e-12), step
+        assert get_lr(step, hp) == pytest.approx(want, abs=1e-12), step
     for step in STEPS:
         want = reference.momentum(step)
-        assert january2026.get_muon_momentum(step, hp) == pytest.approx(want, abs=1e-12), step
+        assert get_muon_momentum(step, hp) == pytest.approx(want, abs=1e-12), step
         want = reference.loss_weights(step)
-        assert january2026.get_loss_weights(step, hp) == pytest.approx(want, abs=1e-12), step
-    tied = [january2026.is_tied(step, hp) for step in STEPS]
+        assert get_loss_weights(step, hp) == pytest.approx(want, abs=1e-12), step
+    tied = [is_tied(step, hp) for step in STEPS]
     assert tied == [step <= 1041 for step in STEPS]
 
 
 def test_rotary():
-    hp = january2026.TRACKS["fineweb"]
+    hp = TRACKS["fineweb"]
     for stage, step in enumerate((0, 520, 1040, 1560)):
         want, scale = reference.rotary_and_scale([3, 7, 11, 13][: stage + 1], 128)
-        freqs, got = january2026.get_rotary(january2026.get_stage(step, hp), hp)
+        freqs, got = get_rotary(get_stage(step, hp), hp)
         assert freqs.shape == (32,)
         torch.testing.assert_close(freqs.double(), want, rtol=2e-6, atol=0)
         assert got == pytest.approx(scale, rel=1e-12)
         assert scale == pytest.approx([0.1, 0.116946, 0.127518, 0.131778][stage], abs=5e-7)
     # the last validation has a longer window, but the frequencies of the extension
-    assert january2026.get_stage(1600, hp) == stage
+    assert get_stage(1600, hp) == stage
 
 
 def test_rotary_of_mini():
     """YaRN's beta is scaled with the windows: the fastest frequency doesn't change."""
-    hp = january2026.TRACKS["mini"]
+    hp = TRACKS["mini"]
     want, scale = reference.rotary_and_scale([3, 7, 11, 13], 64, unit=16, beta=4)
-    freqs, got = january2026.get_rotary(3, hp)
+    freqs, got = get_rotary(3, hp)
     torch.testing.assert_close(freqs.double(), want, rtol=2e-6, atol=0)
     assert got == pytest.approx(scale, rel=1e-12)
     assert freqs[0] == 1
     # the last validation has the windows of the extension
-    assert january2026.get_window_blocks(hp.num_iterations, hp) == 13
+    assert get_window_blocks(hp.num_iterations, hp) == 13
 
 
 def test_set_schedules(monkeypatch):
     """What reaches the model and the optimizers, in the order of the run and at once."""
-    hp = replace(january2026.TRACKS["mini"], num_iterations=80)
+    hp = replace(TRACKS["mini"], num_iterations=80)
     monkeypatch.setattr(january2026, "DTYPE", torch.float32)
-    model = january2026.GPT(hp)
-    optimizers = january2026.build_optimizers(model, hp)
+    model = GPT(hp)
+    optimizers = build_optimizers(model, hp)
     for step in range(80):
-        january2026.set_schedules(model, optimizers, step, hp)
+        set_schedules(model, optimizers, step, hp)
         if step in (0, 25, 26, 52, 78, 79):
-            fresh = january2026.GPT(hp)
+            fresh = GPT(hp)
             fresh.set_step(step)
             for (name, a), b in zip(model.named_buffers(), fresh.buffers()):
                 assert torch.equal(a, b), (step, name)
-            assert model.loss_weights.tolist() == pytest.approx(january2026.get_loss_weights(step, hp))
-            freqs, scale = january2026.get_rotary(january2026.get_stage(step, hp), hp)
+            assert model.loss_weights.tolist() == pytest.approx(get_loss_weights(step, hp))
+            freqs, scale = get_rotary(get_stage(step, hp), hp)
             assert model.attn_scale.item() == pytest.approx(scale)
             assert torch.equal(model.rotary.table[0, 5], (5 * freqs).cos())
             assert torch.equal(model.rotary.table[1, 7], (7 * freqs).sin())
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    assert group["lr"] == group["initial_lr"] * january2026.get_lr(step, hp)
+                    assert group["lr"] == group["initial_lr"] * get_lr(step, hp)
             for group in optimizers[1].param_groups:
-                assert group["momentum"] == january2026.get_muon_momentum(step, hp)
+                assert group["momentum"] == get_muon_momentum(step, hp)
 
 
 def test_rotary_tables_are_rounded_to_the_models_dtype(monkeypatch):
     freqs = torch.tensor([1.0, 0.1])
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(january2026, "DTYPE", dtype)
-        rotary = january2026.Rotary(8, 100)
+        rotary = Rotary(8, 100)
         rotary.set_frequencies(freqs)
         theta = torch.arange(200)[:, None] * freqs
         assert torch.equal(rotary.table, torch.stack([theta.cos(), theta.sin()]).to(dtype))
