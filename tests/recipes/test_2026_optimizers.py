@@ -195,13 +195,12 @@ def step_gradients(model, hp, step):
     return total
 
 
-@pytest.mark.parametrize("sequences_per_pass", [1, 4])
-def test_train_step(sequences_per_pass):
-    """Which gradients the optimizers get, in ten steps around the untying."""
+def test_train_step():
+    """Which gradients the optimizers get, in six steps around the untying."""
     hp = replace(
         TRACKS["mini"], model_dim=48, vocab_size=100, eot_token=99, val_seq_len=128, num_sequences=8,
         seq_lens=(128, 128, 128), num_iterations=48, extension_frac=0.0,  # tied until 33
-        sequences_per_pass=sequences_per_pass,
+        sequences_per_pass=2,
     )
     model = randomize(build_model(hp)).train()
     with torch.no_grad():
@@ -220,7 +219,7 @@ def test_train_step(sequences_per_pass):
         optimizer.step = step
     names = {id(p): n for n, p in model.named_parameters()}
     waiting = None
-    for step in range(28, 38):
+    for step in range(30, 36):
         set_schedules(model, optimizers, step, hp)
         want = step_gradients(model, hp, step)
         got = {}
