@@ -28,9 +28,9 @@ New since May 2025:
 - #58       paired heads attend to each other's keys (@classiclarryd)
 - #62       embeddings of hashed bigrams, added in every layer (@classiclarryd)
 
-A step is always 8 sequences (mini: 4), on 1, 2, 4 or 8 processes, with the same training. They can't
-be halved for a small GPU: packing, smear and targets would change. A GPU needs memory for one of
-49,152 tokens.
+A step is always 8 sequences (mini: 4), on 1, 2, 4 or 8 processes, with the same training. Sequences
+can't be halved for a small GPU: packing, smear and targets would change. A GPU needs memory for one
+of 49,152 tokens.
 
 Shapes in comments: B sequences, S tokens per sequence, T = B * S, N = T / 128 blocks of the mask,
 H heads, D channels per head, C = model_dim, V = padded vocabulary size.
@@ -326,7 +326,7 @@ class Adam(torch.optim.Optimizer):
         decay = torch.full((), group["lr"] ** 2 * group["weight_decay"], device=p.device)
         update = compiled_adam_update if p.is_cuda else adam_update
         # flat, so that one compiled function serves all shapes
-        flat = (t.view(-1) for t in (p, p.grad, state["mean"], state["mean_square"]))
+        flat = (x.view(-1) for x in (p, p.grad, state["mean"], state["mean_square"]))
         update(*flat, beta1, beta2, lr, decay)
 
     @torch.no_grad()

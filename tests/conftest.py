@@ -10,7 +10,7 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).resolve().parent
-FOLDERS = [TESTS.parent, TESTS.parent / "recipes", TESTS, TESTS / "training", TESTS / "tools"]
+FOLDERS = [TESTS.parent, TESTS, TESTS / "training", TESTS / "tools"]
 sys.path[:0] = map(str, FOLDERS)
 
 import pytest

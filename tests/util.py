@@ -1,5 +1,6 @@
 """Helpers for tests: shards, runs of a tiny model, processes, gloo groups."""
 
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -168,10 +169,10 @@ def wait_until(condition, seconds=300):
 class Job:
     """A script in `nproc` processes, which are forked from the server and started without torchrun.
 
-    With a `hook`, it is train_gpt.main() after hook(), which may change train_gpt.
+    With a `hook`, it is main() of `module` after hook(), which may change modules.
     """
 
-    def __init__(self, args, cwd, nproc=1, script=SCRIPT, hook=None, **extra):
+    def __init__(self, args, cwd, nproc=1, script=SCRIPT, hook=None, module="train_gpt", **extra):
         self.argv = [str(script), *map(str, args)]
         self.folder = tempfile.TemporaryDirectory()
         environments = [env(**extra)]
@@ -181,7 +182,7 @@ class Job:
         self.processes = []
         for rank, environment in enumerate(environments):
             arguments = (self.argv, str(cwd), environment, f"{self.folder.name}/{rank}")
-            process = forkserver().Process(target=_as_main, args=(*arguments, pickle.dumps(hook)))
+            process = forkserver().Process(target=_as_main, args=(*arguments, pickle.dumps(hook), module))
             process.start()
             self.processes.append(process)
 
@@ -226,7 +227,7 @@ def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
     return subprocess.CompletedProcess(job.argv, status, job.out, job.err)
 
 
-def _as_main(argv, cwd, environment, console, hook):
+def _as_main(argv, cwd, environment, console, hook, module):
     """Does what `python argv[0] argv[1] ...` does in that folder and environment, or `python -m argv[0] ...`
     for the name of a module. It runs in a forked process.
     """
@@ -239,10 +240,8 @@ def _as_main(argv, cwd, environment, console, hook):
     torch.set_num_threads(1)
     hook = pickle.loads(hook)  # imports train_gpt, so the environment must be set before
     if hook:
-        import train_gpt
-
         hook()
-        sys.exit(train_gpt.main(argv[1:]))
+        sys.exit(importlib.import_module(module).main(argv[1:]))
     # The tests have our folders on their path, but the script must not have them
     ours = {str(ROOT), *map(str, ROOT.iterdir())}
     theirs = [p for p in sys.path if p not in ours]

@@ -4,7 +4,7 @@ Checks the machine before a run. run.sh calls it:
     python tools/launch_checks.py --script train_gpt [options of the run]
 
 It prints what the run needs, a line each: log_dir=FOLDER, processes=N, environment variables
-(NAME=VALUE), and further options (--NAME=VALUE). Recipes check GPUs and compiler themselves.
+(NAME=VALUE), and further options (--NAME=VALUE).
 """
 import argparse
 import contextlib

@@ -25,13 +25,11 @@ def rotate(x, positions, freqs):
 
 
 def visible(docs, window):
-    """(N, N): True where the query at i sees the key at j, decided pair by pair."""
-    n = len(docs)
-    mask = torch.zeros(n, n, dtype=torch.bool)
-    for i in range(n):
-        for j in range(max(0, i - window), i + 1):
-            mask[i, j] = docs[i] == docs[j]
-    return mask
+    """(N, N): True where the query at i sees the key at j."""
+    docs = torch.tensor(docs)
+    position = torch.arange(len(docs))
+    back = position[:, None] - position
+    return (docs[:, None] == docs) & (back >= 0) & (back <= window)
 
 
 def softmax_attention(q, k, v, mask, scale):

@@ -314,8 +314,7 @@ def test_user_errors_come_before_the_comparison(tiny_mini, capsys):
     assert err.count("\n") == 1
 
 
-def test_a_recipe(monkeypatch, capsys):
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    status, lines, err = check(capsys, script="recipes.january2026")
-    variables = [f"{name}={value}" for name, value in machine.environment().items()]
-    assert (status, lines, err) == (0, ["log_dir=logs", "processes=1", *variables], "")
+def test_the_settings_of_a_recipe_are_its_own(capsys):
+    status, lines, err = check(capsys, "--val_loss_every=3", script="recipes.january2026")
+    assert (status, lines) == (2, [])
+    assert err.startswith("error: --val_loss_every 3")
