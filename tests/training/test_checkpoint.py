@@ -44,7 +44,7 @@ def kill_in_step_6():
 
 
 def kill_in_third(owner, name):
-    """The third call, of os.fsync for example, is in the validation of step 8."""
+    """The third call, of a rename for example, is in the validation of step 8."""
     in_float32()
     plain = getattr(owner, name)
     calls = []
@@ -59,7 +59,7 @@ def kill_in_third(owner, name):
 
 
 def kill_while_writing():
-    kill_in_third(os, "fsync")
+    kill_in_third(Path, "rename")
 
 
 def kill_after_renaming():
