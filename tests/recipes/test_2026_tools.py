@@ -78,39 +78,20 @@ def test_verify_reads_the_validation_of_the_source(log):
     assert verify.wrong_val_tokens(parsed) == ""
 
 
-def test_compare_reads_the_recipe():
+def test_compare_reads_the_recipe(tmp_path):
     """Its settings, and those of an idea, come from the script itself."""
-    tree = (ROOT / "train_gpt.py").read_bytes()
+    tree = compare_sources.Variant("tree", compare_sources.copy_tree(tmp_path), "train_gpt.py", [])
     base = compare_sources.read_variant(str(SCRIPT), tree, ["--track", "mini"])
-    idea = compare_sources.read_variant("--muon_lr 0.03", base.source, ["--track", "mini"])
+    idea = compare_sources.read_variant("--muon_lr 0.03", base, ["--track", "mini"])
     compare_sources.check_settings([base, idea], 1)
     assert base.settings["muon_lr"] == 0.035
     assert idea.settings["muon_lr"] == 0.03
     assert base.settings["seq_lens"] == [256, 512, 768]
     longer = compare_sources.with_steps(base, 1.25)
     assert longer.settings["num_iterations"] == 700
-    wrong = compare_sources.read_variant("--max_window 256", base.source, ["--track", "mini"])
+    wrong = compare_sources.read_variant("--max_window 256", base, ["--track", "mini"])
     with pytest.raises(UsageError, match="max_window"):
         compare_sources.check_settings([wrong], 1)
-
-
-def test_a_patch_to_the_recipe(tmp_path):
-    old = 'setting(0.023, "Muon'
-    source = SCRIPT.read_text(encoding="utf-8")
-    assert source.count(old) == 1
-    changed = source.replace(old, 'setting(0.03, "Muon')
-    for name, text in (("a", source), ("b", changed)):
-        (tmp_path / name / "recipes").mkdir(parents=True)
-        (tmp_path / name / "recipes" / "january2026.py").write_text(text, encoding="utf-8")
-    made = subprocess.run(
-        ["git", "diff", "--no-index", "a/recipes/january2026.py", "b/recipes/january2026.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    ).stdout
-    patch = tmp_path / "idea.patch"
-    patch.write_text(made.replace("a/a/", "a/").replace("b/b/", "b/"), encoding="utf-8")
-    assert compare_sources.patched(patch, source.encode()) == changed.encode()
 
 
 # --------------------------------------------------------------- run.sh
