@@ -804,11 +804,12 @@ def test_percent_signs_in_the_help():
 
 
 def test_bad_input_is_one_line_before_any_run(place):
-    (place / "no.patch").write_text(patch_of("train_gpt.py", "never there\n", "x\n"))
+    patch = patch_of("train_gpt.py", "never there\n", "x\n")
+    (place / "no.patch").write_text(patch)
     (place / "other.patch").write_text(patch_of("other.txt", "text\n", "x\n"))
     (place / "empty.patch").write_text("")
     for name, commit in (("lost", "0" * 40), ("zero", "v0"), ("one", "v1")):
-        write_idea(place / "ideas" / name, "", commit=commit)
+        write_idea(place / "ideas" / name, patch, commit=commit)
     (write_idea(place / "ideas" / "bare", "") / "idea.json").unlink()
     (write_idea(place / "ideas" / "damaged", "") / "idea.json").write_text("{")
     (place / "broken.py").write_text("\ndef parse_arguments(:\ndef check_hyperparameters(\n")

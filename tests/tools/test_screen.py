@@ -598,7 +598,7 @@ def test_patches(place):
     (place / "screens/first/screen.toml").write_text(text)
     status, out, err = run("--blocks", 2)
     assert status == 2
-    assert "c, d): c.patch, d.patch: the patch doesn't apply" in err
+    assert "c.patch, d.patch: the patch doesn't apply" in err
     assert "combine the patches by hand" in err
     assert len(err.splitlines()) == 1
 
