@@ -90,7 +90,6 @@ esac
 # Takes --recipe NAME and --device cpu out of the arguments. The others move to the end, one by one:
 # no array holds them, because for bash before 4.4 an empty array isn't set.
 module=train_gpt
-script=train_gpt.py
 recipe=none
 device=none
 previous=""
@@ -114,8 +113,7 @@ if [ "$recipe" != none ]; then
         names=("${names[@]##*/}")
         fail "there is no recipe \"$recipe\"; --recipe takes one of: ${names[*]%.py}"
     fi
-    module=$recipe
-    script=recipes/$recipe.py
+    module=recipes.$recipe
 fi
 if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=""
@@ -627,7 +625,7 @@ if [ "$command" != train ]; then
 fi
 
 if [ -n "$help" ]; then
-    become "$python" "$script" "$@"
+    become "$python" -m "$module" "$@"
 fi
 
 # The checks of the machine print what the run needs
@@ -649,13 +647,9 @@ if [ "$processes" -gt 1 ]; then
     launcher=(-m torch.distributed.run --standalone --nproc_per_node="$processes")
 fi
 say "training on $where; before the first step, compiling may take a minute or more"
-if [ "$module" != train_gpt ]; then
-    become "$python" ${launcher[@]+"${launcher[@]}"} "$script" "$@"
-fi
-
 unlock
 advice="to continue from the last validation, add --resume latest"
-run "$python" ${launcher[@]+"${launcher[@]}"} "$script" "$@" --save_checkpoint || exit
+run "$python" ${launcher[@]+"${launcher[@]}"} -m "$module" "$@" --save_checkpoint || exit
 
 # The trained model writes a short text
 checkpoint=""
@@ -664,5 +658,7 @@ for file in "$log_dir"/*.pt; do
         checkpoint=$file
     fi
 done
-become "$python" evals/sample.py --brief "$checkpoint"
+if [ "$module" != recipes.january2026 ]; then  # evals/ can't run its model
+    become "$python" evals/sample.py --brief "$checkpoint"
+fi
 }

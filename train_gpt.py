@@ -107,10 +107,6 @@ W_SCALE = 24 / 448  # the scales are modded-nanogpt's; weights stay below 24
 GRAD_SCALE = 1 / 448
 
 
-def x_scale(model_dim):
-    """The scale of RMS-normed inputs (T, model_dim). Their elements are at most sqrt(model_dim)."""
-    return model_dim**0.5 / 448
-
 
 def as_scale(value, like):
     """torch._scaled_mm takes scales as float32 tensors on the device."""
@@ -133,7 +129,7 @@ def head_loss_op(
     RMS-normed; w is (V, C), targets (T,). Returns the loss in float32, and for the backward pass
     the logits (T, V) in bf16, their logsumexp (T,) and both FP8 operands. Head and loss are one op,
     so that the gradient of the logits is never stored in bf16."""
-    x_s = x_scale(x.size(1))
+    x_s = x.size(1) ** 0.5 / 448  # RMS-normed inputs (T, C) are at most sqrt(C)
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
@@ -168,6 +164,7 @@ def head_loss_backward_op(
     # d capped / d logits = capped (1 - capped / 30) / (7.5 sqrt(model_dim)), see softcap
     grad_logits = grad_capped * capped * (1 - capped / 30) / (7.5 * model_dim**0.5)
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
+    x_s = model_dim**0.5 / 448
     grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
@@ -175,8 +172,8 @@ def head_loss_backward_op(
         out_dtype=torch.bfloat16,
     )
     grad_w = torch._scaled_mm(
-        grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=grad_scale,
-        scale_b=as_scale(x_scale(model_dim), grad), out_dtype=torch.float32,
+        grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=grad_scale, scale_b=as_scale(x_s, grad),
+        out_dtype=torch.float32,
     )
     return grad_x, grad_w
 
@@ -251,6 +248,14 @@ def all_gather(share):
     return wait
 
 
+def rank_share(items):
+    """Returns this rank's share of a group's matrices, or of their state. Shares are equally long:
+    where there are too few items, the last one is computed again (5 items, 2 ranks: 0 1 2, 3 4 4)."""
+    size = math.ceil(len(items) / WORLD_SIZE)
+    mine = range(RANK * size, (RANK + 1) * size)
+    return [items[min(i, len(items) - 1)] for i in mine]
+
+
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz. Each matrix of a parameter (..., rows, cols) is
     orthogonalized separately; updates are rounded to bf16. Each rank owns a share of the parameters:
@@ -264,16 +269,9 @@ class Muon(torch.optim.Optimizer):
         defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, beta2=beta2)
         super().__init__([dict(params=group) for group in groups.values()], defaults)
 
-    def share(self, items):
-        """This rank's share of a group's parameters, or of their state. Shares are equally long:
-        where there are too few items, the last one is computed again (5 items, 2 ranks: 0 1 2, 3 4 4)."""
-        size = math.ceil(len(items) / WORLD_SIZE)
-        mine = range(RANK * size, (RANK + 1) * size)
-        return [items[min(i, len(items) - 1)] for i in mine]
-
     def updates(self, group):
         """Returns the updates of this rank's share, bf16 (share, ..., rows, cols), rows <= cols."""
-        gradients = torch.stack([wide(p.grad) for p in self.share(group["params"])])
+        gradients = torch.stack([wide(p.grad) for p in rank_share(group["params"])])
         state = self.state[group["params"][0]]  # the state of the whole group
         # the exponential moving average of the gradients
         average = state.setdefault("average", torch.zeros_like(gradients))
@@ -301,14 +299,13 @@ class Muon(torch.optim.Optimizer):
             first, count = group["params"][0], len(group["params"])  # here, parameters are indices
             state = saved["state"].get(first, {})
             # all_gather starts, () waits, [:count] drops repeats at the end
-            whole = {name: all_gather(share)()[:count] for name, share in state.items()}
-            saved["state"][first] = whole
+            saved["state"][first] = {name: all_gather(share)()[:count] for name, share in state.items()}
         return saved
 
     def load_state_dict(self, saved):
         for state in saved["state"].values():
             for name, whole in state.items():
-                state[name] = torch.stack(self.share(whole))
+                state[name] = torch.stack(rank_share(whole))
         super().load_state_dict(saved)
 
 
@@ -411,9 +408,9 @@ def flex_block_mask(docs, window_blocks):
     )
 
 
-def attention(q, k, v, mask, scale):
+def attention(q, k, v, mask, scale=0.12):
     """q, k, v (B, S, H, D) -> (B, S, H, D). The sequences are concatenated to T tokens: in the
-    mask, each begins a document."""
+    mask, each begins a document. With QK norm, the scale is free: 0.12 was tuned (#20)."""
     if not isinstance(mask, BlockMask):
         return portable_attention(q, k, v, mask, scale)
     queries, keys, values = (t.flatten(0, 1).transpose(0, 1)[None] for t in (q, k, v))  # (1, H, T, D)
@@ -440,8 +437,7 @@ class CausalSelfAttention(nn.Module):
         v = self.lambdas[0] * v
         if ve is not None:
             v = v + self.lambdas[1] * ve.view_as(v)
-        # with QK norm, the scale is free: 0.12 was tuned for the speedrun (#20)
-        y = attention(q, k, v, mask, scale=0.12)
+        y = attention(q, k, v, mask)
         if self.xsa_weights is not None:
             y = exclusive_self_attention(y, v, self.xsa_weights)
         return self.c_proj(y.flatten(2))
@@ -532,10 +528,10 @@ class GPT(nn.Module):
             short = flex_block_mask(docs, short_blocks)
         else:
             span = math.ceil(self.hp.max_window / BLOCK_SIZE)
-            long = portable_mask(docs, window_blocks, span)
-            short = portable_mask(docs, short_blocks, max(1, span // 2))
-        layers = range(self.hp.num_layers)
-        return [long if layer in self.hp.long_window_layers else short for layer in layers]
+            long = portable_mask(docs, (1 - window_blocks) * BLOCK_SIZE, span)
+            short = portable_mask(docs, (1 - short_blocks) * BLOCK_SIZE, max(1, span // 2))
+        long_layers = self.hp.long_window_layers
+        return [long if layer in long_layers else short for layer in range(self.hp.num_layers)]
 
     def forward(self, input_seq, target_seq, window_blocks):
         n = len(self.blocks)
@@ -597,8 +593,7 @@ def exclusive_self_attention(y, v, weights):
     dot = (y * v).sum(dim=-1, keepdim=True)  # (B, S, H, 1)
     square = (v * v).sum(dim=-1, keepdim=True).clamp_min(1e-8)  # avoids 0 / 0
     fraction = weights.tanh().type_as(y)[:, None]  # (H, 1)
-    coefficient = fraction * (dot / square)
-    return y - coefficient * v
+    return y - fraction * (dot / square) * v
 
 
 def smear(x, gate, scale):
@@ -606,8 +601,8 @@ def smear(x, gate, scale):
     (B, S, C). Only the token's own first 12 channels decide. Documents aren't separated. (#34, @classiclarryd)"""
     previous = F.pad(x, (0, 0, 1, 0))[:, :-1]  # x shifted by one token, with zeros in front
     opening = (x[..., : len(gate)] @ gate.type_as(x)).sigmoid()  # (B, S)
-    factor = scale * opening  # float32, because scale is and has a dimension
-    return x + factor.type_as(x).unsqueeze(-1) * previous
+    # scale has a dimension, so the product is float32
+    return x + (scale * opening).type_as(x).unsqueeze(-1) * previous
 
 
 # -----------------------------------------------------------------------------
@@ -627,17 +622,17 @@ def with_previous_blocks(t, span):
     return torch.cat(shifted, dim=2)
 
 
-def portable_mask(docs, window_blocks, span):
+def portable_mask(docs, first_key, span):
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
     visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
-    before it. span >= window_blocks is constant, so that a growing window doesn't recompile."""
+    before it. The window begins at first_key, a tensor that counts from the start of the query's
+    block. span is constant, so that a growing window doesn't recompile."""
     docs = docs.view(1, -1, 1, 1)  # (B, S, H, D) with B = H = D = 1
     key_docs = with_previous_blocks(docs, span).mT  # (N, 1, 1, span * 128); 0 before the first token
     # positions, counted from the start of the query's block
     query = torch.arange(BLOCK_SIZE, device=docs.device)[:, None]
     key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, device=docs.device)
-    in_window = (key <= query) & (key >= (1 - window_blocks) * BLOCK_SIZE)
-    return (split_blocks(docs) == key_docs) & in_window
+    return (split_blocks(docs) == key_docs) & (first_key <= key) & (key <= query)
 
 
 def portable_attention(q, k, v, mask, scale):
@@ -696,8 +691,11 @@ def check_shards(pattern, batch_size, steps, vocab_size):
     for tokens in itertools.islice(batches, steps):
         count += 1
         checksum = zlib.crc32(tokens.numpy(), checksum)
-    found = f"{pattern} has {count} batches of {batch_size} tokens, and the run needs {steps}"
-    require(count == steps, f"{found}; add shards, or lower --num_iterations or --val_tokens")
+    require(
+        count == steps,
+        f"{pattern} has {count} batches of {batch_size} tokens, and the run needs {steps}; "
+        "add shards, or lower --num_iterations or --val_tokens",
+    )
     return checksum
 
 
@@ -777,10 +775,13 @@ def check_hyperparameters(hp, world_size):
         total, length = getattr(hp, tokens), getattr(hp, seq_len)
         whole_blocks = length > 0 and length % BLOCK_SIZE == 0
         valid = whole_blocks and total > 0 and total % (world_size * length) == 0
-        need = f"must be a multiple of {world_size} (processes) times --{seq_len} {length}"
-        require(valid, f"--{tokens} {total}: {need}, and that one of {BLOCK_SIZE}")
+        require(
+            valid,
+            f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
+            f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
+        )
     positive = hp.num_iterations > 0 and hp.adam_eps > 0
-    require(positive, f"--num_iterations {hp.num_iterations}, --adam_eps {hp.adam_eps}: need > 0")
+    require(positive, "--num_iterations and --adam_eps must be more than 0")
 
 
 def parse_bool(text):  # bool("false") is True; argparse reports the ValueError of index
@@ -811,8 +812,10 @@ def parse_arguments(argv, settings=SETTINGS, tracks=TRACKS):
         shown = ", ".join(f"{track}: {default}" for track, default in zip(tracks, defaults))
         add(f"--{name}", default=argparse.SUPPRESS, type=type(defaults[0]), help=f"{text} ({shown})")
     args = parser.parse_args(argv)
-    valid = args.num_runs == 1 if args.resume else args.num_runs > 0
-    require(valid, f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume")
+    require(
+        args.num_runs == 1 if args.resume else args.num_runs > 0,
+        f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume",
+    )
     args.given = {name: value for name, value in vars(args).items() if name in settings}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
     require(track in tracks, f"--track {track}: must be one of {', '.join(tracks)}")
@@ -969,10 +972,9 @@ def train_step(model, optimizers, buckets, tokens, step, hp):
 
 
 @torch.no_grad()
-def evaluate(model, step, hp):
+def evaluate(model, window, hp):
     """Returns the mean loss on the validation tokens. Each rank computes every WORLD_SIZE-th sequence."""
     sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
-    window = get_window_blocks(step, hp)
     model.eval()
     mine = itertools.islice(sequences, RANK, hp.val_tokens // hp.val_seq_len, WORLD_SIZE)
     losses = [model(*to_batch(tokens, hp.val_seq_len), window) for tokens in mine]
@@ -999,8 +1001,10 @@ def warm_up(model, optimizers, buckets, hp):
 
 def init_processes():
     """Joins torchrun's process group: NCCL on GPUs, gloo on CPUs, none for a single process."""
-    consistent = RANK < WORLD_SIZE and (WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ)
-    require(consistent, "RANK or WORLD_SIZE is set, but not by torchrun; use torchrun, or unset both")
+    require(
+        RANK < WORLD_SIZE and (WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ),
+        "RANK or WORLD_SIZE is set, but not by torchrun; use torchrun, or unset both",
+    )
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
     else:  # without this, threads sum gradients of embeddings in varying order
@@ -1016,9 +1020,9 @@ def describe_machine():
         # without the table of processes, which has paths in it
         return re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))[0]
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
-    compiled = "yes"
-    if os.getenv("TORCH_COMPILE_DISABLE") == "1":  # run.sh sets it where compiled code is wrong
-        compiled = "no " + os.getenv("SPEEDRUN_COMPILE_REASON", "(TORCH_COMPILE_DISABLE is set)")
+    # run.sh sets both variables where compiled code is wrong
+    reason = os.getenv("SPEEDRUN_COMPILE_REASON", "(TORCH_COMPILE_DISABLE is set)")
+    compiled = f"no {reason}" if os.getenv("TORCH_COMPILE_DISABLE") == "1" else "yes"
     return (
         f"CPU: {CPU_MODEL}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process, "
         f"instruction sets: {' '.join(sorted(CPU_FLAGS))}\n"
@@ -1029,7 +1033,6 @@ def describe_machine():
 
 def log_header(source, hp):
     """Returns the start of a log: the source, versions, machine and settings."""
-    settings = dict(asdict(hp), world_size=WORLD_SIZE)
     line = "=" * 100
     return (
         f"{source}\n{line}\n"
@@ -1037,7 +1040,7 @@ def log_header(source, hp):
         f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}\n"
         f"{describe_machine()}\n"
         f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {DEVICE.type}\n{line}\n"
-        f"hyperparameters: {json.dumps(settings)}\n"
+        f"hyperparameters: {json.dumps(asdict(hp) | {'world_size': WORLD_SIZE})}\n"
     )
 
 
@@ -1083,9 +1086,11 @@ class Run:
         print(line, end=end if sys.stdout.isatty() else "\n", flush=True)
 
     def write_step(self, val_loss="", end="\n"):
-        progress = f"step:{self.step}/{self.hp.num_iterations}{val_loss}"
-        average = self.train_ms / max(self.step, 1)
-        self.write(f"{progress} train_time:{self.train_ms:.0f}ms step_avg:{average:.2f}ms", end)
+        self.write(
+            f"step:{self.step}/{self.hp.num_iterations}{val_loss} train_time:{self.train_ms:.0f}ms "
+            f"step_avg:{self.train_ms / max(self.step, 1):.2f}ms",
+            end,
+        )
 
     def write_validation(self, val_loss):
         if val_loss <= self.hp.target_val_loss and self.verdict == "not met":
@@ -1094,13 +1099,13 @@ class Run:
 
     def write_result(self, val_loss, tokens):
         if ON_GPU:
-            allocated = torch.cuda.max_memory_allocated() // 2**20
-            reserved = torch.cuda.max_memory_reserved() // 2**20
-            self.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-        seconds = self.train_ms / 1000
+            self.write(
+                f"peak memory allocated: {torch.cuda.max_memory_allocated() // 2**20} MiB "
+                f"reserved: {torch.cuda.max_memory_reserved() // 2**20} MiB"
+            )
         self.write(
             f"target {self.hp.target_val_loss}: {self.verdict}; val_loss {val_loss:.4f} "
-            f"after {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
+            f"after {self.train_ms / 1000:.2f} s, {1000 * tokens / self.train_ms:,.0f} tokens/s"
         )
 
 
@@ -1180,7 +1185,7 @@ def train(run, hp, model, optimizers, buckets, save):
         last_step = step == hp.num_iterations
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             run.train_ms = clock() - start_ms
-            val_loss = evaluate(model, step, hp)
+            val_loss = evaluate(model, get_window_blocks(step, hp), hp)
             require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate")
             if save:  # before the line in the log: a resumed run validates again, and writes it
                 save_checkpoint(run, model, optimizers)
@@ -1200,12 +1205,13 @@ def check_inputs(args, hp):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     for train_file, val_file in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
-        differ = not os.path.samefile(train_file, val_file)
-        require(differ, f"{train_file} is also a validation shard; change --train_files")
-    val_steps = hp.val_tokens // hp.val_seq_len
+        require(
+            not os.path.samefile(train_file, val_file),
+            f"{train_file} is also a validation shard; change --train_files",
+        )
     return [
         check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size),
-        check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size),
+        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size),
     ]
 
 
@@ -1249,7 +1255,7 @@ def main(argv, train_runs=train_runs):
         if "C++ compile" not in str(e):
             raise
         message = "no C++ compiler works; start ./run.sh, or set TORCH_COMPILE_DISABLE=1"
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {message}", file=sys.stderr)
     return 2
 
 

@@ -101,7 +101,7 @@ def matmul_peak():
 @dataclasses.dataclass
 class Training:
     """A model with its optimizers and one batch of tokens."""
-    hp: train_gpt.Hyperparameters
+    hp: object  # hyperparameters of train_gpt.py
     model: torch.nn.Module  # compiled
     optimizers: list
     buckets: train_gpt.GradientBuckets

@@ -181,7 +181,7 @@ def attention(cases=ATTENTION_CASES, heads=6, dim=128):
         if q.is_cuda:
             mask = train_gpt.flex_block_mask(docs, window)
         else:
-            mask = train_gpt.portable_mask(docs, window, int(window))
+            mask = train_gpt.portable_mask(docs, (1 - window) * 128, int(window))
         return train_gpt.attention(q, k, v, mask)
 
     compiled = torch.compile(attend, dynamic=False)

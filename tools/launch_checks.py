@@ -12,18 +12,17 @@ import dataclasses
 import glob
 import hashlib
 import importlib
-import math
 import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "recipes")]
+sys.path.append(str(ROOT))
 
 import train_gpt  # before torch: it sets variables that torch reads when it is imported
 import torch
 from machine import environment
-from train_gpt import DTYPE, TRACKS, require
+from train_gpt import DTYPE, TRACKS, InputError, require
 
 # -----------------------------------------------------------------------------
 # GPUs
@@ -52,14 +51,13 @@ def check_gpus(processes):
         )
 
 
-def most_processes(hp, gpus):
+def most_processes(script, hp, gpus):
     """The most processes that can share the sequences of a step and of a validation equally."""
-    if hasattr(hp, "num_sequences"):  # a recipe
-        sequences = hp.num_sequences
-    else:
-        sequences = hp.batch_tokens // hp.train_seq_len
-    shared = math.gcd(sequences, hp.val_tokens // hp.val_seq_len)
-    return max(n for n in range(1, max(1, gpus) + 1) if shared % n == 0)
+    for processes in range(gpus, 1, -1):
+        with contextlib.suppress(InputError):
+            script.check_hyperparameters(hp, processes)
+            return processes
+    return 1
 
 
 def fitted(hp, mib, fp8):
@@ -182,12 +180,12 @@ def compiler_stamp():
     return Path(folder) / f"compiled-code-is-right-{digest}"
 
 
-def check_compiler(args, hp):
+def check_compiler(script, args, hp):
     """Returns the environment variables of a run: none if compiled code is right."""
     stamp = compiler_stamp()
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or stamp.exists():
         return {}
-    train_gpt.check_inputs(args, hp)  # a user error comes first, because this takes a minute
+    script.check_inputs(args, hp)  # a user error comes first, because this takes a minute
     print("comparing compiled code with uncompiled code: a minute or two, once", file=sys.stderr)
     train_gpt.init_processes()  # as the run does, which then finds the compiled code in PyTorch's cache
     problem = compile_problem(TRACKS["mini"])
@@ -209,27 +207,24 @@ def check_compiler(args, hp):
 def check_machine(script, options):
     """Returns lines that say what the run needs. Raises InputError."""
     args, hp = script.parse_arguments(options)
-    ours = script is train_gpt
-    checkpoint = None
-    if ours and args.resume:
-        checkpoint = train_gpt.load_checkpoint(args, train_gpt.SOURCE)
+    checkpoint = train_gpt.load_checkpoint(args, script.SOURCE)
     if checkpoint:
         hp = dataclasses.replace(hp, **checkpoint["settings"])
     script.check_hyperparameters(hp, 1)
     gpus = find_gpus()
-    processes = most_processes(hp, gpus)
+    processes = most_processes(script, hp, gpus)
     log_dir = Path(args.resume).parent if checkpoint else args.log_dir
     lines = [f"log_dir={log_dir}", f"processes={processes}"]
-    if gpus and ours:
+    if gpus:
         check_gpus(processes)
-        if hp.track == "fineweb" and not checkpoint and "train_seq_len" not in args.given:
+        adapts = script is train_gpt and hp.track == "fineweb"
+        if adapts and not checkpoint and "train_seq_len" not in args.given:
             lines.append(f"--train_seq_len={fit_to_memory(hp, processes).train_seq_len}")
     if not gpus:
         variables = environment()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-        if ours:
-            variables |= check_compiler(args, hp)
+        variables |= check_compiler(script, args, hp)
         lines += [f"{name}={value}" for name, value in variables.items()]
     return lines
 
@@ -242,7 +237,7 @@ def main(argv):
     try:
         with contextlib.redirect_stdout(None):  # what train_gpt.py says about --resume
             lines = check_machine(script, options)
-    except (train_gpt.InputError, script.InputError) as e:
+    except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     print("\n".join(lines))

@@ -64,7 +64,7 @@ def qkv(num_seqs, length, heads, dim, seed):
 
 def make_mask(tokens, window, span=None):
     docs = document_ids(tokens, EOT)
-    return portable_mask(docs, blocks(window), span or window)
+    return portable_mask(docs, (1 - blocks(window)) * 128, span or window)
 
 
 def assert_close(got, want, rtol, atol):
