@@ -249,8 +249,8 @@ def all_gather(share):
 
 
 def rank_share(items):
-    """Returns this rank's share of a group's matrices, or of their state. Shares are equally long:
-    where there are too few items, the last one is computed again (5 items, 2 ranks: 0 1 2, 3 4 4)."""
+    """Returns this rank's share of a list, or of a tensor's first dimension. all_gather needs shares of
+    equal length, so the last item may come twice (5 items, 2 ranks: 0 1 2, 3 4 4)."""
     size = math.ceil(len(items) / WORLD_SIZE)
     mine = range(RANK * size, (RANK + 1) * size)
     return [items[min(i, len(items) - 1)] for i in mine]
@@ -528,6 +528,7 @@ class GPT(nn.Module):
             short = flex_block_mask(docs, short_blocks)
         else:
             span = math.ceil(self.hp.max_window / BLOCK_SIZE)
+            # the second argument is the window's first key, counted from the start of the query's block
             long = portable_mask(docs, (1 - window_blocks) * BLOCK_SIZE, span)
             short = portable_mask(docs, (1 - short_blocks) * BLOCK_SIZE, max(1, span // 2))
         long_layers = self.hp.long_window_layers
@@ -670,7 +671,7 @@ def shard_length(file):
 def read_tokens(file, start, count, vocab_size):
     """Reads tokens (count,) int32."""
     tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
-    last = tokens.max()
+    last = tokens.max(initial=0)  # a shard may be empty
     require(last < vocab_size, f"{file} has token {last}, outside the vocabulary of {vocab_size}")
     return torch.from_numpy(tokens.astype(np.int32))
 
@@ -703,8 +704,8 @@ def check_shards(pattern, batch_size, steps, vocab_size):
 # 8. Hyperparameters. `--name value` changes any of them.
 
 
-# A name, and its defaults in the tracks fineweb and mini: a small version for two CPU cores, which
-# trains on Shakespeare as bytes
+# name=(default of the track fineweb, default of the track mini, text for --help). mini is a small
+# version for two CPU cores, trained on Shakespeare as bytes.
 SETTINGS = dict(
     track=("fineweb", "mini", "set of defaults: fineweb or mini"),
     # data
@@ -760,9 +761,10 @@ SETTINGS = dict(
 
 
 def make_tracks(settings):
-    """Returns the hyperparameters of each track, by its name: the columns of the table."""
+    """Returns the hyperparameters of each track: the columns of the table, by their names in its
+    first row."""
     Hyperparameters = make_dataclass("Hyperparameters", settings)
-    *columns, texts = zip(*settings.values())
+    *columns, texts = zip(*settings.values(), strict=True)
     return {values[0]: Hyperparameters(*values) for values in columns}
 
 
@@ -809,8 +811,8 @@ def parse_arguments(argv, settings=SETTINGS, tracks=TRACKS):
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
     add("--resume", help="a checkpoint, or latest: that of the newest unfinished run")
     for name, (*defaults, text) in settings.items():
-        shown = ", ".join(f"{track}: {default}" for track, default in zip(tracks, defaults))
-        add(f"--{name}", default=argparse.SUPPRESS, type=type(defaults[0]), help=f"{text} ({shown})")
+        text = f"{text} {dict(zip(tracks, defaults))}"
+        add(f"--{name}", default=argparse.SUPPRESS, type=type(defaults[0]), help=text)
     args = parser.parse_args(argv)
     require(
         args.num_runs == 1 if args.resume else args.num_runs > 0,
@@ -1142,7 +1144,7 @@ def load_checkpoint(args, source):
             print(f"--resume: there is no unfinished run in {args.log_dir}, so a new one begins")
     path = args.resume
     if not path:
-        return None
+        return
     require(not is_finished(path), f"--resume: the run of {path} is finished")
     try:
         assert zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
@@ -1178,7 +1180,8 @@ def load_states(checkpoint, run, model, optimizers):
 def train(run, hp, model, optimizers, buckets, save):
     """Trains until the last step. With `save`, each validation saves a checkpoint."""
     batches = distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size, RANK, WORLD_SIZE)
-    batches = itertools.islice(batches, run.step, None)  # a checkpoint was trained on the first
+    for _ in range(run.step):
+        next(batches)  # the checkpoint was trained on these
     start_ms = clock() - run.train_ms  # when it would have started without a pause
     for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation
@@ -1201,14 +1204,18 @@ def train(run, hp, model, optimizers, buckets, save):
     run.write_result(val_loss, hp.batch_tokens * run.step)
 
 
-def check_inputs(args, hp):
-    """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
-    check_hyperparameters(hp, WORLD_SIZE)
+def check_overlap(hp):
     for train_file, val_file in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
         require(
             not os.path.samefile(train_file, val_file),
             f"{train_file} is also a validation shard; change --train_files",
         )
+
+
+def check_inputs(args, hp):
+    """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
+    check_hyperparameters(hp, WORLD_SIZE)
+    check_overlap(hp)
     return [
         check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size),
         check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size),
@@ -1238,10 +1245,10 @@ def train_runs(argv):
         dist.destroy_process_group()
 
 
-def main(argv, train_runs=train_runs):
-    """Returns the exit status: 0, or 2 after a user error."""
+def main(argv, work=train_runs):
+    """Runs work(argv). Returns the exit status: 0, or 2 after a user error. Recipes have their own work."""
     try:
-        train_runs(argv)
+        work(argv)
         return 0
     except InputError as e:
         if LOCAL_RANK > 0:
@@ -1250,7 +1257,7 @@ def main(argv, train_runs=train_runs):
     except OSError as e:
         message = f"rank {RANK}: {e}"
     except torch.OutOfMemoryError:
-        message = f"rank {RANK}: out of GPU memory; lower --sequences_per_pass, --train_seq_len or --val_seq_len"
+        message = f"rank {RANK}: out of GPU memory; lower --sequences_per_pass or a sequence length"
     except RuntimeError as e:
         if "C++ compile" not in str(e):
             raise

@@ -84,7 +84,7 @@ from train_gpt import (
     uses_fp8,
 )
 
-# Each source under its name: a log begins with this
+# A log begins with both sources, each under its name
 LINE = "-" * 40
 SOURCES = {"recipes/january2026.py": Path(__file__).read_bytes().decode(), "train_gpt.py": train_gpt.SOURCE}
 SOURCE = "".join(f"\n\n{LINE}\n# {name}\n{LINE}\n\n{text}" for name, text in SOURCES.items())
@@ -282,6 +282,7 @@ class Muon(torch.optim.Optimizer):
         saved = super().state_dict()
         for index, state in saved["state"].items():
             count = parameters_of(self)[index].shape[:-2].numel()
+            # all_gather starts, () waits, [:count] drops repeats at the end
             saved["state"][index] = {name: all_gather(share)()[:count] for name, share in state.items()}
         return saved
 
@@ -512,12 +513,13 @@ class GPT(nn.Module):
         self.embed.copy_(self.lm_head)
 
     def masks(self, docs, window_blocks):
-        """Returns a mask for each layer. The final validation's longer window is for long layers
+        """Returns a mask for each layer. The last validation's longer window is for long layers
         only."""
         hp = self.hp
         last = hp.windows[-1]
-        longest = hp.window_block * (last if self.training else hp.val_window)
         short_window = hp.window_block * (window_blocks.clamp_max(last) // 2)
+        # constants, for the size of the CPU's masks
+        longest = hp.window_block * (last if self.training else hp.val_window)
         max_short = hp.window_block * (last // 2)
         masks = [make_mask(docs, short_window, max_short)] * hp.num_layers
         long = make_mask(docs, hp.window_block * window_blocks, longest)
@@ -536,8 +538,8 @@ class GPT(nn.Module):
 
     def bigram_rows(self, tokens):
         """tokens (B, S) int64 -> the row of each token and the one before in the table of bigrams.
-        A sequence's first token has the last row. In the record, its number has also taken the
-        place of the token in the next bigram, where it overflows int32."""
+        A sequence's first token has the last row. As in the record, this number is also what the
+        second token takes for the token before, and it overflows int32."""
         last_row = len(self.bigram_embed) - 1
         first = torch.full_like(tokens[:, :1], last_row)
         earlier = 27191 * torch.cat([first, tokens[:, 1:-1]], dim=1)
@@ -579,6 +581,7 @@ class GPT(nn.Module):
         if self.bigram_embed is not None:
             bigrams = F.embedding(self.bigram_rows(input_seq.long()), self.bigram_embed)
         value_embeds = [F.embedding(input_seq, table) for table in self.value_embeds]
+        # layers 0 1 8 9 10 have tables 1 2 0 1 2
         ve_of_layer = dict(zip(reversed(hp.value_layers), itertools.cycle(reversed(value_embeds))))
         attn_w = dict(zip(self.attn_layers, self.attn_bank.unbind()))
         mlp_in_w = self.mlp_in_bank.unbind()
@@ -739,7 +742,7 @@ SETTINGS = dict(
     skip_to=(6, 3, "layer before which it is added"),
     backout_layer=(7, 2, "layer whose output is subtracted at the end"),
     bigram_factor=(5, 5, "rows of the bigram table per token id; 0 for no table"),
-    window_block=(128, 16, "tokens in which windows are counted"),
+    window_block=(128, 16, "tokens in which windows are counted (masks always have blocks of 128)"),
     windows=((3, 7, 11, 13), (3, 7, 11, 13), "long windows, in thirds and in the extension"),
     val_window=(20, 13, "long window of the last validation"),
     yarn_beta=(32, 4, "YaRN keeps frequencies that turn more often than this within a window"),
@@ -783,25 +786,32 @@ def check_hyperparameters(hp, world_size):
         require(valid, f"--seq_lens, --val_seq_len: {length} is not a multiple of {BLOCK_SIZE}")
     three = len(hp.seq_lens) == 3 and len(hp.windows) == 4
     require(three, "--seq_lens needs three numbers, and --windows four")
-    sequences = math.gcd(hp.num_sequences, hp.val_tokens // hp.val_seq_len)
-    whole = hp.val_tokens % hp.val_seq_len == 0
-    require(whole, f"--val_tokens {hp.val_tokens}: must be a multiple of --val_seq_len {hp.val_seq_len}")
-    shared = sequences > 0 and sequences % world_size == 0
-    require(shared, f"{world_size} processes can't share --num_sequences {hp.num_sequences} equally")
+    for name, step in [("num_sequences", world_size), ("val_tokens", world_size * hp.val_seq_len)]:
+        value = getattr(hp, name)
+        require(value > 0 and value % step == 0, f"--{name} {value}: must be a multiple of {step}")
     heads = hp.num_heads > 0 and hp.num_heads % 2 == 0 and hp.model_dim % (4 * hp.num_heads) == 0
     require(heads, f"--num_heads {hp.num_heads}: must be even, and 4 times it must divide --model_dim")
+    named = [hp.skip_from, hp.skip_to, hp.backout_layer, *hp.attn_free_layers, *hp.long_window_layers]
+    named += [*hp.paired_layers, *hp.value_layers]
+    last = max(named)
+    require(last < hp.num_layers, f"--num_layers {hp.num_layers}: another option names layer {last}")
+    require(hp.skip_from < hp.skip_to, "--skip_from must be below --skip_to")
+    tables = 0 < hp.num_value_embeds <= len(hp.value_layers)
+    require(tables, f"--num_value_embeds {hp.num_value_embeds}: must be 1 to {len(hp.value_layers)}")
     both = set(hp.paired_layers) & set(hp.long_window_layers)
     require(not both, f"--paired_layers and --long_window_layers can't share layers {both}")
     even = hp.val_loss_every % 2 == 0
     require(even, f"--val_loss_every {hp.val_loss_every}: must be even, because Adam needs two steps")
-    positive = hp.num_iterations > 0 and scheduled_iterations(hp) > 0 and hp.cooldown_frac > 0
-    require(positive, "--num_iterations, --cooldown_frac: must be more than 0, --extension_frac less than 1")
+    positive = hp.cooldown_frac > 0 and hp.max_document > 0 and hp.num_iterations > 0
+    require(positive, "--cooldown_frac, --max_document and --num_iterations must be more than 0")
+    require(scheduled_iterations(hp) > 0, f"--extension_frac {hp.extension_frac}: must be less than 1")
     require(hp.yarn_beta > 1, f"--yarn_beta {hp.yarn_beta}: must be more than 1")
 
 
 def check_inputs(args, hp):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
+    train_gpt.check_overlap(hp)
     val_steps = hp.val_tokens // hp.val_seq_len
     return [
         check_training_shards(hp),
@@ -837,8 +847,8 @@ def build_optimizers(model, hp):
         group([model.skip_gate], 0.05 * hp.head_lr, (0.9, 0.99)),
         group([model.attn_gates, model.value_gates], hp.head_lr, (0.9, 0.99), 1),
     ])
-    # The MLP has steps of sqrt(rows / cols), and its output steps twice as large. At the end of a
-    # step, the learning rates also multiply weight decay, but without these factors.
+    # The MLP has steps of sqrt(rows / cols), and its output steps twice as large. A step of a weight is
+    # lr * scale * (update + lr * weight_decay * weight).
     banks = [
         dict(params=[model.attn_bank], scale=1.0),
         dict(params=[model.mlp_in_bank], scale=2.0),
@@ -978,7 +988,7 @@ def train_step(model, optimizers, sequences, step, hp):
     tied = adam_step and is_tied(step, hp)
     if tied:
         head.grad += embed.grad
-        embed.grad = None
+        embed.grad = None  # the processes sum it once, in the head's
     muon_handles = start_all_reduce(muon)
     adam_handles = start_all_reduce(adam) if adam_step else []
     finish(muon_handles, muon)
@@ -1010,6 +1020,7 @@ def warm_up(model, optimizers, hp):
 def train(run, hp, model, optimizers, save):
     """Trains until the last step. With `save`, each validation saves a checkpoint."""
     batches = training_batches(hp, run.step)
+    batches = itertools.chain([next(batches)], batches)  # reads the first shard before the clock starts
     start_ms = clock() - run.train_ms  # when it would have started without a pause
     for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation

@@ -1,10 +1,10 @@
 """
 Reads logs of training runs: ours, and any other in the format of the NanoGPT speedrun.
 
-A log contains the source of the script that wrote it, a line of `=`, a description of the machine,
-and lines about the run (`step:S/N val_loss:L train_time:Tms step_avg:Ams`, and others that are
-ignored here). Other people's logs vary: a line of `=` above the source, a second source below the
-first, times in seconds, `step_avg:nan`, no line with the peak memory.
+A log contains the sources that made the run, a line of `=`, a description of the machine, and lines
+about the run (`step:S/N val_loss:L train_time:Tms step_avg:Ams`, and others that are ignored here).
+Other people's logs vary: a line of `=` above the source or between two, times in seconds,
+`step_avg:nan`, no line with the peak memory.
 
 Only this module knows the format. It also defines the errors that a command of tools/ shows as one
 line: LogError, FileError and UsageError.
@@ -59,8 +59,8 @@ COMPILER = re.compile(r"\nCompiler: [^\n]*; flags: ([^\n]*); model compiled: (?:
 UNCOMPILED = "model compiled: no"  # in the line about the compiler, or in a line that a resume adds
 # The first line below the sources
 HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
-# The name of a file that the script has appended to its own source
-NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# [\w./-]+\n-{20,}\n\n")
+# The heading of a source with its name. A log of a single script has none.
+NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# ([\w./-]+)\n-{20,}\n\n")
 
 # How scripts name the number of tokens in a step. Where there are two names, it is their product.
 # Some scripts only name the sequence length of one of their 8 processes, so the factor is 8.
@@ -109,7 +109,8 @@ class Log:
     """What a log says. A value that it doesn't say is None, or empty."""
 
     path: Path
-    sources: list[bytes]  # the script, byte for byte, then other files that the log shows
+    # (name, text byte for byte) of each source, first the script. A name is only what the log says.
+    sources: list[tuple[str, bytes]]
     run: str  # everything below the sources
     hyperparameters: dict = field(default_factory=dict)  # includes track and seed; {} if not ours
     # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC with AVX2, 2 cores"; "" if unknown
@@ -128,7 +129,7 @@ class Log:
     @property
     def source(self) -> bytes | None:
         """The script."""
-        return self.sources[0] if self.sources else None
+        return self.sources[0][1] if self.sources else None
 
     @property
     def name(self) -> str:
@@ -247,8 +248,18 @@ def separator(data: bytes, start: int) -> tuple[int, int] | None:
     return None
 
 
-def split_sources(data: bytes) -> tuple[list[bytes], bytes]:
-    """Splits a log into its sources, byte for byte, and the rest.
+def named_sources(text: bytes, name: str) -> list[tuple[str, bytes]]:
+    """Splits text at its headings into (name, text). `name` is that of the text above the first."""
+    parts = [name.encode(), *NEXT_SOURCE.split(text)]  # name, text, name, text, ...
+    names = [part.decode() for part in parts[::2]]
+    sources = list(zip(names, parts[1::2]))
+    if NEXT_SOURCE.match(text):
+        del sources[0]  # it is empty
+    return sources
+
+
+def split_sources(data: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
+    """Splits a log into its sources, as in Log.sources, and the rest.
 
     Without a line of `=` there is no source.
     """
@@ -273,7 +284,9 @@ def split_sources(data: bytes) -> tuple[list[bytes], bytes]:
         ends.append(following)
     sources = []
     for begin, after in ends:
-        sources += NEXT_SOURCE.split(data[start : begin - newline])
+        # Without a heading, all that is known of a name is the order
+        name = f"source_{len(sources) + 1}.py" if sources else "train_gpt.py"
+        sources += named_sources(data[start : begin - newline], name)
         start = after
     return sources, data[start:]
 

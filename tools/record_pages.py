@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 from log_parsing import Log, LogError, read_logs, write_file
 from machine import readable
 from plot import COLORS, plot_curves, save_figure
+from replay import command_to_run
 from verify import (
     COLUMNS,
     P_VALUE,
@@ -130,7 +131,7 @@ def markdown_table(
 
 
 def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
-    """Commands that verify a record, extract its source, and run it."""
+    """Commands that verify a record, extract its sources, and run them."""
     folder = f"records/{record.track}/{record.folder.name}"
     verify = f"python tools/verify.py {folder}"
     if prior:
@@ -138,15 +139,8 @@ def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
     if prior and record.same_ml:
         verify += " --same-ml"
     log = record.logs[0]
-    replay = f"python tools/replay.py {folder}/{readable(log.path.name)} -o old.py"
-    run = "python old.py"
-    gpus = re.match(r"(\d+)x ", log.hardware)
-    if gpus and gpus[1] != "1":
-        run = f"torchrun --standalone --nproc_per_node={gpus[1]} old.py"
-    for name in ("track", "seed"):
-        if name in log.hyperparameters:
-            run += f" --{name} {log.hyperparameters[name]}"
-    return [verify, replay, run]
+    replay = f"python tools/replay.py {folder}/{readable(log.path.name)} -o old"
+    return [verify, replay, command_to_run(log, "old")]
 
 
 def result_lines(verdict: Verdict) -> list[str]:

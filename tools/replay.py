@@ -1,61 +1,107 @@
 """
-Extracts the source of a run from its log.
+Gets the sources of a run out of its log, byte for byte. It runs none of them.
 
-    python tools/replay.py LOG [-o FILE]          the script of the run, byte for byte
-    python tools/replay.py LOG --diff OTHER_LOG   how the source of OTHER_LOG differs from that of LOG
+    python tools/replay.py LOG                    prints the script
+    python tools/replay.py LOG -o FOLDER          writes all sources into a new folder
+    python tools/replay.py LOG --diff OTHER_LOG   how the sources of OTHER_LOG differ from those of LOG
 
 Exit status: 0 written, 2 bad input.
 """
 
 import argparse
 import difflib
+import re
+import shlex
 import sys
 from pathlib import Path
 
-from log_parsing import LogError, parse_log, run_command, write_file
+from log_parsing import FileError, Log, LogError, parse_log, run_command
 
 
-def sources_of(path: str | Path) -> list[bytes]:
-    """The script, then the files that the log shows after it. Raises LogError if there is none."""
+def read_log(path: str | Path) -> Log:
+    """Raises LogError if the log contains no source."""
     log = parse_log(path)
     if not log.source:
         raise LogError(
             f"{path}: no source found in this log; it should come first, above a line of = signs"
         )
-    return log.sources
+    return log
 
 
-def diff(old: bytes, new: bytes, old_name: str, new_name: str) -> str:
-    """A unified diff, without the line endings of the sources. "" if the lines are equal."""
-    old_lines = old.decode("utf-8", "replace").splitlines()
-    new_lines = new.decode("utf-8", "replace").splitlines()
-    lines = difflib.unified_diff(old_lines, new_lines, old_name, new_name, lineterm="")
-    return "".join(f"{line}\n" for line in lines)
+def diff_sources(old: Log, new: Log) -> list[str]:
+    """A unified diff for each source that isn't the same, without the line endings of the sources.
+
+    Sources are compared with those of the same name.
+    """
+    old_sources = dict(old.sources)
+    new_sources = dict(new.sources)
+    diffs = []
+    for name in {**old_sources, **new_sources}:
+        old_lines = old_sources.get(name, b"").decode("utf-8", "replace").splitlines()
+        new_lines = new_sources.get(name, b"").decode("utf-8", "replace").splitlines()
+        titles = (f"{old.path.name}: {name}", f"{new.path.name}: {name}")
+        lines = list(difflib.unified_diff(old_lines, new_lines, *titles, lineterm=""))
+        if lines:
+            diffs.append("".join(f"{line}\n" for line in lines))
+    return diffs
 
 
-def compare_logs(path: Path, other_path: Path) -> bytes:
-    """A diff of all sources of two logs. If it is empty, a line on stderr says why."""
-    old = b"\n".join(sources_of(path))
-    new = b"\n".join(sources_of(other_path))
-    text = diff(old, new, path.name, other_path.name)
-    if old == new:
+def print_diff(old: Log, new: Log) -> None:
+    """If there is nothing to show, a line on stderr says why."""
+    text = "".join(diff_sources(old, new))
+    if old.sources == new.sources:
         print("the sources are the same", file=sys.stderr)
     elif not text:
         print("the sources differ in line endings only", file=sys.stderr)
-    return text.encode()
+    sys.stdout.buffer.write(text.encode())
 
 
-def script_of(path: Path) -> bytes:
-    """The script. If the log contains more files, a line on stderr says so."""
-    script, *more = sources_of(path)
-    if more:
-        files = "other source file" if len(more) == 1 else "other source files"
-        lines = " and ".join(str(len(source.splitlines())) for source in more)
-        print(
-            f"{path}: wrote only the script; the log also contains {len(more)} {files} ({lines} lines)",
-            file=sys.stderr,
-        )
-    return script
+def print_script(log: Log) -> None:
+    """If the log contains more sources, a line on stderr names them."""
+    script, *others = [name for name, _ in log.sources]
+    if others:
+        names = ", ".join(others)
+        print(f"this is only {script}; -o FOLDER also writes {names}", file=sys.stderr)
+    sys.stdout.buffer.write(log.source)
+
+
+def write_sources(log: Log, folder: Path) -> None:
+    """Writes each source under its name, into a new or empty folder.
+
+    The names come out of the log, perhaps a stranger's. So this raises LogError if one leads out of
+    the folder, and never writes over a file. Raises FileError if it can't write.
+    """
+    for name, _ in log.sources:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise LogError(f"{log.path}: contains a source named {name}, outside of the folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise FileError(f"{folder} isn't empty; choose a new folder")
+        for name, text in log.sources:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "xb") as f:
+                f.write(text)
+    except OSError as e:
+        reason = (e.strerror or str(e)).lower()
+        raise FileError(f"cannot write {e.filename or folder}: {reason}") from None
+
+
+def command_to_run(log: Log, folder: str | Path) -> str:
+    """The command that runs the sources in `folder`, with the track and the seed of the log."""
+    script = f"{folder}/{log.sources[0][0]}"
+    words = ["python", script]
+    gpus = re.match(r"(\d+)x ", log.hardware)
+    if gpus and gpus[1] != "1":
+        words = ["torchrun", "--standalone", f"--nproc_per_node={gpus[1]}", script]
+    for name in ("track", "seed"):
+        if name in log.hyperparameters:
+            words += [f"--{name}", str(log.hyperparameters[name])]
+    command = shlex.join(words)
+    if len(log.sources) > 1:  # a script in a subfolder imports from the folder
+        command = f"PYTHONPATH={shlex.quote(str(folder))} {command}"
+    return command
 
 
 def main(argv: list[str]) -> int:
@@ -65,25 +111,29 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("log", type=Path, metavar="LOG")
-    parser.add_argument(
+    options = parser.add_mutually_exclusive_group()
+    options.add_argument(
         "-o",
         "--output",
         type=Path,
-        metavar="FILE",
-        help="write to this file instead of the terminal",
+        metavar="FOLDER",
+        help="write all sources into this folder, which is new or empty",
     )
-    parser.add_argument(
+    options.add_argument(
         "--diff",
         type=Path,
         metavar="OTHER_LOG",
-        help="show how the source of OTHER_LOG differs from that of LOG",
+        help="show how the sources of OTHER_LOG differ from those of LOG",
     )
     args = parser.parse_args(argv)
-    data = compare_logs(args.log, args.diff) if args.diff else script_of(args.log)
+    log = read_log(args.log)
     if args.output:
-        write_file(args.output, data)
+        write_sources(log, args.output)
+        print(f"To run it, in the folder that contains data/: {command_to_run(log, args.output)}")
+    elif args.diff:
+        print_diff(log, read_log(args.diff))
     else:
-        sys.stdout.buffer.write(data)
+        print_script(log)
     return 0
 
 

@@ -39,7 +39,7 @@ from log_parsing import (
     write_file,
 )
 from machine import readable
-from replay import diff
+from replay import diff_sources
 from verify import judge, per_run, print_reasons, print_summary, print_table, print_wrapped
 
 ABSOLUTE_PATH = re.compile(
@@ -147,9 +147,9 @@ def describe_change(logs: list[Log], prior: Record | None, track: str) -> str:
         return f"The first record of the `{track}` track on this hardware."
     old = prior.logs[0]
     new = logs[0]
-    old_source = b"\n".join(old.sources)
-    new_source = b"\n".join(new.sources)
-    changes = diff(old_source, new_source, "", "").splitlines()[2:]
+    changes = []
+    for diff in diff_sources(old, new):
+        changes += diff.splitlines()[2:]
     added = len([line for line in changes if line.startswith("+")])
     removed = len([line for line in changes if line.startswith("-")])
     link = f"[{prior.name}](../{prior.folder.name}/)"

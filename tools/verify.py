@@ -28,6 +28,7 @@ Exit status: 0 valid, 1 not valid, or not faster than the --against record (the 
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -315,7 +316,7 @@ def other_than_fixed(log: Log) -> str:
 
 
 def check_sources(logs: list[Log]) -> list[str]:
-    """All runs must have the same source, and it must not change the compiler's settings."""
+    """All runs must have the same sources, and none may change the compiler's settings."""
     reasons = []
     first_log = {}
     for log in logs:
@@ -326,14 +327,9 @@ def check_sources(logs: list[Log]) -> list[str]:
             f"the logs have {len(first_log)} different sources, but a record needs one; to see the "
             f"difference: python tools/replay.py {first.path} --diff {other.path}"
         )
-    numbered = {}  # each different source once, in order
-    for sources in first_log:
-        for number, source in enumerate(sources, 1):
-            numbered[number, source] = None
-    for number, source in numbered:
-        where = f" of the log's source {number}" if number > 1 else ""
+    for name, source in dict.fromkeys(itertools.chain(*first_log)):  # each once, in order
         for what in compiler_settings(source):
-            reasons.append(f"not allowed: {what}{where}")
+            reasons.append(f"not allowed: {what} of {name}")
     return reasons
 
 

@@ -42,7 +42,7 @@ def test_parse(log):
 
 
 def test_replay(log):
-    assert replay.script_of(log) == SCRIPT.read_bytes()
+    assert replay.read_log(log).source == SCRIPT.read_bytes()
 
 
 def test_plot(log, tmp_path):

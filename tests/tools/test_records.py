@@ -189,7 +189,7 @@ def test_scripts_run_from_anywhere(tmp_path):
     log = next((tmp_path / "runs").glob("*.txt"))
     for command, status in [
         (["verify.py", "runs"], 0),
-        (["replay.py", log, "-o", "x.py"], 0),
+        (["replay.py", log, "-o", "old"], 0),
         (["submit.py"], 2),
         (["plot.py", "runs", "-o", "x.png"], 0),
         (["verify.py", "x.png"], 2),
@@ -198,7 +198,7 @@ def test_scripts_run_from_anywhere(tmp_path):
         done = subprocess.run(full, cwd=tmp_path, capture_output=True)
         assert done.returncode == status, done.stderr.decode()
         assert b"Traceback" not in done.stderr, done.stderr.decode()
-    assert (tmp_path / "x.py").read_bytes() == SOURCE.encode()
+    assert (tmp_path / "old/train_gpt.py").read_bytes() == SOURCE.encode()
     png_size(tmp_path / "x.png")
 
 
@@ -360,13 +360,20 @@ def test_tokens_of_a_step(tmp_path, source, tokens):
 
 DASHES = "-" * 40
 KERNELS = ["\nimport triton\n\nbatch_size = 99 * 65536\n", "def g(): pass"]
-# How a log can join a script with one or two more files
+
+
+def heading(name: str) -> str:
+    return f"\n\n{DASHES}\n# {name}\n{DASHES}\n\n"
+
+
+# How a log can join a script with one or two more files, and the names that these get
 APPENDED = {
-    "named, between dashes": [
-        f"\n\n{DASHES}\n# {name}.py\n{DASHES}\n\n" for name in ("kernels", "more/kernels_2")
-    ],
-    "below another line of =": [f"\n{LINE}\n"] * 2,
-    "both": [f"\n\n{DASHES}\n# x.py\n{DASHES}\n\n", f"\n{LINE}\n"],
+    "named, between dashes": (
+        [heading("kernels.py"), heading("more/kernels_2.py")],
+        ["kernels.py", "more/kernels_2.py"],
+    ),
+    "below another line of =": ([f"\n{LINE}\n"] * 2, ["source_2.py", "source_3.py"]),
+    "both": ([heading("x.py"), f"\n{LINE}\n"], ["x.py", "source_3.py"]),
 }
 
 
@@ -374,13 +381,15 @@ APPENDED = {
 @pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("ending", ["\n", ""])
 def test_several_sources_in_one_log(tmp_path, way, files, ending):
+    joins, names = APPENDED[way]
     script = f"{SOURCE}batch_size = 65536{ending}"
-    text = script + "".join(join + text for join, text in zip(APPENDED[way], KERNELS[:files]))
+    text = script + "".join(join + text for join, text in zip(joins, KERNELS[:files]))
     path = our_log(tmp_path / "a.txt", source=text)
     log = log_parsing.parse_log(path)
     alone = log_parsing.parse_log(our_log(tmp_path / "b.txt", source=script))
-    assert log.sources == [s.encode() for s in (script, *KERNELS[:files])]
-    assert alone.sources == [script.encode()]
+    texts = [s.encode() for s in (script, *KERNELS[:files])]
+    assert log.sources == list(zip(["train_gpt.py", *names], texts))
+    assert alone.sources == [("train_gpt.py", script.encode())]
     for part in ("run", "validations", "hardware", "torch"):
         assert getattr(log, part) == getattr(alone, part)
     assert log.constants("batch_size") == [65_536]
@@ -388,9 +397,8 @@ def test_several_sources_in_one_log(tmp_path, way, files, ending):
     done = run("replay.py", path)
     assert done.returncode == 0
     assert done.stdout == script.encode()
-    more = {1: "1 other source file (4 lines)", 2: "2 other source files (4 and 1 lines)"}
-    assert more[files] in done.stderr.decode()
-    assert len(done.stderr.splitlines()) == 1
+    said = f"this is only train_gpt.py; -o FOLDER also writes {', '.join(names[:files])}\n"
+    assert done.stderr.decode() == said
     assert run("replay.py", tmp_path / "b.txt").stderr == b""
 
     changed = our_log(
@@ -402,7 +410,7 @@ def test_several_sources_in_one_log(tmp_path, way, files, ending):
     assert difference == ["-import triton", "+import triton as tr"]
     assert has_reason("the logs have 2 different sources, but a record needs one", path, changed, same_ml=True)
     our_log(changed, source=text.replace("import triton", "torch._inductor.config.x = 1"))
-    reason = "not allowed: torch._inductor.config in source line 2 of the log's source 2"
+    reason = f"not allowed: torch._inductor.config in source line 2 of {names[0]}"
     assert reason in judged(changed).reasons
 
 
@@ -624,8 +632,70 @@ def test_what_cannot_be_written_is_one_line(tmp_path, name):
 def test_replay_is_byte_for_byte(tmp_path, source):
     path = our_log(tmp_path / "a.txt", source=source)
     assert run("replay.py", path).stdout == source.encode()
-    assert run("replay.py", "a.txt", "-o", "out.py", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "out.py").read_bytes() == source.encode()
+    assert run("replay.py", "a.txt", "-o", "old", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "old/train_gpt.py").read_bytes() == source.encode()
+
+
+def test_a_recipe_has_two_sources(tmp_path):
+    """The log of a recipe begins with the heading of the recipe, then of train_gpt.py."""
+    sources = {
+        "recipes/mine.py": "from train_gpt import HELLO\nval_tokens = 327_680\nprint(HELLO)\n",
+        "train_gpt.py": "HELLO = 'hello'\n",
+    }
+
+    def recipe(sources):
+        return "".join(heading(name) + text for name, text in sources.items())
+
+    runs = make_runs(tmp_path / "runs", source=recipe(sources))
+    path = min(runs.glob("*.txt"), key=lambda path: log_parsing.parse_log(path).hyperparameters["seed"])
+    log = log_parsing.parse_log(path)
+    assert log.sources == [(name, text.encode()) for name, text in sources.items()]
+    assert judged(runs).reasons == []
+
+    # All files come back, and the printed command runs them
+    done = run("replay.py", path, "-o", "my old", cwd=tmp_path)
+    assert everything(tmp_path / "my old") == dict(log.sources)
+    _, command = done.stdout.decode().split(": ")
+    assert command == "PYTHONPATH='my old' python 'my old/recipes/mine.py' --track tiny --seed 0\n"
+    variables = dict(os.environ, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    ran = subprocess.run(command, shell=True, cwd=tmp_path, env=variables, capture_output=True)
+    assert ran.stdout == b"hello\n", ran.stderr.decode()
+    again = run("replay.py", path, "-o", "my old", cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr == b"error: my old isn't empty; choose a new folder\n"
+
+    # Another second source is seen, also if only its name differs
+    changed = recipe(sources | {"train_gpt.py": "HELLO = 'bye'\n"})
+    renamed = recipe(sources).replace("# train_gpt.py", "# core.py")
+    for source, added in [(changed, ["+HELLO = 'bye'"]), (renamed, ["+HELLO = 'hello'"])]:
+        other = our_log(tmp_path / "other.txt", seed=9, source=source)
+        assert has_reason("the logs have 2 different sources", runs, other)
+        lines = run("replay.py", path, "--diff", other).stdout.decode().splitlines()
+        assert lines[0] == f"--- {path.name}: train_gpt.py"
+        assert [line for line in lines if re.match(r"\+[^+]", line)] == added
+
+
+def test_replay_writes_nothing_outside_of_its_folder(tmp_path):
+    """Nor does it write over a file: names come from a log, perhaps a stranger's."""
+    (tmp_path / "in").mkdir()
+    kept = tmp_path / "x.py"
+    kept.write_bytes(b"mine")
+    for name in ("../x.py", "a/../../x.py", "../new.py", str(kept), str(tmp_path / "new.py")):
+        path = our_log(tmp_path / "in/a.txt", source=f"x = 1\n{heading(name)}y = 2\n")
+        before = everything(tmp_path)
+        done = run("replay.py", path, "-o", tmp_path / "old")
+        assert done.returncode == 2
+        assert done.stderr.decode() == (
+            f"error: {path}: contains a source named {name}, outside of the folder\n"
+        )
+        assert everything(tmp_path) == before
+    for number, name in enumerate(("train_gpt.py", "./train_gpt.py", "train_gpt.py/x.py", ".")):
+        path = our_log(tmp_path / "in/a.txt", source=f"x = 1\n{heading(name)}y = 2\n")
+        folder = tmp_path / f"old_{number}"
+        done = run("replay.py", path, "-o", folder)
+        assert done.returncode == 2
+        assert b"cannot write" in done.stderr
+        assert everything(folder) == {"train_gpt.py": b"x = 1\n"}
 
 
 def test_replay_diff(tmp_path):
@@ -633,14 +703,14 @@ def test_replay_diff(tmp_path):
     a = our_log(tmp_path / "a.txt")
     b = our_log(tmp_path / "b.txt", source=changed)
     lines = run("replay.py", a, "--diff", b).stdout.decode().splitlines()
-    assert lines[:2] == ["--- a.txt", "+++ b.txt"]
+    assert lines[:2] == ["--- a.txt: train_gpt.py", "+++ b.txt: train_gpt.py"]
     assert "-import torch" in lines
     assert "+import torch as t" in lines
     same = run("replay.py", a, "--diff", a)
     assert same.returncode == 0
     assert same.stdout == b""
     assert b"same" in same.stderr
-    unwritable = run("replay.py", a, "-o", tmp_path / "no" / "x.py")
+    unwritable = run("replay.py", a, "-o", a / "old")
     assert unwritable.returncode == 2
     assert b"cannot write" in unwritable.stderr
 
@@ -1395,7 +1465,7 @@ def test_records_keep_the_rules_of_the_compiler():
     assert len(logs) > 10
     for log in logs:
         assert not verify.not_compiled(log)
-        for source in log.sources:
+        for _, source in log.sources:
             assert not log_parsing.compiler_settings(source), log.path
 
 
@@ -1806,7 +1876,7 @@ def test_other_hardware_starts_its_own_line(tmp_path, root):
     assert "**200.55**" in page
     assert "8x NVIDIA H100 80GB HBM3" in page
     text = (root / "tiny/2026-01-05_OnGpus/README.md").read_text()
-    assert "torchrun --standalone --nproc_per_node=8 old.py --track tiny" in text
+    assert "torchrun --standalone --nproc_per_node=8 old/train_gpt.py --track tiny" in text
 
 
 def test_a_damaged_record_is_one_line(tmp_path, root):
