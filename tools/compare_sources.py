@@ -189,11 +189,11 @@ def hash_code(folder: Path, script: str) -> list[str]:
             if isinstance(node, ast.Import):
                 modules += [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
-                modules += [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
+                package = Path(name).parts[: -node.level] if node.level else ()  # of a relative import
+                modules += [".".join([*package, node.module or "", alias.name]) for alias in node.names]
         for module in modules:
             for path in itertools.accumulate(module.split("."), os.path.join):
-                beside = str(Path(name).parent / f"{path}.py")  # for relative imports
-                for file in (f"{path}.py", f"{path}/__init__.py", beside):
+                for file in (f"{path}.py", f"{path}/__init__.py"):
                     if file not in names and (folder / file).is_file():
                         names.append(file)
     return hashes + names[1:]

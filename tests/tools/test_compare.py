@@ -571,6 +571,7 @@ def test_the_code_that_a_run_depends_on(tmp_path):
         "package/__init__.py": "",
         "package/inner/module.py": "",
         "package/other.py": "",
+        "recipes/b.py": "",
         "e.py": "import b\n",
         "json.txt": "",
     }
