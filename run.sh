@@ -107,13 +107,14 @@ if [ "$command" != test ]; then
     done
 fi
 if [ "$recipe" != none ]; then
-    [ "$command" = train ] || fail "--recipe is not an option of ./run.sh $command"
+    [ "$command" != screen ] || fail "--recipe is not an option of ./run.sh screen"
     if [[ ! $recipe =~ ^[A-Za-z0-9_]+$ ]] || [ ! -f "recipes/$recipe.py" ]; then
         names=(recipes/*.py)
         names=("${names[@]##*/}")
         fail "there is no recipe \"$recipe\"; --recipe takes one of: ${names[*]%.py}"
     fi
     module=recipes.$recipe
+    [ "$command" = train ] || set -- "$@" --recipe "$recipe"
 fi
 if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=""

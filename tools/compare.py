@@ -4,6 +4,7 @@ Does an idea help? Trains a base and your ideas with the same seeds until the an
     ./run.sh compare                                   the working tree against the last commit
     ./run.sh compare --idea "--muon_lr 0.03"           a setting against the working tree
     ./run.sh compare --idea records/mini/ideas/backout --until 1% --hours 8
+    ./run.sh compare --recipe january2026              your edits of a recipe, or of what it imports
 
 compare stops at the first of these answers that it can prove:
 
@@ -14,11 +15,15 @@ compare stops at the first of these answers that it can prove:
 
 The answer is "undecided" if --hours, --runs, Ctrl-C or the maximum number of pairs ends it earlier.
 
---base and --idea take [NAME=]SOURCE. SOURCE is options of train_gpt.py in quotes, a .patch or .diff
-to the base, a folder of records/mini/ideas/, a .py script, a git revision, or . for the working tree.
-Options may also follow any of these but options: "gelu.patch --muon_lr 0.03". compare passes all
-options that it doesn't know to the runs: --num_iterations 200. The track is train_gpt.py's default
-(fineweb with a GPU, otherwise mini), unless you pass --track.
+--base and --idea take [NAME=]SOURCE. SOURCE is options of the script in quotes, a .patch or .diff to
+the base, which may change several files, a folder of records/mini/ideas/, a .py script that takes the
+place of the base's script, a git revision, or . for the working tree. Options may also follow any of
+these but options: "gelu.patch --muon_lr 0.03". compare passes all options that it doesn't know to the
+runs: --num_iterations 200. The track is the script's default (fineweb with a GPU, otherwise mini),
+unless you pass --track.
+
+The script is train_gpt.py, --recipe NAME, or what the base names: recipes/NAME.py, or
+REVISION:recipes/NAME.py. It runs in a copy of the repository's files, so later edits change no run.
 
 Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
 You may look as often as you like: that doesn't make a wrong answer more likely. Finished runs are
@@ -32,11 +37,9 @@ Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interru
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +68,13 @@ from compare_plan import (
     undecided,
     warning_in_words,
 )
-from compare_runs import RunError, Setup, Task, Worker
+from compare_runs import RunError, Setup, Task
 from compare_sources import (
     Variant,
     check_data,
     check_settings,
     check_validation,
+    copy_tree,
     idea_commit,
     read_variant,
     tell_apart,
@@ -135,6 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--base", metavar=source, help=base)
     idea = "can be given several times; default: the working tree"
     add("--idea", metavar=source, action="append", help=idea)
+    add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
     until = "the smallest saving of steps that matters; default: 2%%"
     add("--until", type=parse_percent, default=0.02, metavar="X%", help=until)
     add("--hours", type=float, metavar="H", help="stop after H hours; default: no limit")
@@ -217,9 +222,10 @@ def base_of_ideas(args: argparse.Namespace) -> str:
 
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UsageError."""
-    tree = (compare_runs.ROOT / "train_gpt.py").read_bytes()
+    script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"
+    tree = Variant("worktree", copy_tree(compare_runs.FOLDER / "working"), script, [])
     base = read_variant(args.base or base_of_ideas(args), tree, common)
-    ideas = [read_variant(text, base.source, common) for text in args.idea or ["."]]
+    ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
     check_settings(variants, args.nproc_per_node)
     check_validation(base, ideas)
@@ -315,33 +321,6 @@ def start_workers(c: Comparison, retries: list[Task]) -> None:
         c.workers.append(compare_runs.start(c.setup, task))
 
 
-def retry(worker: Worker) -> Task | None:
-    """What a process left undone because a signal killed it."""
-    rest = worker.task.seeds[worker.kept :]
-    if not rest:
-        return None
-    return replace(worker.task, seeds=rest, second_try=True)
-
-
-def collect_runs(c: Comparison, retries: list[Task]) -> bool:
-    """Reads what the processes have finished. Returns whether there are new runs. Raises RunError."""
-    new = False
-    for worker in list(c.workers):
-        logs = c.runs[worker.task.variant.name]
-        before = len(logs)
-        ended = compare_runs.collect(c.setup, worker, logs)
-        if len(logs) > before:
-            new = True
-            c.made += len(logs) - before
-        if ended:
-            c.workers.remove(worker)
-            shutil.rmtree(worker.folder, ignore_errors=True)
-            task = retry(worker)
-            if task is not None:
-                retries.append(task)
-    return new
-
-
 def make_runs(c: Comparison) -> None:
     """Makes runs until all ideas are decided, or the time is over. Raises RunError and UsageError."""
     c.started = time.monotonic()
@@ -352,7 +331,10 @@ def make_runs(c: Comparison) -> None:
             if not c.workers:
                 return
             time.sleep(0.1)
-            if collect_runs(c, retries):
+            new, undone = compare_runs.collect_all(c.setup, c.workers, c.runs)
+            retries += undone
+            c.made += new
+            if new:
                 compare_runs.check_compiled(c.runs)
                 show_progress(c)
                 if not c.args.runs and not undecided(c):
@@ -540,15 +522,13 @@ def compare(argv: list[str]) -> int:
     if args.list:
         print("\n".join(compare_runs.list_runs()))
         return 0
-    variants = [] if args.clear else read_variants(args, common)
-    if args.gate and len(variants) > 2:
+    if args.gate and len(args.idea or []) > 1:
         raise UsageError("--gate judges one idea; give one --idea")
     with compare_runs.locked_folder() as lock:
         if args.clear:
             compare_runs.clear_runs()
             return 0
-        shutil.rmtree(compare_runs.FOLDER / "working", ignore_errors=True)
-        return compare_locked(args, variants, lock)
+        return compare_locked(args, read_variants(args, common), lock)
 
 
 def run_and_report(command: Callable[[list[str]], int], argv: list[str], failed: int) -> int:

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compare_sources import ROOT, Variant, environment
+from compare_sources import ROOT, Variant
 from log_parsing import Log, LogError, UsageError, parse_log, write_file
 from machine import usable_cores
 
@@ -56,11 +56,21 @@ class Setup:
     def folder(self, variant: Variant) -> Path:
         return FOLDER / "runs" / self.key(variant)
 
-    def launcher(self) -> list[str]:
-        if self.processes == 1:
-            return [sys.executable]
-        torchrun = ["-m", "torch.distributed.run", "--standalone"]
-        return [sys.executable, *torchrun, f"--nproc_per_node={self.processes}"]
+    def launch(self, variant: Variant, options: list[str], stdout, stderr) -> subprocess.Popen:
+        """Starts a script with more options than those of the variant."""
+        command = [sys.executable]
+        if self.processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.processes}"]
+        return subprocess.Popen(
+            [*command, "-m", variant.module(), *variant.options, *options],
+            cwd=variant.folder,
+            env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
+            pass_fds=[self.lock],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
 
 
 @dataclass
@@ -90,7 +100,8 @@ class Worker:
 @contextlib.contextmanager
 def locked_folder() -> Iterator[int]:
     """Locks FOLDER, so that only one comparison or screen makes runs in this checkout. Gives the lock's
-    file descriptor. Raises UsageError and OSError."""
+    file descriptor. FOLDER/working is empty at first, and deleted in the end. Raises UsageError and
+    OSError."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "wb") as lock:
         try:
@@ -105,7 +116,11 @@ def locked_folder() -> Iterator[int]:
                 f"warning: {FOLDER} can't be locked; don't run two comparisons there at once",
                 file=sys.stderr,
             )
-        yield lock.fileno()
+        shutil.rmtree(FOLDER / "working", ignore_errors=True)
+        try:
+            yield lock.fileno()
+        finally:
+            shutil.rmtree(FOLDER / "working", ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------
@@ -170,21 +185,22 @@ def data_facts(variants: list[Variant]) -> dict[str, str]:
 
     For scripts that don't tell their settings, all data files count.
     """
-    names = set()
+    files = {}
     for variant in variants:
         settings = variant.settings or {}
         for option in ("train_files", "val_files"):
             pattern = settings.get(option, "data/*/*.bin")
-            matching = glob.glob(pattern, root_dir=ROOT)
+            matching = glob.glob(pattern, root_dir=variant.folder)
             if option in settings and not matching:
                 raise UsageError(
                     f"{variant.name}: --{option}: no file matches {pattern!r}; make the data with "
-                    "data/shakespeare.py (mini) or data/cached_fineweb10B.py (fineweb)"
+                    "data/shakespeare.py (mini) or data/cached_fineweb10B.py (fineweb). Other data must "
+                    "lie in a folder of data/, or have an absolute path"
                 )
-            names.update(str(Path(name)) for name in matching)
+            files |= {str(Path(name)): variant.folder / name for name in matching}
     found = {}
-    for name in sorted(names):
-        with open(ROOT / name, "rb") as file:
+    for name in sorted(files):
+        with open(files[name], "rb") as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
@@ -283,25 +299,13 @@ def start(setup: Setup, task: Task) -> Worker:
     folder = FOLDER / "working" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    script = folder / "train_gpt.py"
-    script.write_bytes(variant.source)
-    options = [*variant.options, "--log_dir", str(folder / "logs")]
-    options += ["--seed", str(task.seeds[0])]
+    options = ["--log_dir", str(folder / "logs"), "--seed", str(task.seeds[0])]
     if len(task.seeds) > 1:
         options += ["--num_runs", str(len(task.seeds))]
     if "val_loss_every" in (variant.settings or {}):
         options += ["--val_loss_every", "0"]
     with open(folder / "console.txt", "wb") as console:
-        child = subprocess.Popen(
-            [*setup.launcher(), str(script), *options],
-            cwd=ROOT,
-            env=environment(OMP_NUM_THREADS=str(setup.threads)),
-            pass_fds=[setup.lock],
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=console,
-            start_new_session=True,
-        )
+        child = setup.launch(variant, options, console, console)
     return Worker(task, child, folder)
 
 
@@ -373,3 +377,21 @@ def collect(setup: Setup, worker: Worker, runs: dict[int, Log]) -> bool:
         )
         raise RunError("\n".join(lines))
     return True
+
+
+def collect_all(setup: Setup, workers: list[Worker], runs: dict[str, dict]) -> tuple[int, list[Task]]:
+    """Keeps the runs that the processes have finished, by name and seed, and removes processes that have
+    ended from `workers`. Returns the number of new runs, and the tasks that killed processes left undone.
+
+    Raises RunError."""
+    before = sum(map(len, runs.values()))
+    undone = []
+    for worker in list(workers):
+        task = worker.task
+        if collect(setup, worker, runs[task.variant.name]):
+            workers.remove(worker)
+            shutil.rmtree(worker.folder, ignore_errors=True)
+            left = task.seeds[worker.kept :]
+            if left:
+                undone.append(Task(task.variant, left, second_try=True))
+    return sum(map(len, runs.values())) - before, undone

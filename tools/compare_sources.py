@@ -1,19 +1,25 @@
 """
-What compare.py compares: a source with its options. It is read from options, an idea's folder, a
+What compare.py compares: a script with its options. It is read from options, an idea's folder, a
 patch, a file, a revision or the working tree, and checked before anything runs.
 
-An idea's folder has idea.patch and idea.json, whose fields idea_pages.py explains.
+A script runs in a copy of the repository's files, so that no later edit changes a run. Copies lie side
+by side in one scratch folder. An idea's folder has idea.patch and idea.json, whose fields
+idea_pages.py explains.
 """
 
+import ast
 import hashlib
+import io
+import itertools
 import json
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-import tempfile
+import tarfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,12 +33,10 @@ NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoi
 # Settings that the final loss is measured with
 VALIDATION = ("track", "val_files", "val_tokens", "val_seq_len")
 # A script with these functions can be asked for its settings
-CHECKS = (b"parse_arguments", b"check_hyperparameters")
+CHECKS = (b"\ndef parse_arguments(", b"\ndef check_hyperparameters(")
 LOAD = """
-import dataclasses, importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("script", sys.argv[1])
-script = sys.modules["script"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+import dataclasses, importlib, json, sys
+script = importlib.import_module(sys.argv[1])
 """
 ASK = """
 for options in json.loads(sys.argv[2]):
@@ -64,9 +68,18 @@ class Variant:
     """The base, an idea, or the base with another number of steps."""
 
     name: str
-    source: bytes
+    folder: Path                   # a copy of the repository's files, in which the script runs
+    script: str                    # its name in the folder
     options: list[str]
-    settings: dict | None = None  # the hyperparameters; None for scripts that can't be asked
+    settings: dict | None = None   # the hyperparameters; None for scripts that can't be asked
+    code: list[str] | None = None  # hashes of the script and of what it imports from its folder
+
+    def module(self) -> str:
+        """The name of the script for python -m, which finds imports in the folder."""
+        return self.script.removesuffix(".py").replace("/", ".")
+
+    def source(self) -> bytes:
+        return (self.folder / self.script).read_bytes()
 
     def digest(self) -> str:
         """Equal for variants with the same losses on the same machine."""
@@ -74,7 +87,7 @@ class Variant:
             settings = self.options
         else:
             settings = {k: v for k, v in self.settings.items() if k not in NO_EFFECT_ON_LOSS}
-        facts = [hashlib.sha256(self.source).hexdigest(), settings, 1]  # 1: as in finished screens
+        facts = [*self.code, settings, 1]  # 1: as in finished screens
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def num_iterations(self) -> int | None:
@@ -84,13 +97,8 @@ class Variant:
         return int(found[-1]) if found else None
 
 
-def environment(**more: str) -> dict[str, str]:
-    """The environment of runs. Python doesn't import modules from the folder of the script."""
-    return {**os.environ, "PYTHONSAFEPATH": "1", **more}
-
-
 # -----------------------------------------------------------------------------
-# Sources
+# Folders
 
 
 def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
@@ -107,47 +115,92 @@ def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
     return done.stdout
 
 
-def patched(patch: Path, source: bytes) -> bytes:
-    """Applies a patch to train_gpt.py or to a recipe. Raises UsageError if it doesn't apply, or changes
-    other files."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary).resolve()
-        # Inside a repository, git would look for the patch's paths from the repository's root
-        options = {"cwd": folder, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+def link_data(folder: Path) -> None:
+    """Links the data, which git ignores."""
+    for entry in (ROOT / "data").glob("*"):
+        link = folder / "data" / entry.name
+        link.parent.mkdir(exist_ok=True)
+        if not link.exists():
+            link.symlink_to(entry)
+
+
+def copy_tree(scratch: Path) -> Path:
+    """The working tree's files as they are now, but those that git ignores. Raises UsageError."""
+    folder = scratch / "worktree"
+    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in os.fsdecode(names).split("\0"):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    link_data(folder)
+    return folder
+
+
+def copy_commit(revision: str, scratch: Path) -> Path:
+    """The files of a commit. Raises UsageError."""
+    try:
+        commit = git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
+    except UsageError as e:
+        hint = "in a shallow clone, run git fetch --unshallow"
+        raise UsageError(f"no file or commit is called {revision} ({e}); {hint}") from None
+    folder = scratch / commit
+    if not folder.exists():
+        with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as archive:
+            archive.extractall(folder)
+        link_data(folder)
+    return folder
+
+
+def changed(folder: Path, script: str, files: list[Path]) -> Path:
+    """A copy in which patches are applied, and a .py file takes the place of the script. The same
+    changes give the same folder. Raises UsageError and OSError."""
+    if not files:
+        return folder
+    contents = b"".join(file.read_bytes() for file in files)
+    copy = folder.with_name(f"{folder.name}_{hashlib.sha256(contents).hexdigest()[:16]}")
+    if copy.exists():
+        return copy
+    # Hard links are fast. A changed file is a new one, here and in git apply
+    shutil.copytree(folder, copy, symlinks=True, copy_function=os.link)
+    for file in files:
+        if file.suffix == ".py":
+            (copy / script).unlink(missing_ok=True)
+            shutil.copy(file, copy / script)
+            continue
+        # Otherwise git finds the repository, and looks for the patch's paths from there
+        ceiling = {"GIT_CEILING_DIRECTORIES": str(copy.parent)}
         try:
-            listing = git("apply", "--numstat", str(patch), **options).decode("utf-8", "replace")
-            touched = [line.split("\t")[-1] for line in listing.splitlines()]
-            name = touched[0] if len(touched) == 1 else ""
-            if name == "train_gpt.py" or re.fullmatch(r"recipes/\w+\.py", name):
-                script = folder / name
-                script.parent.mkdir(exist_ok=True)
-                script.write_bytes(source)
-                git("apply", str(patch), **options)
-                return script.read_bytes()
+            git("apply", str(file.resolve()), cwd=copy, **ceiling)
         except UsageError as e:
             raise UsageError(f"the patch doesn't apply ({e})") from None
-    raise UsageError(
-        f"the patch changes {', '.join(touched)}; it may only change train_gpt.py or one file of recipes/"
-    )
+    return copy
 
 
-def find_commit(revision: str) -> str:
-    """The hash of a commit; "" if the repository doesn't have it. Raises UsageError."""
-    git("rev-parse", "--git-dir")  # says why, if git can't read this repository
-    name = f"{revision}^{{commit}}"
-    try:
-        return git("rev-parse", "--verify", "--quiet", "--end-of-options", name).decode().strip()
-    except UsageError:
-        return ""
+def hash_code(folder: Path, script: str) -> list[str]:
+    """The SHA-256 of the script, of the files of its folder that it imports, and of those that they
+    import; then their names."""
+    names = [script]
+    hashes = []
+    for name in names:
+        source = (folder / name).read_bytes()
+        hashes.append(hashlib.sha256(source).hexdigest())
+        modules = []
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                modules += [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                package = Path(name).parts[: -node.level] if node.level else ()  # of a relative import
+                modules += [".".join([*package, node.module or "", alias.name]) for alias in node.names]
+        for module in modules:
+            for path in itertools.accumulate(module.split("."), os.path.join):
+                for file in (f"{path}.py", f"{path}/__init__.py"):
+                    if file not in names and (folder / file).is_file():
+                        names.append(file)
+    return hashes + names[1:]
 
 
-def need_commit(revision: str, where: str) -> None:
-    """Raises UsageError if the repository doesn't have this commit."""
-    if not find_commit(revision):
-        raise UsageError(
-            f"{where}: this clone doesn't have commit {revision}; in a shallow clone, run git fetch "
-            "--unshallow"
-        )
+# -----------------------------------------------------------------------------
+# Sources
 
 
 def is_idea(kind: str) -> bool:
@@ -175,35 +228,25 @@ def idea_commit(text: str) -> str:
     kind = split_source(text)[1]
     if not is_idea(kind):
         return ""
-    commit = str(read_idea(Path(kind)).get("commit", ""))
-    if commit:
-        need_commit(commit, kind)
-    return commit
+    return str(read_idea(Path(kind)).get("commit", ""))
 
 
-def read_source(kind: str, base: bytes) -> bytes:
-    """The script that a file, a revision, a revision's file (REVISION:PATH) or "." names. Patches are
-    applied to `base`.
+def read_source(kind: str, base: Variant) -> tuple[Path, str]:
+    """The folder and the script that a file, a revision, a revision's file (REVISION:PATH) or "." names.
+    Files change the base's folder.
 
     Raises UsageError and OSError.
     """
     file = Path(kind)
+    script = base.script
     if kind in (".", "worktree"):
-        return (ROOT / "train_gpt.py").read_bytes()
-    if ":" in kind and not file.exists():
-        return git("show", "--end-of-options", kind)
-    if file.suffix == ".py":
-        return file.read_bytes()
-    if file.suffix in (".patch", ".diff"):
-        file.read_bytes()  # raises OSError if it isn't there
-        return patched(file.resolve(), base)
-    commit = find_commit(kind)
-    if not commit:
-        raise UsageError(
-            "no git revision has this name; give a revision, an idea's folder, a .py, .patch or .diff "
-            "file, or options that begin with --"
-        )
-    return git("show", f"{commit}:train_gpt.py")
+        return base.folder.with_name("worktree"), script
+    if file.suffix in (".py", ".patch", ".diff") and (":" not in kind or file.exists()):
+        if file.suffix == ".py" and file.resolve().parent == ROOT / "recipes":
+            script = f"recipes/{file.name}"
+        return changed(base.folder, script, [file]), script
+    revision, _, path = kind.partition(":")
+    return copy_commit(revision, base.folder.parent), path or script
 
 
 def default_name(kind: str, options: list[str]) -> str:
@@ -235,17 +278,17 @@ def split_source(text: str) -> tuple[str, str, list[str]]:
     return name, words[0], words[1:]
 
 
-def read_variant(text: str, base: bytes, common: list[str]) -> Variant:
+def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError."""
     name, kind, options = split_source(text)
     name = name or default_name(kind, options)
     if is_idea(kind):
         options = read_idea(Path(kind)).get("options", "").split() + options
         kind = os.path.join(kind, "idea.patch")
-    source = base
+    folder, script = base.folder, base.script
     try:
         if kind:
-            source = read_source(kind, base)
+            folder, script = read_source(kind, base)
     except OSError as e:
         raise UsageError(f"{e.filename}: {e.strerror.lower()}") from None
     except UsageError as e:
@@ -255,69 +298,75 @@ def read_variant(text: str, base: bytes, common: list[str]) -> Variant:
             option = word.split("=")[0]
             raise UsageError(f"{option}: compare sets this option for each run; remove it")
     name = re.sub(r"[^\w.+-]+", "_", name).strip("_.")
-    return Variant(name[:60] or "idea", source, common + options)
+    return Variant(name[:60] or "idea", folder, script, common + options)
 
 
 # -----------------------------------------------------------------------------
 # Checks
 
 
-def ask_script(name: str, *command) -> str:
+def by_script(variants: list[Variant]) -> list[list[Variant]]:
+    """Variants with the same script in the same folder, together."""
+    groups = {}
+    for variant in variants:
+        groups.setdefault((variant.folder, variant.script), []).append(variant)
+    return list(groups.values())
+
+
+def ask_script(variant: Variant, *command: str) -> str:
     """What a script prints. Raises UsageError with the last line of its error."""
     done = subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT,
+        cwd=variant.folder,
         capture_output=True,
         encoding="utf-8",
         errors="replace",
-        env=environment(),
     )
     if done.returncode != 0:
         lines = done.stderr.splitlines() or ["the source doesn't run"]
-        raise UsageError(f"{name}: {lines[-1]}")
+        raise UsageError(f"{variant.name}: {lines[-1]}")
     return done.stdout
 
 
-def ask_settings(variants: list[Variant], script: Path, processes: int) -> None:
-    """Fills in the settings of variants with this source. Raises UsageError."""
+def ask(code: str, variants: list[Variant], *more: str) -> list:
+    """What the code prints for each of these variants of one script. Raises UsageError."""
     options = json.dumps([variant.options for variant in variants])
-    printed = ask_script(variants[0].name, "-c", LOAD + ASK, script, options, str(processes))
-    answers = printed.splitlines()[-len(variants) :]
-    for variant, line in zip(variants, answers):
-        answer = json.loads(line)
-        if isinstance(answer, str):
-            raise UsageError(f"{variant.name}: {answer}")
-        variant.settings = answer
+    printed = ask_script(variants[0], "-c", LOAD + code, variants[0].module(), options, *more)
+    return [json.loads(line) for line in printed.splitlines()[-len(variants) :]]
 
 
-def check_other_script(variant: Variant, script: Path, many_runs: bool) -> None:
+def check_other_script(variant: Variant, many_runs: bool) -> None:
     """Raises UsageError if a script that isn't ours lacks an option that the runs need."""
     needed = ["--log_dir", "--seed", "--num_iterations"]
     if many_runs:
         needed.append("--num_runs")
     text = ""
-    if b"--log_dir" in variant.source:  # don't run a script that may not know --help
-        text = ask_script(variant.name, script, *variant.options, "--help")
+    if b"--log_dir" in variant.source():  # don't run a script that may not know --help
+        text = ask_script(variant, "-m", variant.module(), *variant.options, "--help")
     for option in needed:
         if option not in text:
             raise UsageError(f"{variant.name}: this script has no option {option}, which compare needs")
 
 
 def check_settings(variants: list[Variant], processes: int, many_runs: bool = True) -> None:
-    """Lets each source check its options, and fills in the settings. Raises UsageError.
+    """Lets each script check its options, and fills in the settings and the code. Raises UsageError.
 
     Without `many_runs`, other scripts need no option --num_runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "script.py"
-        for source in dict.fromkeys(variant.source for variant in variants):
-            script.write_bytes(source)
-            group = [variant for variant in variants if variant.source == source]
-            ours = all(re.search(rb"^def %s\(" % name, source, re.MULTILINE) for name in CHECKS)
-            if ours:
-                ask_settings(group, script, processes)
-                continue
+    for group in by_script(variants):
+        if not (group[0].folder / group[0].script).is_file():
+            raise UsageError(f"{group[0].name}: there is no file {group[0].script}")
+        source = group[0].source()
+        if all(check in source for check in CHECKS):
+            for variant, answer in zip(group, ask(ASK, group, str(processes))):
+                if isinstance(answer, str):
+                    raise UsageError(f"{variant.name}: {answer}")
+                variant.settings = answer
+        else:
             for variant in group:
-                check_other_script(variant, script, many_runs)
+                check_other_script(variant, many_runs)
+        code = hash_code(group[0].folder, group[0].script)
+        for variant in group:
+            variant.code = code
 
 
 def check_validation(base: Variant, others: list[Variant]) -> None:
@@ -339,19 +388,12 @@ def check_data(variants: list[Variant]) -> None:
     """Lets each script check that there are enough data for its runs. Raises UsageError.
 
     Scripts without a function check_inputs aren't asked."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "script.py"
-        for source in dict.fromkeys(variant.source for variant in variants):
-            group = [variant for variant in variants if variant.source == source]
-            if group[0].settings is None or b"def check_inputs(" not in source:
-                continue
-            script.write_bytes(source)
-            options = json.dumps([[*variant.options, "--log_dir", folder] for variant in group])
-            printed = ask_script(group[0].name, "-c", LOAD + ASK_DATA, script, options)
-            for variant, line in zip(group, printed.splitlines()[-len(group) :]):
-                message = json.loads(line)
-                if message:
-                    raise UsageError(f"{variant.name}: {message}")
+    for group in by_script(variants):
+        if group[0].settings is None or b"\ndef check_inputs(" not in group[0].source():
+            continue
+        for variant, message in zip(group, ask(ASK_DATA, group)):
+            if message:
+                raise UsageError(f"{variant.name}: {message}")
 
 
 def tell_apart(variants: list[Variant]) -> None:

@@ -17,12 +17,13 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from compare_runs import FOLDER, RunError, Setup
-from compare_sources import ROOT, Variant, check_data, environment, set_steps
+from compare_sources import Variant, check_data, set_steps
 from compare_stats import P_VALUE, half_widths
 from log_parsing import UsageError, write_file
 
@@ -36,27 +37,16 @@ STEP = re.compile(rb"^step:(\d+)/\d+ train_time:(\d+(?:\.\d+)?)(ms|s)", re.MULTI
 class Trainer:
     """A training script that runs for some steps when it is told to, and is stopped meanwhile."""
 
-    def __init__(self, setup: Setup, variant: Variant, threads: int, folder: Path):
+    def __init__(self, setup: Setup, variant: Variant, folder: Path):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.name = variant.name
         self.console = folder / "console.txt"
-        script = folder / "train_gpt.py"
-        script.write_bytes(variant.source)
-        options = [*variant.options, "--log_dir", str(folder / "logs"), "--seed", "0"]
+        options = ["--log_dir", str(folder / "logs"), "--seed", "0"]
         if variant.settings is not None:
             options += ["--val_loss_every", "0"]
         with open(self.console, "wb") as console:
-            self.child = subprocess.Popen(
-                [*setup.launcher(), str(script), *options],
-                cwd=ROOT,
-                env=environment(OMP_NUM_THREADS=str(threads)),
-                pass_fds=[setup.lock],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=console,
-                start_new_session=True,
-            )
+            self.child = setup.launch(variant, options, subprocess.PIPE, console)
         self.output = self.child.stdout.fileno()
         os.set_blocking(self.output, False)
         self.text = b""
@@ -163,7 +153,7 @@ def measure_rounds(setup: Setup, base: Variant, idea: Variant, threads: int, sho
             for i, variant in enumerate([base, idea]):
                 folder = FOLDER / "working" / f"steps{i}"
                 timed = set_steps(variant, steps)
-                trainer = Trainer(setup, timed, threads, folder)
+                trainer = Trainer(replace(setup, threads=threads), timed, folder)
                 trainers.append(trainer)
                 trainer.read(1, START_TIMEOUT)
                 trainer.send(signal.SIGSTOP)

@@ -8,7 +8,7 @@ The figures come from the screens of ideas, records/mini/screens/*/result.json, 
 records/mini/ideas/. An idea has a folder there, with these files:
 
     idea.json      describes the idea
-    idea.patch     changes train_gpt.py
+    idea.patch     changes train_gpt.py, or several files
 
 Fields of idea.json. The first five are required:
 
@@ -18,7 +18,7 @@ Fields of idea.json. The first five are required:
     field_steps    the same effect in percent of the steps, negative for fewer steps; missing if it
                    can't be compared (for example, because it was measured with other ideas)
     later          true for ideas from after May 2025
-    commit         the commit whose train_gpt.py the patch changes; missing: the current train_gpt.py
+    commit         the commit that the patch changes; missing: the current files
     options        options of train_gpt.py that the idea needs, too
 
 Exit status: 0 written, 2 bad input.

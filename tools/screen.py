@@ -18,8 +18,8 @@ Exit status: 0 done, 1 a run failed, 2 bad input, 130 interrupted.
 
 import argparse
 import json
-import shutil
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -151,26 +151,6 @@ def missing_tasks(session: Session, seeds: list[int]) -> list[Task]:
     return tasks
 
 
-def collect_runs(session: Session, tasks: list[Task]) -> bool:
-    """Reads what the processes have finished. Returns whether there are new runs. Raises RunError.
-
-    What a killed process left undone goes back to `tasks`."""
-    new = False
-    for worker in list(session.workers):
-        logs = session.runs[worker.task.variant.name]
-        before = len(logs)
-        ended = compare_runs.collect(session.setup, worker, logs)
-        session.made += len(logs) - before
-        new = new or len(logs) > before
-        if ended:
-            session.workers.remove(worker)
-            shutil.rmtree(worker.folder, ignore_errors=True)
-            left = worker.task.seeds[worker.kept :]
-            if left:
-                tasks.insert(0, Task(worker.task.variant, left, second_try=True))
-    return new
-
-
 def make_runs(session: Session, seeds: list[int]) -> None:
     """Makes the missing runs of these blocks. Raises RunError and UsageError."""
     tasks = missing_tasks(session, seeds)
@@ -179,7 +159,10 @@ def make_runs(session: Session, seeds: list[int]) -> None:
             while tasks and len(session.workers) < session.jobs:
                 session.workers.append(compare_runs.start(session.setup, tasks.pop(0)))
             time.sleep(0.1)
-            if collect_runs(session, tasks):
+            new, undone = compare_runs.collect_all(session.setup, session.workers, session.runs)
+            tasks[:0] = undone
+            session.made += new
+            if new:
                 compare_runs.check_compiled(session.runs)
                 show_progress(session, seeds)
     finally:
@@ -247,22 +230,12 @@ def make_session(args: argparse.Namespace, screen: Screen, lock: int) -> Session
     facts = compare_runs.machine_facts(gpu, threads, 1)
     facts["data"] = compare_runs.data_facts(variants)
     # `more` needs the most data. Patched scripts aren't asked, because each takes seconds to load
-    check_data([variant for variant in variants if variant.source == screen.base.source])
+    check_data([variant for variant in variants if variant.folder == screen.base.folder])
     session = Session(screen, Setup(facts, threads, 1, lock), compare_runs.activation_dtype(gpu), jobs)
     compare_runs.make_room({session.setup.folder(variant) for variant in variants})
     for variant in variants:
         session.runs[variant.name] = compare_runs.kept_runs(session.setup, variant)
     return session
-
-
-def run_locked(args: argparse.Namespace, screen: Screen) -> None:
-    """Makes the missing blocks while no other comparison runs in this checkout.
-
-    Raises RunError, UsageError, FileError and OSError."""
-    with compare_runs.locked_folder() as lock:
-        shutil.rmtree(compare_runs.FOLDER / "working", ignore_errors=True)
-        session = make_session(args, screen, lock)
-        make_blocks(session, seeds_to_make(session, args.blocks))
 
 
 # -----------------------------------------------------------------------------
@@ -315,15 +288,20 @@ def report(args: argparse.Namespace, screen: Screen) -> None:
 
 def screen_command(argv: list[str]) -> int:
     args = read_arguments(argv)
-    screen = read_screen(args.definition)
+    if not args.blocks:
+        with tempfile.TemporaryDirectory() as scratch:
+            report(args, read_screen(args.definition, Path(scratch)))
+        return 0
     status = 0
-    if args.blocks:
+    with compare_runs.locked_folder() as lock:
+        screen = read_screen(args.definition, compare_runs.FOLDER / "working")
         try:
-            run_locked(args, screen)
+            session = make_session(args, screen, lock)
+            make_blocks(session, seeds_to_make(session, args.blocks))
         except KeyboardInterrupt:
             status = 130
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     report(args, screen)
     if status:
         print("Interrupted; run the same command again to continue.")

@@ -3,9 +3,9 @@ The definition of a screen (a TOML file), its 32 configurations, and its finishe
 
 A definition has these keys. All but `factor` may be left out:
 
-    commit = "f8091ed"            the git commit of the script; default: the working tree
+    commit = "f8091ed"            the git commit of the files; default: the working tree
     script = "train_gpt.py"       the script to train with; default: train_gpt.py
-    switches = "switches.patch"   a patch to the script that adds options
+    switches = "switches.patch"   a patch that adds options to the script
     options = "--track mini"      options of all runs
     seed = 1000                   the seed of the first block
     until = "1%"                  the gain in steps that matters
@@ -13,7 +13,7 @@ A definition has these keys. All but `factor` may be left out:
     name = "muon_lr"
     low = "--muon_lr 0.04"        options of the low side
     high = "--muon_lr 0.06"       options of the high side
-    patch = "idea.patch"          a patch to the script instead of options: off is low, on is high
+    patch = "idea.patch"          a patch instead of options: off is low, on is high
 
 A factor without `low` is a switch, which is off (the default) or on. If it has both `high` and `patch`,
 `high` is the option that turns it on, and `patch` only says which idea it is.
@@ -23,18 +23,18 @@ import hashlib
 import json
 import shlex
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import compare_sources
 from compare_sources import (
     OURS,
     Variant,
+    changed,
     check_settings,
     check_validation,
-    git,
-    need_commit,
-    patched,
+    copy_commit,
+    copy_tree,
     with_steps,
 )
 from compare_stats import SLOPE_FACTOR
@@ -212,29 +212,26 @@ def read_percent(text: str) -> float:
 # Configurations
 
 
-def apply_patches(source: bytes, factors: list[Factor]) -> bytes:
-    """Applies the patches of these factors one after another. Raises UsageError."""
-    applied = []
-    for factor in factors:
-        try:
-            source = patched((compare_sources.ROOT / factor.patch).resolve(), source)
-        except UsageError as e:
-            after = f" after {', '.join(applied)}" if applied else ""
-            hint = "; combine the patches by hand in a script with a switch for each" if applied else ""
-            raise UsageError(f"{factor.name}: {factor.patch}{after}: {e}{hint}") from None
-        applied.append(factor.name)
-    return source
+def apply_patches(base: Variant, files: list[str], where: str) -> Path:
+    """The base's folder with these patches. Raises UsageError."""
+    try:
+        return changed(base.folder, base.script, [compare_sources.ROOT / file for file in files])
+    except UsageError as e:
+        hint = ""
+        if len(files) > 1:
+            hint = "; combine the patches by hand in one that adds a switch for each"
+        raise UsageError(f"{where}: {', '.join(files)}: {e}{hint}") from None
 
 
-def make_variant(name: str, source: bytes, common: list[str], sides: list[tuple[Factor, int]]) -> Variant:
-    """The base with each of these factors at its low (-1) or high (+1) side."""
-    options = list(common)
+def make_variant(name: str, base: Variant, sides: list[tuple[Factor, int]]) -> Variant:
+    """The base with each of these factors at its low (-1) or high (+1) side. Raises UsageError."""
+    options = list(base.options)
     patches = []
     for factor, side in sides:
         options += shlex.split(factor.high if side > 0 else factor.low)
         if side > 0 and factor.patches_source:
-            patches.append(factor)
-    return Variant(name, apply_patches(source, patches), options)
+            patches.append(factor.patch)
+    return replace(base, name=name, folder=apply_patches(base, patches, name), options=options)
 
 
 def check_sides(factors: list[Factor], sides: list[Variant]) -> None:
@@ -247,47 +244,41 @@ def check_sides(factors: list[Factor], sides: list[Variant]) -> None:
             raise UsageError(f"{factor.name}: {low_name} and high have the same settings; change one")
 
 
-def read_script(commit: str, script: str, switches: str) -> bytes:
-    """The script of a commit, or of the working tree if commit is "", with the patch `switches`. Raises
-    UsageError."""
-    if commit:
-        source = git("show", "--end-of-options", f"{commit}:{script}")
+def read_base(table: dict, scratch: Path) -> Variant:
+    """The script of the commit or of the working tree, with the patch `switches`. Raises UsageError."""
+    if "commit" in table:
+        folder = copy_commit(table["commit"], scratch)
     else:
-        source = (compare_sources.ROOT / script).read_bytes()
-    if switches:
-        source = patched((compare_sources.ROOT / switches).resolve(), source)
-    return source
+        folder = copy_tree(scratch)
+    base = Variant("the base", folder, table.get("script", "train_gpt.py"), table["options"])
+    if "switches" in table:
+        base.folder = apply_patches(base, [table["switches"]], "switches")
+    return base
 
 
-def read_screen(path: Path) -> Screen:
-    """Reads a definition, and lets the script check all options. Raises UsageError."""
+def read_screen(path: Path, scratch: Path) -> Screen:
+    """Reads a definition, and lets the script check all options. Raises UsageError.
+
+    The variants' files are put into folders below `scratch`."""
     table = read_definition(path)
     factors = table["factor"]
-    common = table["options"]
-    commit = table.get("commit", "")
-    script = table.get("script", "train_gpt.py")
-    switches = table.get("switches", "")
-    files = [factor.patch for factor in factors] + [switches, "" if commit else script]
-    for file in files:
+    for file in [factor.patch for factor in factors] + [table.get("switches", "")]:
         if file and not (compare_sources.ROOT / file).is_file():
             raise UsageError(f"{path}: there is no file {file} in the repository")
-    if commit:
-        need_commit(commit, str(path))
     try:
-        source = read_script(commit, script, switches)
+        base = read_base(table, scratch)
     except UsageError as e:
-        hint = "" if commit else '; if it was made for an older commit, set commit = "COMMIT"'
+        hint = "" if "commit" in table else '; if it was made for an older commit, set commit = "COMMIT"'
         raise UsageError(f"{path}: {e}{hint}") from None
-    base = Variant("the base", source, common)
     sides = []
     for factor in factors:
         for word, side in (("low", -1), ("high", 1)):
-            sides.append(make_variant(f"{factor.name}, {word}", source, common, [(factor, side)]))
+            sides.append(make_variant(f"{factor.name}, {word}", base, [(factor, side)]))
     configurations = []
     for number, row in enumerate(make_design(len(factors))):
         high = ", ".join(factor.name for factor, side in zip(factors, row) if side > 0)
         name = f"configuration {number} (high: {high or 'none'})"
-        configurations.append(make_variant(name, source, common, list(zip(factors, row))))
+        configurations.append(make_variant(name, base, list(zip(factors, row))))
     check_settings([base, *sides, *configurations], 1, many_runs=False)
     check_sides(factors, sides)
     check_validation(base, sides)

@@ -11,9 +11,10 @@ from test_2026_runs import in_float32, start, succeeds, tiny_run
 from util import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
+import compare_sources
 import launch_checks
 import verify
-from log_parsing import parse_log
+from log_parsing import UsageError, parse_log
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,29 @@ def test_verify_knows_the_rules_of_mini(log, change, says):
     found = verify.out_of_bounds(parsed)
     assert says in found
     assert bool(found) == bool(says)
+
+
+def test_verify_reads_the_validation_of_the_source(log):
+    parsed = parse_log(log)
+    assert "validated on 2,048 tokens instead of" in verify.wrong_val_tokens(parsed)
+    parsed.hyperparameters["val_tokens"] = january2026.TRACKS["mini"].val_tokens
+    assert verify.wrong_val_tokens(parsed) == ""
+
+
+def test_compare_reads_the_recipe(tmp_path):
+    """Its settings, and those of an idea, come from the script itself."""
+    tree = compare_sources.Variant("tree", compare_sources.copy_tree(tmp_path), "train_gpt.py", [])
+    base = compare_sources.read_variant("recipes/january2026.py", tree, ["--track", "mini"])
+    idea = compare_sources.read_variant("--muon_lr 0.03", base, ["--track", "mini"])
+    compare_sources.check_settings([base, idea], 1)
+    assert base.settings["muon_lr"] == 0.035
+    assert idea.settings["muon_lr"] == 0.03
+    assert base.settings["seq_lens"] == [256, 512, 768]
+    longer = compare_sources.with_steps(base, 1.25)
+    assert longer.settings["num_iterations"] == 700
+    wrong = compare_sources.read_variant("--max_window 256", base, ["--track", "mini"])
+    with pytest.raises(UsageError, match="max_window"):
+        compare_sources.check_settings([wrong], 1)
 
 
 @pytest.mark.parametrize("gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4)])

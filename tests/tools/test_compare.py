@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import math
@@ -35,7 +36,28 @@ import screen
 from util import random_tokens, write_shard
 
 STANDIN = Path(__file__).resolve().parent / "standin.py"
-MODULES = (compare_runs, compare_sources, compare_steps)
+# A recipe that imports train_gpt.py
+TOY = """
+import sys
+import train_gpt
+from train_gpt import DEVICE
+
+EFFECT = 0.0
+
+
+def parse_arguments(argv):
+    return train_gpt.parse_arguments(argv)
+
+
+def check_hyperparameters(hp, world_size):
+    train_gpt.check_hyperparameters(hp, world_size)
+
+
+if __name__ == "__main__":
+    final_loss = train_gpt.final_loss
+    train_gpt.final_loss = lambda hp: EFFECT + final_loss(hp)
+    train_gpt.main(sys.argv[1:])
+"""
 
 
 def run(*arguments) -> tuple[int, str, str]:
@@ -58,18 +80,21 @@ def git(folder, *words):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A git repository with the stand-in as train_gpt.py, which was committed as v1. v0 doesn't have it."""
+    """A git repository with the stand-in as train_gpt.py and with a recipe, which were committed as v1. v0
+    doesn't have them."""
     (tmp_path / "train_gpt.py").write_bytes(STANDIN.read_bytes())
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "toy.py").write_text(TOY)
     (tmp_path / "other.txt").write_text("text\n")
+    (tmp_path / ".gitignore").write_text("logs/\ndata/*/\n")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "other.txt")
     git(tmp_path, "commit", "-qm", "zero")
     git(tmp_path, "tag", "v0")
-    git(tmp_path, "add", "train_gpt.py")
+    git(tmp_path, "add", "train_gpt.py", "recipes")
     git(tmp_path, "commit", "-qm", "one")
     git(tmp_path, "tag", "v1")
-    for module in MODULES:
-        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
     for module in (compare_runs, compare_steps):
         monkeypatch.setattr(module, "FOLDER", tmp_path / "logs" / "compare")
     for module in (compare, compare_steps):
@@ -261,9 +286,9 @@ def test_steps_are_timed_with_the_data_that_there_are(place):
 
 def test_steps_of_a_start(monkeypatch):
     """With enough data, they are those of all rounds. Otherwise, they are those of the runs."""
-    base = compare_sources.Variant("base", b"", [], {"num_iterations": 100})
-    idea = compare_sources.Variant("idea", b"", [], {"num_iterations": 50})
-    few = compare_sources.Variant("few", b"", [], {"num_iterations": 20})
+    base = compare_sources.Variant("base", Path(), "", [], {"num_iterations": 100})
+    idea = compare_sources.Variant("idea", Path(), "", [], {"num_iterations": 50})
+    few = compare_sources.Variant("few", Path(), "", [], {"num_iterations": 20})
     monkeypatch.setattr(compare_steps, "check_data", lambda variants: None)
     assert compare_steps.steps_of_a_start(base, idea) == 660
 
@@ -388,7 +413,7 @@ def test_the_base_is_kept_for_other_ideas(place, monkeypatch):
 
 def facts_of(train_files, val_files):
     settings = {"train_files": str(train_files), "val_files": str(val_files)}
-    return compare_runs.data_facts([compare_sources.Variant("x", b"", [], settings)])
+    return compare_runs.data_facts([compare_sources.Variant("x", Path.cwd(), "", [], settings)])
 
 
 def test_data_with_absolute_names_count(place):
@@ -462,12 +487,12 @@ def test_compiled_and_uncompiled_runs_are_not_mixed(place, monkeypatch):
 
 
 def test_sources_are_frozen(place):
-    """An edit during the comparison changes nothing."""
+    """An edit during the comparison changes nothing, in the script or in what it imports."""
     script = place / "train_gpt.py"
     source = script.read_text()
     edit = f'\nif len(sys.argv) > 4:\n    open({str(script)!r}, "a").write("broken(")\n'
     script.write_text(source + edit)  # a run of the script edits it; its check doesn't
-    found = answer(place, "--idea", "--effect 0.1", "--runs", "3")
+    found = answer(place, "--recipe", "toy", "--idea", "--effect 0.1", "--runs", "3")
     assert script.read_text().endswith("broken(")
     for group in found["runs"].values():
         for r in group:
@@ -484,6 +509,9 @@ def test_what_can_be_compared(place):
     (place / "my script.py").write_text(text)
     script.write_text(text.replace("200", "300"))
     git(place, "checkout", "-q", "-b", "feature")
+    scratch = place / "logs" / "scratch"
+    compare_sources.copy_tree(scratch)
+    base = compare_sources.Variant("base", compare_sources.copy_commit("v1", scratch), "train_gpt.py", [])
     for what, name, expected, options in [
         ("--effect 0.1 --slower=2", "effect_0.1_slower_2", source, ["--effect", "0.1", "--slower=2"]),
         ("p.patch", "p", patched, []),
@@ -496,9 +524,70 @@ def test_what_can_be_compared(place):
         ("x=", "x", script.read_text(), []),
         ("x=--effect=1", "x", source, ["--effect=1"]),
     ]:
-        variant = compare_sources.read_variant(what, STANDIN.read_bytes(), ["--noise", "1"])
+        variant = compare_sources.read_variant(what, base, ["--noise", "1"])
         assert (variant.name, variant.options) == (name, ["--noise", "1", *options])
-        assert variant.source.decode() == expected, what
+        assert (variant.script, variant.source().decode()) == ("train_gpt.py", expected), what
+    assert base.source().decode() == source  # copies of the folder are changed, not the folder
+    for what in ("recipes/toy.py", "v1:recipes/toy.py"):
+        variant = compare_sources.read_variant(what, base, [])
+        assert (variant.script, variant.source().decode()) == ("recipes/toy.py", TOY)
+
+
+def test_an_idea_over_two_files(place):
+    """Its effect is that of both changes."""
+    source = STANDIN.read_text()
+    patch = patch_of("train_gpt.py", source, source.replace("return 1.5 + ", "return 1.52 + "))
+    patch += patch_of("recipes/toy.py", TOY, TOY.replace("EFFECT = 0.0", "EFFECT = 0.3"))
+    (place / "both.patch").write_text(patch)
+    (idea,) = answer(place, "--recipe", "toy", "--idea", "both.patch", "--runs", "3")["ideas"]
+    assert idea["difference"] == pytest.approx(0.32, abs=0.005)
+
+
+def test_edits_of_a_recipe(place):
+    """Without --idea, the working tree is compared with the last commit: the recipe, and what it imports."""
+    script = place / "train_gpt.py"
+    script.write_text(script.read_text().replace("return 1.5 + ", "return 1.7 + "))
+    found = answer(place, "--recipe", "toy", "--runs", "3")
+    assert found["ideas"][0]["difference"] == pytest.approx(0.2, abs=0.005)
+    found = answer(place, "--base", "HEAD:recipes/toy.py", "--idea", "v1:train_gpt.py --effect 0.3", "--runs", "3")
+    assert found["ideas"][0]["difference"] == pytest.approx(0.3, abs=0.005)
+
+
+def test_the_code_that_a_run_depends_on(tmp_path):
+    """The script, and what it imports from its folder, also in a function and through another file."""
+
+    def changes(name):
+        before = compare_sources.hash_code(tmp_path, "recipes/a.py")
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b"# changed\n")
+        return compare_sources.hash_code(tmp_path, "recipes/a.py") != before
+
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    files = {
+        "recipes/a.py": "import json, package.inner.module\ndef f():\n    from b import x\n",
+        "b.py": "from recipes.c import *\nimport recipes.a\n",
+        "recipes/c.py": "from . import d\n",
+        "recipes/d.py": "",
+        "package/__init__.py": "",
+        "package/inner/module.py": "",
+        "package/other.py": "",
+        "recipes/b.py": "",
+        "e.py": "import b\n",
+        "json.txt": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert [name for name in files if changes(name)] == list(files)[:6]
+    alone = compare_sources.hash_code(tmp_path, "recipes/d.py")
+    assert alone == [hashlib.sha256(b"# changed\n").hexdigest()]
+
+
+def test_data_of_a_commit(place):
+    """Git ignores the data, so the copy of a commit links them."""
+    (place / "data" / "own").mkdir(parents=True)
+    (place / "data" / "own" / "train.bin").write_bytes(b"tokens")
+    folder = compare_sources.copy_commit("v1", place / "logs" / "scratch")
+    assert (folder / "data" / "own" / "train.bin").read_bytes() == b"tokens"
 
 
 def sources_of(found: dict, name: str) -> set[str]:
@@ -558,8 +647,9 @@ def test_several_processes(place, monkeypatch):
         "import runpy, sys\n"
         "assert sys.argv[1:3] == ['--standalone', '--nproc_per_node=2']\n"
         "print('through torchrun')\n"
-        "sys.argv = sys.argv[3:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "assert sys.argv[3] == '-m'\n"
+        "sys.argv = sys.argv[4:]\n"
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(place / "path"))
     status, out, err = run("--idea", "--effect 0.1", "--nproc_per_node", "2", "--runs", "12")
@@ -651,7 +741,7 @@ BAD = {
         ["--idea", "no.patch"],
         "no.patch: the patch doesn't apply (patch failed: train_gpt.py:1)",
     ),
-    "a patch of another file": (["--idea", "other.patch"], "changes other.txt"),
+    "a patch of another file": (["--idea", "other.patch"], "other has the same source and settings as"),
     "a patch that is none": (["--idea", "empty.patch"], "doesn't apply (No valid patches"),
     "a patch that is not there": (["--idea", "gone.patch"], "gone.patch: no such file"),
     "a script that is not there": (["--idea", "x=gone.py"], "gone.py: no such file"),
@@ -661,7 +751,8 @@ BAD = {
     "an unknown field for all": (["--idea", "--effect 1", "--width", "3"], "unrecognized arguments"),
     "a value that is none": (["--idea", "--effect much"], "invalid float value"),
     "a value out of range": (["--idea", "--num_iterations 0"], "must be more than zero"),
-    "no such revision": (["--idea", "nowhere"], "nowhere: no git revision has this name"),
+    "no such revision": (["--idea", "nowhere"], "no file or commit is called nowhere"),
+    "no such recipe": (["--recipe", "gone"], "HEAD: there is no file recipes/gone.py"),
     "a revision without the file": (["--idea", "v0"], "train_gpt.py"),
     "a file that a revision lacks": (["--idea", "v0:gone.py"], "gone.py"),
     "quotes that do not close": (["--idea", "--effect '1"], "No closing quotation"),
@@ -692,7 +783,7 @@ BAD = {
     ),
     "an idea for a commit that is not there": (
         ["--idea", "ideas/lost"],
-        f"ideas/lost: this clone doesn't have commit {'0' * 40}; in a shallow clone, run git fetch",
+        f"no file or commit is called {'0' * 40}",
     ),
     "ideas for two commits": (
         ["--idea", "ideas/zero", "--idea", "ideas/one"],
@@ -714,14 +805,15 @@ def test_percent_signs_in_the_help():
 
 
 def test_bad_input_is_one_line_before_any_run(place):
-    (place / "no.patch").write_text(patch_of("train_gpt.py", "never there\n", "x\n"))
+    patch = patch_of("train_gpt.py", "never there\n", "x\n")
+    (place / "no.patch").write_text(patch)
     (place / "other.patch").write_text(patch_of("other.txt", "text\n", "x\n"))
     (place / "empty.patch").write_text("")
     for name, commit in (("lost", "0" * 40), ("zero", "v0"), ("one", "v1")):
-        write_idea(place / "ideas" / name, "", commit=commit)
+        write_idea(place / "ideas" / name, patch, commit=commit)
     (write_idea(place / "ideas" / "bare", "") / "idea.json").unlink()
     (write_idea(place / "ideas" / "damaged", "") / "idea.json").write_text("{")
-    (place / "broken.py").write_text("def parse_arguments(:\ndef check_hyperparameters(\n")
+    (place / "broken.py").write_text("\ndef parse_arguments(:\ndef check_hyperparameters(\n")
     (place / "plain.py").write_text("open('was run', 'w')\n")
     for what, (arguments, message) in BAD.items():
         status, out, err = run(*arguments)
@@ -782,7 +874,7 @@ def test_a_folder_that_is_no_repository(place, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(place.parent))
     status, out, err = run()
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
-    assert "error: HEAD: not a git repository" in err
+    assert "error: not a git repository" in err
     monkeypatch.setenv("PATH", str(place))
     status, out, err = run()
     assert (status, out) == (2, "") and len(err.splitlines()) == 1

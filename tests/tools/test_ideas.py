@@ -182,15 +182,15 @@ def test_the_page_is_current():
     assert page == idea_pages.page(idea_pages.FOLDER), hint
 
 
-def test_patches_apply_to_their_commits():
+def test_patches_apply_to_their_commits(tmp_path):
     """This needs the whole history: a shallow clone fails with a line that says so."""
     for name, idea in IDEAS.items():
         if "commit" not in idea:
             continue
         folder = idea_pages.FOLDER / name
-        commit = compare_sources.idea_commit(str(folder))
-        source = compare_sources.git("show", f"{commit}:train_gpt.py")
-        assert compare_sources.patched(folder / "idea.patch", source) != source, name
+        commit = compare_sources.copy_commit(compare_sources.idea_commit(str(folder)), tmp_path)
+        patched = compare_sources.changed(commit, "train_gpt.py", [folder / "idea.patch"])
+        assert (patched / "train_gpt.py").read_bytes() != (commit / "train_gpt.py").read_bytes(), name
 
 
 # The data are small, but the model is that of mini: patches depend on its layers and heads.
@@ -223,9 +223,9 @@ def test_ideas_for_the_current_script_apply_and_train(tmp_path):
     """They train in another way than the script itself, and than each other."""
     current = [name for name, idea in IDEAS.items() if "commit" not in idea]
     assert current == ["gelu", "no-nesterov", "tied-head"]
-    source = SCRIPT.read_bytes()
-    losses = {final_loss(source, tmp_path / "base")}
+    losses = {final_loss(SCRIPT.read_bytes(), tmp_path / "base")}
+    tree = compare_sources.copy_tree(tmp_path / "scratch")
     for name in current:
-        patched = compare_sources.patched(idea_pages.FOLDER / name / "idea.patch", source)
-        losses.add(final_loss(patched, tmp_path / name))
+        patched = compare_sources.changed(tree, "train_gpt.py", [idea_pages.FOLDER / name / "idea.patch"])
+        losses.add(final_loss((patched / "train_gpt.py").read_bytes(), tmp_path / name))
     assert len(losses) == 4

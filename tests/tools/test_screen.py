@@ -233,10 +233,11 @@ def place(tmp_path, monkeypatch):
         assert source.count(old) == 1
         source = source.replace(old, new)
     (tmp_path / "train_gpt.py").write_text(source)
+    (tmp_path / ".gitignore").write_text("logs/\n")
+    git(tmp_path, "init", "-q")
     (tmp_path / "screens" / "first").mkdir(parents=True)
     (tmp_path / "screens" / "first" / "screen.toml").write_text(definition())
-    for module in (compare_runs, compare_sources):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
     monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs" / "compare")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
@@ -407,7 +408,7 @@ def test_a_killed_run(place):
         (definition(b="high = \"--b '1\""), "No closing quotation"),
         (definition(b='patch = "none.patch"'), "there is no file none.patch"),
         (definition().replace("seed = 7", 'seed = 7\nuntil = "x"'), "must be a percentage"),
-        ('script = "gone.py"\n' + definition(), "there is no file gone.py in the repository"),
+        ('script = "gone.py"\n' + definition(), "there is no file gone.py"),
         ('switches = "gone.patch"\n' + definition(), "there is no file gone.patch in the repository"),
     ],
 )
@@ -417,12 +418,11 @@ def test_bad_definition(place, text, message):
     assert status == 2
     assert message in err
     assert len(err.splitlines()) == 1
-    assert not (place / "logs").exists()
+    assert not (place / "logs/compare/runs").exists()
 
 
 def test_a_commit(place):
     """The script can be that of a commit, so that a screen goes on although the file changes."""
-    git(place, "init", "-q")
     git(place, "add", "train_gpt.py")
     git(place, "commit", "-qm", "one")
     git(place, "tag", "v1")
@@ -435,7 +435,7 @@ def test_a_commit(place):
     assert "0 blocks to make" in err
     assert "another source" not in out
     for line, message in [
-        ('commit = "v9"', "screen.toml: this clone doesn't have commit v9; in a shallow clone, run git fetch"),
+        ('commit = "v9"', "screen.toml: no file or commit is called v9"),
         ('commit = "v1"\nscript = "gone.py"', "gone.py"),
     ]:
         (place / "screens/first/screen.toml").write_text(f"{line}\n{definition()}")
@@ -491,7 +491,7 @@ def test_too_few_data(place):
 
 def test_lines_of_progress_are_short(place, capsys):
     found = screen.Session(
-        screen=screen.read_screen(place / "screens/first/screen.toml"),
+        screen=screen.read_screen(place / "screens/first/screen.toml", place / "logs"),
         setup=None,
         dtype="float32",
         jobs=1,
@@ -507,11 +507,11 @@ def test_lines_of_progress_are_short(place, capsys):
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("records/mini/screens/*/screen.toml")), ids=lambda path: path.parent.name)
-def test_definitions_of_the_repository(path, monkeypatch):
+def test_definitions_of_the_repository(path, tmp_path, monkeypatch):
     """Scripts accept the options of all configurations, and finished blocks are of these."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = screen.read_screen(path)
+    found = screen.read_screen(path, tmp_path)
     assert len({variant.digest() for variant in found.configurations}) == 32
     assert {block.digest for block in screen.read_blocks(found)} == {found.digest()}
 
@@ -598,7 +598,7 @@ def test_patches(place):
     (place / "screens/first/screen.toml").write_text(text)
     status, out, err = run("--blocks", 2)
     assert status == 2
-    assert "d: d.patch after c: the patch doesn't apply" in err
+    assert "c.patch, d.patch: the patch doesn't apply" in err
     assert "combine the patches by hand" in err
     assert len(err.splitlines()) == 1
 
@@ -613,16 +613,15 @@ def test_switches(place):
     text = 'switches = "switches.patch"\n' + definition()
     file = place / "screens/first/screen.toml"
     file.write_text(text)
-    found = screen.read_screen(file)
-    assert {variant.source for variant in found.variants()} == {expected.encode()}
-    git(place, "init", "-q")
+    found = screen.read_screen(file, place / "logs" / "a")
+    assert {variant.source() for variant in found.variants()} == {expected.encode()}
     git(place, "add", "-A")
     git(place, "commit", "-qm", "first")
     (place / "train_gpt.py").write_text(source.replace(old, "    return 2.5 + "))
     status, out, err = run()
     assert status == 2
-    assert "screen.toml: the patch doesn't apply" in err
+    assert "screen.toml: switches: switches.patch: the patch doesn't apply" in err
     assert 'set commit = "COMMIT"' in err
     assert len(err.splitlines()) == 1
     file.write_text('commit = "HEAD"\n' + text)
-    assert screen.read_screen(file).base.source == expected.encode()
+    assert screen.read_screen(file, place / "logs" / "b").base.source() == expected.encode()
