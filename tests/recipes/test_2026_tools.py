@@ -63,7 +63,7 @@ def test_verify_knows_the_rules_of_mini(log, change, says):
 
 def test_verify_reads_the_validation_of_the_source(log):
     parsed = parse_log(log)
-    assert "validated on 2,048 tokens instead of" in verify.wrong_val_tokens(parsed)
+    assert "validated on 1,024 tokens instead of" in verify.wrong_val_tokens(parsed)
     parsed.hyperparameters["val_tokens"] = january2026.TRACKS["mini"].val_tokens
     assert verify.wrong_val_tokens(parsed) == ""
 
