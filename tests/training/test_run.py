@@ -210,6 +210,26 @@ def test_only_training_is_timed(tmp_path, monkeypatch):
     assert all(2_000_000 <= t < 3_000_000 for t in times), times
 
 
+def test_batches_that_a_resumed_run_skips_are_not_timed(monkeypatch):
+    """Reading a batch seems to take 100 s. The checkpoint was trained on three of the four."""
+    now = [0.0]
+
+    def batches(*args):
+        for _ in range(4):
+            now[0] += 100
+            yield None
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train_gpt, "distributed_data_generator", batches)
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *args: 1.0)
+    monkeypatch.setattr(train_gpt, "train_step", lambda *args: None)
+    run = train_gpt.Run("", [], step=3, train_ms=50.0)
+    run.hp = dataclasses.replace(TRACKS["mini"], num_iterations=4, val_loss_every=0)
+    monkeypatch.setattr(run, "write", lambda *args: None)
+    train_gpt.train(run, run.hp, None, [], None, save=False)
+    assert run.train_ms == 50 + 100_000
+
+
 NVIDIA_SMI = """\
 Mon Nov  2 12:00:00 2026
 +-----------------------------------------------------------------------------------------+
