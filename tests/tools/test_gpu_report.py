@@ -268,7 +268,7 @@ def test_a_wrong_head_is_noticed(monkeypatch):
 def test_a_wrong_mask_is_noticed(monkeypatch):
     plain = train_gpt.portable_mask
     monkeypatch.setattr(
-        train_gpt, "portable_mask", lambda docs, window, span: plain(docs, window - 1, span)
+        train_gpt, "portable_mask", lambda docs, first_key, span: plain(docs, first_key + 128, span)
     )
     assert "512 tokens, window 2, output" in failed(small_attention())
 
