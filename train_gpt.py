@@ -107,6 +107,10 @@ W_SCALE = 24 / 448  # the scales are modded-nanogpt's; weights stay below 24
 GRAD_SCALE = 1 / 448
 
 
+def x_scale(model_dim):
+    """The scale of RMS-normed inputs (T, model_dim). Their elements are at most sqrt(model_dim)."""
+    return model_dim**0.5 / 448
+
 
 def as_scale(value, like):
     """torch._scaled_mm takes scales as float32 tensors on the device."""
@@ -129,7 +133,7 @@ def head_loss_op(
     RMS-normed; w is (V, C), targets (T,). Returns the loss in float32, and for the backward pass
     the logits (T, V) in bf16, their logsumexp (T,) and both FP8 operands. Head and loss are one op,
     so that the gradient of the logits is never stored in bf16."""
-    x_s = x.size(1) ** 0.5 / 448  # RMS-normed inputs (T, C) are at most sqrt(C)
+    x_s = x_scale(x.size(1))
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
@@ -164,7 +168,7 @@ def head_loss_backward_op(
     # d capped / d logits = capped (1 - capped / 30) / (7.5 sqrt(model_dim)), see softcap
     grad_logits = grad_capped * capped * (1 - capped / 30) / (7.5 * model_dim**0.5)
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
-    x_s = model_dim**0.5 / 448
+    x_s = x_scale(model_dim)
     grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
@@ -273,8 +277,9 @@ class Muon(torch.optim.Optimizer):
         """Returns the updates of this rank's share, bf16 (share, ..., rows, cols), rows <= cols."""
         gradients = torch.stack([wide(p.grad) for p in rank_share(group["params"])])
         state = self.state[group["params"][0]]  # the state of the whole group
-        # the exponential moving average of the gradients
-        average = state.setdefault("average", torch.zeros_like(gradients))
+        if not state:
+            state["average"] = torch.zeros_like(gradients)
+        average = state["average"]  # the exponential moving average of the gradients
         average.lerp_(gradients, 1 - group["momentum"])
         nesterov = gradients.lerp(average, group["momentum"])
         updates = zeropower_via_newtonschulz5(nesterov, group["ns_steps"])
@@ -531,8 +536,7 @@ class GPT(nn.Module):
             # the second argument is the window's first key, counted from the start of the query's block
             long = portable_mask(docs, (1 - window_blocks) * BLOCK_SIZE, span)
             short = portable_mask(docs, (1 - short_blocks) * BLOCK_SIZE, max(1, span // 2))
-        long_layers = self.hp.long_window_layers
-        return [long if layer in long_layers else short for layer in range(self.hp.num_layers)]
+        return [long if i in self.hp.long_window_layers else short for i in range(self.hp.num_layers)]
 
     def forward(self, input_seq, target_seq, window_blocks):
         n = len(self.blocks)
@@ -703,7 +707,6 @@ def check_shards(pattern, batch_size, steps, vocab_size):
 # -----------------------------------------------------------------------------
 # 8. Hyperparameters. `--name value` changes any of them.
 
-
 # name=(default of the track fineweb, default of the track mini, text for --help). mini is a small
 # version for two CPU cores, trained on Shakespeare as bytes.
 SETTINGS = dict(
@@ -775,15 +778,14 @@ def check_hyperparameters(hp, world_size):
     """Refuses sizes that don't divide each other, and what would divide by zero."""
     for tokens, seq_len in [("batch_tokens", "train_seq_len"), ("val_tokens", "val_seq_len")]:
         total, length = getattr(hp, tokens), getattr(hp, seq_len)
-        whole_blocks = length > 0 and length % BLOCK_SIZE == 0
-        valid = whole_blocks and total > 0 and total % (world_size * length) == 0
         require(
-            valid,
+            length > 0 and length % BLOCK_SIZE == 0 and total > 0 and total % (world_size * length) == 0,
             f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
             f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
         )
-    positive = hp.num_iterations > 0 and hp.adam_eps > 0
-    require(positive, "--num_iterations and --adam_eps must be more than 0")
+    require(
+        hp.num_iterations > 0 and hp.adam_eps > 0, "--num_iterations and --adam_eps must be more than 0"
+    )
 
 
 def parse_bool(text):  # bool("false") is True; argparse reports the ValueError of index
@@ -811,8 +813,10 @@ def parse_arguments(argv, settings=SETTINGS, tracks=TRACKS):
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
     add("--resume", help="a checkpoint, or latest: that of the newest unfinished run")
     for name, (*defaults, text) in settings.items():
-        text = f"{text} {dict(zip(tracks, defaults))}"
-        add(f"--{name}", default=argparse.SUPPRESS, type=type(defaults[0]), help=text)
+        add(
+            f"--{name}", default=argparse.SUPPRESS, type=type(defaults[0]),
+            help=f"{text} {dict(zip(tracks, defaults))}",
+        )
     args = parser.parse_args(argv)
     require(
         args.num_runs == 1 if args.resume else args.num_runs > 0,
@@ -880,8 +884,7 @@ def get_muon_momentum(step, hp):
 
 def get_window_blocks(step, hp):
     """Returns the long window in blocks, () int32. It grows linearly to max_window."""
-    window = hp.max_window * (step / hp.num_iterations)
-    blocks = max(1, math.ceil(window / BLOCK_SIZE))
+    blocks = max(1, math.ceil(hp.max_window * (step / hp.num_iterations) / BLOCK_SIZE))
     return torch.full((), blocks, dtype=torch.int32, device=DEVICE)
 
 

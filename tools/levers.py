@@ -4,7 +4,8 @@ Measures what each speedup of recipes/gpt2.py gives on this machine.
     python -m tools.levers [--track mini] [--steps 20] [--sequences 16]
 
 Each row of the table adds one speedup to the row above it: the median time of whole training steps on
-random tokens, after a few untimed ones. A speedup that the hardware doesn't have is left out. On one A100, others have reduced GPT-2 124M from 1000 ms a step to 90 ms.
+random tokens, after a few untimed ones. A speedup that the hardware doesn't have is left out. On one
+A100, others have reduced GPT-2 124M from 1000 ms a step to 90 ms.
 """
 import argparse
 import signal

@@ -81,7 +81,7 @@ def write_sources(log: Log, folder: Path) -> None:
         for name, text in log.sources:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "xb") as f:
+            with open(path, "xb") as f:  # write_file would write over a source of the same name
                 f.write(text)
     except OSError as e:
         reason = (e.strerror or str(e)).lower()
