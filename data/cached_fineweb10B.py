@@ -2,7 +2,7 @@
 Downloads FineWeb-10B from the Hugging Face hub, already tokenized with GPT-2's BPE. These are the
 shards of the official speedrun.
 
-    python data/cached_fineweb10B.py [N] [--out DIR]
+    ./run.sh data fineweb [N] [--out DIR]
 
 Downloads the validation shard and the first N training shards (default: 9, at most 103). A shard
 has 100M tokens and takes 200 MB. Nine training shards (900M tokens) are enough for the official
@@ -86,6 +86,7 @@ def download_from_hub(name, folder):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(
+        "./run.sh data fineweb",
         description="Download FineWeb-10B, tokenized with GPT-2's BPE, from the Hugging Face hub."
     )
     parser.add_argument(

@@ -3,8 +3,8 @@ Makes shards of GPT-2 tokens from raw text: FineWeb or FineWeb-Edu, streamed fro
 hub, or your own files.
 
     python data/fineweb.py                                                  # FineWeb's 10B sample
-    python data/fineweb.py --version fineweb-edu --config sample-100BT --max_tokens 5_000_000_000
-    python data/fineweb.py --files "notes/**/*.md" "dumps/*.jsonl" --out data/mine
+    ./run.sh data edu --config sample-100BT --max_tokens 5_000_000_000
+    ./run.sh data text "notes/**/*.md" "dumps/*.jsonl" --out data/mine
 
 Each document is preceded by end-of-text (50256). The first shard, fineweb_val_000000.bin, is the
 validation set; the others, fineweb_train_000001.bin and so on, are the training set. A document may
@@ -72,14 +72,9 @@ def stream_dataset(version, config):
 
 
 def dataset_rows(version, config):
+    from datasets import load_dataset  # slow to import, and not needed for your own files
     try:
-        from datasets import load_dataset  # slow to import, and not needed for your own files
         return load_dataset(DATASETS[version], name=config, split="train", streaming=True)
-    except ImportError as e:
-        requirements = Path(__file__).resolve().parent / "requirements.txt"
-        raise ShardError(
-            f"streaming needs more packages ({e}); run pip install -r {requirements}"
-        ) from None
     except ValueError as e:  # raised by the datasets library for an unknown config
         raise ShardError(str(e)) from None
 
@@ -214,6 +209,7 @@ def positive_int(text):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(
+        "./run.sh data text",
         description="Make shards of GPT-2 tokens from FineWeb or from your own text."
     )
     add = parser.add_argument

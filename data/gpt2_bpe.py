@@ -101,7 +101,7 @@ def gpt2_encoding(offline=False):
     if not offline:
         fetch_vocabulary()
     elif not is_cached():
-        raise ShardError(f"it is not in {CACHE}; python -m evals.sample MODEL downloads it")
+        raise ShardError(f"it is not in {CACHE}; ./run.sh sample MODEL downloads it")
     ranks = data_gym_to_mergeable_bpe_ranks(
         vocab_bpe_file=str(CACHE / "vocab.bpe"),
         vocab_bpe_hash=FILES["vocab.bpe"],

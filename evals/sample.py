@@ -1,9 +1,9 @@
 """
 Samples text from a saved model and prints it as it is generated.
 
-    python -m evals.sample logs/RUN.pt --prompt "To be, or not to be" --n 3
-    python -m evals.sample gpt2-xl        # OpenAI's weights, from the Hugging Face hub
-    python -m evals.sample logs/RUN.pt --export model.safetensors
+    ./run.sh sample logs/RUN.pt --prompt "To be, or not to be" --n 3
+    ./run.sh sample gpt2-xl        # OpenAI's weights, from the Hugging Face hub
+    ./run.sh sample logs/RUN.pt --export model.safetensors
 
 All n texts are generated together, as one batch. The first one is printed token by token, the others
 when they are complete. A text starts after an end-of-text token. It ends at the next end-of-text token
@@ -33,7 +33,7 @@ def printable(text):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description="Sample text from a saved model.", allow_abbrev=False)
+    parser = argparse.ArgumentParser("./run.sh sample", description="Sample text from a saved model.", allow_abbrev=False)
     add = parser.add_argument
     add("model", help=models.MODEL_HELP)
     add("--prompt", metavar="TEXT", help="beginning of each text; default: by vocabulary")

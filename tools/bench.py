@@ -1,10 +1,10 @@
 """
 Times a training step on this machine: each part of it, and how close it comes to the machine's speed.
 
-    python tools/bench.py                                the default track, on a GPU if there is one
-    python tools/bench.py --track fineweb                on a CPU: steps of 1,024 tokens, not 393,216
-    python tools/bench.py --fp8 false --num_layers 4     with any option of train_gpt.py
-    python tools/bench.py --kernels 25                   also list the 25 slowest kernels
+    ./run.sh bench                                the default track, on a GPU if there is one
+    ./run.sh bench --track fineweb                on a CPU: steps of 1,024 tokens, not 393,216
+    ./run.sh bench --fp8 false --num_layers 4     with any option of train_gpt.py
+    ./run.sh bench --kernels 25                   also list the 25 slowest kernels
 
 It runs on a CPU or on one GPU.
 
@@ -29,7 +29,6 @@ datasheet, even if the head runs in FP8.
 """
 import argparse
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -41,9 +40,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
-if missing:
-    sys.exit(f"error: missing packages; run pip install {' '.join(missing)}")
 
 from machine import environment, show_any_text
 
@@ -386,7 +382,7 @@ def read_options(argv):
 
     Raises InputError.
     """
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser("./run.sh bench", description=__doc__, allow_abbrev=False,
                                      epilog="All other options go to train_gpt.py.",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
@@ -432,7 +428,7 @@ def bench(argv):
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine_name(),
         "PyTorch": torch.__version__,
-        "command": " ".join(["python tools/bench.py", *argv]),
+        "command": " ".join(["./run.sh bench", *argv]),
     }
     print(f"{facts['machine']}, PyTorch {torch.__version__}", flush=True)
     peak_flops = PEAKS.get(facts["machine"])

@@ -45,6 +45,7 @@ from pathlib import Path
 import numpy as np
 
 import compare_runs
+import launch
 from compare_answer import (
     NEEDS_PAIRS,
     STEPS_UNKNOWN,
@@ -126,7 +127,7 @@ def parse_count(text: str) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="compare.py",
+        prog="./run.sh compare",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -256,21 +257,31 @@ def threads_of_a_process(args: argparse.Namespace, jobs: int) -> int:
     return max(1, usable_cores() // (jobs * args.nproc_per_node))
 
 
+def get_data(variants: list[Variant]) -> None:
+    """Makes or downloads the data of the variants, unless they are there."""
+    for variant in variants:
+        if variant.settings is not None:
+            launch.get_data(sys.executable, variant.settings)
+
+
 def set_up(args: argparse.Namespace, variants: list[Variant], lock: int) -> Comparison:
     """Raises UsageError."""
+    base, *ideas = variants
+    fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
+    more = with_steps(base, SLOPE_FACTOR, ideas)
+    get_data([*variants, more])
     jobs = number_of_jobs(args, variants)
     threads = threads_of_a_process(args, jobs)
     facts = compare_runs.machine_facts(on_gpu(variants), threads, args.nproc_per_node)
     facts["data"] = compare_runs.data_facts(variants)
     setup = Setup(facts, threads, args.nproc_per_node, lock)
-    base, *ideas = variants
     c = Comparison(
         args=args,
         setup=setup,
         base=base,
         ideas=ideas,
-        fewer=with_steps(base, 1 / SLOPE_FACTOR, ideas),
-        more=with_steps(base, SLOPE_FACTOR, ideas),
+        fewer=fewer,
+        more=more,
         jobs=jobs,
     )
     check_data(c.variants())

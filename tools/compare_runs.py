@@ -27,7 +27,7 @@ from pathlib import Path
 
 from compare_sources import ROOT, Variant
 from log_parsing import Log, LogError, UsageError, parse_log, write_file
-from machine import usable_cores
+from machine import environment, usable_cores
 
 FOLDER = ROOT / "logs" / "compare"
 RUNS_A_PROCESS = 8
@@ -64,7 +64,7 @@ class Setup:
         return subprocess.Popen(
             [*command, "-m", variant.module(), *variant.options, *options],
             cwd=variant.folder,
-            env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
+            env=os.environ | environment() | {"OMP_NUM_THREADS": str(self.threads)},
             pass_fds=[self.lock],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -193,9 +193,8 @@ def data_facts(variants: list[Variant]) -> dict[str, str]:
             matching = glob.glob(pattern, root_dir=variant.folder)
             if option in settings and not matching:
                 raise UsageError(
-                    f"{variant.name}: --{option}: no file matches {pattern!r}; make the data with "
-                    "data/shakespeare.py (mini) or data/cached_fineweb10B.py (fineweb). Other data must "
-                    "lie in a folder of data/, or have an absolute path"
+                    f"{variant.name}: --{option}: no file matches {pattern!r}; your own data must lie in a "
+                    "folder of data/, or have an absolute path"
                 )
             files |= {str(Path(name)): variant.folder / name for name in matching}
     found = {}

@@ -179,7 +179,7 @@ def page(conditions, results):
     lines = [
         f"# {conditions['GPU']}, PyTorch {conditions['PyTorch']}",
         "",
-        f"Measured on {conditions['date']} with `python tools/gpu_report.py`, which explains the "
+        f"Measured on {conditions['date']} with `./run.sh gpu-report`, which explains the "
         "stages. Times are medians in milliseconds.",
         "",
     ]

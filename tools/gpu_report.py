@@ -1,8 +1,8 @@
 """
 Checks and times an NVIDIA GPU (Ampere or later). Needs PyTorch 2.11 or later and the data of mini
-(python data/shakespeare.py), but no network.
+(./run.sh data shakespeare), but no network.
 
-    python tools/gpu_report.py
+    ./run.sh gpu-report
 
 This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes. The stages are:
 
@@ -137,7 +137,7 @@ def make_report(folder, only, minutes):
 
 
 def gpu_report(argv):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser("./run.sh gpu-report", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
     parser.add_argument("--stage", action="append", choices=STAGES, metavar="STAGE",

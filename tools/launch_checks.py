@@ -1,17 +1,16 @@
 """
-Checks the machine before a run. run.sh calls it:
+Checks the machine before a run, in the Python that will train. tools/launch.py calls it:
 
-    python tools/launch_checks.py --script train_gpt [options of the run]
+    python tools/launch_checks.py ANSWER MODE [SCRIPT OPTIONS...]
 
-It prints what the run needs, a line each: log_dir=FOLDER, processes=N, environment variables
-(NAME=VALUE), and further options (--NAME=VALUE).
+MODE is train, prepare or compare. Writes what the run needs into the file ANSWER, as JSON: processes,
+environment variables and more options.
 """
-import argparse
 import contextlib
 import dataclasses
-import glob
 import hashlib
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,10 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
+import launch
 import train_gpt  # before torch: it sets variables that torch reads when it is imported
 import torch
-from machine import environment
+from machine import environment, usable_cores
 from train_gpt import DTYPE, TRACKS, InputError, require
+
+MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
 
 # -----------------------------------------------------------------------------
 # GPUs
@@ -30,14 +32,23 @@ from train_gpt import DTYPE, TRACKS, InputError, require
 
 def find_gpus():
     """Returns the number of GPUs. Raises InputError if PyTorch can't use those of the machine."""
-    build = f"PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    require(
-        hidden or torch.cuda.is_available() or not glob.glob("/dev/nvidia[0-9]*"),
-        f"{build} finds no GPU that it can use; check the driver with nvidia-smi, install a build for "
-        "it (https://pytorch.org/get-started/locally), or use --device cpu",
-    )
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    maker = launch.gpu_maker()
+    if torch.cuda.is_available() or not maker:
+        return torch.cuda.device_count()
+    needed = 580 if (torch.version.cuda or "").startswith("13") else 525
+    driver = launch.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = (driver or "unknown").split()[0]
+    build = torch.version.cuda or torch.version.hip
+    if not build:
+        remedy = f"remove {sys.prefix} and run ./run.sh again, or install another build there"
+        reason = f"PyTorch {torch.__version__} is the build for CPUs"
+    elif maker == "NVIDIA" and torch.version.cuda and driver.split(".")[0] < str(needed):
+        remedy = "update the driver"
+        reason = f"CUDA {build} needs driver {needed} or later, but the version here is {driver}"
+    else:
+        remedy = "check nvidia-smi or rocm-smi, or install another build (https://pytorch.org/get-started)"
+        reason = f"PyTorch {torch.__version__} can't use it"
+    raise InputError(f"this machine has an {maker} GPU, but {reason}; {remedy}, or use --device cpu")
 
 
 def check_gpus(processes):
@@ -171,32 +182,37 @@ def compile_problem(hp):
     return ""
 
 
-def compiler_stamp():
-    """Returns the file that says that compiled code is right: one for each compiler and its flags,
-    PyTorch, CPU and dtype."""
-    facts = f"{train_gpt.describe_machine()} {CXX} {torch.__version__} {DTYPE}"
-    digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
+def code_facts():
+    """What compiled code depends on, apart from the script and its settings."""
+    compiler = launch.output_of(*CXX.split(), "--version")
+    march = os.environ.get("TORCHINDUCTOR_CPP_MARCH")
+    gpu = train_gpt.ON_GPU and torch.cuda.get_device_name()
+    return [train_gpt.CPU_MODEL, sorted(train_gpt.CPU_FLAGS), CXX, compiler, march, gpu, torch.__version__, str(DTYPE)]
+
+
+def stamp(name, *facts):
+    """Returns a file whose existence says something about compiled code, for these facts."""
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / "data" / ".cache"
-    return Path(folder) / f"compiled-code-is-right-{digest}"
+    digest = hashlib.sha256(json.dumps([code_facts(), *facts]).encode()).hexdigest()
+    return Path(folder, f"{name}-{digest[:16]}")
 
 
-def check_compiler(script, args, hp):
-    """Returns the environment variables of a run: none if compiled code is right."""
-    stamp = compiler_stamp()
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or stamp.exists():
+def check_compiler(processes):
+    """Returns the environment variables of a run: none if compiled code is right. Random tokens are
+    split among `processes` as in a run, which then finds the code in PyTorch's cache."""
+    right = stamp("compiled-code-is-right")
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or right.exists():
         return {}
-    script.check_inputs(args, hp)  # a user error comes first, because this takes a minute
-    print("comparing compiled code with uncompiled code: a minute or two, once", file=sys.stderr)
-    train_gpt.init_processes()  # as the run does, which then finds the compiled code in PyTorch's cache
-    problem = compile_problem(TRACKS["mini"])
+    launch.say("comparing compiled code with uncompiled code: a minute or two, once")
+    train_gpt.init_processes()  # as the run does
+    mini = TRACKS["mini"]
+    problem = compile_problem(dataclasses.replace(mini, batch_tokens=mini.batch_tokens // processes))
     if problem:
-        print(f"warning: training without torch.compile, at about half the speed: {problem}", file=sys.stderr)
+        launch.say(f"warning: training without torch.compile, at about half the speed: {problem}")
         return {"TORCH_COMPILE_DISABLE": "1", "SPEEDRUN_COMPILE_REASON": f"({problem})"}
-    try:
-        stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.touch()
-    except OSError:
-        pass  # the next run compares again
+    with contextlib.suppress(OSError):  # the next run compares again
+        right.parent.mkdir(parents=True, exist_ok=True)
+        right.touch()
     return {}
 
 
@@ -204,44 +220,70 @@ def check_compiler(script, args, hp):
 # The command line
 
 
-def check_machine(script, options):
-    """Returns lines that say what the run needs. Raises InputError."""
+def check_cpu(processes):
+    """Returns the environment variables of a run on a CPU."""
+    variables = environment(processes)
+    torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+    return variables | check_compiler(processes)
+
+
+def check_run(mode, script, options):
+    """Returns what a run needs, as a dict. Raises InputError."""
     args, hp = script.parse_arguments(options)
     checkpoint = train_gpt.load_checkpoint(args, script.SOURCE)
     if checkpoint:
         hp = dataclasses.replace(hp, **checkpoint["settings"])
     script.check_hyperparameters(hp, 1)
     gpus = find_gpus()
-    processes = most_processes(script, hp, gpus)
-    log_dir = Path(args.resume).parent if checkpoint else args.log_dir
-    lines = [f"log_dir={log_dir}", f"processes={processes}"]
+    processes = most_processes(script, hp, gpus or min(usable_cores(), MOST_CPU_PROCESSES))
+    more = []
+    where = "the CPU"
     if gpus:
+        where = f"{processes} of {gpus} GPUs"
         check_gpus(processes)
         adapts = script is train_gpt and hp.track == "fineweb"
         if adapts and not checkpoint and "train_seq_len" not in args.given:
-            lines.append(f"--train_seq_len={fit_to_memory(hp, processes).train_seq_len}")
-    if not gpus:
-        variables = environment()
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-        variables |= check_compiler(script, args, hp)
-        lines += [f"{name}={value}" for name, value in variables.items()]
-    return lines
+            hp = fit_to_memory(hp, processes)
+            more = [f"--train_seq_len={hp.train_seq_len}"]
+    launch.get_data(sys.executable, vars(hp))
+    if mode == "prepare":
+        script.check_inputs(args, hp)
+    variables = {} if gpus else check_cpu(processes)
+    compiled = "not compiled" if "TORCH_COMPILE_DISABLE" in variables | os.environ else "compiled"
+    seq_len = getattr(hp, "train_seq_len", None) or getattr(hp, "block_size", None) or hp.seq_lens
+    return dict(
+        processes=processes,
+        environment=variables,
+        options=more,
+        log_dir=str(Path(args.resume).parent if checkpoint else args.log_dir),
+        text=f"{hp.track} on {where}, processes: {processes}, sequence length: {seq_len}, {compiled}",
+        stamp=str(stamp("trained", script.SOURCE, vars(hp), processes)),
+    )
+
+
+def check_compare():
+    """Returns what the runs of compare and screen need. Raises InputError."""
+    if find_gpus():
+        check_gpus(1)
+        return dict(environment={})
+    return dict(environment=check_compiler(1))
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description="Check the machine before a run.", allow_abbrev=False)
-    parser.add_argument("--script", required=True, metavar="MODULE", help="train_gpt or a recipe")
-    args, options = parser.parse_known_args(argv)
-    script = importlib.import_module(args.script)
+    answer, mode, *words = argv
+    launch.catch_signals()
     try:
-        with contextlib.redirect_stdout(None):  # what train_gpt.py says about --resume
-            lines = check_machine(script, options)
+        if mode == "compare":
+            found = check_compare()
+        else:
+            found = check_run(mode, importlib.import_module(words[0]), words[1:])
+        Path(answer).write_text(json.dumps(found), encoding="utf-8")
+        return 0
+    except launch.Stopped:
+        return 1  # the launcher says so
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print("\n".join(lines))
-    return 0
 
 
 if __name__ == "__main__":

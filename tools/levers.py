@@ -1,7 +1,7 @@
 """
 Measures what each speedup of recipes/gpt2.py gives on this machine.
 
-    python -m tools.levers [--track mini] [--steps 20] [--sequences 16]
+    ./run.sh levers [--track mini] [--steps 20] [--sequences 16]
 
 Each row of the table adds one speedup to the row above it: the median time of whole training steps on
 random tokens, after a few untimed ones. A speedup that the hardware doesn't have is left out. On one
@@ -51,7 +51,7 @@ def is_possible(lever):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Measure each speedup of recipes/gpt2.py.")
+    parser = argparse.ArgumentParser("./run.sh levers", description="Measure each speedup of recipes/gpt2.py.")
     add = parser.add_argument
     track = "fineweb" if ON_GPU else "mini"
     add("--track", choices=gpt2.TRACKS, default=track, help="the model; default here: %(default)s")

@@ -63,15 +63,17 @@ def cgroup_quota(folder: Path) -> float:
 
 def environment(processes: int = 1) -> dict[str, str]:
     """The environment variables of runs on a CPU, `processes` of them at once. What the user has set
-    stays."""
+    stays, but processes share the threads of OMP_NUM_THREADS."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    cores = int(threads) if threads.isdigit() else usable_cores()
     variables = {
         "PYTHONUTF8": "1",  # PyTorch can't read its files in an ASCII locale
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
         # glibc keeps freed memory, because mapping it again is slow
         "MALLOC_TRIM_THRESHOLD_": "-1",  # never returns the top of the heap
         "MALLOC_MMAP_MAX_": "0",  # takes large blocks from the heap, too
     }
-    return {name: os.environ.get(name, value) for name, value in variables.items()}
+    variables = {name: os.environ.get(name, value) for name, value in variables.items()}
+    return variables | {"OMP_NUM_THREADS": str(max(1, cores // processes))}
 
 
 # --------------------------------------------------------------------------------------------------

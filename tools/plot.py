@@ -1,7 +1,7 @@
 """
 Plots the validation losses of runs.
 
-    python tools/plot.py [LABEL=]LOG_OR_FOLDER... -o curves.png
+    ./run.sh plot [LABEL=]LOG_OR_FOLDER... -o curves.png
                          [--x step|time|tokens] [--smooth] [--target 3.28]
 
 The logs of a folder share a label: the name of the folder. Arguments with the same LABEL= share it
@@ -273,7 +273,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="plot.py",
+        prog="./run.sh plot",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

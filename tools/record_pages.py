@@ -133,13 +133,13 @@ def markdown_table(
 def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
     """Commands that verify a record, extract its sources, and run them."""
     folder = f"records/{record.track}/{record.folder.name}"
-    verify = f"python tools/verify.py {folder}"
+    verify = f"./run.sh verify {folder}"
     if prior:
         verify += f" --against records/{record.track}/{prior.folder.name}"
     if prior and record.same_ml:
         verify += " --same-ml"
     log = record.logs[0]
-    replay = f"python tools/replay.py {folder}/{readable(log.path.name)} -o old"
+    replay = f"./run.sh replay {folder}/{readable(log.path.name)} -o old"
     return [verify, replay, command_to_run(log, "old")]
 
 
@@ -272,16 +272,16 @@ def readme(root: Path) -> str:
     lines = [
         "# Records",
         "",
-        "`python tools/submit.py --regenerate` writes this page from the logs in this folder. "
+        "`./run.sh submit --regenerate` writes this page from the logs in this folder. "
         "Don't edit it.",
         "",
         "| command | what it does |",
         "| --- | --- |",
-        "| `python tools/verify.py LOG...` | checks whether runs make a valid record, "
+        "| `./run.sh verify LOG...` | checks whether runs make a valid record, "
         "and prints their statistics |",
-        "| `python tools/replay.py LOG` | extracts the source of a run from its log |",
-        "| `python tools/plot.py LOG... -o curves.png` | draws loss curves |",
-        "| `python tools/submit.py --track TRACK --name NAME LOG...` | files a record and updates "
+        "| `./run.sh replay LOG` | extracts the source of a run from its log |",
+        "| `./run.sh plot LOG... -o curves.png` | draws loss curves |",
+        "| `./run.sh submit --track TRACK --name NAME LOG...` | files a record and updates "
         "this page |",
         "",
         "[tools/README.md](../tools/README.md#rules-of-a-record) lists the rules.",

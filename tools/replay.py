@@ -1,9 +1,9 @@
 """
 Gets the sources of a run out of its log, byte for byte. It runs none of them.
 
-    python tools/replay.py LOG                    prints the script
-    python tools/replay.py LOG -o FOLDER          writes all sources into a new folder
-    python tools/replay.py LOG --diff OTHER_LOG   how the sources of OTHER_LOG differ from those of LOG
+    ./run.sh replay LOG                    prints the script
+    ./run.sh replay LOG -o FOLDER          writes all sources into a new folder
+    ./run.sh replay LOG --diff OTHER_LOG   how the sources of OTHER_LOG differ from those of LOG
 
 Exit status: 0 written, 2 bad input.
 """
@@ -106,7 +106,7 @@ def command_to_run(log: Log, folder: str | Path) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="replay.py",
+        prog="./run.sh replay",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -69,7 +69,7 @@ class Session:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="screen.py",
+        prog="./run.sh screen",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -224,6 +224,7 @@ def make_blocks(session: Session, seeds: list[int]) -> None:
 def make_session(args: argparse.Namespace, screen: Screen, lock: int) -> Session:
     """Raises UsageError."""
     variants = screen.variants()
+    compare.get_data(variants)
     gpu = compare.on_gpu(variants)
     jobs = compare.number_of_jobs(args, variants)
     threads = compare.threads_of_a_process(args, jobs)

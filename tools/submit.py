@@ -1,9 +1,9 @@
 """
 Files a record: checks its logs, copies them, writes a README, and updates the leaderboard.
 
-    python tools/submit.py --track T --name NAME LOG_OR_FOLDER...
+    ./run.sh submit --track T --name NAME LOG_OR_FOLDER...
                            [--what TEXT] [--date YYYY-MM-DD] [--same-ml]
-    python tools/submit.py --regenerate      write READMEs and plots again from the logs in records/
+    ./run.sh submit --regenerate      write READMEs and plots again from the logs in records/
 
 It refuses logs that verify.py refuses, logs that contain the name of the user or the machine or an
 absolute path, and logs of train_gpt.py with fewer than 8 validations after step 0. (Records that were
@@ -211,7 +211,7 @@ def parse_date(text: str) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="submit.py",
+        prog="./run.sh submit",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

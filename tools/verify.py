@@ -1,7 +1,7 @@
 """
 Checks whether the logs of several runs make a valid record.
 
-    python tools/verify.py LOG_OR_FOLDER...
+    ./run.sh verify LOG_OR_FOLDER...
                            [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
                            [--rule optimization]
 
@@ -325,7 +325,7 @@ def check_sources(logs: list[Log]) -> list[str]:
         first, other, *_ = first_log.values()
         reasons.append(
             f"the logs have {len(first_log)} different sources, but a record needs one; to see the "
-            f"difference: python tools/replay.py {first.path} --diff {other.path}"
+            f"difference: ./run.sh replay {first.path} --diff {other.path}"
         )
     for name, source in dict.fromkeys(itertools.chain(*first_log)):  # each once, in order
         for what in compiler_settings(source):
@@ -651,10 +651,10 @@ def print_summary(verdict: Verdict) -> None:
 def print_reasons(reasons: list[str]) -> None:
     """A list. A command has its own line, which isn't wrapped, so that it can be copied."""
     for reason in reasons:
-        text, python, command = reason.partition("python tools/")
+        text, start, command = reason.partition("./run.sh ")
         print_wrapped(text, "- ", "  ")
         if command:
-            print(f"  {python}{command}")
+            print(f"  {start}{command}")
 
 
 # -----------------------------------------------------------------------------
@@ -699,7 +699,7 @@ def as_json(logs: list[Log], verdict: Verdict | None, errors: list[str]) -> str:
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="verify.py",
+        prog="./run.sh verify",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1013,7 +1013,7 @@ def wait_for_shards(folder, count, process):
 
 @pytest.mark.parametrize("how, code", [
     (signal.SIGKILL, -9),
-    (signal.SIGTERM, 130),
+    (signal.SIGTERM, 143),
     (signal.SIGINT, 130),
 ])
 def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
@@ -1034,11 +1034,12 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     # communicate() returns when all processes that have the pipes open have ended
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    if how != signal.SIGKILL:
+    if how == signal.SIGINT:
         assert errors == (
             "interrupted; delete any shards that this script has written, because it can't resume, "
             "and run the same command again\n"
         )
+    if how != signal.SIGKILL:
         assert list(out.glob("*.tmp")) == []
 
     paths = [out / VAL] + sorted(out.glob("fineweb_train_*.bin"))
@@ -1058,12 +1059,6 @@ def test_a_dying_worker_is_an_error(monkeypatch):
     monkeypatch.setattr(fineweb, "start_worker", die)
     with pytest.raises(ShardError, match="a tokenizer process died"):
         list(fineweb.tokenize(["text"], 1))
-
-
-def test_a_missing_datasets_library_is_an_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
-    with pytest.raises(ShardError, match=r"run pip install -r .*data/requirements.txt"):
-        next(fineweb.stream_dataset("fineweb", "sample-10BT"))
 
 
 def write_repository(folder, configs):

@@ -455,7 +455,7 @@ def test_an_interrupted_download_is_finished(checkout):
 
 
 def test_fewer_shards_are_enough_if_the_user_downloaded_them(checkout):
-    """`python data/cached_fineweb10B.py 1` is enough for a short run."""
+    """`./run.sh data fineweb 1` is enough for a short run."""
     write(checkout / "data" / "cached_fineweb10B.py", DOWNLOAD)
     for name in ("val_000000", "train_000001"):
         write(checkout / "data" / "fineweb10B" / f"fineweb_{name}.bin", "")

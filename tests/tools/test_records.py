@@ -989,10 +989,10 @@ def test_output_is_at_most_80_columns_wide(tmp_path):
         done = run(*command)
         assert done.returncode == 1, done.stderr.decode()
         for line in done.stdout.decode().splitlines():
-            is_command = line.startswith("  python tools/replay.py ")
+            is_command = line.startswith("  ./run.sh replay ")
             assert is_command or len(line) <= 80, line
-        assert f"to see the difference: python tools/replay.py {runs}" in unwrapped(done.stdout)
-        assert re.search(r"\n  python tools/replay.py \S+ --diff \S+\n", done.stdout.decode())
+        assert f"to see the difference: ./run.sh replay {runs}" in unwrapped(done.stdout)
+        assert re.search(r"\n  ./run.sh replay \S+ --diff \S+\n", done.stdout.decode())
 
 
 def test_an_assumed_target_is_said(tmp_path):
@@ -1902,7 +1902,7 @@ def test_history_has_every_row(root):
 
 
 def test_what_stands_in_the_repository_is_fresh():
-    hint = "stale: run `python tools/submit.py --regenerate`"
+    hint = "stale: run `./run.sh submit --regenerate`"
     assert (RECORDS / "README.md").read_text(encoding="utf-8") == record_pages.readme(RECORDS), hint
     assert (RECORDS / "history.png").exists(), hint
     published = submit.published_logs()

@@ -1,0 +1,616 @@
+"""
+Everything behind ./run.sh. It runs on Python's standard library alone, because it installs the other
+packages. The order of a training:
+
+    environment   the active one as it is, or .venv
+    packages      what is missing of requirements.txt
+    checks        tools/launch_checks.py: options, GPUs, memory, data, compiled code
+    training      one process per GPU; on a CPU, one per core
+    sample        the trained model writes a short text
+"""
+import argparse
+import contextlib
+import fcntl
+import glob
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+from machine import environment
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+TORCH_INDEX = "https://download.pytorch.org/whl"  # has cpu/, rocm7.2/
+DEVICES = Path("/dev")  # where drivers put their files
+GRAPHICS = Path("/sys/class/drm")  # where AMD's driver says how large a GPU is
+
+USAGE = """\
+usage: ./run.sh [OPTIONS]            train; first, install packages and get data
+       ./run.sh --recipe NAME        train recipes/NAME.py instead of train_gpt.py
+       ./run.sh prepare              do all of that but the training
+       ./run.sh compare | screen     does an idea help? what are many ideas worth?
+       ./run.sh verify | submit      check the logs of a record; file it
+       ./run.sh replay | plot        extract a run's sources; draw loss curves
+       ./run.sh sample | hellaswag   let a trained model write text; score it
+       ./run.sh data NAME            get shakespeare, fineweb, edu or text
+       ./run.sh bench | levers       time a step's parts; time GPT-2's speedups
+       ./run.sh gpu-report           check and time training on a GPU
+       ./run.sh test [machines]      run the tests; imitate other machines
+With --device cpu, GPUs aren't used. --help after a command lists its options.
+"""
+PATHS = ["--log_dir", "--train_files", "--val_files", "--resume"]  # options of trainings
+# command: its script or module, and the folders whose requirements.txt it needs
+COMMANDS = {
+    "compare": ("tools/compare.py", ["tools"]),
+    "screen": ("tools/screen.py", ["tools"]),
+    "verify": ("tools/verify.py", ["tools"]),
+    "submit": ("tools/submit.py", ["tools"]),
+    "replay": ("tools/replay.py", ["tools"]),
+    "plot": ("tools/plot.py", ["tools"]),
+    "bench": ("tools/bench.py", ["tools"]),
+    "gpu-report": ("tools/gpu_report.py", ["tools"]),
+    "levers": ("tools.levers", []),
+    "sample": ("evals.sample", []),
+    "hellaswag": ("evals.hellaswag", ["evals"]),
+    "data shakespeare": ("data/shakespeare.py", []),
+    "data fineweb": ("data/cached_fineweb10B.py", []),
+    "data edu": ("data/fineweb.py --version=fineweb-edu", ["data"]),
+    "data text": ("data/fineweb.py", []),
+    "test": ("", ["tools", "data", "evals", "tests"]),
+    "test machines": ("tests/machines", ["tools", "data", "evals", "tests"]),
+}
+
+
+class LaunchError(Exception):
+    """What is wrong with the machine or the command, in one line that says what to do."""
+
+
+class Stopped(BaseException):
+    """A signal came. Its argument is the number of the signal."""
+
+
+def require(condition, message):
+    if not condition:
+        raise LaunchError(message)
+
+
+def say(text):
+    print(f"run.sh: {text}", file=sys.stderr, flush=True)
+
+
+# -----------------------------------------------------------------------------
+# Child processes. They ignore Ctrl-C, which a terminal sends to them, too: the launcher ends them.
+
+
+def stop(number, frame):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Stopped(number)
+
+
+def catch_signals():
+    """Ctrl-C and SIGTERM raise Stopped."""
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+def ignore_ctrl_c():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def start(command, **options):
+    """Starts a command. It inherits the setup's lock, so the lock holds even if the launcher is killed."""
+    words = [str(word) for word in command]
+    return subprocess.Popen(words, preexec_fn=ignore_ctrl_c, close_fds=False, **options)
+
+
+def wait(children):
+    """Waits until all have ended or one has failed, then ends the others. Returns its number and exit
+    status, or (0, 0)."""
+    try:
+        while True:
+            codes = [child.poll() for child in children]
+            if any(codes) or None not in codes:
+                break
+            time.sleep(0.02)
+    finally:
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.wait()
+    for i, code in enumerate(codes):
+        if code:
+            return i, code if code > 0 else 128 - code
+    return 0, 0
+
+
+def run(command, **options):
+    """Runs a command. Returns its exit status."""
+    return wait([start(command, **options)])[1]
+
+
+def output_of(*command):
+    """Returns what a command prints, or None if it fails or doesn't exist."""
+    with contextlib.suppress(OSError):
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        if done.returncode == 0:
+            return done.stdout
+    return None
+
+
+@contextlib.contextmanager
+def setup_lock():
+    """Packages and data are shared by all runs of this checkout. The lock is on its folder."""
+    folder = os.open(ROOT, os.O_RDONLY)
+    os.set_inheritable(folder, True)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("waiting for another ./run.sh to finish its setup in this folder")
+        fcntl.flock(folder, fcntl.LOCK_EX)
+    except OSError:
+        pass  # some network file systems have no locks
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+# -----------------------------------------------------------------------------
+# The environment: the active one as it is, or .venv. Two files in .venv say how far it got: `ours` is
+# written first, and `ready` last. An unfinished one is made again. The user's own is never deleted.
+
+
+def torch_version(python):
+    """Returns the version of a Python's PyTorch if train_gpt.py can use it, or ""."""
+    question = "import importlib.metadata; print(importlib.metadata.version('torch'))"
+    version = (output_of(python, "-c", question) or "").strip()
+    numbers = [int(number) for number in re.findall(r"\d+", version)]
+    return version if numbers[:2] >= [2, 11] else ""
+
+
+def make_environment():
+    if VENV.exists():
+        require(
+            (VENV / "ours").exists(),
+            f"{VENV} isn't from ./run.sh; activate it, then run ./run.sh again, or move it away",
+        )
+        say("the virtual environment .venv is incomplete, so it is made again")
+        shutil.rmtree(VENV)
+    require(":" not in str(VENV), f"{VENV}: venv allows no colon in a path; move the repository")
+    VENV.mkdir()
+    (VENV / "ours").touch()
+    version = torch_version(sys.executable)
+    say("making the virtual environment .venv" + (version and f" with the system's PyTorch {version}"))
+    # Debian and Colab take ensurepip away
+    has_ensurepip = importlib.util.find_spec("ensurepip")
+    require(
+        has_ensurepip or importlib.util.find_spec("pip"),
+        f"{sys.executable} has no venv module; install it (on Debian or Ubuntu: apt install python3-venv)",
+    )
+    try:
+        venv.create(VENV, system_site_packages=bool(version), symlinks=True, with_pip=bool(has_ensurepip))
+    except subprocess.CalledProcessError as e:
+        raise LaunchError(explain(sys.executable, e.output.decode(errors="replace")))
+    if not has_ensurepip:
+        pip_install(sys.executable, ["pip"], "--python", VENV / "bin" / "python")
+
+
+# Prints the lines of requirement files whose package is missing. One that is there in another version
+# stays: machines with their own PyTorch keep it.
+LIST_MISSING = """
+import importlib.metadata, sys
+for file in sys.argv[1:]:
+    for line in open(file):
+        requirement = line.split("#")[0].strip()
+        try:
+            importlib.metadata.version(requirement.split("==")[0])
+        except importlib.metadata.PackageNotFoundError:
+            print(requirement)
+"""
+
+
+def install(folders):
+    """Installs what is missing of the folders' requirements.txt. Returns the environment's Python."""
+    files = [ROOT / folder / "requirements.txt" for folder in [".", *folders]]
+    active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
+    if active and not (Path(active) == VENV and (VENV / "ours").exists()):
+        python = sys.executable
+        missing = output_of(python, "-c", LIST_MISSING, *files).split()
+        require(
+            torch_version(python) or any(line.startswith("torch==") for line in missing),
+            f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
+            "the environment",
+        )
+        pip_install(python, missing)
+        return python
+    python = plain_folder() / "bin" / "python"
+    missing = output_of(python, "-c", LIST_MISSING, *files)
+    if missing is None or not (VENV / "ready").exists():
+        make_environment()
+        missing = output_of(python, "-c", LIST_MISSING, *files)
+        require(missing is not None, f"{VENV}/bin/python, made with {sys.executable}, doesn't run")
+    if missing:
+        (VENV / "ready").unlink(missing_ok=True)
+        pip_install(python, missing.split())
+        (VENV / "ready").touch()
+    return python
+
+
+def is_plain(path):
+    """Does a path only have characters that a shell takes as they are?"""
+    return re.fullmatch(r"[A-Za-z0-9_./+:@%,=-]+", str(path))
+
+
+def cache_folder():
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
+def plain_folder():
+    """Returns .venv, or a link to it. PyTorch's command line for the C++ compiler doesn't quote its own
+    folder, so .venv needs a path without spaces and the like."""
+    link = cache_folder() / "nanogpt-speedrun" / hashlib.sha256(str(VENV).encode()).hexdigest()[:16]
+    if is_plain(VENV) or not is_plain(link):
+        return VENV
+    with contextlib.suppress(OSError):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(VENV)
+    return link if link.is_symlink() else VENV
+
+
+# -----------------------------------------------------------------------------
+# Packages
+
+
+def gpu_maker():
+    """Returns NVIDIA, AMD, or "" if the machine has no GPU, or it is hidden. An AMD GPU of less than 8
+    GiB is part of a CPU."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if "GPU " in (output_of("nvidia-smi", "-L") or "") or list(DEVICES.glob("nvidia[0-9]*")):
+        return "NVIDIA"
+    sizes = [int(file.read_text()) for file in GRAPHICS.glob("card*/device/mem_info_vram_total")]
+    return "AMD" if (DEVICES / "kfd").exists() and max(sizes, default=0) >= 8 * 2**30 else ""
+
+
+def torch_source(python):
+    """Returns pip's options for the build of PyTorch that this machine needs."""
+    settings = output_of(python, "-m", "pip", "config", "list") or ""
+    if re.search("(index-url|find-links|no-index)=", settings):
+        say("installing packages from the source in your pip settings")
+        return []
+    if sys.platform == "darwin":
+        say("installing packages: a download of about 0.2 GB")
+        return []
+    maker = gpu_maker()
+    if maker == "AMD":
+        say("installing packages, with PyTorch for AMD GPUs: a download of about 5 GB")
+        return ["--extra-index-url", f"{TORCH_INDEX}/rocm7.2"]
+    index = f"{TORCH_INDEX}/cpu"
+    if not maker:
+        if answers(python, "torch", "--index-url", index):
+            say("installing packages, with PyTorch for CPUs: a download of about 0.2 GB")
+            return ["--extra-index-url", index]
+        say(f"{index} doesn't answer, so PyTorch comes from the package index")
+    say("installing packages, with PyTorch and CUDA: a download of up to 5 GB")
+    return []
+
+
+def answers(python, package, *options):
+    """Does the package index answer a question about a package?"""
+    pip = [python, "-m", "pip", "index", "versions", package, "--disable-pip-version-check"]
+    return output_of(*pip, "--timeout", "5", "--retries", "0", *options) is not None
+
+
+def pip_install(python, requirements, *options):
+    """Shows pip's progress bars on a terminal. Elsewhere pip's output is shown if it fails."""
+    if not requirements:
+        return
+    if any(requirement.startswith("torch==") for requirement in requirements):
+        options = torch_source(python)
+    else:
+        say(f"installing {', '.join(requirements)}")
+    # --no-compile: Python compiles what it imports; compiling all of PyTorch would double the time
+    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile"]
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+        status = run(
+            [python, "-m", "pip", "install", *quiet, *options, *requirements],
+            stdout=None if sys.stdout.isatty() else log,
+            stderr=log,
+            env=os.environ | {"TMPDIR": folder},
+        )
+        log.seek(0)
+        require(status == 0, explain(python, log.read()))
+
+
+def explain(python, output):
+    """Returns one line about a failed installation."""
+    disk = re.search(r"(No space left on device|Disk quota|Read-only file system|Permission denied).*", output)
+    if disk:
+        return f"pip can't install the packages: {disk[0]}; mend that, then run ./run.sh again"
+    if not answers(python, "pip"):
+        return (
+            "can't reach the package index; check the network, the proxy and pip's settings "
+            "(python3 -m pip config list), then run ./run.sh again"
+        )
+    missing = re.search(r"No matching distribution found for (\S+)", output)
+    if missing:
+        return (
+            f"the package index has no {missing[1]} for Python {platform.python_version()} on "
+            f"{platform.system()} {platform.machine()}; use Python 3.11, 3.12 or 3.13"
+        )
+    print("\n".join(output.splitlines()[-20:]), file=sys.stderr)
+    return "pip can't install the packages; its output is above"
+
+
+# -----------------------------------------------------------------------------
+# Data, and a folder for compiled code
+
+
+def get_data(python, settings):
+    """Makes or downloads the shards that a run with these settings reads. Your own files stay as they are."""
+    folder = str(Path(settings["train_files"]).parent)
+    if folder == "data/shakespeare":
+        shards = 1
+        script = ["shakespeare.py"]
+        what = "making the Shakespeare shards: a download of 2 MB"
+    elif folder == "data/fineweb10B":
+        shards = 9
+        if "batch_tokens" in settings:  # a shard has 100M tokens, and no batch is in two shards
+            batches = 10**8 // (settings["batch_tokens"] + 1)
+            shards = max(1, math.ceil(settings["num_iterations"] / batches))
+        script = ["cached_fineweb10B.py", shards]
+        what = f"downloading FineWeb: {0.2 * (shards + 1):.1f} GB"
+    else:
+        return
+    with setup_lock():
+        found = [len(glob.glob(f"{ROOT}/{folder}/*_{split}_*.bin")) for split in ("train", "val")]
+        if found[0] < shards or found[1] == 0:
+            say(what)
+            status = run([python, ROOT / "data" / script[0], *script[1:]])
+            if status:
+                sys.exit(status)
+
+
+def can_run_from(folder):
+    """Can files be written to a folder, and programs be run from it?"""
+    probe = Path(folder, f"probe.{os.getpid()}")
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("#!/bin/sh\n")
+        probe.chmod(0o755)
+        return output_of(probe) is not None
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+
+
+def choose_code_folder():
+    """PyTorch keeps compiled code in TORCHINDUCTOR_CACHE_DIR or else in the temporary folder, and headers
+    always in the latter. Where one of them is read-only or mounted noexec, both move elsewhere."""
+    usual = [os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TMPDIR", "/tmp")]
+    bad = [folder for folder in usual if folder and not can_run_from(folder)]
+    if not bad:
+        return
+    for folder in (cache_folder() / "torchinductor", ROOT / "data" / ".cache" / "torchinductor"):
+        if is_plain(folder) and can_run_from(folder):
+            say(f"storing compiled code in {folder}, because {bad[0]} is read-only or mounted noexec")
+            os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(folder), TMPDIR=str(folder))
+            return
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def check_machine(python, *words):
+    """Runs tools/launch_checks.py. Returns its answer, or ends with its exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer")
+        status = run([python, ROOT / "tools" / "launch_checks.py", answer, *words])
+        if status:
+            sys.exit(status)
+        return json.loads(answer.read_text())
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def run_ranks(command, processes, **options):
+    """Runs a command as the processes of one training on this machine. Returns its exit status. Only rank
+    0 is seen. What another rank printed is shown if that one fails and rank 0 doesn't."""
+    if processes == 1:
+        return run(command, **options)
+    world = dict(WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    world["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
+        children = []
+        for rank in range(processes):
+            if rank > 0:
+                options = options | dict(stdout=logs[rank], stderr=logs[rank])
+            ranks = dict(RANK=str(rank), LOCAL_RANK=str(rank))
+            children.append(start(command, env=os.environ | world | ranks, **options))
+        failed, status = wait(children)
+        logs[failed].seek(0)
+        print(logs[failed].read(), end="", file=sys.stderr)
+        if status > 128:
+            say(f"process {failed} of {processes} was ended by signal {status - 128}")
+    return status
+
+
+def warm_up(command, plan):
+    """Trains one step, so that the compiled code is in PyTorch's cache. Returns the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        short = ["--num_iterations=1", "--num_runs=1", f"--log_dir={folder}"]
+        return run_ranks(command + short, plan["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def print_sample(python, folder, since):
+    """Lets the model that was just trained write a short text."""
+    checkpoints = [path for path in folder.glob("*.pt") if path.stat().st_mtime > since]
+    if checkpoints:
+        newest = max(checkpoints, key=os.path.getmtime)
+        run([python, "-m", "evals.sample", "--brief", newest.relative_to(ROOT)], cwd=ROOT)
+
+
+def train(python, module, options, prepare):
+    """Trains, or prepares a training. Returns the exit status."""
+    plan = check_machine(python, "prepare" if prepare else "train", module, *options)
+    os.environ.update(plan["environment"])
+    command = [python, "-m", module, *options, *plan["options"]]
+    compiled = Path(plan["stamp"])  # says that this training was compiled here
+    if not prepare:
+        say(f"training {plan['text']}")
+    if not compiled.exists():
+        say("compiling: a minute or two")
+    since = time.time()
+    try:
+        if not prepare:
+            status = run_ranks([*command, "--save_checkpoint"], plan["processes"], cwd=ROOT)
+        elif not compiled.exists():
+            status = warm_up(command, plan)
+        else:
+            status = 0
+    except Stopped as e:
+        raise Stopped(*e.args, "to continue from the last validation, add --resume latest")
+    if status == 0:
+        with contextlib.suppress(OSError):
+            compiled.touch()
+        if prepare:
+            say(f"ready: {plan['text']}")
+        else:
+            print_sample(python, ROOT / plan["log_dir"], since)
+    return status
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+
+def from_caller(path):
+    """A path that the user typed, as seen from the repository, where training runs."""
+    return path if path == "latest" or os.path.isabs(path) else os.path.relpath(path, ROOT)
+
+
+def parse(name, words):
+    """Returns our own options, and the others for the command."""
+    parser = argparse.ArgumentParser("run.sh", usage="./run.sh [COMMAND] [OPTIONS]", add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", choices=["cpu"])
+    if name in ("train", "prepare"):
+        parser.add_argument("--recipe")
+        for path in PATHS:
+            parser.add_argument(path, type=from_caller)
+    args, words = parser.parse_known_args(words)
+    for path in PATHS:
+        value = getattr(args, path.strip("-"), None)
+        if value:
+            words.append(f"{path}={value}")
+    return args, words
+
+
+def train_command(name, args, options):
+    """./run.sh and ./run.sh prepare. Returns the exit status."""
+    recipes = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
+    require(
+        args.recipe in [None, *recipes],
+        f"there is no recipe {args.recipe}; --recipe takes one of: {', '.join(recipes)}",
+    )
+    module = f"recipes.{args.recipe}" if args.recipe else "train_gpt"
+    show_help = {"-h", "--help"} & set(options)
+    if show_help:
+        print(USAGE, flush=True)
+    with setup_lock():
+        python = install([])
+    if show_help:
+        return run([python, "-m", module, "--help"], cwd=ROOT)
+    choose_code_folder()
+    return train(python, module, options, name == "prepare")
+
+
+def test_command(python, arguments):
+    """./run.sh test. Returns the command that it becomes."""
+    get_data(python, dict(train_files="data/shakespeare/*"))
+    for i, word in enumerate(arguments):
+        if os.path.exists(word.split("::")[0]):
+            arguments[i] = from_caller(word)
+    os.chdir(ROOT)
+    # a process a core; those that run out of tests take some from another; paths replace "tests"
+    workers = "-n auto --maxprocesses 8 --dist worksteal".split()
+    return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *arguments]
+
+
+def command_line(name, python, arguments):
+    """Returns the command that ./run.sh NAME becomes. Its exit status and signals are its own."""
+    if name == "test":
+        return test_command(python, arguments)
+    script, *words = COMMANDS[name][0].split()
+    if {"-h", "--help"} & set(arguments):
+        words = []
+    if "/" in script:
+        return [python, ROOT / script, *words, *arguments]
+    os.environ.update(PYTHONPATH=str(ROOT), PYTHONSAFEPATH="1")  # typed paths are the caller's
+    return [python, "-m", script, *words, *arguments]
+
+
+def launch(argv):
+    """Runs a command. Returns its exit status."""
+    name = "train"
+    words = argv
+    for count in (1, 2):
+        if " ".join(argv[:count]) in ["prepare", *COMMANDS]:
+            name = " ".join(argv[:count])
+            words = argv[count:]
+    unknown = name == "train" and argv and not argv[0].startswith("-")
+    require(not unknown, f"there is no command {' '.join(argv[:2])}; ./run.sh --help lists them")
+    args, words = parse(name, words)
+    if args.device:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if name in ("train", "prepare"):
+        return train_command(name, args, words)
+    with setup_lock():
+        python = install(COMMANDS[name][1])
+    choose_code_folder()
+    command = command_line(name, python, words)
+    if name in ("compare", "screen"):
+        os.environ.update(check_machine(python, "compare")["environment"])
+    if name == "hellaswag":
+        count = output_of(python, "-c", "import torch; print(torch.cuda.device_count())")
+        return run_ranks(command, max(1, int(count)))
+    os.execv(python, [str(word) for word in command])
+
+
+def main(argv):
+    catch_signals()
+    try:
+        return launch(argv)
+    except (LaunchError, OSError) as e:
+        print(f"run.sh: error: {e}", file=sys.stderr)
+        return 2
+    except Stopped as e:
+        number, *advice = e.args
+        advice = advice or ["run the same command again to continue"]
+        say(f"stopped by {signal.Signals(number).name}; {advice[0]}")
+        return 128 + number
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
