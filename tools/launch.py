@@ -95,16 +95,14 @@ def say(text):
 # Child processes. They ignore Ctrl-C, which a terminal sends to them, too: the launcher ends them.
 
 
+def handle_signals(handler):
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
+
+
 def stop(number, frame):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    handle_signals(signal.SIG_IGN)  # a second one doesn't disturb the end
     raise Stopped(number)
-
-
-def catch_signals():
-    """Ctrl-C and SIGTERM raise Stopped."""
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
 
 
 def ignore_ctrl_c():
@@ -132,6 +130,8 @@ def wait(children):
         for child in children:
             child.wait()
     for i, code in enumerate(codes):
+        if code and code < 0:
+            say(f"process {i} was ended by {signal.Signals(-code).name}")
         if code:
             return i, code if code > 0 else 128 - code
     return 0, 0
@@ -243,7 +243,7 @@ def install(folders):
         make_environment()
         missing = output_of(python, "-c", LIST_MISSING, *files)
         require(missing is not None, f"{VENV}/bin/python, made with {sys.executable}, doesn't run")
-    if missing:
+    if missing or not (VENV / "ready").exists():
         (VENV / "ready").unlink(missing_ok=True)
         pip_install(python, missing.split())
         (VENV / "ready").touch()
@@ -292,9 +292,6 @@ def torch_source(python):
     if re.search("(index-url|find-links|no-index)=", settings):
         say("installing packages from the source in your pip settings")
         return []
-    if sys.platform == "darwin":
-        say("installing packages: a download of about 0.2 GB")
-        return []
     maker = gpu_maker()
     if maker == "AMD":
         say("installing packages, with PyTorch for AMD GPUs: a download of about 5 GB")
@@ -333,7 +330,8 @@ def pip_install(python, requirements, *options):
             env=os.environ | {"TMPDIR": folder},
         )
         log.seek(0)
-        require(status == 0, explain(python, log.read()))
+        if status:
+            raise LaunchError(explain(python, log.read()))
 
 
 def explain(python, output):
@@ -341,6 +339,8 @@ def explain(python, output):
     disk = re.search(r"(No space left on device|Disk quota|Read-only file system|Permission denied).*", output)
     if disk:
         return f"pip can't install the packages: {disk[0]}; mend that, then run ./run.sh again"
+    if "No module named pip" in output:
+        return f"{python} has no pip; install it, or deactivate the environment"
     if not answers(python, "pip"):
         return (
             "can't reach the package index; check the network, the proxy and pip's settings "
@@ -370,7 +370,7 @@ def get_data(python, settings):
     elif folder == "data/fineweb10B":
         shards = 9
         if "batch_tokens" in settings:  # a shard has 100M tokens, and no batch is in two shards
-            batches = 10**8 // (settings["batch_tokens"] + 1)
+            batches = (10**8 - 1) // settings["batch_tokens"]
             shards = max(1, math.ceil(settings["num_iterations"] / batches))
         script = ["cached_fineweb10B.py", shards]
         what = f"downloading FineWeb: {0.2 * (shards + 1):.1f} GB"
@@ -428,18 +428,14 @@ def check_machine(python, *words):
         return json.loads(answer.read_text())
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
 def run_ranks(command, processes, **options):
     """Runs a command as the processes of one training on this machine. Returns its exit status. Only rank
     0 is seen. What another rank printed is shown if that one fails and rank 0 doesn't."""
     if processes == 1:
         return run(command, **options)
-    world = dict(WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # a free one
+    world = dict(WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
@@ -452,8 +448,6 @@ def run_ranks(command, processes, **options):
         failed, status = wait(children)
         logs[failed].seek(0)
         print(logs[failed].read(), end="", file=sys.stderr)
-        if status > 128:
-            say(f"process {failed} of {processes} was ended by signal {status - 128}")
     return status
 
 
@@ -469,7 +463,7 @@ def print_sample(python, folder, since):
     checkpoints = [path for path in folder.glob("*.pt") if path.stat().st_mtime > since]
     if checkpoints:
         newest = max(checkpoints, key=os.path.getmtime)
-        run([python, "-m", "evals.sample", "--brief", newest.relative_to(ROOT)], cwd=ROOT)
+        run([python, "-m", "evals.sample", "--brief", newest], cwd=ROOT)
 
 
 def train(python, module, options, prepare):
@@ -599,7 +593,7 @@ def launch(argv):
 
 
 def main(argv):
-    catch_signals()
+    handle_signals(stop)
     try:
         return launch(argv)
     except (LaunchError, OSError) as e:

@@ -35,20 +35,21 @@ def find_gpus():
     maker = launch.gpu_maker()
     if torch.cuda.is_available() or not maker:
         return torch.cuda.device_count()
-    needed = 580 if (torch.version.cuda or "").startswith("13") else 525
-    driver = launch.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    driver = (driver or "unknown").split()[0]
-    build = torch.version.cuda or torch.version.hip
-    if not build:
-        remedy = f"remove {sys.prefix} and run ./run.sh again, or install another build there"
-        reason = f"PyTorch {torch.__version__} is the build for CPUs"
-    elif maker == "NVIDIA" and torch.version.cuda and driver.split(".")[0] < str(needed):
-        remedy = "update the driver"
-        reason = f"CUDA {build} needs driver {needed} or later, but the version here is {driver}"
+    if torch.version.cuda:
+        needed = 580 if torch.version.cuda.startswith("13") else 525
+        driver = launch.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        reason = (
+            f"CUDA {torch.version.cuda} needs driver {needed} or later, and the one here is "
+            f"{(driver or 'unknown').split()[0]}; update it, check nvidia-smi"
+        )
+    elif torch.version.hip:
+        reason = f"PyTorch (ROCm {torch.version.hip}) can't use it; check the driver"
     else:
-        remedy = "check nvidia-smi or rocm-smi, or install another build (https://pytorch.org/get-started)"
-        reason = f"PyTorch {torch.__version__} can't use it"
-    raise InputError(f"this machine has an {maker} GPU, but {reason}; {remedy}, or use --device cpu")
+        reason = (
+            f"PyTorch {torch.__version__} is the build for CPUs; remove {sys.prefix} and run ./run.sh "
+            "again, install another build there"
+        )
+    raise InputError(f"this machine has an {maker} GPU, but {reason}, or use --device cpu")
 
 
 def check_gpus(processes):
@@ -249,7 +250,7 @@ def check_run(mode, script, options):
     if mode == "prepare":
         script.check_inputs(args, hp)
     variables = {} if gpus else check_cpu(processes)
-    compiled = "not compiled" if "TORCH_COMPILE_DISABLE" in variables | os.environ else "compiled"
+    compiled = "not compiled" if "TORCH_COMPILE_DISABLE" in os.environ | variables else "compiled"
     seq_len = getattr(hp, "train_seq_len", None) or getattr(hp, "block_size", None) or hp.seq_lens
     return dict(
         processes=processes,
@@ -271,7 +272,7 @@ def check_compare():
 
 def main(argv):
     answer, mode, *words = argv
-    launch.catch_signals()
+    launch.handle_signals(launch.stop)
     try:
         if mode == "compare":
             found = check_compare()
