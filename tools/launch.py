@@ -413,6 +413,7 @@ def choose_code_folder():
 def check_machine(python, *words):
     """Runs tools/launch_checks.py, and sets the environment variables that it finds. Returns its answer,
     or ends with its exit status."""
+    say("checking the machine")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "answer")
         status = run([python, ROOT / "tools" / "launch_checks.py", file, *words])
