@@ -29,8 +29,6 @@ import time
 import venv
 from pathlib import Path
 
-from machine import environment
-
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 TORCH_INDEX = "https://download.pytorch.org/whl"  # has cpu/, rocm7.2/
@@ -298,7 +296,7 @@ def torch_source(python):
         return ["--extra-index-url", f"{TORCH_INDEX}/rocm7.2"]
     index = f"{TORCH_INDEX}/cpu"
     if not maker:
-        if answers(python, "torch", "--index-url", index):
+        if answers(python, index):
             say("installing packages, with PyTorch for CPUs: a download of about 0.2 GB")
             return ["--extra-index-url", index]
         say(f"{index} doesn't answer, so PyTorch comes from the package index")
@@ -306,10 +304,10 @@ def torch_source(python):
     return []
 
 
-def answers(python, package, *options):
-    """Does the package index answer a question about a package?"""
-    pip = [python, "-m", "pip", "index", "versions", package, "--disable-pip-version-check"]
-    return output_of(*pip, "--timeout", "5", "--retries", "0", *options) is not None
+def answers(python, index):
+    """Does this package index answer a question about PyTorch?"""
+    pip = [python, "-m", "pip", "index", "versions", "torch", "--disable-pip-version-check"]
+    return output_of(*pip, "--timeout", "5", "--retries", "0", "--index-url", index) is not None
 
 
 def pip_install(python, requirements, *options):
@@ -321,7 +319,8 @@ def pip_install(python, requirements, *options):
     else:
         say(f"installing {', '.join(requirements)}")
     # --no-compile: Python compiles what it imports; compiling all of PyTorch would double the time
-    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile"]
+    # --retries: at each, pip says that the connection is broken; the user's setting may be 0
+    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile", "--retries=3"]
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
         status = run(
             [python, "-m", "pip", "install", *quiet, *options, *requirements],
@@ -341,7 +340,7 @@ def explain(python, output):
         return f"pip can't install the packages: {disk[0]}; mend that, then run ./run.sh again"
     if "No module named pip" in output:
         return f"{python} has no pip; install it, or deactivate the environment"
-    if not answers(python, "pip"):
+    if "connection broken" in output:
         return (
             "can't reach the package index; check the network, the proxy and pip's settings "
             "(python3 -m pip config list), then run ./run.sh again"
@@ -350,7 +349,8 @@ def explain(python, output):
     if missing:
         return (
             f"the package index has no {missing[1]} for Python {platform.python_version()} on "
-            f"{platform.system()} {platform.machine()}; use Python 3.11, 3.12 or 3.13"
+            f"{platform.system()} {platform.machine()}; use Python 3.11, 3.12 or 3.13, or check pip's "
+            "settings (python3 -m pip config list)"
         )
     print("\n".join(output.splitlines()[-20:]), file=sys.stderr)
     return "pip can't install the packages; its output is above"
