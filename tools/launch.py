@@ -122,6 +122,9 @@ def wait(children):
             if any(codes) or None not in codes:
                 break
             time.sleep(0.02)
+        if 2 in codes:  # each rank finds the user's error, but only rank 0 prints it, perhaps later
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                codes[0] = 2 if children[0].wait(10) == 2 else codes[0]
     finally:
         for child in children:
             child.terminate()
