@@ -5,12 +5,11 @@ shards of the official speedrun.
     ./run.sh data fineweb [N] [--out DIR]
 
 Downloads the validation shard and the first N training shards (default: 9, at most 103). A shard
-has 100M tokens and takes 200 MB. Nine training shards (900M tokens) are enough for the official
-run. If the connection breaks, the script reconnects and resumes the download. After an error or an
-interruption, run the same command again. It skips complete shards: those whose size agrees with the
-number of tokens in their header. Checksums are not compared.
+has 100M tokens and takes 200 MB. If the connection breaks, the script reconnects and resumes the
+download. After an error or an interruption, run the same command again. It skips complete shards:
+those whose size agrees with the number of tokens in their header. Checksums are not compared.
 
-As long as shards are missing, the folder has an empty file named `unfinished`. run.sh looks for it.
+As long as shards are missing, the folder has an empty file named `unfinished`.
 """
 import argparse
 import errno

@@ -2,9 +2,8 @@
 Makes shards of GPT-2 tokens from raw text: FineWeb or FineWeb-Edu, streamed from the Hugging Face
 hub, or your own files.
 
-    python data/fineweb.py                                                  # FineWeb's 10B sample
-    ./run.sh data edu --config sample-100BT --max_tokens 5_000_000_000
-    ./run.sh data text "notes/**/*.md" "dumps/*.jsonl" --out data/mine
+    ./run.sh data edu [--config sample-100BT] [--max_tokens 5_000_000_000]
+    ./run.sh data text "notes/**/*.md" "dumps/*.jsonl" [--out data/mine]
 
 Each document is preceded by end-of-text (50256). The first shard, fineweb_val_000000.bin, is the
 validation set; the others, fineweb_train_000001.bin and so on, are the training set. A document may
@@ -13,8 +12,7 @@ a temporary file and renamed when it is complete. The script can't resume: after
 interruption, delete the shards that it has written and run the same command again.
 
 Your own files are read in the order of their sorted paths. A .jsonl file has one JSON object per
-line, and the "text" of each object is a document. Any other file is one document. Streaming from
-the hub needs more packages: pip install -r data/requirements.txt.
+line, and the "text" of each object is a document. Any other file is one document.
 """
 import argparse
 import glob

@@ -3,7 +3,6 @@ HellaSwag accuracy of a saved model (Zellers et al. 2019, https://arxiv.org/abs/
 four endings continues a text? Guessing gets 25% right.
 
     ./run.sh hellaswag MODEL [--limit N] [--data FILE]
-    torchrun --standalone --nproc_per_node=8 -m evals.hellaswag gpt2
 
 The model reads context + " " + ending, and only the cross-entropy of the ending's tokens counts. `acc`
 chooses the ending with the lowest sum, `acc_norm` the one with the lowest mean per token. For comparison,

@@ -3,11 +3,9 @@ Reproduces GPT-2 124M: the model of Radford et al. 2019 ("Language Models are Un
 Learners"), with the optimizer's constants of GPT-3 (Brown et al. 2020, https://arxiv.org/abs/2005.14165,
 appendix B). The rest follows Karpathy's "Let's reproduce GPT-2" and llm.c.
 
-    ./run.sh --recipe gpt2                                    the same as below, with packages and data
-    python -m recipes.gpt2 --track mini                       one process, on a CPU or one GPU
-    torchrun --standalone --nproc_per_node=8 -m recipes.gpt2  GPT-2 124M on 8 GPUs
-    python -m recipes.gpt2 --help                             every hyperparameter and its default
-    python -m recipes.gpt2 --track fineweb --init_from gpt2 --num_iterations 0
+    ./run.sh --recipe gpt2           GPT-2 124M on all GPUs, or mini on a CPU
+    ./run.sh --recipe gpt2 --help    every hyperparameter and its default
+    ./run.sh --recipe gpt2 --track fineweb --init_from gpt2 --num_iterations 0
 
 The last command computes the loss of OpenAI's weights. Data, log and checkpoints are those of
 train_gpt.py. Each speedup is an option, so that tools/levers.py can measure them one by one.

@@ -1,10 +1,8 @@
 """
 Trains a GPT with the NanoGPT speedrun's recipe of January 2026 (record 62).
 
-    ./run.sh --recipe january2026                                     installs packages, makes the data, trains
-    python -m recipes.january2026 --track mini                        one process, on a CPU or one GPU
-    torchrun --standalone --nproc_per_node=8 -m recipes.january2026   the official run: FineWeb to 3.28 on 8 H100s
-    python -m recipes.january2026 --help                              every hyperparameter and its default
+    ./run.sh --recipe january2026           FineWeb to 3.28 on all GPUs, or mini on a CPU
+    ./run.sh --recipe january2026 --help    every hyperparameter and its default
 
 The recipe is modded-nanogpt's (https://github.com/KellerJordan/modded-nanogpt). It has its own model,
 head, optimizers, data packing, schedules and loop. Shards, logs and checkpoints are train_gpt.py's.

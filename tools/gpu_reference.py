@@ -2,7 +2,7 @@
 Trains 50 steps of an older mini on a CPU. tools/gpu_report.py compares the losses of a GPU with
 these losses.
 
-    python tools/gpu_reference.py --seeds 5
+    .venv/bin/python tools/gpu_reference.py --seeds 5
 
 Each seed trains three times: in float32, in bf16, and in bf16 with the FP8 head. The float32 losses
 are the reference. The other two runs use the arithmetic of a GPU, so their distance from the

@@ -1,6 +1,5 @@
 """
-Checks and times an NVIDIA GPU (Ampere or later). Needs PyTorch 2.11 or later and the data of mini
-(./run.sh data shakespeare), but no network.
+Checks and times an NVIDIA GPU (Ampere or later).
 
     ./run.sh gpu-report
 

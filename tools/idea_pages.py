@@ -1,7 +1,7 @@
 """
 Writes records/mini/IDEAS.md: what the ideas of the NanoGPT speedrun are worth on the mini track.
 
-    python tools/idea_pages.py
+    .venv/bin/python tools/idea_pages.py
 
 The figures come from the screens of ideas, records/mini/screens/*/result.json, which
 `./run.sh screen FILE --json` writes. A factor of a screen is an idea if it has a patch in

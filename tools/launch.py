@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -49,9 +50,11 @@ usage: ./run.sh [OPTIONS]            train; first, install packages and get data
        ./run.sh test [machines]      run the tests; imitate other machines
 With --device cpu, GPUs aren't used. --help after a command lists its options.
 """
-PATHS = ["--log_dir", "--train_files", "--val_files", "--resume"]  # options of trainings
+PATHS = ["log_dir", "train_files", "val_files", "resume"]  # options of trainings
 # command: its script or module, and the folders whose requirements.txt it needs
 COMMANDS = {
+    "train": ("train_gpt", []),
+    "prepare": ("train_gpt", []),
     "compare": ("tools/compare.py", ["tools"]),
     "screen": ("tools/screen.py", ["tools"]),
     "verify": ("tools/verify.py", ["tools"]),
@@ -77,7 +80,9 @@ class LaunchError(Exception):
 
 
 class Stopped(BaseException):
-    """A signal came. Its argument is the number of the signal."""
+    """A signal came. It has its number."""
+
+    advice = "run the same command again to continue"
 
 
 def require(condition, message):
@@ -100,7 +105,9 @@ def handle_signals(handler):
 
 def stop(number, frame):
     handle_signals(signal.SIG_IGN)  # a second one doesn't disturb the end
-    raise Stopped(number)
+    stopped = Stopped()
+    stopped.number = number
+    raise stopped
 
 
 def ignore_ctrl_c():
@@ -175,12 +182,23 @@ def setup_lock():
 # written first, and `ready` last. An unfinished one is made again. The user's own is never deleted.
 
 
-def torch_version(python):
-    """Returns the version of a Python's PyTorch if train_gpt.py can use it, or ""."""
-    question = "import importlib.metadata; print(importlib.metadata.version('torch'))"
-    version = (output_of(python, "-c", question) or "").strip()
-    numbers = [int(number) for number in re.findall(r"\d+", version)]
-    return version if numbers[:2] >= [2, 11] else ""
+def search_path(python):
+    """Returns the folders of a Python's packages, or None if it doesn't run."""
+    printed = output_of(python, "-c", "import sys; print('\\n'.join(sys.path))")
+    return printed and printed.splitlines()
+
+
+def version_of(package, path):
+    """Returns the version of an installed package, or ""."""
+    for found in importlib.metadata.distributions(name=package, path=path):
+        return found.version
+    return ""
+
+
+def has_pytorch(path):
+    """Is there a PyTorch of at least 2.11, which train_gpt.py needs?"""
+    numbers = re.findall(r"\d+", version_of("torch", path))
+    return [int(number) for number in numbers[:2]] >= [2, 11]
 
 
 def make_environment():
@@ -194,8 +212,8 @@ def make_environment():
     require(":" not in str(VENV), f"{VENV}: venv allows no colon in a path; move the repository")
     VENV.mkdir()
     (VENV / "ours").touch()
-    version = torch_version(sys.executable)
-    say("making the virtual environment .venv" + (version and f" with the system's PyTorch {version}"))
+    system_torch = has_pytorch(sys.path)
+    say(f"making the virtual environment .venv{', with the PyTorch of the system' * system_torch}")
     # Debian and Colab take ensurepip away
     has_ensurepip = importlib.util.find_spec("ensurepip")
     require(
@@ -203,51 +221,44 @@ def make_environment():
         f"{sys.executable} has no venv module; install it (on Debian or Ubuntu: apt install python3-venv)",
     )
     try:
-        venv.create(VENV, system_site_packages=bool(version), symlinks=True, with_pip=bool(has_ensurepip))
+        venv.create(VENV, system_site_packages=system_torch, symlinks=True, with_pip=bool(has_ensurepip))
     except subprocess.CalledProcessError as e:
         raise LaunchError(explain(sys.executable, e.output.decode(errors="replace")))
     if not has_ensurepip:
         pip_install(sys.executable, ["pip"], "--python", VENV / "bin" / "python")
 
 
-# Prints the lines of requirement files whose package is missing. One that is there in another version
-# stays: machines with their own PyTorch keep it.
-LIST_MISSING = """
-import importlib.metadata, sys
-for file in sys.argv[1:]:
-    for line in open(file):
-        requirement = line.split("#")[0].strip()
-        try:
-            importlib.metadata.version(requirement.split("==")[0])
-        except importlib.metadata.PackageNotFoundError:
-            print(requirement)
-"""
+def missing_packages(path, folders):
+    """Returns the lines of requirements.txt in the folders whose package is missing. One that is there in
+    another version stays: machines with their own PyTorch keep it."""
+    lines = []
+    for folder in [".", *folders]:
+        lines += Path(ROOT, folder, "requirements.txt").read_text().splitlines()
+    requirements = [line.partition("#")[0].strip() for line in lines]
+    return [line for line in requirements if not version_of(line.partition("==")[0], path)]
 
 
 def install(folders):
     """Installs what is missing of the folders' requirements.txt. Returns the environment's Python."""
-    files = [ROOT / folder / "requirements.txt" for folder in [".", *folders]]
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     if active and not (Path(active) == VENV and (VENV / "ours").exists()):
-        python = sys.executable
-        missing = output_of(python, "-c", LIST_MISSING, *files).split()
         require(
-            torch_version(python) or any(line.startswith("torch==") for line in missing),
+            has_pytorch(sys.path) or not version_of("torch", sys.path),
             f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
             "the environment",
         )
-        pip_install(python, missing)
-        return python
+        pip_install(sys.executable, missing_packages(sys.path, folders))
+        return sys.executable
     python = plain_folder() / "bin" / "python"
-    missing = output_of(python, "-c", LIST_MISSING, *files)
-    if missing is None or not (VENV / "ready").exists():
+    ready = VENV / "ready"
+    if not ready.exists() or not search_path(python):
         make_environment()
-        missing = output_of(python, "-c", LIST_MISSING, *files)
-        require(missing is not None, f"{VENV}/bin/python, made with {sys.executable}, doesn't run")
-    if missing or not (VENV / "ready").exists():
-        (VENV / "ready").unlink(missing_ok=True)
-        pip_install(python, missing.split())
-        (VENV / "ready").touch()
+    missing = missing_packages(search_path(python), folders)
+    if missing:
+        ready.unlink(missing_ok=True)
+        pip_install(python, missing)
+    if not ready.exists():
+        ready.touch()
     return python
 
 
@@ -264,7 +275,7 @@ def plain_folder():
     """Returns .venv, or a link to it. PyTorch's command line for the C++ compiler doesn't quote its own
     folder, so .venv needs a path without spaces and the like."""
     link = cache_folder() / "nanogpt-speedrun" / hashlib.sha256(str(VENV).encode()).hexdigest()[:16]
-    if is_plain(VENV) or not is_plain(link):
+    if is_plain(VENV):
         return VENV
     with contextlib.suppress(OSError):
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -440,62 +451,58 @@ def run_ranks(command, processes, **options):
         port = server.getsockname()[1]  # a free one
     world = dict(WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
-        children = []
-        for rank in range(processes):
-            if rank > 0:
-                options = options | dict(stdout=logs[rank], stderr=logs[rank])
-            ranks = dict(RANK=str(rank), LOCAL_RANK=str(rank))
-            children.append(start(command, env=os.environ | world | ranks, **options))
-        failed, status = wait(children)
-        logs[failed].seek(0)
-        print(logs[failed].read(), end="", file=sys.stderr)
+    logs = [tempfile.TemporaryFile("w+") for _ in range(processes)]
+    children = []
+    for rank in range(processes):
+        if rank > 0:
+            options = options | dict(stdout=logs[rank], stderr=logs[rank])
+        env = os.environ | world | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+        children.append(start(command, env=env, **options))
+    failed, status = wait(children)
+    logs[failed].seek(0)
+    print(logs[failed].read(), end="", file=sys.stderr)
     return status
 
 
-def warm_up(command, plan):
-    """Trains one step, so that the compiled code is in PyTorch's cache. Returns the exit status."""
-    with tempfile.TemporaryDirectory() as folder:
-        short = ["--num_iterations=1", "--num_runs=1", f"--log_dir={folder}"]
-        return run_ranks(command + short, plan["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
-
-
-def print_sample(python, folder, since):
-    """Lets the model that was just trained write a short text."""
-    checkpoints = [path for path in folder.glob("*.pt") if path.stat().st_mtime > since]
-    if checkpoints:
-        newest = max(checkpoints, key=os.path.getmtime)
-        run([python, "-m", "evals.sample", "--brief", newest], cwd=ROOT)
-
-
-def train(python, module, options, prepare):
-    """Trains, or prepares a training. Returns the exit status."""
-    plan = check_machine(python, "prepare" if prepare else "train", module, *options)
+def plan_training(mode, python, module, options):
+    """Checks the machine. Returns what it found, and the command that trains."""
+    plan = check_machine(python, mode, module, *options)
     os.environ.update(plan["environment"])
-    command = [python, "-m", module, *options, *plan["options"]]
-    compiled = Path(plan["stamp"])  # says that this training was compiled here
-    if not prepare:
-        say(f"training {plan['text']}")
-    if not compiled.exists():
+    return plan, [python, "-m", module, *options, *plan["options"]]
+
+
+def prepare(python, module, options):
+    """Does all but the training: a step, so that its compiled code is in PyTorch's cache. Once is enough:
+    a file says so. Returns the exit status."""
+    plan, command = plan_training("prepare", python, module, options)
+    prepared = Path(plan["stamp"])
+    if not prepared.exists():
         say("compiling: a minute or two")
-    since = time.time()
+        with tempfile.TemporaryDirectory() as folder:
+            step = ["--num_iterations=1", "--num_runs=1", f"--log_dir={folder}"]
+            status = run_ranks(command + step, plan["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
+        if status:
+            return status
+        prepared.parent.mkdir(parents=True, exist_ok=True)
+        prepared.touch()
+    say(f"ready: {plan['text']}")
+    return 0
+
+
+def train(python, module, options):
+    """Trains, and lets the model write a short text. Returns the exit status of the training."""
+    plan, command = plan_training("train", python, module, options)
+    say(f"training {plan['text']}")
+    say("before the first step, compiling may take a minute or two")
+    begun = time.time()
     try:
-        if not prepare:
-            status = run_ranks([*command, "--save_checkpoint"], plan["processes"], cwd=ROOT)
-        elif not compiled.exists():
-            status = warm_up(command, plan)
-        else:
-            status = 0
+        status = run_ranks([*command, "--save_checkpoint"], plan["processes"], cwd=ROOT)
     except Stopped as e:
-        raise Stopped(*e.args, "to continue from the last validation, add --resume latest")
-    if status == 0:
-        with contextlib.suppress(OSError):
-            compiled.touch()
-        if prepare:
-            say(f"ready: {plan['text']}")
-        else:
-            print_sample(python, ROOT / plan["log_dir"], since)
+        e.advice = "to continue from the last validation, add --resume latest"
+        raise
+    checkpoints = sorted(Path(ROOT, plan["log_dir"]).glob("*.pt"), key=os.path.getmtime)
+    if status == 0 and checkpoints and os.path.getmtime(checkpoints[-1]) > begun:
+        run([python, "-m", "evals.sample", "--brief", checkpoints[-1]], cwd=ROOT)
     return status
 
 
@@ -513,34 +520,15 @@ def parse(name, words):
     parser = argparse.ArgumentParser("run.sh", usage="./run.sh [COMMAND] [OPTIONS]", add_help=False, allow_abbrev=False)
     parser.add_argument("--device", choices=["cpu"])
     if name in ("train", "prepare"):
-        parser.add_argument("--recipe")
+        recipes = sorted(path.stem for path in Path(ROOT, "recipes").glob("*.py"))
+        parser.add_argument("--recipe", choices=recipes)
         for path in PATHS:
-            parser.add_argument(path, type=from_caller)
+            parser.add_argument(f"--{path}", type=from_caller)
     args, words = parser.parse_known_args(words)
-    for path in PATHS:
-        value = getattr(args, path.strip("-"), None)
-        if value:
-            words.append(f"{path}={value}")
+    for option, value in vars(args).items():
+        if option in PATHS and value:
+            words.append(f"--{option}={value}")
     return args, words
-
-
-def train_command(name, args, options):
-    """./run.sh and ./run.sh prepare. Returns the exit status."""
-    recipes = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
-    require(
-        args.recipe in [None, *recipes],
-        f"there is no recipe {args.recipe}; --recipe takes one of: {', '.join(recipes)}",
-    )
-    module = f"recipes.{args.recipe}" if args.recipe else "train_gpt"
-    show_help = {"-h", "--help"} & set(options)
-    if show_help:
-        print(USAGE, flush=True)
-    with setup_lock():
-        python = install([])
-    if show_help:
-        return run([python, "-m", module, "--help"], cwd=ROOT)
-    choose_code_folder()
-    return train(python, module, options, name == "prepare")
 
 
 def test_command(python, arguments):
@@ -560,7 +548,7 @@ def command_line(name, python, arguments):
     if name == "test":
         return test_command(python, arguments)
     script, *words = COMMANDS[name][0].split()
-    if {"-h", "--help"} & set(arguments):
+    if "--help" in arguments:
         words = []
     if "/" in script:
         return [python, ROOT / script, *words, *arguments]
@@ -568,26 +556,39 @@ def command_line(name, python, arguments):
     return [python, "-m", script, *words, *arguments]
 
 
+def split_command(argv):
+    """Returns the name of the command, and the words after it."""
+    for count in (2, 1):
+        name = " ".join(argv[:count])
+        if name in COMMANDS:
+            return name, argv[count:]
+    require(
+        not argv or argv[0].startswith("-"),
+        f"there is no command {' '.join(argv[:2])}; ./run.sh --help lists them",
+    )
+    return "train", argv
+
+
 def launch(argv):
     """Runs a command. Returns its exit status."""
-    name = "train"
-    words = argv
-    for count in (1, 2):
-        if " ".join(argv[:count]) in ["prepare", *COMMANDS]:
-            name = " ".join(argv[:count])
-            words = argv[count:]
-    unknown = name == "train" and argv and not argv[0].startswith("-")
-    require(not unknown, f"there is no command {' '.join(argv[:2])}; ./run.sh --help lists them")
+    name, words = split_command(argv)
     args, words = parse(name, words)
     if args.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if name in ("train", "prepare"):
-        return train_command(name, args, words)
+    wants_help = "--help" in words
+    if wants_help and name == "train":
+        print(USAGE, flush=True)
+    script, folders = COMMANDS[name]
     with setup_lock():
-        python = install(COMMANDS[name][1])
+        python = install(folders)
     choose_code_folder()
+    if script == "train_gpt":
+        module = f"recipes.{args.recipe}" if args.recipe else script
+        if wants_help:
+            return run([python, "-m", module, "--help"], cwd=ROOT)
+        return (prepare if name == "prepare" else train)(python, module, words)
     command = command_line(name, python, words)
-    if name in ("compare", "screen"):
+    if name in ("compare", "screen") and not wants_help:
         os.environ.update(check_machine(python, "compare")["environment"])
     if name == "hellaswag":
         count = output_of(python, "-c", "import torch; print(torch.cuda.device_count())")
@@ -603,10 +604,8 @@ def main(argv):
         print(f"run.sh: error: {e}", file=sys.stderr)
         return 2
     except Stopped as e:
-        number, *advice = e.args
-        advice = advice or ["run the same command again to continue"]
-        say(f"stopped by {signal.Signals(number).name}; {advice[0]}")
-        return 128 + number
+        say(f"stopped by {signal.Signals(e.number).name}; {e.advice}")
+        return 128 + e.number
 
 
 if __name__ == "__main__":

@@ -231,7 +231,8 @@ def check_cpu(processes):
 def check_run(mode, script, options):
     """Returns what a run needs, as a dict. Raises InputError."""
     args, hp = script.parse_arguments(options)
-    checkpoint = train_gpt.load_checkpoint(args, script.SOURCE)
+    with contextlib.redirect_stdout(None):  # the run says it, too
+        checkpoint = train_gpt.load_checkpoint(args, script.SOURCE)
     if checkpoint:
         hp = dataclasses.replace(hp, **checkpoint["settings"])
     script.check_hyperparameters(hp, 1)
@@ -258,7 +259,7 @@ def check_run(mode, script, options):
         options=more,
         log_dir=str(Path(args.resume).parent if checkpoint else args.log_dir),
         text=f"{hp.track} on {where}, processes: {processes}, sequence length: {seq_len}, {compiled}",
-        stamp=str(stamp("trained", script.SOURCE, vars(hp), processes)),
+        stamp=str(stamp("prepared", script.SOURCE, vars(hp), processes)),
     )
 
 
