@@ -98,13 +98,19 @@ def say(text):
 # Child processes. They ignore Ctrl-C, which a terminal sends to them, too: the launcher ends them.
 
 
+STARTED = []
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
 def handle_signals(handler):
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
+    for number in SIGNALS:
+        signal.signal(number, handler)
 
 
 def stop(number, frame):
     handle_signals(signal.SIG_IGN)  # a second one doesn't disturb the end
+    for child in STARTED:
+        child.terminate()
     stopped = Stopped()
     stopped.number = number
     raise stopped
@@ -112,12 +118,18 @@ def stop(number, frame):
 
 def ignore_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def start(command, **options):
     """Starts a command. It inherits the setup's lock, so the lock holds even if the launcher is killed."""
     words = [str(word) for word in command]
-    return subprocess.Popen(words, preexec_fn=ignore_ctrl_c, close_fds=False, **options)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until stop() knows the child
+    try:
+        STARTED.append(subprocess.Popen(words, preexec_fn=ignore_ctrl_c, close_fds=False, **options))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return STARTED[-1]
 
 
 def wait(children):
