@@ -8,8 +8,6 @@ Downloads the validation shard and the first N training shards (default: 9, at m
 has 100M tokens and takes 200 MB. If the connection breaks, the script reconnects and resumes the
 download. After an error or an interruption, run the same command again. It skips complete shards:
 those whose size agrees with the number of tokens in their header. Checksums are not compared.
-
-As long as shards are missing, the folder has an empty file named `unfinished`.
 """
 import argparse
 import errno
@@ -24,7 +22,6 @@ from shards import ShardError, check_shard, hub_unreachable, read_shard, run_scr
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
 VOCAB_SIZE = 50257
-UNFINISHED = "unfinished"
 DISK_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -53,7 +50,6 @@ def download(name, path):
     """Downloads a shard to a temporary folder, checks it, and then renames it to `path`. Returns
     its tokens. Raises ShardError, or OSError if the disk can't be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    (path.parent / UNFINISHED).touch()
     # The temporary folder is beside the final file, so the shard is renamed and not copied.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as folder:
         downloaded = download_from_hub(name, folder)
@@ -116,7 +112,6 @@ def main():
     fetch("fineweb_val_000000.bin", args.out)
     for i in range(1, args.shards + 1):
         fetch(f"fineweb_train_{i:06d}.bin", args.out)
-    (args.out / UNFINISHED).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ COMMANDS = {
     "data shakespeare": ("data/shakespeare.py", []),
     "data fineweb": ("data/cached_fineweb10B.py", []),
     "data edu": ("data/fineweb.py --version=fineweb-edu", ["data"]),
-    "data text": ("data/fineweb.py", []),
+    "data text": ("data/fineweb.py --files", []),
     "test": ("", ["tools", "data", "evals", "tests"]),
     "test machines": ("tests/machines", ["tools", "data", "evals", "tests"]),
 }
@@ -80,7 +80,7 @@ class LaunchError(Exception):
 
 
 class Stopped(BaseException):
-    """A signal came. It has its number."""
+    """A signal came. Its argument is the signal's number."""
 
     advice = "run the same command again to continue"
 
@@ -111,9 +111,7 @@ def stop(number, frame):
     handle_signals(signal.SIG_IGN)  # a second one doesn't disturb the end
     for child in STARTED:
         child.terminate()
-    stopped = Stopped()
-    stopped.number = number
-    raise stopped
+    raise Stopped(number)
 
 
 def ignore_ctrl_c():
@@ -274,21 +272,13 @@ def install(folders):
     return python
 
 
-def is_plain(path):
-    """Does a path only have characters that a shell takes as they are?"""
-    return re.fullmatch(r"[A-Za-z0-9_./+:@%,=-]+", str(path))
-
-
-def cache_folder():
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-
-
 def plain_folder():
     """Returns .venv, or a link to it. PyTorch's command line for the C++ compiler doesn't quote its own
     folder, so .venv needs a path without spaces and the like."""
-    link = cache_folder() / "nanogpt-speedrun" / hashlib.sha256(str(VENV).encode()).hexdigest()[:16]
-    if is_plain(VENV):
+    if re.fullmatch(r"[A-Za-z0-9_./+:@%,=-]+", str(VENV)):
         return VENV
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    link = Path(cache, "nanogpt-speedrun", hashlib.sha256(str(VENV).encode()).hexdigest()[:16])
     with contextlib.suppress(OSError):
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(VENV)
@@ -373,10 +363,10 @@ def explain(python, output):
         )
     missing = re.search(r"No matching distribution found for (\S+)", output)
     if missing:
+        version = platform.python_version()
         return (
-            f"the package index has no {missing[1]} for Python {platform.python_version()} on "
-            f"{platform.system()} {platform.machine()}; use Python 3.11, 3.12 or 3.13, or check pip's "
-            "settings (python3 -m pip config list)"
+            f"the package index has no {missing[1]} for Python {version}; use Python 3.11, 3.12 or 3.13, "
+            "or check pip's settings (python3 -m pip config list)"
         )
     print("\n".join(output.splitlines()[-20:]), file=sys.stderr)
     return "pip can't install the packages; its output is above"
@@ -391,53 +381,46 @@ def get_data(python, settings):
     folder = str(Path(settings["train_files"]).parent)
     if folder == "data/shakespeare":
         shards = 1
-        script = ["shakespeare.py"]
-        what = "making the Shakespeare shards: a download of 2 MB"
+        command = [python, "data/shakespeare.py"]
+        size = "2 MB"
     elif folder == "data/fineweb10B":
-        shards = 9
-        if "batch_tokens" in settings:  # a shard has 100M tokens, and no batch is in two shards
-            batches = (10**8 - 1) // settings["batch_tokens"]
-            shards = max(1, math.ceil(settings["num_iterations"] / batches))
-        script = ["cached_fineweb10B.py", shards]
-        what = f"downloading FineWeb: {0.2 * (shards + 1):.1f} GB"
+        # A shard has 100M tokens, and no batch is in two shards. The steps of january2026 vary.
+        batches = (10**8 - 1) // settings.get("batch_tokens", 2**19)
+        shards = max(1, math.ceil(settings["num_iterations"] / batches))
+        command = [python, "data/cached_fineweb10B.py", shards]
+        size = f"{shards + 1} files of 200 MB"
     else:
         return
     with setup_lock():
         found = [len(glob.glob(f"{ROOT}/{folder}/*_{split}_*.bin")) for split in ("train", "val")]
         if found[0] < shards or found[1] == 0:
-            say(what)
-            status = run([python, ROOT / "data" / script[0], *script[1:]])
+            say(f"getting {folder}: a download of {size}")
+            status = run(command, cwd=ROOT)
             if status:
                 sys.exit(status)
 
 
 def can_run_from(folder):
     """Can files be written to a folder, and programs be run from it?"""
-    probe = Path(folder, f"probe.{os.getpid()}")
-    try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_text("#!/bin/sh\n")
-        probe.chmod(0o755)
-        return output_of(probe) is not None
-    except OSError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
+    with contextlib.suppress(OSError):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            probe = Path(scratch, "probe")
+            probe.write_text("#!/bin/sh\n")
+            probe.chmod(0o755)
+            return output_of(probe) is not None
 
 
 def choose_code_folder():
     """PyTorch keeps compiled code in TORCHINDUCTOR_CACHE_DIR or else in the temporary folder, and headers
     always in the latter. Where one of them is read-only or mounted noexec, both move elsewhere."""
-    usual = [os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TMPDIR", "/tmp")]
-    bad = [folder for folder in usual if folder and not can_run_from(folder)]
-    if not bad:
-        return
-    for folder in (cache_folder() / "torchinductor", ROOT / "data" / ".cache" / "torchinductor"):
-        if is_plain(folder) and can_run_from(folder):
-            say(f"storing compiled code in {folder}, because {bad[0]} is read-only or mounted noexec")
-            os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(folder), TMPDIR=str(folder))
-            return
+    temporary = os.environ.get("TMPDIR", "/tmp")
+    usual = [os.environ.get("TORCHINDUCTOR_CACHE_DIR", temporary), temporary]
+    bad = [folder for folder in usual if not can_run_from(folder)]
+    folder = f"{ROOT}/data/.cache/torchinductor"
+    if bad and can_run_from(folder):
+        say(f"storing compiled code in {folder}, because {bad[0]} is read-only or mounted noexec")
+        os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TMPDIR=folder)
 
 
 # -----------------------------------------------------------------------------
@@ -445,20 +428,21 @@ def choose_code_folder():
 
 
 def check_machine(python, *words):
-    """Runs tools/launch_checks.py. Returns its answer, or ends with its exit status."""
+    """Runs tools/launch_checks.py, and sets the environment variables that it finds. Returns its answer,
+    or ends with its exit status."""
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer")
-        status = run([python, ROOT / "tools" / "launch_checks.py", answer, *words])
+        file = Path(folder, "answer")
+        status = run([python, ROOT / "tools" / "launch_checks.py", file, *words])
         if status:
             sys.exit(status)
-        return json.loads(answer.read_text())
+        answer = json.loads(file.read_text())
+    os.environ.update(answer["environment"])
+    return answer
 
 
 def run_ranks(command, processes, **options):
     """Runs a command as the processes of one training on this machine. Returns its exit status. Only rank
     0 is seen. What another rank printed is shown if that one fails and rank 0 doesn't."""
-    if processes == 1:
-        return run(command, **options)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # a free one
     world = dict(WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -476,17 +460,9 @@ def run_ranks(command, processes, **options):
     return status
 
 
-def plan_training(mode, python, module, options):
-    """Checks the machine. Returns what it found, and the command that trains."""
-    plan = check_machine(python, mode, module, *options)
-    os.environ.update(plan["environment"])
-    return plan, [python, "-m", module, *options, *plan["options"]]
-
-
-def prepare(python, module, options):
-    """Does all but the training: a step, so that its compiled code is in PyTorch's cache. Once is enough:
-    a file says so. Returns the exit status."""
-    plan, command = plan_training("prepare", python, module, options)
+def prepare(command, plan):
+    """Trains a step, so that its compiled code is in PyTorch's cache. Once is enough: a file says so.
+    Returns the exit status."""
     prepared = Path(plan["stamp"])
     if not prepared.exists():
         say("compiling: a minute or two")
@@ -501,20 +477,17 @@ def prepare(python, module, options):
     return 0
 
 
-def train(python, module, options):
+def train(command, plan):
     """Trains, and lets the model write a short text. Returns the exit status of the training."""
-    plan, command = plan_training("train", python, module, options)
     say(f"training {plan['text']}")
     say("before the first step, compiling may take a minute or two")
+    Stopped.advice = "to continue from the last validation, add --resume latest"
     begun = time.time()
-    try:
-        status = run_ranks([*command, "--save_checkpoint"], plan["processes"], cwd=ROOT)
-    except Stopped as e:
-        e.advice = "to continue from the last validation, add --resume latest"
-        raise
-    checkpoints = sorted(Path(ROOT, plan["log_dir"]).glob("*.pt"), key=os.path.getmtime)
-    if status == 0 and checkpoints and os.path.getmtime(checkpoints[-1]) > begun:
-        run([python, "-m", "evals.sample", "--brief", checkpoints[-1]], cwd=ROOT)
+    status = run_ranks([*command, "--save_checkpoint"], plan["processes"], cwd=ROOT)
+    checkpoints = Path(ROOT, plan["log_dir"]).glob("*.pt")
+    newest = max(checkpoints, key=os.path.getmtime, default=None)
+    if status == 0 and newest and os.path.getmtime(newest) > begun:
+        run([command[0], "-m", "evals.sample", "--brief", newest], cwd=ROOT)
     return status
 
 
@@ -529,7 +502,8 @@ def from_caller(path):
 
 def parse(name, words):
     """Returns our own options, and the others for the command."""
-    parser = argparse.ArgumentParser("run.sh", usage="./run.sh [COMMAND] [OPTIONS]", add_help=False, allow_abbrev=False)
+    usage = "./run.sh [COMMAND] [OPTIONS]"
+    parser = argparse.ArgumentParser("run.sh", usage, add_help=False, allow_abbrev=False)
     parser.add_argument("--device", choices=["cpu"])
     if name in ("train", "prepare"):
         recipes = sorted(path.stem for path in Path(ROOT, "recipes").glob("*.py"))
@@ -537,15 +511,12 @@ def parse(name, words):
         for path in PATHS:
             parser.add_argument(f"--{path}", type=from_caller)
     args, words = parser.parse_known_args(words)
-    for option, value in vars(args).items():
-        if option in PATHS and value:
-            words.append(f"--{option}={value}")
+    words += [f"--{name}={value}" for name, value in vars(args).items() if name in PATHS and value]
     return args, words
 
 
 def test_command(python, arguments):
     """./run.sh test. Returns the command that it becomes."""
-    get_data(python, dict(train_files="data/shakespeare/*"))
     for i, word in enumerate(arguments):
         if os.path.exists(word.split("::")[0]):
             arguments[i] = from_caller(word)
@@ -598,10 +569,14 @@ def launch(argv):
         module = f"recipes.{args.recipe}" if args.recipe else script
         if wants_help:
             return run([python, "-m", module, "--help"], cwd=ROOT)
-        return (prepare if name == "prepare" else train)(python, module, words)
+        plan = check_machine(python, name, module, *words)
+        command = [python, "-m", module, *words, *plan["options"]]
+        return prepare(command, plan) if name == "prepare" else train(command, plan)
+    if name in ("test", "gpu-report"):
+        get_data(python, dict(train_files="data/shakespeare/*"))
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not wants_help:
-        os.environ.update(check_machine(python, "compare")["environment"])
+        check_machine(python, name)
     if name == "hellaswag":
         count = output_of(python, "-c", "import torch; print(torch.cuda.device_count())")
         return run_ranks(command, max(1, int(count)))
@@ -616,8 +591,9 @@ def main(argv):
         print(f"run.sh: error: {e}", file=sys.stderr)
         return 2
     except Stopped as e:
-        say(f"stopped by {signal.Signals(e.number).name}; {e.advice}")
-        return 128 + e.number
+        number = e.args[0]
+        say(f"stopped by {signal.Signals(number).name}; {e.advice}")
+        return 128 + number
 
 
 if __name__ == "__main__":

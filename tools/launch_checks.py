@@ -3,8 +3,8 @@ Checks the machine before a run, in the Python that will train. tools/launch.py 
 
     python tools/launch_checks.py ANSWER MODE [SCRIPT OPTIONS...]
 
-MODE is train, prepare or compare. Writes what the run needs into the file ANSWER, as JSON: processes,
-environment variables and more options.
+MODE is train or prepare; without a script, it is for compare and screen. Writes what the run needs into
+the file ANSWER, as JSON: processes, environment variables and more options.
 """
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ sys.path.append(str(ROOT))
 import launch
 import train_gpt  # before torch: it sets variables that torch reads when it is imported
 import torch
-from machine import environment, usable_cores
+from machine import environment
 from train_gpt import DTYPE, TRACKS, InputError, require
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
@@ -33,23 +33,17 @@ MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
 def find_gpus():
     """Returns the number of GPUs. Raises InputError if PyTorch can't use those of the machine."""
     maker = launch.gpu_maker()
-    if torch.cuda.is_available() or not maker:
-        return torch.cuda.device_count()
-    if torch.version.cuda:
-        needed = 580 if torch.version.cuda.startswith("13") else 525
-        driver = launch.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        reason = (
-            f"CUDA {torch.version.cuda} needs driver {needed} or later, and the one here is "
-            f"{(driver or 'unknown').split()[0]}; update it, check nvidia-smi"
-        )
-    elif torch.version.hip:
-        reason = f"PyTorch (ROCm {torch.version.hip}) can't use it; check the driver"
-    else:
-        reason = (
-            f"PyTorch {torch.__version__} is the build for CPUs; remove {sys.prefix} and run ./run.sh "
-            "again, install another build there"
-        )
-    raise InputError(f"this machine has an {maker} GPU, but {reason}, or use --device cpu")
+    if maker and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as e:
+            reason = " ".join(str(e).split()).rstrip(".")
+            raise InputError(
+                f"this machine has an {maker} GPU, but PyTorch {torch.__version__} can't use it: {reason}. "
+                f"Update the driver, install another build in {sys.prefix} (if it is ./run.sh's, remove it "
+                "and run ./run.sh again), or use --device cpu"
+            )
+    return torch.cuda.device_count()
 
 
 def check_gpus(processes):
@@ -187,8 +181,8 @@ def code_facts():
     """What compiled code depends on, apart from the script and its settings."""
     compiler = launch.output_of(*CXX.split(), "--version")
     march = os.environ.get("TORCHINDUCTOR_CPP_MARCH")
-    gpu = train_gpt.ON_GPU and torch.cuda.get_device_name()
-    return [train_gpt.CPU_MODEL, sorted(train_gpt.CPU_FLAGS), CXX, compiler, march, gpu, torch.__version__, str(DTYPE)]
+    cpu = [train_gpt.CPU_MODEL, sorted(train_gpt.CPU_FLAGS), compiler, CXX, march]
+    return [cpu, torch.__version__, str(DTYPE), train_gpt.ON_GPU and torch.cuda.get_device_name()]
 
 
 def stamp(name, *facts):
@@ -221,13 +215,6 @@ def check_compiler(processes):
 # The command line
 
 
-def check_cpu(processes):
-    """Returns the environment variables of a run on a CPU."""
-    variables = environment(processes)
-    torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-    return variables | check_compiler(processes)
-
-
 def check_run(mode, script, options):
     """Returns what a run needs, as a dict. Raises InputError."""
     args, hp = script.parse_arguments(options)
@@ -237,11 +224,12 @@ def check_run(mode, script, options):
         hp = dataclasses.replace(hp, **checkpoint["settings"])
     script.check_hyperparameters(hp, 1)
     gpus = find_gpus()
-    processes = most_processes(script, hp, gpus or min(usable_cores(), MOST_CPU_PROCESSES))
+    cores = int(environment()["OMP_NUM_THREADS"])
+    processes = most_processes(script, hp, gpus or min(cores, MOST_CPU_PROCESSES))
     more = []
     where = "the CPU"
     if gpus:
-        where = f"{processes} of {gpus} GPUs"
+        where = f"GPUs ({gpus} found)"
         check_gpus(processes)
         adapts = script is train_gpt and hp.track == "fineweb"
         if adapts and not checkpoint and "train_seq_len" not in args.given:
@@ -250,7 +238,11 @@ def check_run(mode, script, options):
     launch.get_data(sys.executable, vars(hp))
     if mode == "prepare":
         script.check_inputs(args, hp)
-    variables = {} if gpus else check_cpu(processes)
+    variables = {}
+    if not gpus:
+        variables = environment(processes)
+        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+        variables |= check_compiler(processes)
     compiled = "not compiled" if "TORCH_COMPILE_DISABLE" in os.environ | variables else "compiled"
     seq_len = getattr(hp, "train_seq_len", None) or getattr(hp, "block_size", None) or hp.seq_lens
     return dict(
@@ -263,22 +255,16 @@ def check_run(mode, script, options):
     )
 
 
-def check_compare():
-    """Returns what the runs of compare and screen need. Raises InputError."""
-    if find_gpus():
-        check_gpus(1)
-        return dict(environment={})
-    return dict(environment=check_compiler(1))
-
-
 def main(argv):
     answer, mode, *words = argv
     launch.handle_signals(launch.stop)
     try:
-        if mode == "compare":
-            found = check_compare()
-        else:
+        if words:
             found = check_run(mode, importlib.import_module(words[0]), words[1:])
+        else:
+            gpus = find_gpus()
+            check_gpus(gpus)
+            found = dict(environment={} if gpus else check_compiler(1))
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
         return 0
     except launch.Stopped:
