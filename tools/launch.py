@@ -558,7 +558,7 @@ def launch(argv):
     args, words = parse(name, words)
     if args.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    wants_help = "--help" in words
+    wants_help = "--help" in words or "-h" in words
     if wants_help and name == "train":
         print(USAGE, flush=True)
     script, folders = COMMANDS[name]
