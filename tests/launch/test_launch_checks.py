@@ -43,37 +43,32 @@ def check(tmp_path, capsys, *options, mode="train", script="train_gpt"):
     return status, json.loads((tmp_path / "answer").read_text()) if status == 0 else None, err
 
 
-def test_the_answer_reaches_the_launcher(tmp_path):
+def test_the_answer_reaches_the_launcher(tmp_path, monkeypatch):
     """The checks run in their own process, which takes seconds."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     options = tiny_run(tmp_path, "--log_dir=x")
     plan = launch.check_machine(sys.executable, "train", "train_gpt", *options)
     assert plan["log_dir"] == "x"
+    assert os.environ["MALLOC_MMAP_MAX_"] == "0"
 
 
 # -----------------------------------------------------------------------------
 # GPUs
 
 
-@pytest.mark.parametrize(
-    "cuda, hip, driver, says",
-    [
-        ("13.0", None, "550.54", "CUDA 13.0 needs driver 580 or later, and the one here is 550.54; "),
-        ("12.6", None, None, "CUDA 12.6 needs driver 525 or later, and the one here is unknown; "),
-        (None, "7.2", None, "PyTorch (ROCm 7.2) can't use it; "),
-        (None, None, "580.65", f"is the build for CPUs; remove {sys.prefix} and run ./run.sh again, "),
-    ],
-)
-def test_a_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path, capsys, cuda, hip, driver, says):
+def test_a_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path, capsys):
     """It never trains on the CPU in silence."""
-    monkeypatch.setattr(launch, "gpu_maker", lambda: "AMD" if hip else "NVIDIA")
-    monkeypatch.setattr(launch, "output_of", lambda *command: driver)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.version, "hip", hip)
+
+    def init():
+        raise RuntimeError("The driver is too old\n(found version 11040).")
+
+    monkeypatch.setattr(launch, "gpu_maker", lambda: "AMD")
+    monkeypatch.setattr(torch.cuda, "init", init)
     for mode in ("train", "compare"):
         status, _, err = check(tmp_path, capsys, mode=mode)
-        assert status == 2
-        assert err.startswith(f"error: this machine has an {launch.gpu_maker()} GPU, but ")
-        assert says in err and err.endswith("or use --device cpu\n")
+        assert (status, err.count("\n")) == (2, 1)
+        for words in ("an AMD GPU", torch.__version__, "too old (found version 11040). Update", "--device cpu"):
+            assert words in err
 
 
 CARDS = {"H100": (9, 0), "A10G": (8, 6), "A100": (8, 0), "T4": (7, 5)}
@@ -129,7 +124,7 @@ def test_the_length_that_fits_into_the_smallest_memory(cards, got, tmp_path, cap
     assert plan["options"] == [f"--train_seq_len={wanted}"]
     assert (plan["log_dir"], plan["processes"], plan["environment"]) == ("x", len(free), {})
     assert got == [TRACKS["fineweb"].train_files]
-    where = f"{len(free)} of {len(free)} GPUs, processes: {len(free)}"
+    where = f"GPUs ({len(free)} found), processes: {len(free)}"
     assert plan["text"].startswith(f"fineweb on {where}, sequence length: {wanted}, ")
     assert err == ""
 
@@ -297,6 +292,7 @@ def tiny_mini(tmp_path, monkeypatch):
 
 
 def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
     status, plan, err = check(tmp_path, capsys)
     assert (status, plan["environment"]) == (0, machine.environment(plan["processes"]))
     assert err.startswith("run.sh: comparing compiled code")
@@ -340,8 +336,7 @@ def test_processes_on_a_cpu(tiny_mini, got, tmp_path, monkeypatch, capsys, cores
     seen = []
     monkeypatch.setattr(launch_checks, "compile_problem", lambda hp: seen.append(hp.batch_tokens))
     monkeypatch.delenv("OMP_NUM_THREADS")
-    for module in (machine, launch_checks):
-        monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
     _, plan, _ = check(tmp_path, capsys)
     assert plan["processes"] == processes
     assert plan["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
