@@ -374,7 +374,8 @@ def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(machine,
 
 @pytest.fixture
 def training(machine, monkeypatch, tmp_path):
-    """The machine, where ranks write a checkpoint. machine.plan is the answer of the checks."""
+    """The machine, where ranks write checkpoints, in `written` seconds. `plan` is the answer of the checks."""
+    machine.written = 10
     machine.plan = dict(processes=2, options=["--train_seq_len=256"])
     machine.checked = []
     machine.plan |= dict(log_dir="logs", text="mini", stamp=str(tmp_path / "cache" / "stamp"))
@@ -393,7 +394,7 @@ def training(machine, monkeypatch, tmp_path):
             launch.stop(-machine.status, None)
         for age, name in enumerate(["new", "older"]):
             path = file(machine.root / machine.plan["log_dir"] / f"{name}.pt")
-            os.utime(path, (0, time.time() + 10 - age))
+            os.utime(path, (0, time.time() + machine.written - age))
         return machine.status
 
     def install(folders):
@@ -418,6 +419,9 @@ def test_a_training(training):
     train, sample = training.ran
     assert train == ["python", "-m", *words, "--train_seq_len=256", "--save_checkpoint"]
     assert sample == ["python", "-m", "evals.sample", "--brief", f"{launch.ROOT}/logs/new.pt"]
+    training.written = -10  # those are older than the training
+    launch.main([])
+    assert len(training.ran) == 3
 
 
 @pytest.mark.parametrize(
@@ -569,9 +573,9 @@ LAUNCHER = "import launch, sys; launch.launch = lambda argv: launch.run(argv); s
     [(signal.SIGINT, os.killpg, ""), (signal.SIGTERM, os.kill, ""), (signal.SIGTERM, None, AT_THE_START)],
 )
 def test_a_signal(number, send, before):
-    """A terminal sends Ctrl-C to the child, too. The pipes close when no child is left."""
+    """A terminal sends Ctrl-C to the child, too, which ignores it. The pipes close when no child is left."""
     process = subprocess.Popen(
-        [sys.executable, "-c", before + LAUNCHER, *python("print('started', flush=True)\ntime.sleep(60)")],
+        [sys.executable, "-c", before + LAUNCHER, *python("print(signal.getsignal(2) == signal.SIG_IGN, flush=True)\ntime.sleep(60)")],
         env=env(PYTHONPATH=str(ROOT / "tools")),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -579,7 +583,7 @@ def test_a_signal(number, send, before):
         start_new_session=True,
     )
     if send:
-        process.stdout.readline()
+        assert process.stdout.readline() == "True\n"
         send(process.pid, number)
     said = f"run.sh: stopped by {number.name}; run the same command again to continue\n"
     assert process.communicate(timeout=20)[1] == said

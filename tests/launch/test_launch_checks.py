@@ -296,6 +296,7 @@ def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
     status, plan, err = check(tmp_path, capsys)
     assert (status, plan["environment"]) == (0, machine.environment(plan["processes"]))
     assert err.startswith("run.sh: comparing compiled code")
+    assert plan["text"].endswith(", compiled")
     monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: half_loss(model))
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     _, again, err = check(tmp_path, capsys)
