@@ -338,7 +338,7 @@ def test_processes_on_a_cpu(tiny_mini, got, tmp_path, monkeypatch, capsys, cores
     monkeypatch.setattr(launch_checks, "compile_problem", lambda hp: seen.append(hp.batch_tokens))
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(machine, "usable_cores", lambda: cores)
-    _, plan, _ = check(tmp_path, capsys)
+    _, plan, _ = check(tmp_path, capsys, "--batch_tokens=1024", "--val_tokens=4096")  # 8 could share these
     assert plan["processes"] == processes
     assert plan["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
     assert seen == [TINY.batch_tokens // processes]
