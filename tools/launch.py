@@ -30,8 +30,6 @@ import time
 import venv
 from pathlib import Path
 
-from machine import environment
-
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 TORCH_INDEX = "https://download.pytorch.org/whl"  # has cpu/, rocm7.2/
@@ -100,24 +98,36 @@ def say(text):
 # Child processes. They ignore Ctrl-C, which a terminal sends to them, too: the launcher ends them.
 
 
+STARTED = []
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
 def handle_signals(handler):
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
+    for number in SIGNALS:
+        signal.signal(number, handler)
 
 
 def stop(number, frame):
     handle_signals(signal.SIG_IGN)  # a second one doesn't disturb the end
+    for child in STARTED:
+        child.terminate()
     raise Stopped(number)
 
 
 def ignore_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def start(command, **options):
     """Starts a command. It inherits the setup's lock, so the lock holds even if the launcher is killed."""
     words = [str(word) for word in command]
-    return subprocess.Popen(words, preexec_fn=ignore_ctrl_c, close_fds=False, **options)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until stop() knows the child
+    try:
+        STARTED.append(subprocess.Popen(words, preexec_fn=ignore_ctrl_c, close_fds=False, **options))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return STARTED[-1]
 
 
 def wait(children):
@@ -129,6 +139,9 @@ def wait(children):
             if any(codes) or None not in codes:
                 break
             time.sleep(0.02)
+        if 2 in codes:  # each rank finds the user's error, but only rank 0 prints it, perhaps later
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                codes[0] = 2 if children[0].wait(10) == 2 else codes[0]
     finally:
         for child in children:
             child.terminate()
@@ -299,7 +312,7 @@ def torch_source(python):
         return ["--extra-index-url", f"{TORCH_INDEX}/rocm7.2"]
     index = f"{TORCH_INDEX}/cpu"
     if not maker:
-        if answers(python, "torch", "--index-url", index):
+        if answers(python, index):
             say("installing packages, with PyTorch for CPUs: a download of about 0.2 GB")
             return ["--extra-index-url", index]
         say(f"{index} doesn't answer, so PyTorch comes from the package index")
@@ -307,10 +320,10 @@ def torch_source(python):
     return []
 
 
-def answers(python, package, *options):
-    """Does the package index answer a question about a package?"""
-    pip = [python, "-m", "pip", "index", "versions", package, "--disable-pip-version-check"]
-    return output_of(*pip, "--timeout", "5", "--retries", "0", *options) is not None
+def answers(python, index):
+    """Does this package index answer a question about PyTorch?"""
+    pip = [python, "-m", "pip", "index", "versions", "torch", "--disable-pip-version-check"]
+    return output_of(*pip, "--timeout", "5", "--retries", "0", "--index-url", index) is not None
 
 
 def pip_install(python, requirements, *options):
@@ -322,7 +335,8 @@ def pip_install(python, requirements, *options):
     else:
         say(f"installing {', '.join(requirements)}")
     # --no-compile: Python compiles what it imports; compiling all of PyTorch would double the time
-    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile"]
+    # --retries: at each, pip says that the connection is broken; the user's setting may be 0
+    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile", "--retries=3"]
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
         status = run(
             [python, "-m", "pip", "install", *quiet, *options, *requirements],
@@ -342,7 +356,7 @@ def explain(python, output):
         return f"pip can't install the packages: {disk[0]}; mend that, then run ./run.sh again"
     if "No module named pip" in output:
         return f"{python} has no pip; install it, or deactivate the environment"
-    if not answers(python, "pip"):
+    if "connection broken" in output:
         return (
             "can't reach the package index; check the network, the proxy and pip's settings "
             "(python3 -m pip config list), then run ./run.sh again"
@@ -350,7 +364,10 @@ def explain(python, output):
     missing = re.search(r"No matching distribution found for (\S+)", output)
     if missing:
         version = platform.python_version()
-        return f"the package index has no {missing[1]} for Python {version}; use Python 3.11, 3.12 or 3.13"
+        return (
+            f"the package index has no {missing[1]} for Python {version}; use Python 3.11, 3.12 or 3.13, "
+            "or check pip's settings (python3 -m pip config list)"
+        )
     print("\n".join(output.splitlines()[-20:]), file=sys.stderr)
     return "pip can't install the packages; its output is above"
 
@@ -542,7 +559,7 @@ def launch(argv):
     args, words = parse(name, words)
     if args.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    wants_help = "--help" in words
+    wants_help = "--help" in words or "-h" in words
     if wants_help and name == "train":
         print(USAGE, flush=True)
     script, folders = COMMANDS[name]

@@ -243,7 +243,7 @@ def check_run(mode, script, options):
         variables = environment(processes)
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
         variables |= check_compiler(processes)
-    compiled = "not compiled" if "TORCH_COMPILE_DISABLE" in os.environ | variables else "compiled"
+    compiled = "not compiled" if (os.environ | variables).get("TORCH_COMPILE_DISABLE") == "1" else "compiled"
     seq_len = getattr(hp, "train_seq_len", None) or getattr(hp, "block_size", None) or hp.seq_lens
     return dict(
         processes=processes,

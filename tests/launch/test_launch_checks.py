@@ -4,7 +4,7 @@ Tests of tools/launch_checks.py, the checks before a run: imitated GPUs, memory,
 The tests need no GPU. Wrong compiled code is imitated by a method `compile` that changes the model.
 """
 
-import glob
+import json
 import os
 import shutil
 import subprocess
@@ -16,30 +16,59 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import launch
 import launch_checks
 import machine
 import train_gpt
 from train_gpt import TRACKS, InputError
-from util import ROOT, env, random_tokens, write_shard
+from util import ROOT, env, random_tokens, tiny_run, write_shard
+
+
+@pytest.fixture(autouse=True)
+def got(monkeypatch):
+    """No data are downloaded, and tests that follow keep their threads. The files that a run needs."""
+    files = []
+    monkeypatch.setattr(launch, "get_data", lambda python, settings: files.append(settings["train_files"]))
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(train_gpt, "init_processes", lambda: None)
+    return files
+
+
+def check(tmp_path, capsys, *options, mode="train", script="train_gpt"):
+    """Returns the exit status, the answer, and what the checks print."""
+    words = [] if mode == "compare" else [script, *options]
+    status = launch_checks.main([str(tmp_path / "answer"), mode, *words])
+    out, err = capsys.readouterr()
+    assert out == ""
+    return status, json.loads((tmp_path / "answer").read_text()) if status == 0 else None, err
+
+
+def test_the_answer_reaches_the_launcher(tmp_path, monkeypatch):
+    """The checks run in their own process, which takes seconds."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    options = tiny_run(tmp_path, "--log_dir=x")
+    plan = launch.check_machine(sys.executable, "train", "train_gpt", *options)
+    assert plan["log_dir"] == "x"
+    assert os.environ["MALLOC_MMAP_MAX_"] == "0"
+
 
 # -----------------------------------------------------------------------------
 # GPUs
 
 
-@pytest.mark.parametrize("hidden_by, unusable", [(None, True), ("0", True), ("", False), ("-1", False)])
-def test_a_gpu_that_pytorch_cannot_use(monkeypatch, hidden_by, unusable):
-    """There is an NVIDIA GPU, but the driver is too old, or PyTorch is the build for CPUs."""
-    monkeypatch.setattr(glob, "glob", lambda pattern: ["/dev/nvidia0"])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if hidden_by is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden_by)
-    if not unusable:
-        assert launch_checks.find_gpus() == 0
-        return
-    with pytest.raises(InputError) as error:
-        launch_checks.find_gpus()
-    for words in (torch.__version__, "nvidia-smi", "pytorch.org", "--device cpu"):
-        assert words in str(error.value)
+def test_a_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path, capsys):
+    """It never trains on the CPU in silence."""
+
+    def init():
+        raise RuntimeError("The driver is too old\n(found version 11040).")
+
+    monkeypatch.setattr(launch, "gpu_maker", lambda: "AMD")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    for mode in ("train", "compare"):
+        status, _, err = check(tmp_path, capsys, mode=mode)
+        assert (status, err.count("\n")) == (2, 1)
+        for words in ("an AMD GPU", torch.__version__, "too old (found version 11040). Update", "--device cpu"):
+            assert words in err
 
 
 CARDS = {"H100": (9, 0), "A10G": (8, 6), "A100": (8, 0), "T4": (7, 5)}
@@ -61,21 +90,14 @@ def cards(monkeypatch):
     return set_up
 
 
-def check(capsys, *options, script="train_gpt"):
-    """Returns the exit status, the lines that the command prints, and its stderr."""
-    status = launch_checks.main(["--script", script, *options])
-    out, err = capsys.readouterr()
-    return status, out.splitlines(), err
-
-
-def test_an_old_gpu_is_one_line(cards, monkeypatch, capsys):
+def test_an_old_gpu_is_one_line(cards, monkeypatch, tmp_path, capsys):
     cards({"T4": 15_000})
-    status, lines, err = check(capsys)
-    assert (status, lines) == (2, [])
+    status, _, err = check(tmp_path, capsys)
+    assert status == check(tmp_path, capsys, mode="compare")[0] == 2
     assert err.startswith("error: the GPU T4 has compute capability 7.5, ")
     assert err.endswith("8.0 (Ampere) or later; use another GPU or --device cpu\n")
     monkeypatch.setattr(torch.version, "hip", "7.0.51831")  # AMD's numbers mean something else
-    assert check(capsys)[0] == 0
+    assert check(tmp_path, capsys)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -96,21 +118,25 @@ def test_as_many_processes_as_can_share_the_sequences(gpus, track, processes):
         ({"H100": 1_000}, 12288),
     ],
 )
-def test_the_length_that_fits_into_the_smallest_memory(cards, capsys, free, wanted):
+def test_the_length_that_fits_into_the_smallest_memory(cards, got, tmp_path, capsys, free, wanted):
     cards(free)
-    status, lines, err = check(capsys, "--track", "fineweb", "--log_dir", "x")
-    assert lines == ["log_dir=x", f"processes={len(free)}", f"--train_seq_len={wanted}"]
-    assert (status, err) == (0, "")
+    status, plan, err = check(tmp_path, capsys, "--track", "fineweb", "--log_dir", "x")
+    assert plan["options"] == [f"--train_seq_len={wanted}"]
+    assert (plan["log_dir"], plan["processes"], plan["environment"]) == ("x", len(free), {})
+    assert got == [TRACKS["fineweb"].train_files]
+    where = f"GPUs ({len(free)} found), processes: {len(free)}"
+    assert plan["text"].startswith(f"fineweb on {where}, sequence length: {wanted}, ")
+    assert err == ""
 
 
 @pytest.mark.parametrize("options", [["--track=mini"], ["--track=fineweb", "--train_seq_len=1024"]])
-def test_a_length_that_the_user_chose_stays(cards, capsys, options):
+def test_a_length_that_the_user_chose_stays(cards, tmp_path, capsys, options):
     cards({"H100": 1_000})
-    assert check(capsys, *options)[1] == ["log_dir=logs", "processes=1"]
+    assert check(tmp_path, capsys, *options)[1]["options"] == []
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_a_resumed_run_keeps_its_length(cards, monkeypatch, capsys, found):
+def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, found):
     """And its log, wherever that is. With --resume latest, there may be nothing to resume."""
 
     def load_checkpoint(args, source):
@@ -120,11 +146,9 @@ def test_a_resumed_run_keeps_its_length(cards, monkeypatch, capsys, found):
 
     cards({"H100": 1_000})
     monkeypatch.setattr(train_gpt, "load_checkpoint", load_checkpoint)
-    _, lines, _ = check(capsys, "--resume=latest", "--track=fineweb")
-    if found:
-        assert lines == ["log_dir=somewhere", "processes=1"]
-    else:
-        assert lines == ["log_dir=logs", "processes=1", "--train_seq_len=12288"]
+    _, plan, _ = check(tmp_path, capsys, "--resume=latest", "--track=fineweb")
+    assert plan["log_dir"] == ("somewhere" if found else "logs")
+    assert plan["options"] == ([] if found else ["--train_seq_len=12288"])
 
 
 # The peak of the allocator in MiB, measured with PyTorch 2.13: (FP8 head, tokens) -> MiB
@@ -244,7 +268,7 @@ def test_compiled_code_is_right(tmp_path):
         "from test_launch_checks import TINY\n"
         "print(f'problem: {launch_checks.compile_problem(TINY)!r}')\n"
     )
-    folders = [ROOT / "tools", ROOT / "tests" / "tools", ROOT / "tests"]
+    folders = [ROOT / "tools", ROOT / "tests" / "launch", ROOT / "tests"]
     changes = dict(
         PYTHONPATH=os.pathsep.join(map(str, folders)),
         TORCH_COMPILE_DISABLE="0",
@@ -268,53 +292,68 @@ def tiny_mini(tmp_path, monkeypatch):
 
 
 def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
-    variables = [f"{name}={value}" for name, value in machine.environment().items()]
-    status, lines, err = check(capsys, f"--log_dir={tmp_path}")
-    assert (status, lines) == (0, [f"log_dir={tmp_path}", "processes=1", *variables])
-    assert err.startswith("comparing compiled code")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    status, plan, err = check(tmp_path, capsys)
+    assert (status, plan["environment"]) == (0, machine.environment(plan["processes"]))
+    assert err.startswith("run.sh: comparing compiled code")
+    assert plan["text"].endswith(", compiled")
     monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: half_loss(model))
-    assert check(capsys, f"--log_dir={tmp_path}") == (0, lines, "")
-    changes = [
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    _, again, err = check(tmp_path, capsys)
+    assert (again["stamp"], err) == (plan["stamp"], "")
+    assert check(tmp_path, capsys, mode="compare")[1] == {"environment": {}}
+    for module, name, value in [
         (launch_checks, "CXX", "another"),
         (launch_checks, "DTYPE", torch.float16),
-        (train_gpt, "describe_machine", lambda: "another CPU, compiler or flags"),
-    ]
-    for module, name, value in changes:
+        (train_gpt, "CPU_MODEL", "another"),
+        (train_gpt, "CPU_FLAGS", {"another"}),
+    ]:
         with monkeypatch.context() as context:
             context.setattr(module, name, value)
-            _, lines, err = check(capsys, f"--log_dir={tmp_path}")
-            assert "is wrong (the training loss" in err, name
+            assert "is wrong (the training loss" in check(tmp_path, capsys, mode="compare")[2], name
 
 
 def test_a_wrong_answer_is_not_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: half_loss(model))
+    prefix = "run.sh: warning: training without torch.compile, at about half the speed: "
     for _ in range(2):
-        status, lines, err = check(capsys, f"--log_dir={tmp_path}")
+        _, plan, err = check(tmp_path, capsys)
         warning = err.splitlines()[1]
-        prefix = "warning: training without torch.compile, at about half the speed: "
-        assert status == 0
         assert warning.startswith(prefix)
-        assert lines[-2:] == [
-            "TORCH_COMPILE_DISABLE=1",
-            f"SPEEDRUN_COMPILE_REASON=({warning.removeprefix(prefix)})",
-        ]
+        assert plan["text"].endswith(", not compiled")
+        variables = dict(TORCH_COMPILE_DISABLE="1", SPEEDRUN_COMPILE_REASON=f"({warning[len(prefix):]})")
+        assert variables.items() <= plan["environment"].items()
 
 
 def test_the_user_can_do_without_compiled_code(tiny_mini, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    status, lines, err = check(capsys, f"--log_dir={tmp_path}")
-    assert (status, err) == (0, "")
+    assert check(tmp_path, capsys)[::2] == (0, "")
     assert not (tmp_path / "cache").exists()
 
 
-def test_user_errors_come_before_the_comparison(tiny_mini, capsys):
-    assert check(capsys, "--train_files=nothing_*.bin")[2].startswith("error: no shards match nothing")
-    status, lines, err = check(capsys, "--num_iterations", "x")
-    assert (status, lines) == (2, [])
-    assert err.count("\n") == 1
+@pytest.mark.parametrize("cores, processes", [(1, 1), (8, 2)])
+def test_processes_on_a_cpu(tiny_mini, got, tmp_path, monkeypatch, capsys, cores, processes):
+    """At most two, and they share the cores. The code that is compared is that of one of them."""
+    seen = []
+    monkeypatch.setattr(launch_checks, "compile_problem", lambda hp: seen.append(hp.batch_tokens))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
+    _, plan, _ = check(tmp_path, capsys, "--batch_tokens=1024", "--val_tokens=4096")  # 8 could share these
+    assert plan["processes"] == processes
+    assert plan["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
+    assert seen == [TINY.batch_tokens // processes]
+    assert got == [TRACKS["mini"].train_files]
+    assert plan["stamp"] != check(tmp_path, capsys, "--num_layers=3")[1]["stamp"]
 
 
-def test_the_settings_of_a_recipe_are_its_own(capsys):
-    status, lines, err = check(capsys, "--val_loss_every=3", script="recipes.january2026")
-    assert (status, lines) == (2, [])
+def test_user_errors_come_before_the_comparison(tiny_mini, tmp_path, capsys):
+    missing = check(tmp_path, capsys, "--train_files=nothing_*.bin", mode="prepare")
+    assert missing[2].startswith("error: no shards match nothing")
+    status, _, err = check(tmp_path, capsys, "--num_iterations", "x")
+    assert (status, err.count("\n")) == (2, 1)
+
+
+def test_the_settings_of_a_recipe_are_its_own(tmp_path, capsys):
+    status, _, err = check(tmp_path, capsys, "--val_loss_every=3", script="recipes.january2026")
+    assert status == 2
     assert err.startswith("error: --val_loss_every 3")

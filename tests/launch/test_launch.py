@@ -1,0 +1,590 @@
+"""
+Tests of run.sh and tools/launch.py: which environment, packages and data, which command line, and what
+happens to child processes.
+
+Most run in this process: `machine` stands for the programs that launch.py asks and starts.
+"""
+
+import ast
+import contextlib
+import fcntl
+import functools
+import http.server
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import venv
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import launch
+from launch import LaunchError
+from recipes import gpt2, january2026
+from train_gpt import TRACKS
+from util import ROOT, env
+
+OURS = ["VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONSAFEPATH"]
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """An empty repository. `answers` says what programs print, by a part of their command line, `versions`
+    which packages are there. `ran` collects the commands that are run, which print `error`."""
+    machine = SimpleNamespace(answers={}, versions={}, ran=[], status=0, error="", root=tmp_path / "root")
+    (machine.root / "data").mkdir(parents=True)
+    (machine.root / "requirements.txt").write_text("torch==2.13.0\nnumpy==2.4.6  # arrays\n")
+
+    def output_of(*command):
+        words = " ".join(map(str, command))
+        return next((answer for part, answer in machine.answers.items() if part in words), None)
+
+    def run(command, stderr=None, **options):
+        machine.ran.append([str(word) for word in command])
+        if stderr:
+            stderr.write(machine.error)
+        return machine.status
+
+    for name in OURS:
+        monkeypatch.setenv(name, "")  # so that what the test sets is undone
+        monkeypatch.delenv(name)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setattr(launch, "ROOT", machine.root)
+    monkeypatch.setattr(launch, "VENV", machine.root / ".venv")
+    monkeypatch.setattr(launch, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(launch, "GRAPHICS", tmp_path / "drm")
+    monkeypatch.setattr(launch, "output_of", output_of)
+    monkeypatch.setattr(launch, "version_of", lambda package, path: machine.versions.get(package, ""))
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(venv, "create", lambda folder, **how: None)
+    return machine
+
+
+def file(path, text=""):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+# -----------------------------------------------------------------------------
+# run.sh
+
+LAUNCH = "import os, sys; print(__file__, sys.argv[1:], [n for n in os.environ if n.startswith('PYTHON')])"
+
+
+@pytest.mark.parametrize(
+    "new, active, says",
+    [
+        ("python3", "", "root/tools/launch.py ['--seed', '3'] ['PYTHONUTF8']\n"),
+        ("python3.12", "", "root/tools/launch.py "),
+        ("python", "/theirs", "root/tools/launch.py "),
+        ("python3", "/theirs", "error: the active environment (/theirs) has no Python 3.11 or later; deactivate"),
+        ("none", "", "error: Python 3.11 or later is needed, but python3 is Python 3.10.13; install"),
+    ],
+)
+def test_run_sh_finds_a_python(tmp_path, new, active, says):
+    """Only one of the programs is new enough. CDPATH has a folder of the same name, and Python's variables
+    are junk."""
+    file(tmp_path / "root" / "tools" / "launch.py", LAUNCH)
+    (tmp_path / "other" / "root").mkdir(parents=True)
+    shutil.copy(ROOT / "run.sh", tmp_path / "root")
+    old = "#!/bin/sh\n[ $1 = --version ] && echo Python 3.10.13\n"
+    for name in ("python", "python3"):
+        file(tmp_path / "bin" / name, old).chmod(0o755)
+    programs = {name: shutil.which(name) for name in ("bash", "dirname")}
+    programs[new] = os.path.realpath(sys.executable)
+    for name, path in programs.items():
+        (tmp_path / "bin" / name).unlink(missing_ok=True)
+        (tmp_path / "bin" / name).symlink_to(path)
+    variables = dict(PATH=f"{tmp_path}/bin", CDPATH="other", VIRTUAL_ENV=active)
+    variables |= dict(PYTHONHOME="junk", PYTHONPATH="junk", PYTHONDONTWRITEBYTECODE="1")
+    words = ["root/run.sh", "--seed", "3"]
+    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert says in done.stdout + done.stderr
+    assert str(tmp_path / "other") not in done.stdout
+    assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if "error" in says else (0, 0))
+
+
+# -----------------------------------------------------------------------------
+# The environment
+
+
+def test_a_new_environment_is_ready_only_after_the_installation(machine):
+    machine.status = 1
+    with pytest.raises(LaunchError):
+        launch.install([])
+    file(launch.VENV / "half")
+    machine.status = 0
+    assert launch.install([]) == launch.VENV / "bin" / "python"
+    assert sorted(path.name for path in launch.VENV.iterdir()) == ["ours", "ready"]
+    assert machine.ran[1][-2:] == ["torch==2.13.0", "numpy==2.4.6"]
+
+    machine.answers["sys.path"] = "x\n"
+    machine.versions = dict(torch="2.12.0", numpy="2.4.6")  # another version stays
+    launch.install([])
+    assert len(machine.ran) == 2
+    del machine.versions["numpy"]  # it was lost
+    machine.status = 1
+    with pytest.raises(LaunchError):
+        launch.install([])
+    assert machine.ran[2][-2:] == ["--retries=3", "numpy==2.4.6"]
+    assert [path.name for path in launch.VENV.iterdir()] == ["ours"]
+
+
+@pytest.mark.parametrize("path, again", [(None, True), ("x\n", False)])
+def test_an_environment_without_a_python_is_made_again(machine, path, again):
+    machine.answers["sys.path"] = path
+    for name in ("ours", "ready", "half"):
+        file(launch.VENV / name)
+    launch.install([])
+    assert (launch.VENV / "half").exists() != again
+
+
+def test_an_environment_that_is_not_ours_stays(machine):
+    file(launch.VENV / "theirs")
+    with pytest.raises(LaunchError, match="isn't from ./run.sh; activate it, .* or move it away"):
+        launch.install([])
+    assert [path.name for path in launch.VENV.iterdir()] == ["theirs"]
+
+
+def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
+    monkeypatch.setenv("CONDA_PREFIX", "/theirs")
+    machine.versions["torch"] = "2.11.0+cu130"
+    assert launch.install([]) == sys.executable
+    assert machine.ran[0][:4] == [sys.executable, "-m", "pip", "install"]
+    assert machine.ran[0][-2:] == ["--retries=3", "numpy==2.4.6"]
+    machine.versions["torch"] = "2.9.1"
+    with pytest.raises(LaunchError, match="of the active environment .* is older than 2.11; update it"):
+        launch.install([])
+    machine.versions.clear()
+    launch.install([])
+    assert not launch.VENV.exists()
+    monkeypatch.setenv("VIRTUAL_ENV", str(launch.VENV))  # ours may be active, too
+    file(launch.VENV / "ours")
+    assert launch.install([]) == launch.VENV / "bin" / "python"
+
+
+def test_which_packages_are_installed():
+    path = launch.search_path(sys.executable)
+    assert launch.version_of("pytest", path) == pytest.__version__
+    assert launch.version_of("no-package", path) == ""
+
+
+@pytest.mark.parametrize("version, used", [("2.11.0", True), ("2.9.1", False), ("", False)])
+def test_the_systems_pytorch(machine, monkeypatch, version, used):
+    how = {}
+    monkeypatch.setattr(venv, "create", lambda folder, **options: how.update(options))
+    machine.versions["torch"] = version
+    launch.make_environment()
+    assert (how["system_site_packages"], how["with_pip"]) == (used, True)
+
+
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_a_python_without_ensurepip(machine, monkeypatch, has_pip):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "pip" and has_pip)
+    if has_pip:
+        launch.make_environment()
+        assert machine.ran[0][-3:] == ["--python", str(launch.VENV / "bin" / "python"), "pip"]
+    else:
+        with pytest.raises(LaunchError, match="has no venv module; .* apt install python3-venv"):
+            launch.make_environment()
+
+
+def test_a_path_with_a_colon(machine, monkeypatch):
+    monkeypatch.setattr(launch, "VENV", machine.root / "a:b" / ".venv")
+    with pytest.raises(LaunchError, match="a:b.*no colon"):
+        launch.make_environment()
+
+
+@pytest.mark.parametrize("name, home, link", [("a b", "h", True), ("a", "h", False)])
+def test_a_special_path_gets_a_link(machine, monkeypatch, tmp_path, name, home, link):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+    monkeypatch.setattr(launch, "VENV", file(tmp_path / name / ".venv" / "ours").parent)
+    for _ in range(2):
+        folder = launch.plain_folder()
+        assert folder.samefile(launch.VENV)
+        assert (folder != launch.VENV) == link
+        assert " " not in str(folder)
+
+
+# -----------------------------------------------------------------------------
+# Packages
+
+
+CPU = ["--extra-index-url", f"{launch.TORCH_INDEX}/cpu"]
+
+
+@pytest.mark.parametrize(
+    "answers, files, options",
+    [
+        ({"--index-url": "2.13.0"}, {}, CPU),
+        ({}, {}, []),  # that index doesn't answer
+        ({"config list": "global.find-links='/wheels'", "--index-url": "2.13.0"}, {}, []),
+        ({"config list": "global.timeout='60'", "--index-url": "2.13.0"}, {}, CPU),
+        ({"nvidia-smi": "GPU 0: NVIDIA H100", "--index-url": "2.13.0"}, {}, []),
+        ({"--index-url": "2.13.0"}, {"dev/nvidia0": ""}, []),
+        ({"--index-url": "2.13.0"}, {"dev/nvidia0": "", "hidden": ""}, CPU),
+        ({}, {"dev/kfd": "", "drm/card1/device/mem_info_vram_total": 2**34}, [CPU[0], CPU[1][:-3] + "rocm7.2"]),
+        ({"--index-url": "2.13.0"}, {"dev/kfd": "", "drm/card1/device/mem_info_vram_total": 2**29}, CPU),
+    ],
+)
+def test_which_build_of_pytorch(machine, tmp_path, monkeypatch, answers, files, options):
+    machine.answers = answers
+    if "hidden" in files:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, size in files.items():
+        file(tmp_path / name, str(size))
+    launch.pip_install("python", ["torch==2.13.0", "numpy==2.4.6"])
+    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile", "--retries=3"]
+    words = [word for word in machine.ran[0] if word not in quiet]
+    assert words == ["python", "-m", "pip", "install", *options, "torch==2.13.0", "numpy==2.4.6"]
+
+
+@pytest.mark.parametrize(
+    "error, says",
+    [
+        ("OSError: [Errno 28] No space left on device: '/x'", "No space left on device: '/x'; mend that"),
+        ("OSError: [Errno 30] Read-only file system: '/x'", "Read-only file system: '/x'; mend that"),
+        ("something new", "its output is above"),
+    ],
+)
+def test_an_installation_that_fails(machine, capsys, error, says):
+    machine.status = 1
+    machine.error = f"Collecting\n{error}\n"
+    with pytest.raises(LaunchError, match=says):
+        launch.pip_install("python", ["numpy==2.4.6"])
+    assert ("Collecting" in capsys.readouterr().err) == (error == "something new")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize(
+    "source, says",
+    [
+        ("http://127.0.0.1:9", "can't reach the package index; check the network"),
+        ("index", "the package index has no no-package==1 for Python 3.*pip config list"),
+        ("folder", "the package index has no no-package==1 for Python 3.*pip config list"),
+    ],
+)
+def test_the_real_pip_finds_nothing(tmp_path, monkeypatch, source, says):
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    settings = dict(PIP_CONFIG_FILE="/dev/null", PIP_RETRIES="0", PIP_INDEX_URL=source)
+    if source == "folder":
+        settings |= dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    handler = functools.partial(Quiet, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        if source == "index":
+            settings["PIP_INDEX_URL"] = f"http://127.0.0.1:{server.server_port}"
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LaunchError, match=says):
+            launch.pip_install(sys.executable, ["no-package==1"])
+        server.shutdown()
+
+
+def imported(*scripts):
+    """The modules that scripts import anywhere in their code, without Python's own."""
+    names = set()
+    for script in scripts:
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names)
+
+
+def required(folder):
+    return {line.split("==")[0] for line in open(ROOT / folder / "requirements.txt")}
+
+
+def test_requirements_name_what_is_imported():
+    assert imported(ROOT / "tools" / "launch.py") == set()  # it runs before there are packages
+    ours = {path.stem for path in [*ROOT.glob("*"), *ROOT.glob("*/*.py")]} | {"tiktoken_ext"}
+    evals = [ROOT / "evals" / f"{name}.py" for name in ("models", "openai_gpt2", "sample")]
+    training = [ROOT / "train_gpt.py", ROOT / "tools" / "launch_checks.py", *(ROOT / "recipes").glob("*.py")]
+    data = [ROOT / "data" / "shakespeare.py", ROOT / "data" / "cached_fineweb10B.py"]
+    assert imported(*training, *evals, *data) - ours <= required(".")
+    for folder in ("tools", "data", "evals"):
+        packages = imported(*(ROOT / folder).glob("*.py")) - ours
+        assert required(folder) <= packages <= required(".") | required(folder)
+
+
+# -----------------------------------------------------------------------------
+# Data, and a folder for compiled code
+
+
+@pytest.mark.parametrize(
+    "hp, made",
+    [
+        (TRACKS["mini"], ["data/shakespeare.py"]),
+        (TRACKS["fineweb"], ["data/cached_fineweb10B.py", "7"]),
+        (replace(TRACKS["fineweb"], num_iterations=0), ["data/cached_fineweb10B.py", "1"]),
+        (gpt2.TRACKS["fineweb"], ["data/cached_fineweb10B.py", "101"]),
+        (january2026.TRACKS["fineweb"], ["data/cached_fineweb10B.py", "9"]),
+        (replace(TRACKS["fineweb"], train_files="../mine/train_*.bin"), None),
+    ],
+)
+def test_the_data_of_a_run(machine, hp, made):
+    launch.get_data("python", vars(hp))
+    assert machine.ran == ([["python", *made]] if made else [])
+
+
+def test_data_are_made_once(machine):
+    settings = dict(train_files="data/fineweb10B/*_train_*.bin", batch_tokens=10**6, num_iterations=100)
+    machine.status = 1
+    for name in ("val_000000", "train_000001", "train_000002"):  # the second shard is needed, too
+        with pytest.raises(SystemExit, match="1"):
+            launch.get_data("python", settings)
+        file(launch.ROOT / "data" / "fineweb10B" / f"fineweb_{name}.bin")
+    launch.get_data("python", settings)
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TMPDIR"])
+def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(machine, monkeypatch, tmp_path, name):
+    """A program that is tried there doesn't run."""
+    for folder in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
+        monkeypatch.setenv(folder, str(tmp_path / "good"))
+    monkeypatch.setenv(name, str(tmp_path / "noexec"))
+    machine.answers = {f"{tmp_path}/good/": "", f"{launch.ROOT}/data/": ""}
+    for _ in range(2):
+        launch.choose_code_folder()
+        for folder in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
+            assert os.environ[folder] == f"{launch.ROOT}/data/.cache/torchinductor"
+    assert not list(tmp_path.rglob("probe*"))
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+@pytest.fixture
+def training(machine, monkeypatch, tmp_path):
+    """The machine, where ranks write checkpoints, in `written` seconds. `plan` is the answer of the checks."""
+    machine.written = 10
+    machine.plan = dict(processes=2, options=["--train_seq_len=256"])
+    machine.checked = []
+    machine.plan |= dict(log_dir="logs", text="mini", stamp=str(tmp_path / "cache" / "stamp"))
+    file(machine.root / "recipes" / "soup.py")
+
+    def check_machine(python, *words):
+        machine.checked = list(words)
+        return machine.plan
+
+    def run_ranks(command, processes, **options):
+        folder = os.open(machine.root, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the launcher still has the lock
+        os.close(folder)
+        machine.ran.append([str(word) for word in command])
+        if machine.status < 0:
+            launch.stop(-machine.status, None)
+        for age, name in enumerate(["new", "older"]):
+            path = file(machine.root / machine.plan["log_dir"] / f"{name}.pt")
+            os.utime(path, (0, time.time() + machine.written - age))
+        return machine.status
+
+    def install(folders):
+        machine.folders = folders
+        return "python"
+
+    monkeypatch.setattr(launch, "check_machine", check_machine)
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    monkeypatch.setattr(launch, "install", install)
+    monkeypatch.setattr(launch, "handle_signals", lambda handler: None)
+    monkeypatch.setattr(launch.Stopped, "advice", launch.Stopped.advice)
+    monkeypatch.setattr(launch, "choose_code_folder", lambda: None)
+    monkeypatch.setattr(os, "execv", lambda python, command: machine.ran.append(command))
+    monkeypatch.chdir(tmp_path)
+    return machine
+
+
+def test_a_training(training):
+    assert launch.main(["--seed", "3", "--recipe=soup", "--log_dir", "mine", "--resume=latest"]) == 0
+    words = ["recipes.soup", "--seed", "3", "--log_dir=../mine", "--resume=latest"]
+    assert training.checked == ["train", *words]
+    train, sample = training.ran
+    assert train == ["python", "-m", *words, "--train_seq_len=256", "--save_checkpoint"]
+    assert sample == ["python", "-m", "evals.sample", "--brief", f"{launch.ROOT}/logs/new.pt"]
+    training.written = -10  # those are older than the training
+    launch.main([])
+    assert len(training.ran) == 3
+
+
+@pytest.mark.parametrize(
+    "words, status, advice",
+    [
+        ([], 3, ""),
+        (["prepare"], 3, ""),
+        ([], -15, "run.sh: stopped by SIGTERM; to continue from the last validation, add --resume latest\n"),
+        (["prepare"], -15, "run.sh: stopped by SIGTERM; run the same command again to continue\n"),
+    ],
+)
+def test_a_training_that_fails_or_is_stopped(training, capsys, words, status, advice):
+    training.status = status
+    assert launch.main(words) == (3 if status > 0 else 143)
+    assert len(training.ran) == 1
+    assert capsys.readouterr().err.endswith(advice)
+    assert not Path(training.plan["stamp"]).exists()
+
+
+def test_a_machine_is_prepared_once(training, capsys):
+    for _ in range(2):
+        assert launch.main(["prepare", "--track=mini"]) == 0
+        assert len(training.ran) == 1
+        assert capsys.readouterr().err.endswith("run.sh: ready: mini\n")
+    assert {"--num_iterations=1", "--num_runs=1", "--train_seq_len=256"} < set(training.ran[0])
+    assert training.checked == ["prepare", "train_gpt", "--track=mini"]
+
+
+def test_a_check_that_fails_ends_the_run(machine):
+    machine.status = 2
+    with pytest.raises(SystemExit, match="2"):
+        launch.check_machine("python", "train", "train_gpt")
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+
+@pytest.mark.parametrize(
+    "words, folders, command",
+    [
+        ("verify x.txt", ["tools"], "ROOT/tools/verify.py x.txt"),
+        ("sample x.pt", [], "-m evals.sample x.pt"),
+        ("data text x", [], "ROOT/data/fineweb.py --files x"),
+        ("data edu 1", ["data"], "ROOT/data/fineweb.py --version=fineweb-edu 1"),
+        ("data edu --help", ["data"], "ROOT/data/fineweb.py --help"),
+        ("test machines --list", ["tools", "data", "evals", "tests"], "ROOT/tests/machines --list"),
+        ("test x.py::a -k y", ["tools", "data", "evals", "tests"], "-m pytest ... ../x.py::a -k y"),
+        ("compare --device cpu --runs 2", ["tools"], "ROOT/tools/compare.py --runs 2"),
+        ("hellaswag x", ["evals"], "-m evals.hellaswag x"),
+    ],
+)
+def test_the_command_line_of_a_command(training, words, folders, command):
+    file(Path("x.py"))
+    training.answers["device_count"] = "2\n"
+    launch.launch(words.split())
+    assert training.folders == folders
+    start, _, end = command.replace("ROOT", str(launch.ROOT)).partition(" ... ")
+    ran = " ".join(map(str, training.ran[-1]))
+    assert ran.startswith(f"python {start}") and ran.endswith(end or start)
+    assert (os.environ.get("PYTHONPATH") == str(launch.ROOT)) == ("evals." in command)
+    assert (os.environ.get("CUDA_VISIBLE_DEVICES") == "") == ("--device cpu" in words)
+    assert training.checked == (["compare"] if words.startswith("compare") else [])
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("data pile", "there is no command data pile; ./run.sh --help lists them"),
+        ("--recipe=cake", "invalid choice: 'cake' (choose from"),
+        ("--device cuda", "invalid choice: 'cuda' (choose from"),
+    ],
+)
+def test_what_does_not_exist(training, capsys, words, says):
+    with contextlib.suppress(SystemExit):
+        assert launch.main(words.split()) == 2
+    assert says in capsys.readouterr().err
+    assert training.ran == []
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_names_the_commands_first(training, capsys, word):
+    launch.main(["--seed=3", word])
+    assert capsys.readouterr().out.startswith(launch.USAGE)
+    assert training.ran == [["python", "-m", "train_gpt", "--help"]]
+
+
+# -----------------------------------------------------------------------------
+# Processes
+
+
+def python(code):
+    return [sys.executable, "-c", f"import os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n{code}"]
+
+
+def test_one_setup_at_a_time(machine, capsys):
+    """A child keeps the lock, even if the launcher is killed."""
+    with launch.setup_lock():
+        child = launch.start(["sleep", "1"])
+    with launch.setup_lock():
+        assert child.wait(0.5) == 0
+    assert "waiting for another ./run.sh to finish" in capsys.readouterr().err
+    with launch.setup_lock():
+        assert capsys.readouterr().err == ""
+
+
+def test_the_ranks_of_a_training(tmp_path, capfd):
+    names = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    code = f"text = ' '.join(os.environ[n] for n in {names.split()})\nprint(text)\nopen(sys.argv[1] + str(rank), 'w').write(text)"
+    assert launch.run_ranks([*python(code), f"{tmp_path}/"], 2) == 0
+    first, second = ((tmp_path / name).read_text() for name in "01")
+    assert first.startswith("0 0 2 127.0.0.1 ")
+    assert second == "1 1" + first[3:]
+    assert capfd.readouterr().out == f"{first}\n"
+
+
+@pytest.mark.parametrize(
+    "code, status, says",
+    [
+        ("if rank == 0: time.sleep(60)\nprint('broken')\nsys.exit(3)", 3, "broken\n"),
+        ("if rank == 0: time.sleep(0.4)\nprint('error', rank)\nsys.exit(2)", 2, "error 0\n"),
+        ("if rank: os.kill(os.getpid(), 9)\ntime.sleep(60)", 137, "run.sh: process 1 was ended by SIGKILL\n"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(capfd, code, status, says):
+    began = time.monotonic()
+    assert launch.run_ranks(python(code), 2) == status
+    assert time.monotonic() - began < 30
+    assert "".join(capfd.readouterr()) == says
+
+
+# Runs a command. The signal comes when the command has started, but start() hasn't returned yet.
+AT_THE_START = """
+import os, subprocess
+popen = subprocess.Popen
+
+def start(*arguments, **options):
+    child = popen(*arguments, **options)
+    os.kill(os.getpid(), 15)
+    return child
+
+subprocess.Popen = start
+"""
+LAUNCHER = "import launch, sys; launch.launch = lambda argv: launch.run(argv); sys.exit(launch.main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize(
+    "number, send, before",
+    [(signal.SIGINT, os.killpg, ""), (signal.SIGTERM, os.kill, ""), (signal.SIGTERM, None, AT_THE_START)],
+)
+def test_a_signal(number, send, before):
+    """A terminal sends Ctrl-C to the child, too, which ignores it. The pipes close when no child is left."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", before + LAUNCHER, *python("print(signal.getsignal(2) == signal.SIG_IGN, flush=True)\ntime.sleep(60)")],
+        env=env(PYTHONPATH=str(ROOT / "tools")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    if send:
+        assert process.stdout.readline() == "True\n"
+        send(process.pid, number)
+    said = f"run.sh: stopped by {number.name}; run the same command again to continue\n"
+    assert process.communicate(timeout=20)[1] == said
+    assert process.returncode == 128 + number
