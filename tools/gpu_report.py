@@ -35,6 +35,7 @@ from pathlib import Path
 from bench import InputError, ROOT, fail, run_benchmark, write_json
 from gpu_checks import STAGES
 from gpu_page import page
+import launch
 from log_parsing import stop_on_signals, write_file
 import train_gpt
 
@@ -146,6 +147,7 @@ def gpu_report(argv):
     parser.add_argument("--minutes", type=float, default=20, metavar="N",
                         help="stop after N minutes, a stage after N / 3 minutes (default: 20)")
     args = parser.parse_args(argv)
+    launch.get_data(sys.executable, vars(train_gpt.TRACKS["mini"]))
     make_report(args.out, args.stage, args.minutes)
 
 

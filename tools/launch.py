@@ -10,6 +10,7 @@ packages. The order of a training:
 """
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import glob
 import hashlib
@@ -18,7 +19,6 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import signal
@@ -27,6 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import venv
 from pathlib import Path
 
@@ -98,36 +100,25 @@ def say(text):
 # Child processes. They ignore Ctrl-C, which a terminal sends to them, too: the launcher ends them.
 
 
-STARTED = []
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
-
-
 def handle_signals(handler):
-    for number in SIGNALS:
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
 
 
 def stop(number, frame):
     handle_signals(signal.SIG_IGN)  # a second one doesn't disturb the end
-    for child in STARTED:
-        child.terminate()
     raise Stopped(number)
 
 
-def ignore_ctrl_c():
+def set_up_child():
+    """Runs in a child process before its program: it ignores Ctrl-C, and on Linux ends with the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def start(command, **options):
-    """Starts a command. It inherits the setup's lock, so the lock holds even if the launcher is killed."""
-    words = [str(word) for word in command]
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until stop() knows the child
-    try:
-        STARTED.append(subprocess.Popen(words, preexec_fn=ignore_ctrl_c, close_fds=False, **options))
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    return STARTED[-1]
+    return subprocess.Popen(command, preexec_fn=set_up_child, **options)
 
 
 def wait(children):
@@ -141,17 +132,19 @@ def wait(children):
             time.sleep(0.02)
         if 2 in codes:  # each rank finds the user's error, but only rank 0 prints it, perhaps later
             with contextlib.suppress(subprocess.TimeoutExpired):
-                codes[0] = 2 if children[0].wait(10) == 2 else codes[0]
+                if children[0].wait(10) == 2:
+                    codes[0] = 2
     finally:
         for child in children:
             child.terminate()
         for child in children:
             child.wait()
     for i, code in enumerate(codes):
-        if code and code < 0:
-            say(f"process {i} was ended by {signal.Signals(-code).name}")
+        if code and code > 0:
+            return i, code
         if code:
-            return i, code if code > 0 else 128 - code
+            say(f"process {i} was ended by signal {-code}")
+            return i, 128 - code
     return 0, 0
 
 
@@ -163,7 +156,7 @@ def run(command, **options):
 def output_of(*command):
     """Returns what a command prints, or None if it fails or doesn't exist."""
     with contextlib.suppress(OSError):
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0:
             return done.stdout
     return None
@@ -173,7 +166,6 @@ def output_of(*command):
 def setup_lock():
     """Packages and data are shared by all runs of this checkout. The lock is on its folder."""
     folder = os.open(ROOT, os.O_RDONLY)
-    os.set_inheritable(folder, True)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -217,9 +209,7 @@ def make_environment():
             (VENV / "ours").exists(),
             f"{VENV} isn't from ./run.sh; activate it, then run ./run.sh again, or move it away",
         )
-        say("the virtual environment .venv is incomplete, so it is made again")
         shutil.rmtree(VENV)
-    require(":" not in str(VENV), f"{VENV}: venv allows no colon in a path; move the repository")
     VENV.mkdir()
     (VENV / "ours").touch()
     system_torch = has_pytorch(sys.path)
@@ -300,6 +290,15 @@ def gpu_maker():
     return "AMD" if (DEVICES / "kfd").exists() and max(sizes, default=0) >= 8 * 2**30 else ""
 
 
+def answers(index):
+    """Does a package index answer, if only that it lacks the package?"""
+    try:
+        urllib.request.urlopen(f"{index}/pip/", timeout=10)
+    except OSError as e:
+        return isinstance(e, urllib.error.HTTPError)
+    return True
+
+
 def torch_source(python):
     """Returns pip's options for the build of PyTorch that this machine needs."""
     settings = output_of(python, "-m", "pip", "config", "list") or ""
@@ -312,18 +311,12 @@ def torch_source(python):
         return ["--extra-index-url", f"{TORCH_INDEX}/rocm7.2"]
     index = f"{TORCH_INDEX}/cpu"
     if not maker:
-        if answers(python, index):
+        if answers(index):
             say("installing packages, with PyTorch for CPUs: a download of about 0.2 GB")
             return ["--extra-index-url", index]
         say(f"{index} doesn't answer, so PyTorch comes from the package index")
     say("installing packages, with PyTorch and CUDA: a download of up to 5 GB")
     return []
-
-
-def answers(python, index):
-    """Does this package index answer a question about PyTorch?"""
-    pip = [python, "-m", "pip", "index", "versions", "torch", "--disable-pip-version-check"]
-    return output_of(*pip, "--timeout", "5", "--retries", "0", "--index-url", index) is not None
 
 
 def pip_install(python, requirements, *options):
@@ -335,8 +328,7 @@ def pip_install(python, requirements, *options):
     else:
         say(f"installing {', '.join(requirements)}")
     # --no-compile: Python compiles what it imports; compiling all of PyTorch would double the time
-    # --retries: at each, pip says that the connection is broken; the user's setting may be 0
-    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile", "--retries=3"]
+    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile"]
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
         status = run(
             [python, "-m", "pip", "install", *quiet, *options, *requirements],
@@ -356,18 +348,14 @@ def explain(python, output):
         return f"pip can't install the packages: {disk[0]}; mend that, then run ./run.sh again"
     if "No module named pip" in output:
         return f"{python} has no pip; install it, or deactivate the environment"
-    if "connection broken" in output:
-        return (
-            "can't reach the package index; check the network, the proxy and pip's settings "
-            "(python3 -m pip config list), then run ./run.sh again"
-        )
+    settings = output_of(python, "-m", "pip", "config", "list") or ""
+    indexes = re.findall(r"index-url='(.*)'", settings) or ["https://pypi.org/simple"]
+    if "no-index" not in settings and not any(answers(index) for index in indexes):
+        return f"can't reach {' or '.join(indexes)}; check the network, then run ./run.sh again"
     missing = re.search(r"No matching distribution found for (\S+)", output)
     if missing:
-        version = platform.python_version()
-        return (
-            f"the package index has no {missing[1]} for Python {version}; use Python 3.11, 3.12 or 3.13, "
-            "or check pip's settings (python3 -m pip config list)"
-        )
+        version = sys.version.split()[0]
+        return f"the package index has no {missing[1]} for Python {version}; use Python 3.11, 3.12 or 3.13"
     print("\n".join(output.splitlines()[-20:]), file=sys.stderr)
     return "pip can't install the packages; its output is above"
 
@@ -387,13 +375,13 @@ def get_data(python, settings):
         # A shard has 100M tokens, and no batch is in two shards. The steps of january2026 vary.
         batches = (10**8 - 1) // settings.get("batch_tokens", 2**19)
         shards = max(1, math.ceil(settings["num_iterations"] / batches))
-        command = [python, "data/cached_fineweb10B.py", shards]
+        command = [python, "data/cached_fineweb10B.py", str(shards)]
         size = f"{shards + 1} files of 200 MB"
     else:
         return
     with setup_lock():
         found = [len(glob.glob(f"{ROOT}/{folder}/*_{split}_*.bin")) for split in ("train", "val")]
-        if found[0] < shards or found[1] == 0:
+        if found[0] < shards or not found[1]:
             say(f"getting {folder}: a download of {size}")
             status = run(command, cwd=ROOT)
             if status:
@@ -518,6 +506,7 @@ def parse(name, words):
 
 def test_command(python, arguments):
     """./run.sh test. Returns the command that it becomes."""
+    get_data(python, dict(train_files="data/shakespeare/*"))
     for i, word in enumerate(arguments):
         if os.path.exists(word.split("::")[0]):
             arguments[i] = from_caller(word)
@@ -573,22 +562,20 @@ def launch(argv):
         plan = check_machine(python, name, module, *words)
         command = [python, "-m", module, *words, *plan["options"]]
         return prepare(command, plan) if name == "prepare" else train(command, plan)
-    if name in ("test", "gpu-report"):
-        get_data(python, dict(train_files="data/shakespeare/*"))
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not wants_help:
         check_machine(python, name)
     if name == "hellaswag":
         count = output_of(python, "-c", "import torch; print(torch.cuda.device_count())")
         return run_ranks(command, max(1, int(count)))
-    os.execv(python, [str(word) for word in command])
+    os.execv(python, command)
 
 
 def main(argv):
     handle_signals(stop)
     try:
         return launch(argv)
-    except (LaunchError, OSError) as e:
+    except (LaunchError, OSError, ValueError) as e:  # ValueError: venv refuses a path with a colon
         print(f"run.sh: error: {e}", file=sys.stderr)
         return 2
     except Stopped as e:

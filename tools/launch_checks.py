@@ -37,10 +37,10 @@ def find_gpus():
         try:
             torch.cuda.init()
         except (AssertionError, RuntimeError) as e:
-            reason = " ".join(str(e).split()).rstrip(".")
+            reason = str(e).splitlines()[0]
             raise InputError(
-                f"this machine has an {maker} GPU, but PyTorch {torch.__version__} can't use it: {reason}. "
-                f"Update the driver, install another build in {sys.prefix} (if it is ./run.sh's, remove it "
+                f"this machine has an {maker} GPU, but PyTorch {torch.__version__} can't use it: {reason}; "
+                f"update the driver, install another build in {sys.prefix} (if it is ./run.sh's, remove it "
                 "and run ./run.sh again), or use --device cpu"
             )
     return torch.cuda.device_count()
@@ -227,9 +227,7 @@ def check_run(mode, script, options):
     cores = int(environment()["OMP_NUM_THREADS"])
     processes = most_processes(script, hp, gpus or min(cores, MOST_CPU_PROCESSES))
     more = []
-    where = "the CPU"
     if gpus:
-        where = f"GPUs ({gpus} found)"
         check_gpus(processes)
         adapts = script is train_gpt and hp.track == "fineweb"
         if adapts and not checkpoint and "train_seq_len" not in args.given:
@@ -245,19 +243,19 @@ def check_run(mode, script, options):
         variables |= check_compiler(processes)
     compiled = "not compiled" if (os.environ | variables).get("TORCH_COMPILE_DISABLE") == "1" else "compiled"
     seq_len = getattr(hp, "train_seq_len", None) or getattr(hp, "block_size", None) or hp.seq_lens
+    kind = "GPUs" if gpus else "CPU processes"
     return dict(
         processes=processes,
         environment=variables,
         options=more,
         log_dir=str(Path(args.resume).parent if checkpoint else args.log_dir),
-        text=f"{hp.track} on {where}, processes: {processes}, sequence length: {seq_len}, {compiled}",
-        stamp=str(stamp("prepared", script.SOURCE, vars(hp), processes)),
+        text=f"{hp.track} on {processes} {kind}, sequence length: {seq_len}, {compiled}",
+        stamp=str(stamp("prepared", script.SOURCE, vars(hp), processes, compiled)),
     )
 
 
 def main(argv):
     answer, mode, *words = argv
-    launch.handle_signals(launch.stop)
     try:
         if words:
             found = check_run(mode, importlib.import_module(words[0]), words[1:])
@@ -267,8 +265,6 @@ def main(argv):
             found = dict(environment={} if gpus else check_compiler(1))
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
         return 0
-    except launch.Stopped:
-        return 1  # the launcher says so
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

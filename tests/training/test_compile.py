@@ -1,7 +1,7 @@
 """
 Tests of compiled code on a CPU: `mini` with its default settings, compiled and uncompiled.
 
-The comparison before a run is in tests/tools/test_launch_checks.py.
+The comparison before a run is in tests/launch/test_launch_checks.py.
 """
 
 import re

@@ -1,7 +1,7 @@
 """
 Tests of what the script decides about GPUs, with imitated ones. The tests need no GPU.
 
-The checks before a run are in tests/tools/test_launch_checks.py.
+The checks before a run are in tests/launch/test_launch_checks.py.
 """
 
 from dataclasses import replace
