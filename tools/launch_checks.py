@@ -251,7 +251,7 @@ def check_run(mode, script, options):
         options=more,
         log_dir=str(Path(args.resume).parent if checkpoint else args.log_dir),
         text=f"{hp.track} on {where}, processes: {processes}, sequence length: {seq_len}, {compiled}",
-        stamp=str(stamp("prepared", script.SOURCE, vars(hp), processes)),
+        stamp=str(stamp("prepared", script.SOURCE, vars(hp), processes, compiled)),
     )
 
 
