@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -257,7 +258,7 @@ def check_run(mode, script, options):
 
 def main(argv):
     answer, mode, *words = argv
-    launch.handle_signals(launch.stop)
+    signal.signal(signal.SIGTERM, launch.stop)  # Ctrl-C stays ignored; the launcher sends SIGTERM
     try:
         if words:
             found = check_run(mode, importlib.import_module(words[0]), words[1:])
