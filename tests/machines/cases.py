@@ -197,7 +197,7 @@ COMPILED = "128, compiled"
 SKIP = """
 import launch_checks
 file = launch_checks.stamp("compiled-code-is-right")
-file.parent.mkdir(parents=True)
+file.parent.mkdir(parents=True, exist_ok=True)
 file.touch()
 """
 

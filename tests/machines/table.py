@@ -131,7 +131,7 @@ def run_case(case):
     begun = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="machine-"))
     try:
-        outcome = f"ok: {case.run(folder)}"
+        outcome = f"ok: {case.run(folder)[:150]}"
     except SkipTest as e:
         outcome = f"not run: {e}"
     except Exception as e:  # a broken case counts as failed, and the next case follows
