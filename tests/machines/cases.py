@@ -37,12 +37,12 @@ def training(folder, checkout=ROOT):
     return [checkout / "run.sh", *tiny_run(folder, "--device=cpu", "--log_dir=logs", **settings)]
 
 
-def start_training(folder, *prefix, **variables):
+def start_training(folder, *prefix, checkout=ROOT, **variables):
     """Starts a training with this Python's packages, with no compiled code yet. `prefix` is a command
     that starts it."""
     path = f"{sys.prefix}/bin:{os.environ['PATH']}"
     usual = dict(VIRTUAL_ENV=sys.prefix, PATH=path, TORCHINDUCTOR_CACHE_DIR=folder / "cache")
-    return start([*prefix, *training(folder)], folder, **usual | variables)
+    return start([*prefix, *training(folder, checkout)], folder, **usual | variables)
 
 
 def train(folder, *prefix, **variables):
@@ -269,9 +269,10 @@ def special_path(folder):
 
 def noexec_folder(folder):
     (folder / "cache").mkdir()
-    skip_comparison(folder / "home" / "torchinductor", folder)
+    checkout = copy_repository(folder / "clone")
+    skip_comparison(checkout / "data" / ".cache" / "torchinductor", folder)
     prefix = unshare("mount -t tmpfs -o noexec none cache")
-    done = train(folder, *prefix, XDG_CACHE_HOME=folder / "home")
+    done = train(folder, *prefix, checkout=checkout)
     return trained(done, COMPILED, "storing compiled code in")
 
 
