@@ -1,50 +1,36 @@
 """
-Imitates other people's machines, and prints a table of what happens on each.
+Imitates other people's machines, and prints a table of what ./run.sh does on each.
 
-    python tests/machines                  runs all cases: 20 to 30 minutes on two cores
-    python tests/machines --only network   runs the situations that contain this word
-    python tests/machines --list           lists the situations without running them
+    ./run.sh test machines                  runs all: ten minutes on two cores
+    ./run.sh test machines --only network   runs the machines whose name contains this word
+    ./run.sh test machines --list           lists the machines without running them
 
-Cases that are not about installation use the Python that runs this command, with its packages.
 The exit status is 0 if no case failed, and 1 otherwise.
 """
-
 import argparse
 import signal
 import sys
 
-import install
-import training
+from cases import CASES
 from table import print_table
 
 
-def main() -> int:
-    description = "Imitate other machines, and print what happens on each."
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--only",
-        default="",
-        metavar="WORD",
-        help="only situations that contain this word",
-    )
-    parser.add_argument("--list", action="store_true", help="list the situations and exit")
+def main():
+    parser = argparse.ArgumentParser(description="Imitate other machines, and print what ./run.sh does on each.")
+    parser.add_argument("--only", default="", metavar="WORD", help="only machines whose name contains this word")
+    parser.add_argument("--list", action="store_true", help="list the machines and exit")
     args = parser.parse_args()
-    cases = [
-        case
-        for case in install.CASES + training.CASES
-        if args.only.lower() in case.situation.lower()
-    ]
+    cases = [case for case in CASES if args.only.lower() in case.machine.lower()]
     if args.list:
         for case in cases:
-            print(f"{case.situation} ({case.wanted})")
+            print(f"{case.machine} ({case.wanted})")
         return 0
     if not cases:
-        print(f"error: no situation contains {args.only!r}; --list shows them", file=sys.stderr)
+        print(f"error: no machine's name contains {args.only!r}; --list shows them", file=sys.stderr)
         return 2
     # Background jobs of a shell ignore Ctrl-C, and so would the processes that the cases interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    failed = print_table(cases)
-    return 1 if failed else 0
+    return 1 if print_table(cases) else 0
 
 
 if __name__ == "__main__":

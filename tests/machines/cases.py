@@ -1,0 +1,341 @@
+"""The machines. Each function imitates one in an empty folder, runs ./run.sh there, and returns what
+happened."""
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from unittest import SkipTest
+
+from table import Case, finish, need, one_line, run, start, stopped, trained, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from util import tiny_run
+
+
+def copy_repository(folder):
+    """Copies the files that a fresh clone has, with changes that are not committed yet."""
+    git = ["git", "-C", str(ROOT)]
+    need(*git, "status")
+    names = subprocess.check_output([*git, "ls-files", "-coz", "--exclude-standard"], text=True)
+    for name in names.split("\0"):
+        if (ROOT / name).is_file() and not name.startswith("records/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def training(folder, checkout=ROOT):
+    """A command that trains a model of one layer."""
+    settings = dict(num_layers=1, long_window_layers=0, num_value_embeds=0)
+    return [checkout / "run.sh", *tiny_run(folder, "--device=cpu", "--log_dir=logs", **settings)]
+
+
+def start_training(folder, *prefix, checkout=ROOT, **variables):
+    """Starts a training with this Python's packages, with no compiled code yet. `prefix` is a command
+    that starts it."""
+    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
+    usual = dict(VIRTUAL_ENV=sys.prefix, PATH=path, TORCHINDUCTOR_CACHE_DIR=folder / "cache")
+    return start([*prefix, *training(folder, checkout)], folder, **usual | variables)
+
+
+def train(folder, *prefix, **variables):
+    return finish(start_training(folder, *prefix, **variables))
+
+
+def unshare(command, *options):
+    """Words that start a command after another one, whose mounts only it sees."""
+    words = ["unshare", "--map-root-user", "--mount", *options]
+    need(*words, "true")
+    return [*words, "sh", "-c", f'{command} && exec "$@"', "sh"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Installations
+def fresh_clone(folder):
+    command = training(folder, copy_repository(folder / "clone"))
+    first = start(command, folder, TORCH_COMPILE_DISABLE=1)
+    wait_for(folder, "clone/.venv/ours", first)
+    second = run(command, folder, TORCH_COMPILE_DISABLE=1)
+    trained(finish(first))
+    return trained(second, "waiting for another ./run.sh")
+
+
+REPLAY = ["clone/run.sh", "replay", "--help"]  # a command that installs packages, but imports none
+PARTS = 3000
+
+
+def stub_packages(folder):
+    """Writes wheels without code. Returns variables with which pip installs those."""
+    copy_repository(folder / "clone")
+    (folder / "wheels").mkdir()
+    for file in ("requirements.txt", "tools/requirements.txt"):
+        for line in (ROOT / file).read_text().splitlines():
+            name, version = line.split("#")[0].strip().split("==")
+            info = f"{name}-{version}.dist-info"
+            count = PARTS if name == "torch" else 1
+            files = {f"{name}/part_{i}.py": "" for i in range(count)}
+            files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in files)
+            with zipfile.ZipFile(folder / f"wheels/{name}-{version}-py3-none-any.whl", "w") as wheel:
+                for path, text in files.items():
+                    wheel.writestr(path, text)
+    return dict(PIP_NO_INDEX=1, PIP_FIND_LINKS=folder / "wheels", PIP_CONFIG_FILE=os.devnull)
+
+
+VENV_BEGUN = "clone/.venv/lib/python*/site-packages/pip/_vendor"
+TORCH_BEGUN = "clone/.venv/lib/python*/site-packages/torch/part_1*.py"
+
+
+def interrupted(folder, pattern, number):
+    """A signal comes as soon as there is a certain file. The same command then repairs .venv."""
+    variables = stub_packages(folder)
+    process = start(REPLAY, folder, **variables)
+    wait_for(folder, pattern, process)
+    os.killpg(process.pid, number)
+    done = finish(process)
+    if number == signal.SIGKILL:
+        assert done.code == -number, f"exit {done.code}"
+    else:
+        stopped(done, number)
+    done = run(REPLAY, folder, **variables)
+    assert done.code == 0 and "it is made again" in done.output, done.last_line
+    assert len(list(folder.glob("clone/.venv/lib/*/site-packages/torch/part_*"))) == PARTS
+    return "repaired"
+
+
+def offline(folder, *prefix, **variables):
+    copy_repository(folder / "clone")
+    settings = dict(PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS=None, PIP_RETRIES=0)
+    done = run([*prefix, *REPLAY], folder, **settings | variables)
+    return one_line(done, "can't reach the package index")
+
+
+def no_network(folder):
+    return offline(folder, *unshare("true", "--net"))
+
+
+def unreachable_index(folder):
+    return offline(folder, PIP_INDEX_URL="http://127.0.0.1:9/simple")
+
+
+def read_only(folder):
+    copy_repository(folder / "clone")
+    prefix = unshare("mount --bind clone clone && mount -o remount,bind,ro clone")
+    return one_line(run([*prefix, *REPLAY], folder), "Read-only file system")
+
+
+# --------------------------------------------------------------------------------------------------
+# Pythons
+def old_python():
+    found = [*Path.home().glob(".pyenv/versions/3.10.*/bin/python3"), *Path("/usr/bin").glob("python3.10")]
+    if not found:
+        raise SkipTest("there is no Python 3.10")
+    return found[0]
+
+
+def install_with(folder, variables, **pythons):
+    """Runs ./run.sh with only these programs named python..."""
+    (folder / "bin").mkdir()
+    programs = dict(bash=shutil.which("bash"), dirname=shutil.which("dirname")) | pythons
+    for name, program in programs.items():
+        (folder / "bin" / name).symlink_to(program)
+    return run(REPLAY, folder, PATH=folder / "bin", **variables)
+
+
+def old_python_alone(folder):
+    copy_repository(folder / "clone")
+    done = install_with(folder, {}, python3=old_python())
+    return one_line(done, "Python 3.11 or later is needed, but python3 is Python 3.10")
+
+
+def old_python_first(folder):
+    name = f"python3.{sys.version_info.minor}"
+    variables = stub_packages(folder)
+    done = install_with(folder, variables, python3=old_python(), **{name: sys._base_executable})
+    assert done.code == 0, done.last_line
+    return f"installed with {next(folder.glob('clone/.venv/lib/python*')).name}"
+
+
+def system_pytorch(folder):
+    """A Python, not in an environment, that has this one's packages."""
+    library = folder / "system" / "lib" / f"python3.{sys.version_info.minor}"
+    (library / "site-packages").mkdir(parents=True)
+    for path in Path(sysconfig.get_path("stdlib")).iterdir():
+        if path.name != "site-packages":
+            (library / path.name).symlink_to(path)
+    (library / "site-packages" / "ours.pth").write_text(sysconfig.get_path("purelib"))
+    (folder / "system" / "bin").mkdir()
+    shutil.copy(sys._base_executable, folder / "system" / "bin" / "python3")
+    command = training(folder, copy_repository(folder / "clone"))
+    path = f"{folder}/system/bin:{os.environ['PATH']}"
+    done = run(command, folder, PATH=path, TORCH_COMPILE_DISABLE=1)
+    assert "installing" not in done.output
+    return trained(done, "making the virtual environment .venv with the system's PyTorch")
+
+
+# --------------------------------------------------------------------------------------------------
+# Compilers
+def compiler(folder, text):
+    """Writes a shell script that takes the compiler's place."""
+    need("g++", "--version")
+    script = folder / "g++"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o755)
+    return script
+
+
+UNCOMPILED = "warning: training without torch.compile"
+COMPILED = "128, compiled"
+SKIP = """
+import launch_checks
+file = launch_checks.stamp("compiled-code-is-right")
+file.parent.mkdir(parents=True, exist_ok=True)
+file.touch()
+"""
+
+
+def skip_comparison(cache, folder, *prefix, **variables):
+    """Writes the file that a successful comparison of compiled code leaves. The comparison takes minutes."""
+    path = ROOT / "tools"
+    variables |= dict(TORCHINDUCTOR_CACHE_DIR=cache, CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
+    done = run([*prefix, sys.executable, "-c", SKIP], folder, **variables)
+    assert done.code == 0, done.last_line
+
+
+def old_cpu(folder):
+    """PyTorch sees neither AVX512 nor AMX, and g++ doesn't know the CPU."""
+    info = Path("/proc/cpuinfo").read_text()
+    (folder / "cpuinfo").write_text(re.sub(r" (avx512|amx)\w*", "", info))
+    prefix = unshare("mount --bind cpuinfo /proc/cpuinfo")
+    cxx = compiler(folder, 'exec g++ -mtune=generic "$@"')
+    skip_comparison(folder / "cache", folder, *prefix, CXX=cxx)
+    return trained(train(folder, *prefix, CXX=cxx, ATEN_CPU_CAPABILITY="avx2"), COMPILED)
+
+
+def wrong_code(folder):
+    """The compiler changes a constant: it caps logits at 15 instead of 30."""
+    change = 'for file; do case "$file" in *.cpp) sed -i "s/(30[.]0)/(15.0)/g" "$file";; esac; done'
+    cxx = compiler(folder, f'{change}\nexec g++ "$@"')
+    return trained(train(folder, CXX=cxx), "is wrong", "GCC 14", UNCOMPILED)
+
+
+def no_compiler(folder):
+    done = train(folder, CXX="no-such-compiler")
+    return trained(done, "apt install g++", "No working C++ compiler", UNCOMPILED)
+
+
+def no_python_headers(folder):
+    prefix = unshare(f"mount -t tmpfs none '{sysconfig.get_path('include')}'")
+    return trained(train(folder, *prefix), "python3-dev", "Python.h", UNCOMPILED)
+
+
+def full_disk(folder):
+    (folder / "cache").mkdir()
+    prefix = unshare("mount -t tmpfs -o size=100k none cache")
+    return trained(train(folder, *prefix), "No space left on device", UNCOMPILED)
+
+
+def stopped_while_compiling(folder, number):
+    process = start_training(folder)
+    wait_for(folder, "cache/**/*.cpp", process)
+    os.killpg(process.pid, number)
+    return stopped(finish(process), number)
+
+
+def special_path(folder):
+    """PyTorch and the repository lie in a path that a shell would split. .venv has hard links to the
+    files of this Python's environment."""
+    if sys.prefix == sys.base_prefix:
+        raise SkipTest("this Python is in no virtual environment")
+    checkout = copy_repository(folder / "the machine's own folder")
+    environment = checkout / ".venv"
+    shutil.copytree(os.path.realpath(sys.prefix), environment, symlinks=True, copy_function=os.link)
+    (environment / "ours").touch()
+    (environment / "ready").touch()
+    skip_comparison(folder / "cache", folder)
+    variables = dict(TORCHINDUCTOR_CACHE_DIR=folder / "cache", XDG_CACHE_HOME=folder / "home")
+    done = run(training(folder, checkout), folder, **variables)
+    assert list(folder.glob("cache/**/*.so")), "compiled nothing"
+    return trained(done, COMPILED)
+
+
+def noexec_folder(folder):
+    (folder / "cache").mkdir()
+    checkout = copy_repository(folder / "clone")
+    skip_comparison(checkout / "data" / ".cache" / "torchinductor", folder)
+    prefix = unshare("mount -t tmpfs -o noexec none cache")
+    done = train(folder, *prefix, checkout=checkout)
+    return trained(done, COMPILED, "storing compiled code in")
+
+
+# --------------------------------------------------------------------------------------------------
+# Cores and variables
+def one_core(folder):
+    need("taskset", "-c", "0", "true")
+    done = train(folder, "taskset", "-c", "0", TORCH_COMPILE_DISABLE=1)
+    return trained(done, "processes: 1")
+
+
+def half_a_core(folder):
+    version_1 = Path("/sys/fs/cgroup/cpu").is_dir()
+    group = Path("/sys/fs/cgroup", "cpu" if version_1 else ".", folder.name)
+    try:
+        group.mkdir()
+        if version_1:
+            (group / "cpu.cfs_quota_us").write_text("50000")
+        else:
+            (group / "cpu.max").write_text("50000 100000")
+    except OSError as e:
+        raise SkipTest(f"no quota can be set here: {e}")
+    prefix = ["sh", "-c", f'echo $$ >{group}/cgroup.procs && exec "$@"', "sh"]
+    done = train(folder, *prefix, TORCH_COMPILE_DISABLE=1)
+    group.rmdir()
+    return trained(done, "processes: 1")
+
+
+def strange_variables(folder):
+    junk = folder / "junk"
+    junk.mkdir()
+    (junk / "random.py").write_text("raise SystemExit('junk')\n")
+    ascii_only = dict(LC_ALL="C", LANG="C", PYTHONCOERCECLOCALE=0, PYTHONUTF8=0)
+    done = train(folder, TORCH_COMPILE_DISABLE=1, PYTHONHOME=junk, PYTHONPATH=junk, **ascii_only)
+    return trained(done)
+
+
+def with_signal(function, name, **arguments):
+    return functools.partial(function, number=signal.Signals[name], **arguments)
+
+
+CASES = [
+    Case("compiler makes wrong code", "trains uncompiled", wrong_code),  # takes longest
+    Case("a CPU unknown to the compiler", "trains", old_cpu),
+    Case("no C++ compiler", "trains uncompiled", no_compiler),
+    Case("no Python.h", "trains uncompiled", no_python_headers),
+    Case("disk full while compiling", "trains uncompiled", full_disk),
+    Case("Ctrl-C while compiling", "a line", with_signal(stopped_while_compiling, "SIGINT")),
+    Case("SIGTERM while compiling", "a line", with_signal(stopped_while_compiling, "SIGTERM")),
+    Case("a path with a space and an apostrophe", "trains", special_path),
+    Case("cache folder mounted noexec", "trains", noexec_folder),
+    Case("a fresh clone, two ./run.sh at once", "trains", fresh_clone),
+    Case("Ctrl-C while .venv is made", "repaired", with_signal(interrupted, "SIGINT", pattern=VENV_BEGUN)),
+    Case("kill -9 while .venv is made", "repaired", with_signal(interrupted, "SIGKILL", pattern=VENV_BEGUN)),
+    Case("SIGTERM during the installation", "repaired", with_signal(interrupted, "SIGTERM", pattern=TORCH_BEGUN)),
+    Case("kill -9 during the installation", "repaired", with_signal(interrupted, "SIGKILL", pattern=TORCH_BEGUN)),
+    Case("no network", "a line", no_network),
+    Case("an index that can't be reached", "a line", unreachable_index),
+    Case("read-only disk", "a line", read_only, fast=True),
+    Case("Python 3.10 alone", "a line", old_python_alone, fast=True),
+    Case("Python 3.10 before a newer one", "installs", old_python_first),
+    Case("the system's Python has PyTorch", "trains", system_pytorch),
+    Case("one core", "trains", one_core),
+    Case("half a core by quota", "trains", half_a_core),
+    Case("C locale, junk in Python's variables", "trains", strange_variables),
+]
