@@ -93,7 +93,7 @@ def require(condition, message):
 
 
 def say(text):
-    print(f"run.sh: {text}", file=sys.stderr, flush=True)
+    print(f"run.sh: {text}", file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def explain(python, output):
     settings = output_of(python, "-m", "pip", "config", "list") or ""
     indexes = re.findall(r"index-url='(.*)'", settings) or ["https://pypi.org/simple"]
     if "no-index" not in settings and not any(answers(index) for index in indexes):
-        return f"can't reach {' or '.join(indexes)}; check the network, then run ./run.sh again"
+        return f"can't reach the package index {' or '.join(indexes)}; check the network, then run ./run.sh again"
     missing = re.search(r"No matching distribution found for (\S+)", output)
     if missing:
         version = sys.version.split()[0]
@@ -439,7 +439,7 @@ def run_ranks(command, processes, **options):
     logs = [tempfile.TemporaryFile("w+") for _ in range(processes)]
     children = []
     for rank in range(processes):
-        if rank > 0:
+        if rank:
             options = options | dict(stdout=logs[rank], stderr=logs[rank])
         env = os.environ | world | dict(RANK=str(rank), LOCAL_RANK=str(rank))
         children.append(start(command, env=env, **options))

@@ -243,13 +243,13 @@ def check_run(mode, script, options):
         variables |= check_compiler(processes)
     compiled = "not compiled" if (os.environ | variables).get("TORCH_COMPILE_DISABLE") == "1" else "compiled"
     seq_len = getattr(hp, "train_seq_len", None) or getattr(hp, "block_size", None) or hp.seq_lens
-    kind = "GPUs" if gpus else "CPU processes"
+    where = "GPUs" if gpus else "the CPU"
     return dict(
         processes=processes,
         environment=variables,
         options=more,
         log_dir=str(Path(args.resume).parent if checkpoint else args.log_dir),
-        text=f"{hp.track} on {processes} {kind}, sequence length: {seq_len}, {compiled}",
+        text=f"{hp.track} on {where}, processes: {processes}, sequence length: {seq_len}, {compiled}",
         stamp=str(stamp("prepared", script.SOURCE, vars(hp), processes, compiled)),
     )
 

@@ -106,7 +106,7 @@ def interrupted(folder, pattern, number):
     else:
         stopped(done, number)
     done = run(REPLAY, folder, **variables)
-    assert done.code == 0 and "it is made again" in done.output, done.last_line
+    assert done.code == 0 and "making the virtual environment" in done.output, done.last_line
     assert len(list(folder.glob("clone/.venv/lib/*/site-packages/torch/part_*"))) == PARTS
     return "repaired"
 
@@ -178,7 +178,7 @@ def system_pytorch(folder):
     path = f"{folder}/system/bin:{os.environ['PATH']}"
     done = run(command, folder, PATH=path, TORCH_COMPILE_DISABLE=1)
     assert "installing" not in done.output
-    return trained(done, "making the virtual environment .venv with the system's PyTorch")
+    return trained(done, "making the virtual environment .venv, with the PyTorch of the system")
 
 
 # --------------------------------------------------------------------------------------------------
