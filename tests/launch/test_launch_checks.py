@@ -67,7 +67,7 @@ def test_a_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path, capsys):
     for mode in ("train", "compare"):
         status, _, err = check(tmp_path, capsys, mode=mode)
         assert (status, err.count("\n")) == (2, 1)
-        for words in ("an AMD GPU", torch.__version__, "too old (found version 11040).; update the driver", "--device cpu"):
+        for words in ("an AMD GPU", torch.__version__, "too old (found version 11040).); update the driver", "--device cpu"):
             assert words in err
 
 
