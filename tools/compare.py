@@ -260,7 +260,7 @@ def threads_of_a_process(args: argparse.Namespace, jobs: int) -> int:
 def get_data(variants: list[Variant]) -> None:
     """Makes or downloads the data of the variants, unless they are there."""
     for variant in variants:
-        if variant.settings is not None:
+        if "train_files" in (variant.settings or {}):
             launch.get_data(sys.executable, variant.settings)
 
 

@@ -8,6 +8,11 @@ packages. The order of a training:
     training      one process per GPU; on a CPU, one per core
     sample        the trained model writes a short text
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would print a traceback
+
 import argparse
 import contextlib
 import ctypes
@@ -21,7 +26,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -354,8 +358,8 @@ def explain(python, output):
         return f"can't reach the package index {' or '.join(indexes)}; check the network, then run ./run.sh again"
     missing = re.search(r"No matching distribution found for (\S+)", output)
     if missing:
-        version = sys.version.split()[0]
-        return f"the package index has no {missing[1]} for Python {version}; use Python 3.11, 3.12 or 3.13"
+        version = f"Python {sys.version.split()[0]}"
+        return f"the package index has no {missing[1]} for {version}; use Python 3.11, 3.12 or 3.13"
     print("\n".join(output.splitlines()[-20:]), file=sys.stderr)
     return "pip can't install the packages; its output is above"
 

@@ -37,9 +37,8 @@ def find_gpus():
         try:
             torch.cuda.init()
         except (AssertionError, RuntimeError) as e:
-            reason = str(e).splitlines()[0]
             raise InputError(
-                f"this machine has an {maker} GPU, but PyTorch {torch.__version__} can't use it ({reason}); "
+                f"this machine has an {maker} GPU, but PyTorch {torch.__version__} can't use it ({e}); "
                 f"update the driver, install another build in {sys.prefix} (if it is ./run.sh's, remove it "
                 "and run ./run.sh again), or use --device cpu"
             )
