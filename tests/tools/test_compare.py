@@ -430,7 +430,7 @@ def test_data_with_absolute_names_count(place):
 def test_data_that_are_not_there(place, small):
     status, out, err = run("--idea", "--muon_lr 0.03", *small, "--val_files", "")
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
-    assert "worktree: --val_files: no file matches ''; make the data with" in err
+    assert "worktree: --val_files: no file matches ''; your own data must lie in" in err
     assert not list(place.glob("logs/compare/runs"))
     for pattern in ("no*.bin", "/no/x.bin"):
         with pytest.raises(log_parsing.UsageError, match="x: --train_files: no file matches"):
