@@ -425,7 +425,7 @@ def check_machine(python, *words):
     say("checking the machine")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "answer")
-        status = run([python, ROOT / "tools" / "launch_checks.py", file, *words])
+        status = run([python, "tools/launch_checks.py", file, *words], cwd=ROOT)
         if status:
             sys.exit(status)
         answer = json.loads(file.read_text())
