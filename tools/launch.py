@@ -160,10 +160,16 @@ def run(command, **options):
 def output_of(*command):
     """Returns what a command prints, or None if it fails or doesn't exist."""
     with contextlib.suppress(OSError):
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if done.returncode == 0:
             return done.stdout
     return None
+
+
+def leave(file):
+    """Writes an empty file. That it is there says something."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
 
 
 @contextlib.contextmanager
@@ -464,8 +470,7 @@ def prepare(command, plan):
             status = run_ranks(command + step, plan["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
         if status:
             return status
-        prepared.parent.mkdir(parents=True, exist_ok=True)
-        prepared.touch()
+        leave(prepared)
     say(f"ready: {plan['text']}")
     return 0
 

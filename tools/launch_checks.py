@@ -205,8 +205,7 @@ def check_compiler(processes):
         launch.say(f"warning: training without torch.compile, at about half the speed: {problem}")
         return {"TORCH_COMPILE_DISABLE": "1", "SPEEDRUN_COMPILE_REASON": f"({problem})"}
     with contextlib.suppress(OSError):  # the next run compares again
-        right.parent.mkdir(parents=True, exist_ok=True)
-        right.touch()
+        launch.leave(right)
     return {}
 
 
@@ -258,10 +257,11 @@ def main(argv):
     try:
         if words:
             found = check_run(mode, importlib.import_module(words[0]), words[1:])
+        elif find_gpus():
+            check_gpus(1)  # a run of compare uses one
+            found = dict(environment={})
         else:
-            gpus = find_gpus()
-            check_gpus(gpus)
-            found = dict(environment={} if gpus else check_compiler(1))
+            found = dict(environment=check_compiler(1))
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
         return 0
     except InputError as e:

@@ -101,6 +101,13 @@ def test_an_old_gpu_is_one_line(cards, monkeypatch, tmp_path, capsys):
     assert check(tmp_path, capsys)[0] == 0
 
 
+def test_compare_needs_one_gpu(cards, tmp_path, capsys):
+    cards({"A100": 80_000, "T4": 15_000})
+    assert check(tmp_path, capsys, mode="compare")[0] == 0
+    cards({"T4": 15_000, "A100": 80_000})
+    assert check(tmp_path, capsys, mode="compare")[0] == 2
+
+
 @pytest.mark.parametrize(
     "gpus, track, processes", [(8, "mini", 4), (8, "fineweb", 8), (6, "fineweb", 4), (3, "mini", 2)]
 )
