@@ -105,7 +105,8 @@ def summary(counts):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser("./run.sh hellaswag", description="HellaSwag accuracy of a saved model.", allow_abbrev=False)
+    description = "HellaSwag accuracy of a saved model."
+    parser = argparse.ArgumentParser("./run.sh hellaswag", description=description, allow_abbrev=False)
     add = parser.add_argument
     add("model", help=models.MODEL_HELP)
     add("--limit", type=int, metavar="N", help="score only the first N items; default: all")

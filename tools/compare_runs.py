@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import launch
 from compare_sources import ROOT, Variant
 from log_parsing import Log, LogError, UsageError, parse_log, write_file
 from machine import environment, usable_cores
@@ -129,11 +130,7 @@ def locked_folder() -> Iterator[int]:
 
 def output_of(*command: str) -> str:
     """What a program prints; "" if it fails or doesn't exist."""
-    try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return (launch.output_of(*command) or "").strip()
 
 
 def cpu_line(name: str) -> str:
