@@ -17,7 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from shards import ShardError, check_shard, hub_unreachable, read_shard, run_script, writing
+from data.shards import ShardError, check_shard, hub_unreachable, read_shard, run_script, writing
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103

@@ -33,17 +33,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
-from gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
-from machine import usable_cores
-from shards import (
-    ShardError,
-    hub_unreachable,
-    run_script,
-    split_tokens,
-    write_shard,
-    writing,
-)
+from data.gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
+from tools.common import usable_cores
+from data.shards import ShardError, hub_unreachable, run_script, split_tokens, write_shard, writing
 
 RESTART = (
     "delete any shards that this script has written, because it can't resume, and run the same "

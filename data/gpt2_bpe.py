@@ -16,9 +16,8 @@ import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # the regex that GPT-2 splits text with
 
-sys.path.append(str(Path(__file__).resolve().parent))  # for `import data.gpt2_bpe`
-from shards import ShardError, atomic_write, writing
-from wheels import open_wheel
+from data.shards import ShardError, atomic_write, writing
+from data.wheels import open_wheel
 
 EOT = 50256
 VOCAB_SIZE = 50257

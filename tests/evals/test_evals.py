@@ -27,7 +27,7 @@ from evals import hellaswag, models, openai_gpt2, sample
 from evals.models import TextModel
 from recipes import gpt2
 from train_gpt import InputError
-from util import ROOT, random_tokens, run_forked, run_script, write_shard
+from tests.util import ROOT, random_tokens, run_forked, run_script, write_shard
 
 GPT2_BYTES = replace(gpt2.TRACKS["mini"], block_size=64, n_layer=2, n_head=2, n_embd=32)
 SPEEDRUN = replace(

@@ -21,7 +21,7 @@ from train_gpt import (
     to_batch,
     train_step,
 )
-from util import random_tokens, read_log, run_script, val_losses, write_shard
+from tests.util import random_tokens, read_log, run_script, val_losses, write_shard
 
 # The layers and the head dimension of fineweb, with 1,024 tokens. FP8 needs multiples of 16.
 SMALL = replace(

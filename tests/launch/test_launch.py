@@ -25,12 +25,11 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import launch
-from launch import LaunchError
+from tools import launch
+from tools.launch import LaunchError
 from recipes import gpt2, january2026
 from train_gpt import TRACKS
-from util import ROOT, env
+from tests.util import ROOT, env
 
 OURS = ["VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONSAFEPATH"]
 
@@ -338,11 +337,11 @@ def test_requirements_name_what_is_imported():
 @pytest.mark.parametrize(
     "hp, made",
     [
-        (TRACKS["mini"], ["data/shakespeare.py"]),
-        (TRACKS["fineweb"], ["data/cached_fineweb10B.py", "7"]),
-        (replace(TRACKS["fineweb"], num_iterations=0), ["data/cached_fineweb10B.py", "1"]),
-        (gpt2.TRACKS["fineweb"], ["data/cached_fineweb10B.py", "101"]),
-        (january2026.TRACKS["fineweb"], ["data/cached_fineweb10B.py", "9"]),
+        (TRACKS["mini"], ["-m", "data.shakespeare"]),
+        (TRACKS["fineweb"], ["-m", "data.cached_fineweb10B", "7"]),
+        (replace(TRACKS["fineweb"], num_iterations=0), ["-m", "data.cached_fineweb10B", "1"]),
+        (gpt2.TRACKS["fineweb"], ["-m", "data.cached_fineweb10B", "101"]),
+        (january2026.TRACKS["fineweb"], ["-m", "data.cached_fineweb10B", "9"]),
         (replace(TRACKS["fineweb"], train_files="../mine/train_*.bin"), None),
     ],
 )
@@ -470,15 +469,15 @@ def test_a_check_that_fails_ends_the_run(machine):
 @pytest.mark.parametrize(
     "words, folders, command",
     [
-        ("verify x.txt", ["tools"], "ROOT/tools/verify.py x.txt"),
-        ("sample x.pt", [], "-m evals.sample x.pt"),
-        ("data text x", [], "ROOT/data/fineweb.py --files x"),
-        ("data edu 1", ["data"], "ROOT/data/fineweb.py --version=fineweb-edu 1"),
-        ("data edu --help", ["data"], "ROOT/data/fineweb.py --help"),
-        ("test machines --list", ["tools", "data", "evals", "tests"], "ROOT/tests/machines --list"),
+        ("verify x.txt", ["tools"], "-P -m tools.records.verify x.txt"),
+        ("sample x.pt", [], "-P -m evals.sample x.pt"),
+        ("data text x", [], "-P -m data.fineweb --files x"),
+        ("data edu 1", ["data"], "-P -m data.fineweb --version=fineweb-edu 1"),
+        ("data edu --help", ["data"], "-P -m data.fineweb --help"),
+        ("test machines --list", ["tools", "data", "evals", "tests"], "-P -m tests.machines --list"),
         ("test x.py::a -k y", ["tools", "data", "evals", "tests"], "-m pytest ... ../x.py::a -k y"),
-        ("compare --device cpu --runs 2", ["tools"], "ROOT/tools/compare.py --runs 2"),
-        ("hellaswag x", ["evals"], "-m evals.hellaswag x"),
+        ("compare --device cpu --runs 2", ["tools"], "-P -m tools.compare.compare --runs 2"),
+        ("hellaswag x", ["evals"], "-P -m evals.hellaswag x"),
     ],
 )
 def test_the_command_line_of_a_command(training, words, folders, command):
@@ -486,10 +485,10 @@ def test_the_command_line_of_a_command(training, words, folders, command):
     training.answers["device_count"] = "2\n"
     launch.launch(words.split())
     assert training.folders == folders
-    start, _, end = command.replace("ROOT", str(launch.ROOT)).partition(" ... ")
+    start, _, end = command.partition(" ... ")
     ran = " ".join(map(str, training.ran[-1]))
     assert ran.startswith(f"python {start}") and ran.endswith(end or start)
-    assert (os.environ.get("PYTHONPATH") == str(launch.ROOT)) == ("evals." in command)
+    assert (os.environ.get("PYTHONPATH") == str(launch.ROOT)) == (words[:6] != "test x")
     assert (os.environ.get("CUDA_VISIBLE_DEVICES") == "") == ("--device cpu" in words)
     assert training.checked == (["compare"] if words.startswith("compare") else [])
 
@@ -579,7 +578,7 @@ def start(*arguments, **options):
 
 subprocess.Popen = start
 """
-LAUNCHER = "import launch, sys; launch.launch = lambda argv: launch.run(argv); sys.exit(launch.main(sys.argv[1:]))"
+LAUNCHER = "import sys; from tools import launch; launch.launch = lambda argv: launch.run(argv); sys.exit(launch.main(sys.argv[1:]))"
 
 
 @pytest.mark.parametrize(
@@ -595,7 +594,7 @@ def test_a_signal(number, send, before):
     """A terminal sends Ctrl-C to the child, too, which ignores it. The pipes close when no child is left."""
     process = subprocess.Popen(
         [sys.executable, "-c", before + LAUNCHER, *python("print(signal.getsignal(2) == signal.SIG_IGN, flush=True)\ntime.sleep(60)")],
-        env=env(PYTHONPATH=str(ROOT / "tools")),
+        env=env(PYTHONPATH=str(ROOT)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

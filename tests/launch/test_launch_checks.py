@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import launch
-import launch_checks
-import machine
 import train_gpt
+from tools import launch, launch_checks
+from tools.common import environment
 from train_gpt import TRACKS, InputError
-from util import ROOT, env, random_tokens, write_shard
+from tests.util import ROOT, env, random_tokens, write_shard
 
 
 @pytest.fixture(autouse=True)
@@ -272,11 +270,11 @@ def test_an_error_of_the_model_itself_is_not_the_compilers(monkeypatch):
 def test_compiled_code_is_right(tmp_path):
     """Here the compiler is really called."""
     code = (
-        "import launch_checks\n"
+        "from tools import launch_checks\n"
         "from test_launch_checks import TINY\n"
         "print(f'problem: {launch_checks.compile_problem(TINY)!r}')\n"
     )
-    folders = [ROOT / "tools", ROOT / "tests" / "launch", ROOT / "tests"]
+    folders = [ROOT, ROOT / "tests" / "launch"]
     changes = dict(
         PYTHONPATH=os.pathsep.join(map(str, folders)),
         TORCH_COMPILE_DISABLE="0",
@@ -302,7 +300,7 @@ def tiny_mini(tmp_path, monkeypatch):
 def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     status, plan, err = check(tmp_path, capsys)
-    assert (status, plan["environment"]) == (0, machine.environment(plan["processes"]))
+    assert (status, plan["environment"]) == (0, environment(plan["processes"]))
     assert err.startswith("run.sh: comparing compiled code")
     assert plan["text"].endswith(", compiled")
     monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: half_loss(model))

@@ -5,9 +5,8 @@ from unittest import SkipTest
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "machines"))
-import cases
-from table import Case, Done, one_line, print_table, stopped, trained
+from tests.machines import cases
+from tests.machines.table import Case, Done, one_line, print_table, stopped, trained
 
 FAST = [case for case in cases.CASES if case.fast]
 

@@ -11,8 +11,8 @@ import argparse
 import signal
 import sys
 
-from cases import CASES
-from table import print_table
+from tests.machines.cases import CASES
+from tests.machines.table import print_table
 
 
 def main():

@@ -12,11 +12,8 @@ import zipfile
 from pathlib import Path
 from unittest import SkipTest
 
-from table import Case, finish, need, one_line, run, start, stopped, trained, wait_for
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-from util import tiny_run
+from tests.machines.table import Case, finish, need, one_line, run, start, stopped, trained, wait_for
+from tests.util import ROOT, tiny_run
 
 
 def copy_repository(folder):
@@ -195,7 +192,7 @@ def compiler(folder, text):
 UNCOMPILED = "warning: training without torch.compile"
 COMPILED = "128, compiled"
 SKIP = """
-import launch_checks
+from tools import launch_checks
 file = launch_checks.stamp("compiled-code-is-right")
 file.parent.mkdir(parents=True, exist_ok=True)
 file.touch()
@@ -204,8 +201,7 @@ file.touch()
 
 def skip_comparison(cache, folder, *prefix, **variables):
     """Writes the file that a successful comparison of compiled code leaves. The comparison takes minutes."""
-    path = ROOT / "tools"
-    variables |= dict(TORCHINDUCTOR_CACHE_DIR=cache, CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
+    variables |= dict(TORCHINDUCTOR_CACHE_DIR=cache, CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT)
     done = run([*prefix, sys.executable, "-c", SKIP], folder, **variables)
     assert done.code == 0, done.last_line
 

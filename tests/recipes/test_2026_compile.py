@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from test_2026_runs import tiny_run
-from util import ROOT, env, read_log, val_losses
+from tests.util import ROOT, env, read_log, val_losses
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

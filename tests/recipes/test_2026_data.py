@@ -17,7 +17,7 @@ from recipes.january2026 import (
 )
 from test_2026_model import EOT, in_float32, tiny  # in_float32 is for all tests here
 from test_attention import read_block_mask
-from util import write_shard
+from tests.util import write_shard
 
 
 def documents(lengths, seed):

@@ -23,7 +23,7 @@ from recipes.january2026 import (
     train_step,
 )
 from test_2026_model import in_float32, randomize, tiny  # in_float32 is for all tests here
-from util import spawn
+from tests.util import spawn
 
 
 def gradient(step, shape, scale=1.0):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipes import january2026
-from util import ROOT, Job, random_tokens, read_log, val_losses, write_shard
+from tests.util import ROOT, Job, random_tokens, read_log, val_losses, write_shard
 
 # A model that takes milliseconds, for 8 steps. It is tied until step 5. The last validation has a
 # longer window.

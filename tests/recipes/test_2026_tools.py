@@ -7,13 +7,13 @@ import pytest
 
 from recipes import january2026
 from test_2026_runs import in_float32, start, succeeds, tiny_run
-from util import ROOT
+from tests.util import ROOT
 
-sys.path.insert(0, str(ROOT / "tools"))
-import compare_sources
-import launch_checks
-import verify
-from log_parsing import UsageError, parse_log
+from tools.compare import sources as compare_sources
+from tools import launch_checks
+from tools.records import verify
+from tools.common import UsageError
+from tools.logs import parse_log
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_parse(log):
 
 def test_plot(log, tmp_path):
     picture = tmp_path / "curves.png"
-    command = [sys.executable, str(ROOT / "tools" / "plot.py"), str(log), "-o", str(picture)]
+    command = [sys.executable, "-m", "tools.records.plot", str(log), "-o", str(picture)]
     assert subprocess.run(command, cwd=tmp_path).returncode == 0
     assert picture.stat().st_size > 1000
 

@@ -21,7 +21,7 @@ import train_gpt
 from evals import openai_gpt2
 from recipes import gpt2
 from train_gpt import GradientBuckets, InputError
-from util import ROOT, Job, random_tokens, read_log, run_forked, run_script, val_losses, write_shard
+from tests.util import ROOT, Job, random_tokens, read_log, run_forked, run_script, val_losses, write_shard
 
 # A model that trains in a second, in float32, so that sums in another order agree closely
 TINY = {

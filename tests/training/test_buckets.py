@@ -10,7 +10,7 @@ import train_gpt
 from test_model import TINY, blocks, build, randomize
 from test_muon import become
 from train_gpt import GradientBuckets
-from util import spawn
+from tests.util import spawn
 
 SMALL = replace(
     TINY,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_gpt
-from util import Job, read_log, tiny_run, val_losses
+from tests.util import Job, read_log, tiny_run, val_losses
 
 # 12 steps, with validations and checkpoints after steps 0, 4, 8 and 12. NorMuon has the most state.
 SETTINGS = dict(num_iterations=12, val_loss_every=4, muon_beta2=0.9)

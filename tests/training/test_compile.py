@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train_gpt
-from util import ROOT, run_script, val_losses
+from tests.util import ROOT, run_script, val_losses
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

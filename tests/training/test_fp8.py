@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import train_gpt
 from test_model import build
 from train_gpt import TRACKS
-from util import random_tokens
+from tests.util import random_tokens
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

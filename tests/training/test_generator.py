@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from train_gpt import InputError, check_shards, distributed_data_generator
-from util import random_tokens, write_shard
+from tests.util import random_tokens, write_shard
 
 VOCAB = 257
 

@@ -14,7 +14,7 @@ import torch
 
 import train_gpt
 from train_gpt import Muon, wide, zeropower_via_newtonschulz5
-from util import spawn
+from tests.util import spawn
 
 
 def random_orthogonal(size, g):

@@ -15,7 +15,7 @@ import torch
 
 import train_gpt
 from train_gpt import TRACKS
-from util import (
+from tests.util import (
     ROOT,
     SCRIPT,
     Job,

@@ -1,0 +1,183 @@
+"""
+What several commands use: errors, files, signals, cores, and text for the terminal.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # the repository
+
+
+class LogError(Exception):
+    """A log, or a file of a record or an idea, can't be read or used. The message is one line."""
+
+
+class FileError(Exception):
+    """A file can't be written. The message is one line."""
+
+
+class UsageError(Exception):
+    """The arguments of a command can't be used. The message is one line that says what to do."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Cores
+def usable_cores(root: Path = Path("/")) -> int:
+    """The cores that this process may use, at least 1. A cgroup's quota counts, rounded down: a
+    container that is limited to 2.5 cores of 8 has 2. `root` is where /proc and /sys are found."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    for folder in cgroup_folders(root):
+        cores = min(cores, cgroup_quota(folder))
+    return max(1, int(cores))
+
+
+def cgroup_folders(root: Path) -> list[Path]:
+    """The folders of the cgroups that this process is in, those around them included."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    mount = root / "sys/fs/cgroup"
+    folders = []
+    for line in lines:  # "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = mount
+        elif "cpu" in controllers.split(","):
+            top = mount / "cpu"
+        else:
+            continue
+        folders.append(top)
+        parts = path.strip("/").split("/")
+        if ".." in parts:  # a path outside of what is mounted here
+            continue
+        folders += [top.joinpath(*parts[:i + 1]) for i in range(len(parts))]
+    return folders
+
+
+def cgroup_quota(folder: Path) -> float:
+    """How many cores a cgroup may use; infinity without a limit or without its files."""
+    try:
+        if (folder / "cpu.max").exists():  # version 2
+            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8")
+        cores = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # ValueError: "max", which is no limit
+        return float("inf")
+    if cores <= 0:  # -1 is no limit in version 1
+        return float("inf")
+    return cores
+
+
+def environment(processes: int = 1) -> dict[str, str]:
+    """The environment variables of runs on a CPU, `processes` of them at once. What the user has set
+    stays, but processes share the threads of OMP_NUM_THREADS."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    cores = int(threads) if threads.isdigit() else usable_cores()
+    variables = {
+        "PYTHONUTF8": "1",  # PyTorch can't read its files in an ASCII locale
+        # glibc keeps freed memory, because mapping it again is slow
+        "MALLOC_TRIM_THRESHOLD_": "-1",  # never returns the top of the heap
+        "MALLOC_MMAP_MAX_": "0",  # takes large blocks from the heap, too
+    }
+    variables = {name: os.environ.get(name, value) for name, value in variables.items()}
+    return variables | {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+
+
+# --------------------------------------------------------------------------------------------------
+# Text
+def show_any_text() -> None:
+    """Prints a question mark for a character that the terminal can't show, instead of failing."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def readable(argument: str) -> str:
+    """A word of the command line as UTF-8, also in the C locale, where Python reads it as ASCII."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:  # bytes that the locale could not decode
+        return os.fsencode(argument).decode("utf-8", "replace")
+    return argument
+
+
+# -----------------------------------------------------------------------------
+# For the commands
+
+def write_file(name: str | Path, data: bytes) -> None:
+    """Writes to a temporary file, fsyncs it, and renames it. Raises FileError.
+
+    If the name is a symbolic link, the file that it points to is replaced. A device or a pipe, such as
+    /dev/stdout, can't be replaced, so this writes into it."""
+    temporary = None
+    try:
+        if os.path.exists(name) and not os.path.isfile(name):
+            with open(name, "wb") as f:
+                f.write(data)
+            return
+        path = Path(name).resolve()
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent,
+            prefix=f".{path.name}.",
+            delete=False,
+        ) as f:
+            temporary = f.name
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as e:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise FileError(f"cannot write {name}: {(e.strerror or str(e)).lower()}") from None
+
+
+def stop_on_signals() -> None:
+    """Makes SIGTERM and SIGHUP (the terminal was closed) raise KeyboardInterrupt, like Ctrl-C.
+
+    SIGHUP may come twice: from the terminal and from the shell. The second one must not interrupt the
+    cleanup, so it is ignored. So is the first one under nohup."""
+
+    def hang_up(number, frame):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, hang_up)
+
+
+def discard_output() -> None:
+    """Call this after a BrokenPipeError: `| head` has closed the pipe, so Python's last flush would fail, too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run_command(main) -> None:
+    """Runs main(argv) and exits with its status.
+
+    After a LogError, FileError or UsageError it prints the message and exits with status 2. After
+    Ctrl-C, the status is 130.
+    """
+    show_any_text()
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except (LogError, FileError, UsageError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    except BrokenPipeError:
+        discard_output()
+        status = 1
+    sys.exit(status)

@@ -1,0 +1,283 @@
+"""The answer of screen.py: as a table, as JSON and as a plot."""
+
+import math
+import statistics
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tools.compare.answer import (
+    STEPS_UNKNOWN,
+    finite,
+    goal,
+    percent,
+    percent_interval,
+    plural,
+    short,
+    slope_in_words,
+)
+from tools.compare.stats import Slope
+from tools.screen.blocks import Block, Factor
+from tools.screen.design import (
+    Contrast,
+    Fit,
+    make_design,
+    pairs_of_group,
+    separating_order,
+    verdict,
+)
+
+WIDTH = 80
+FAR = 3  # see far_above
+
+
+@dataclass
+class Result:
+    """Blocks that belong together, and what they say."""
+
+    factors: list[Factor]
+    blocks: list[Block]
+    fit: Fit
+    slope: Slope | None
+    until: float
+
+    def verdict(self, index: int) -> str:
+        return verdict(self.fit.factors[index], self.until, self.factors[index].is_switch)
+
+    def by_size(self) -> list[int]:
+        """Indices of the factors, the largest effect first."""
+        contrasts = self.fit.factors
+        return sorted(range(len(contrasts)), key=lambda i: -abs(contrasts[i].difference))
+
+    def mean_loss(self) -> float:
+        """Of all configurations."""
+        return statistics.mean(loss for block in self.blocks for loss in block.losses)
+
+    def base_loss(self) -> float:
+        """Halfway between the base's runs with fewer and with more steps: the loss is close to linear
+        in log(steps), and both are the same factor away from the base's steps."""
+        return statistics.mean((block.fewer + block.more) / 2 for block in self.blocks)
+
+
+# -----------------------------------------------------------------------------
+# Words
+
+
+def side(options: str) -> str:
+    """The value of the first option. Two dots stand for those of more options."""
+    values = [word for word in options.split() if not word.startswith("--")]
+    if len(values) > 1:
+        return f"{values[0]}.."
+    return " ".join(values)
+
+
+def low_and_high(factor: Factor) -> tuple[str, str]:
+    """What is compared, without the names of the options."""
+    if factor.is_switch:
+        return "off", "on"
+    return side(factor.low), side(factor.high)
+
+
+def sides(factor: Factor) -> str:
+    """As text: "0.04, 0.06"."""
+    return ", ".join(low_and_high(factor))
+
+
+def label(factor: Factor) -> str:
+    if factor.is_switch:
+        return factor.name
+    return f"{factor.name} ({sides(factor)})"
+
+
+def table(result: Result) -> list[str]:
+    rows = [("factor", "low, high", "loss", "steps", "interval", "verdict")]
+    for index in result.by_size():
+        factor = result.factors[index]
+        contrast = result.fit.factors[index]
+        interval = "-"
+        if contrast.steps_interval is not None:
+            interval = percent_interval(contrast.steps_interval)
+        row = (
+            short(factor.name, 20),
+            short(sides(factor), 14),
+            f"{contrast.difference:+.4f}",
+            percent(contrast.steps),
+            interval,
+            result.verdict(index),
+        )
+        rows.append(row)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:5], widths[2:5])]
+        lines.append("  ".join([*cells, row[5]]))
+    return lines
+
+
+def group_in_words(result: Result, group: int) -> list[str]:
+    """What an interaction may be, and which screen tells its pairs apart."""
+    factors = result.factors
+    contrast = result.fit.groups[group - 1]
+    pairs = pairs_of_group(group, len(factors))
+    if not pairs:
+        return []
+    names = ", ".join(f"{factors[i].name} x {factors[j].name}" for i, j in pairs)
+    words = "Two factors interact" if len(pairs) == 1 else "At least one of these pairs interacts"
+    words += f": {names}. The effect is {contrast.difference:+.4f}, too large to be chance."
+    if len(pairs) > 1:
+        order = separating_order(group, len(factors))
+        if order is not None:
+            words += " To find out which, screen again with the factors in this order: "
+            words += ", ".join(factors[i].name for i in order) + "."
+    return textwrap.wrap(words, WIDTH)
+
+
+def far_above(losses: list[float], middle: float) -> list[int]:
+    """The configurations whose loss is more than FAR times as far above the middle, the median, as the
+    best one is below it. Effects are differences of means, so one such loss moves all of them."""
+    limit = middle + FAR * (middle - min(losses))
+    return [number for number, loss in enumerate(losses) if loss > limit]
+
+
+def warning_in_words(result: Result) -> str:
+    """Names configurations that hardly learn, and the sides that all of them have. "" if there are none."""
+    by_configuration = zip(*(block.losses for block in result.blocks))
+    losses = [statistics.mean(values) for values in by_configuration]
+    middle = statistics.median(losses)
+    far = far_above(losses, middle)
+    if not far:
+        return ""
+    numbers = ", ".join(f"{number} ({losses[number]:.4f})" for number in far)
+    words = f"Warning: {plural(len(far), 'configuration')} of {len(losses)} ended far above the median loss "
+    words += f"of {middle:.4f}, and may dominate the table: {numbers}."
+    design = make_design(len(result.factors))
+    shared = []
+    for index, factor in enumerate(result.factors):
+        low, high = low_and_high(factor)
+        if (design[far, index] == 1).all():
+            shared.append(f"{factor.name} {high}")
+        elif (design[far, index] == -1).all():
+            shared.append(f"{factor.name} {low}")
+    if shared and len(far) > 1:
+        words += f" All of them have {', '.join(shared)}."
+    return words + " Consider a screen with smaller changes."
+
+
+def facts_in_words(result: Result) -> str:
+    blocks = result.blocks
+    machines = sorted({f"{block.machine}, {plural(block.threads, 'thread')} per run" for block in blocks})
+    steps = "Steps: how many more or fewer it takes to reach the same loss"
+    words = f"Loss: high minus low. {steps} with high than with low. "
+    if all(factor.is_switch for factor in result.factors):
+        words = f"Loss: with the idea minus without it. {steps} with the idea than without it. "
+    if len(blocks) > 1:
+        words += f"Intervals have 99% confidence for all {len(result.factors)} factors together. "
+        words += f"Standard deviation of a run: {result.fit.sd:.4f}. "
+    else:
+        words += "Intervals need two blocks. "
+    if not any(factor.is_switch for factor in result.factors):
+        words += f"The mean loss of all configurations is {result.mean_loss():.4f}. That of the base is "
+        words += f"about {result.base_loss():.4f}, estimated from its runs with fewer and with more steps. "
+        words += "If the base's is lower, the best values may lie between low and high. "
+    words += slope_in_words(result.slope) or STEPS_UNKNOWN
+    return f"{words} Runs on {'; '.join(machines)}."
+
+
+def answer(name: str, result: Result, current: bool) -> list[str]:
+    """Lines of 80 columns. `current`: the blocks are of the source and the settings as they are now."""
+    blocks = result.blocks
+    seeds = ", ".join(str(block.seed) for block in blocks)
+    word = "seed" if len(blocks) == 1 else "seeds"
+    title = f"{name}: {plural(len(blocks), 'block')} of 32 runs, {word} {seeds}, {blocks[0].dtype}, "
+    title += f"PyTorch {blocks[0].torch}"
+    if not current:
+        title += ", made with another source or other settings than today's"
+    lines = [*textwrap.wrap(title, WIDTH), "", *table(result), ""]
+    for group, contrast in enumerate(result.fit.groups, start=1):
+        if contrast.found:
+            lines += group_in_words(result, group)
+    lines += textwrap.wrap(warning_in_words(result), WIDTH)
+    return lines + textwrap.wrap(facts_in_words(result), WIDTH)
+
+
+# -----------------------------------------------------------------------------
+# JSON
+
+
+def contrast_as_json(contrast: Contrast) -> dict:
+    return {**asdict(contrast), "found": contrast.found}
+
+
+def result_as_json(result: Result) -> dict:
+    blocks = result.blocks
+    rows = []
+    for index, factor in enumerate(result.factors):
+        contrast = contrast_as_json(result.fit.factors[index])
+        rows.append({**asdict(factor), **contrast, "verdict": result.verdict(index)})
+    groups = []
+    for group, contrast in enumerate(result.fit.groups, start=1):
+        pairs = pairs_of_group(group, len(result.factors))
+        names = [[result.factors[i].name, result.factors[j].name] for i, j in pairs]
+        groups.append({"pairs": names, **contrast_as_json(contrast)})
+    answer = {
+        "dtype": blocks[0].dtype,
+        "torch": blocks[0].torch,
+        "machines": sorted({block.machine for block in blocks}),
+        "seeds": [block.seed for block in blocks],
+        "until": result.until,
+        "sd": result.fit.sd,
+        "mean_loss": result.mean_loss(),
+        "base_loss": result.base_loss(),
+        "slope": result.slope and asdict(result.slope),
+        "factors": rows,
+        "groups": groups,
+    }
+    return finite(answer)
+
+
+# -----------------------------------------------------------------------------
+# Plot
+
+
+def color_of(contrast: Contrast) -> str:
+    if not contrast.found:
+        return "0.45"
+    return "tab:green" if contrast.difference < 0 else "tab:red"
+
+
+def plot_result(name: str, result: Result, path: Path) -> None:
+    """Draws the factors' effects with their intervals, the largest at the top. Raises FileError."""
+    from tools.records.plot import plt, save_figure  # slow to import, and only needed here
+
+    figure, ax = plt.subplots(figsize=(8, 1.4 + 0.35 * len(result.factors)))
+    known = result.slope is not None
+    order = result.by_size()
+    low_side, high_side = ("off", "on") if all(f.is_switch for f in result.factors) else ("low", "high")
+    for row, index in enumerate(order):
+        contrast = result.fit.factors[index]
+        center = 100 * contrast.steps if known else contrast.difference
+        color = color_of(contrast)
+        ax.plot([center], [row], "o", color=color, markersize=5)
+        if math.isfinite(contrast.half_width):
+            low = contrast.difference - contrast.half_width
+            high = contrast.difference + contrast.half_width
+            if known:
+                low, high = (100 * bound for bound in contrast.steps_interval)
+            ax.plot([low, high], [row, row], color=color, linewidth=2)
+    labels = [label(result.factors[i]) for i in order]
+    ax.set_yticks(range(len(order)), [short(words, 40) for words in labels])
+    ax.set_ylim(len(order) - 0.5, -0.5)
+    ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
+    if known:
+        worth = 100 * result.until
+        ax.axvspan(-worth, worth, color="0.9", zorder=0, label=f"less than {goal(result.until)}")
+        ax.legend(fontsize=9)
+        ax.set_xlabel(
+            f"steps to the same loss, {high_side} against {low_side}, %, with 99% intervals\n"
+            f"(left: {high_side} is better)"
+        )
+    else:
+        ax.set_xlabel(f"loss, {high_side} minus {low_side}")
+    ax.set_title(f"{name}, {plural(len(result.blocks), 'block')}", fontsize=10)
+    save_figure(figure, path)
