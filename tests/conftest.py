@@ -16,6 +16,7 @@ sys.path[:0] = map(str, FOLDERS)
 
 import pytest
 
+
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests, too")
 
@@ -23,20 +24,20 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Reports paths that don't exist. With several processes, pytest doesn't do that."""
     config.addinivalue_line("markers", "slow: takes long; runs with --slow, or when it is named")
-    if not any("gpu" in Path(path).parts for path in config.args):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # only the tests in tests/gpu use a GPU
-    for path in config.args:
-        if not (config.invocation_params.dir / path.split("::")[0]).exists():
+    files = [config.invocation_params.dir / path.split("::")[0] for path in config.args]
+    for path in files:
+        if not path.exists():
             raise pytest.UsageError(f"file or directory not found: {path}")
+    if not any(path.resolve().is_relative_to(TESTS / "gpu") for path in files):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # only the tests in tests/gpu use a GPU
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skips slow tests, unless --slow is given or they are named. They start first, because they take longest."""
-    named = [path.split("::", 1)[1] for path in config.args if "::" in path]
+    """Slow tests start first. They are skipped, unless --slow is given or their name is on the command line."""
+    named = {path.split("::")[-1].split("[")[0] for path in config.args}
     for item in items:
-        if item.get_closest_marker("slow") and not config.option.slow:
-            if item.name.split("[")[0] not in " ".join(named):
-                item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+        if item.get_closest_marker("slow") and not config.option.slow and item.originalname not in named:
+            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
