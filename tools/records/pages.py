@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.dates as mdates
-import matplotlib.pyplot as plt
 
 from tools.common import ROOT, LogError, write_file
 from tools.logs import Log, read_logs
 from tools.common import readable
-from tools.records.plot import COLORS, plot_curves, save_figure
+from tools.figures import COLORS, plt, save_figure
+from tools.records.curves import plot_curves
 from tools.records.replay import command_to_run
 from tools.records.verify import (
     COLUMNS,
