@@ -9,11 +9,12 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tools import common
+from tools.common import FileError, write_file
+from tests.util import ROOT
 
 
 def write_files(root, files):
@@ -140,3 +141,43 @@ def test_text_in_the_c_locale(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == b"a ? b na??ve plain 'na\\xefve'\n"
+
+
+def test_files_are_replaced_also_behind_links(tmp_path):
+    target = tmp_path / "folder" / "target"
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    write_file(link, b"new")
+    assert link.is_symlink() and target.read_bytes() == b"new"
+    new = tmp_path / "new"
+    write_file(new, b"text")
+    assert new.read_bytes() == b"text"
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["folder", "link", "new", "target"]
+
+
+def test_pipes_are_written_into(tmp_path):
+    """--json /dev/stdout | cat shows the file. A pipe stays a pipe. (The links and the pipe are this test's
+    own, so that a mistake can't damage /dev.)"""
+    link = tmp_path / "out"
+    link.symlink_to("/dev/stdout")
+    code = "import sys; from tools import common; common.write_file(sys.argv[1], b'text')"
+    command = [sys.executable, "-c", code, str(link)]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    assert shown.stdout == b"text" and link.is_symlink()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        write_file(pipe, b"text")
+        assert reader.stdout.read() == b"text"
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("name", [".", "missing/file", "file/inside"])
+def test_what_cannot_be_written_is_one_line(tmp_path, name):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(FileError) as error:
+        write_file(tmp_path / name, b"text")
+    assert str(error.value).startswith(f"cannot write {tmp_path / name}: ")
+    assert "\n" not in str(error.value)
