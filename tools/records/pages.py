@@ -7,6 +7,7 @@ come from the logs. The pages depend on nothing else, so a test can check that t
 
 import csv
 import datetime
+import itertools
 import json
 import re
 import textwrap
@@ -16,12 +17,10 @@ from pathlib import Path
 
 import matplotlib.dates as mdates
 
-from tools.common import ROOT, LogError, write_file
-from tools.logs import Log, read_logs
-from tools.common import readable
+from tools.common import ROOT, LogError, readable, write_file
 from tools.figures import COLORS, plt, save_figure
+from tools.logs import Log, read_logs
 from tools.records.curves import plot_curves
-from tools.records.replay import command_to_run
 from tools.records.verify import (
     COLUMNS,
     P_VALUE,
@@ -67,28 +66,16 @@ class Record:
         return summarize(self.logs, self.target)
 
 
-def read_facts(path: Path) -> dict:
-    """Reads a record.json. Raises LogError."""
-    kinds = {"name": str, "what": str, "target": float, "same_ml": bool, "against": str}
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        return {key: kind(facts[key]) for key, kind in kinds.items()}
-    except OSError as e:
-        raise LogError(f"{path}: {(e.strerror or 'cannot be read').lower()}") from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise LogError(f"{path}: it doesn't describe a record ({e})") from None
-
-
 def read_record(folder: Path) -> Record:
     """Raises LogError."""
-    facts = read_facts(folder / "record.json")
     logs, errors = read_logs([folder])
-    for log in logs:
-        if log.incomplete:
-            errors.append(f"{log.path}: {log.incomplete}")
     if errors:
         raise LogError(errors[0])
-    return Record(folder, logs, **facts)
+    file = folder / "record.json"
+    try:
+        return Record(folder, logs, **json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as e:
+        raise LogError(f"{file}: it doesn't describe a record ({e})") from None
 
 
 def by_date_then_time(record: Record) -> tuple[str, float]:
@@ -132,26 +119,25 @@ def markdown_table(
 
 
 def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
-    """Commands that verify a record, extract its sources, and run them."""
+    """Commands that verify a record, extract its sources, and show what is new in them."""
     folder = f"records/{record.track}/{record.folder.name}"
+    log = f"{folder}/{readable(record.logs[0].path.name)}"
     verify = f"./run.sh verify {folder}"
-    if prior:
-        verify += f" --against records/{record.track}/{prior.folder.name}"
-    if prior and record.same_ml:
+    replay = f"./run.sh replay {log} -o old"
+    if not prior:
+        return [verify, replay]
+    before = f"records/{record.track}/{prior.folder.name}"
+    verify += f" --against {before}"
+    if record.same_ml:
         verify += " --same-ml"
-    log = record.logs[0]
-    replay = f"./run.sh replay {folder}/{readable(log.path.name)} -o old"
-    return [verify, replay, command_to_run(log, "old")]
+    old_log = f"{before}/{readable(prior.logs[0].path.name)}"
+    return [verify, replay, f"./run.sh replay {old_log} --diff {log}"]
 
 
 def result_lines(verdict: Verdict) -> list[str]:
-    """The statistics as a list. Its names are longer than those in verify.py's column."""
-    lines = []
-    for name, value in summary_lines(verdict):
-        if name == "prior":
-            name = "previous record"
-        lines.append(f"- {name}: {value}")
-    return lines
+    """The statistics as a list. verify calls the previous record "prior", which is shorter."""
+    names = {"prior": "previous record"}
+    return [f"- {names.get(name, name)}: {value}" for name, value in summary_lines(verdict)]
 
 
 def record_readme(record: Record, prior: Record | None) -> str:
@@ -189,8 +175,8 @@ def record_readme(record: Record, prior: Record | None) -> str:
             *commands_to_repeat(record, prior),
             "```",
             "",
-            "`replay.py` extracts the source of the run from its log. The log also has all",
-            "hyperparameters.",
+            "`replay -o` extracts the sources of the run from its log, and prints the command that",
+            "runs them. `--diff` shows what is new. The log also has all hyperparameters.",
             "",
         ]
     )
@@ -237,17 +223,13 @@ def leaderboard(track: str, records: list[Record]) -> list[str]:
 
 
 def read_history(root: Path) -> list[dict[str, str]]:
-    """The rows of record_history.csv. Raises LogError."""
-    path = root / "record_history.csv"
-    try:
-        with open(path, newline="", encoding="utf-8") as f:
-            return list(csv.DictReader(f))
-    except OSError as e:
-        raise LogError(f"{path}: {(e.strerror or 'cannot be read').lower()}") from None
+    """The rows of record_history.csv."""
+    with open(root / "record_history.csv", newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
 
 
 def history_section(root: Path) -> list[str]:
-    """The lines about the records of the NanoGPT speedrun. Raises LogError."""
+    """The lines about the records of the NanoGPT speedrun."""
     columns = ("record", "minutes", "technique", "date")
     rows = [tuple(row[name] for name in columns) for row in read_history(root)]
     return [
@@ -268,8 +250,8 @@ def history_section(root: Path) -> list[str]:
     ]
 
 
-def readme(root: Path) -> str:
-    """records/README.md. Raises LogError."""
+def readme(root: Path, tracks: dict[str, list[Record]]) -> str:
+    """records/README.md."""
     lines = [
         "# Records",
         "",
@@ -301,7 +283,6 @@ def readme(root: Path) -> str:
         "`mini` |",
         "",
     ]
-    tracks = read_records(root)
     for track, records in tracks.items():
         lines += leaderboard(track, records)
     if not tracks:
@@ -315,46 +296,30 @@ def readme(root: Path) -> str:
 # -----------------------------------------------------------------------------
 # Plots
 
-def day(date: str) -> datetime.date:
-    return datetime.date.fromisoformat(date)
-
-
 def annotate(axes, text: str, point: tuple, offset: tuple[int, int]) -> None:
     axes.annotate(text, point, offset, textcoords="offset points", fontsize=9)
 
 
 def plot_leaderboard(records: list[Record], path: Path) -> None:
-    """Plots the times of records, with a line for each hardware.
-
-    The x axis is the date, or the record's number if all records are from within 31 days.
-    """
+    """Plots the times of records by number, with a line for each hardware."""
     figure, axes = plt.subplots()
-    dates = [day(r.date) for r in records]
     times = [r.summary.time_mean for r in records]
-    numbers = list(range(1, len(records) + 1))
-    one_month = max(dates) - min(dates) < datetime.timedelta(days=31)
-    places = numbers if one_month else dates
-    for i, hardware in enumerate(dict.fromkeys(r.hardware for r in records)):
+    for color, hardware in zip(itertools.cycle(COLORS), dict.fromkeys(r.hardware for r in records)):
         own = [n for n, r in enumerate(records) if r.hardware == hardware]
-        xs = [places[n] for n in own]
+        xs = [n + 1 for n in own]
         ys = [times[n] for n in own]
-        color = COLORS[i % len(COLORS)]
         axes.step(xs, ys, "o-", where="post", color=color, label=hardware)
         for n in own:
             name = textwrap.shorten(records[n].name, 32, placeholder=" …")
             text = f"#{n + 1} {name}, {times[n]:.1f} s"
             offset = (7, -14) if n == own[-1] else (7, 5)  # above the line, but the last one below
-            annotate(axes, text, (places[n], times[n]), offset)
-    if one_month:
-        axes.set_xticks(numbers, [f"#{n}" for n in numbers])
-        room = max(len(records) - 1, 1)
-        axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
-        label = f"record, {min(dates)}"
-        if max(dates) > min(dates):
-            label += f" to {max(dates)}"
-        axes.set_xlabel(label)
-    else:
-        finish_time_axes(axes, dates)
+            annotate(axes, text, (n + 1, times[n]), offset)
+    numbers = range(1, len(records) + 1)
+    axes.set_xticks(numbers, [f"#{n}" for n in numbers])
+    room = max(len(records) - 1, 1)
+    axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
+    dates = dict.fromkeys([records[0].date, records[-1].date])
+    axes.set_xlabel(f"record, {' to '.join(dates)}")
     axes.set_ylim(0, 1.15 * max(times))
     axes.set_ylabel("training time to the target (s)")
     figure.legend(loc="outside upper center", ncols=2)
@@ -375,10 +340,9 @@ NAMED_IN_PLOT = {
 def plot_history(history: list[dict[str, str]], path: Path) -> None:
     """Plots the times of the NanoGPT speedrun's records by date."""
     figure, axes = plt.subplots()
-    dates = [day(row["date"]) for row in history]
+    dates = [datetime.date.fromisoformat(row["date"]) for row in history]
     minutes = [float(row["minutes"]) for row in history]
-    axes.step(dates, minutes, where="post", color=COLORS[0], linewidth=1.6)
-    axes.plot(dates, minutes, "o", color=COLORS[0], markersize=3.5)
+    axes.step(dates, minutes, "o-", where="post", color=COLORS[0], linewidth=1.6, markersize=3.5)
     for row, x, y in zip(history, dates, minutes):
         name = NAMED_IN_PLOT.get(row["record"])
         if name:
@@ -388,39 +352,28 @@ def plot_history(history: list[dict[str, str]], path: Path) -> None:
     ticks = [1, 2, 5, 10, 20, 45]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    finish_time_axes(axes, dates)
+    pad = (max(dates) - min(dates)) // 10
+    axes.set_xlim(min(dates) - pad / 2, max(dates) + 2.4 * pad)  # room for the last name
+    locator = mdates.AutoDateLocator(minticks=3, maxticks=7)
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_major_formatter(mdates.ConciseDateFormatter(locator))
     axes.set_ylabel("minutes on 8x H100")
     axes.set_title("Records of the NanoGPT speedrun (FineWeb to 3.28), not ours")
     save_figure(figure, path)
 
 
-def finish_time_axes(axes, dates: list[datetime.date]) -> None:
-    """Sets limits and ticks for dates. The right margin leaves room for the last name."""
-    pad = datetime.timedelta(days=max(3, (max(dates) - min(dates)).days // 10))
-    axes.set_xlim(min(dates) - pad / 2, max(dates) + 2.4 * pad)
-    locator = mdates.AutoDateLocator(minticks=3, maxticks=7)
-    axes.xaxis.set_major_locator(locator)
-    axes.xaxis.set_major_formatter(mdates.ConciseDateFormatter(locator))
-
-
 # -----------------------------------------------------------------------------
 # Files
 
-def write_record(record: Record, prior: Record | None) -> None:
-    """Writes the README and the plot of a record's folder."""
-    write_file(record.folder / "README.md", record_readme(record, prior).encode())
-    curves = {record.name: record.logs}
-    plot_curves(curves, record.folder / "curves.png", x="time", targets=[record.target])
-
-
-def regenerate(root: Path = RECORDS) -> None:
-    """Writes all generated files in records/. Raises LogError."""
-    text = readme(root)
+def write_pages(root: Path) -> None:
+    """Writes all pages and pictures about records. Raises LogError and FileError."""
     tracks = read_records(root)
     for track, records in tracks.items():
-        by_folder = {r.folder.name: r for r in records}
-        for record in records:
-            write_record(record, by_folder.get(record.against))
+        by_name = {r.folder.name: r for r in records}
+        for r in records:
+            text = record_readme(r, by_name.get(r.against))
+            write_file(r.folder / "README.md", text.encode())
+            plot_curves({r.name: r.logs}, r.folder / "curves.png", "time", [r.target])
         plot_leaderboard(records, root / track / "leaderboard.png")
     plot_history(read_history(root), root / "history.png")
-    write_file(root / "README.md", text.encode())
+    write_file(root / "README.md", readme(root, tracks).encode())
