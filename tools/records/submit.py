@@ -87,7 +87,7 @@ def too_few_validations(log: Log) -> str:
     if count >= fewest or not log.hyperparameters:
         return ""
     return (
-        f"{count} validations after step 0, but a record needs {fewest}; run it with "
+        f"{plural(count, 'validation')} after step 0, but a record needs {fewest}; run it with "
         f"--val_loss_every {log.num_steps // fewest}, which costs no training time"
     )
 
