@@ -23,6 +23,7 @@ plt.rcParams.update(
         "grid.alpha": 0.3,
         "legend.frameon": False,
         "axes.titlesize": 11,
+        "date.converter": "concise",
         "figure.figsize": (8, 4.2),
         "figure.constrained_layout.use": True,
         "savefig.dpi": 150,

@@ -46,22 +46,17 @@ class Curve:
         return np.interp(self.at(fraction), self.x, self.mean)
 
 
-def tokens_per_step(log: Log) -> int:
-    """Raises LogError if the log doesn't say, or if the number varies."""
-    if len(log.step_tokens) != 1:
-        raise LogError(f"{log.path}: doesn't say how many tokens a step has; use --x step or time")
-    return log.step_tokens[0]
-
-
 def points(log: Log, x: str) -> dict[int, tuple[float, float]]:
     """Maps steps to (place on the x axis, loss), for losses that are finite. Raises LogError."""
+    if x == "tokens" and len(log.step_tokens) != 1:
+        raise LogError(f"{log.path}: doesn't say how many tokens a step has; use --x step or time")
     found = {}
     for v in log.validations:
         place = v.step
         if x == "time":
             place = v.train_time_ms / 1000
         if x == "tokens":
-            place = v.step * tokens_per_step(log) / 1e6
+            place = v.step * log.step_tokens[0] / 1e6
         if math.isfinite(v.val_loss):
             found[v.step] = (place, v.val_loss)
     return found
@@ -74,12 +69,10 @@ def curve(logs: list[Log], x: str) -> Curve:
     if not steps:
         raise LogError(f"{logs[0].path}: no validation, or none in common with its label's other runs")
     table = np.array([[run[step] for step in steps] for run in runs])
-    losses = table[:, :, 1]
-    spread = np.zeros(len(steps))
-    if len(logs) > 1:
-        spread = losses.std(axis=0, ddof=1)
-    places = table[:, :, 0]
-    return Curve(places.mean(axis=0), losses.mean(axis=0), spread, len(logs))
+    places, losses = table.mean(axis=0).T
+    degrees = max(1, len(runs) - 1)  # of freedom; the spread of a single run is 0
+    spread = table[:, :, 1].std(axis=0, ddof=len(runs) - degrees)
+    return Curve(places, losses, spread, len(runs))
 
 
 # -----------------------------------------------------------------------------
@@ -102,10 +95,10 @@ def set_losses(axes, lowest: float, highest: float) -> None:
     axes.set_ylim(lowest - margin, highest + margin)
 
 
-def set_limits(whole, end, curves: list[Curve], targets: list[float]) -> None:
+def set_limits(whole, end, curves: list[Curve], target: float) -> None:
     """Zooms in on the losses after the steep fall at the start, and on the end."""
     lows = [min(c.mean - c.spread) for c in curves]
-    lowest = min(lows + targets)
+    lowest = min(target, *lows)
     second = max(c.mean[:2][-1] for c in curves)  # at the first validation after the start
     highest = max(c.loss_at(0.1) for c in curves)
     set_losses(whole, lowest, min(second, highest))
@@ -115,17 +108,8 @@ def set_limits(whole, end, curves: list[Curve], targets: list[float]) -> None:
     end.set_xlim(start, last + 0.04 * (last - start))
 
 
-def draw_targets(axes, targets: list[float]) -> None:
-    """Draws dashed lines, and one entry for the legend."""
-    label = "target: " + ", ".join(f"{target:g}" for target in targets)
-    for target in targets:
-        line = axes.axhline(target, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
-        line.set_label(label)
-        label = None
-
-
-def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, targets: list[float]) -> None:
-    """`groups` maps labels to their runs. Raises LogError and FileError."""
+def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, target: float) -> None:
+    """`groups` maps labels to their runs. The target is a loss. Raises LogError and FileError."""
     curves = {label: curve(logs, x) for label, logs in groups.items()}
     height = 3.7 + 0.12 * (len(groups) + 1)
     figure, (whole, end) = plt.subplots(1, 2, width_ratios=(3, 2), figsize=(8, height))
@@ -133,8 +117,15 @@ def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, targets: list[
         axes.set_prop_cycle(LOOKS)
         for label, c in curves.items():
             draw_curve(axes, label, c)
-        draw_targets(axes, targets)
-    set_limits(whole, end, list(curves.values()), targets)
+        axes.axhline(
+            target,
+            color="0.35",
+            linestyle="--",
+            linewidth=1.2,
+            zorder=1,
+            label=f"target: {target:g}",
+        )
+    set_limits(whole, end, list(curves.values()), target)
     whole.set_ylabel("validation loss (nats per token)")
     end.set_title("the end of the runs")
     figure.supxlabel(X_LABELS[x], fontsize=11)

@@ -79,12 +79,14 @@ def read_ideas(folder: Path) -> dict[str, dict]:
     return ideas
 
 
-def link(name: str, idea: dict) -> str:
-    return f"[{idea['part']}](ideas/{name}/)"
-
-
-def record_and_gain(idea: dict) -> str:
-    return f"{idea['records']}: {idea['field']}"
+def idea_row(name: str, idea: dict, **figures: str) -> dict[str, str]:
+    """A row of a table, with these figures."""
+    return {
+        "idea": f"[{idea['part']}](ideas/{name}/)",
+        "change": idea["change"],
+        **figures,
+        "record and gain in the speedrun": f"{idea['records']}: {idea['field']}",
+    }
 
 
 # -----------------------------------------------------------------------------
@@ -122,19 +124,15 @@ def screen_table(screen: dict, ideas: dict[str, dict]) -> list[str]:
     """The lines of a table with one row per idea, the most helpful one first."""
     rows = []
     for name, effect in sorted(screen["effects"].items(), key=lambda e: e[1]["difference"]):
-        idea = ideas[name]
-        row = {
-            "idea": link(name, idea),
-            "change": idea["change"],
+        figures = {
             "steps": percent(effect["steps"]),
             "99% interval": percent_interval(effect["steps_interval"]),
             "verdict": effect["verdict"],
-            "record and gain in the speedrun": record_and_gain(idea),
-            "that gain is": figure_there(idea, effect),
         }
+        row = idea_row(name, ideas[name], **figures)
+        row["that gain is"] = figure_there(ideas[name], effect)
         rows.append(row)
-    cells = [tuple(row.values()) for row in rows]
-    return markdown_table(tuple(rows[0]), cells, right=("steps", "99% interval"))
+    return markdown_table(rows, right=("steps", "99% interval"))
 
 
 def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
@@ -167,7 +165,6 @@ def wrapped(text: str, indent: str = "") -> list[str]:
         text,
         width=100,
         subsequent_indent=indent,
-        break_long_words=False,
         break_on_hyphens=False,
     )
 
@@ -181,28 +178,23 @@ def descriptions(names: list[str], ideas: dict[str, dict]) -> list[str]:
     return [*lines, ""]
 
 
-def table(ideas: dict[str, dict]) -> list[str]:
-    """The lines of a table of ideas without figures."""
-    header = ("idea", "change", "record and gain in the speedrun")
-    rows = [(link(name, idea), idea["change"], record_and_gain(idea)) for name, idea in ideas.items()]
-    rows.sort(key=lambda row: row[0].lower())
-    return markdown_table(header, rows)
-
-
 def unmeasured(ideas: dict[str, dict]) -> list[str]:
     """The lines about ideas that no screen has measured."""
-    later = {name: idea for name, idea in ideas.items() if idea.get("later")}
-    recipe = {name: idea for name, idea in ideas.items() if not idea.get("later")}
+    later = []
+    recipe = []
+    for name, idea in sorted(ideas.items(), key=lambda i: i[1]["part"].lower()):
+        rows = later if idea.get("later") else recipe
+        rows.append(idea_row(name, idea))
     return [
         *UNMEASURED.splitlines(),
         "",
         "Ideas from after May 2025:",
         "",
-        *table(later),
+        *markdown_table(later),
         "",
         "Parts of the recipe, removed or replaced:",
         "",
-        *table(recipe),
+        *markdown_table(recipe),
     ]
 
 

@@ -15,9 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib.dates as mdates
-
-from tools.common import ROOT, LogError, readable, write_file
+from tools.common import ROOT, LogError, write_file
 from tools.figures import COLORS, plt, save_figure
 from tools.logs import Log, read_logs
 from tools.records.curves import plot_curves
@@ -103,25 +101,21 @@ def record_to_beat(records: list[Record], hardware: str) -> Record | None:
 # -----------------------------------------------------------------------------
 # Text
 
-def markdown_row(cells) -> str:
-    escaped = [cell.replace("|", "\\|") for cell in cells]
-    return "| " + " | ".join(escaped) + " |"
-
-
-def markdown_table(
-    header: tuple[str, ...],
-    rows: list[tuple[str, ...]],
-    right: Collection[str] = (),
-) -> list[str]:
-    """The lines of a table. `right` names the columns to align to the right."""
+def markdown_table(rows: list[dict[str, str]], right: Collection[str] = ()) -> list[str]:
+    """The lines of a table. The keys are its header. `right` names the columns to align to the right."""
+    header = list(rows[0])
     alignment = ["---:" if name in right else "---" for name in header]
-    return [markdown_row(header), markdown_row(alignment)] + [markdown_row(row) for row in rows]
+    lines = []
+    for cells in [header, alignment, *(row.values() for row in rows)]:
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return lines
 
 
 def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
     """Commands that verify a record, extract its sources, and show what is new in them."""
     folder = f"records/{record.track}/{record.folder.name}"
-    log = f"{folder}/{readable(record.logs[0].path.name)}"
+    log = f"{folder}/{record.logs[0].path.name}"
     verify = f"./run.sh verify {folder}"
     replay = f"./run.sh replay {log} -o old"
     if not prior:
@@ -130,7 +124,7 @@ def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
     verify += f" --against {before}"
     if record.same_ml:
         verify += " --same-ml"
-    old_log = f"{before}/{readable(prior.logs[0].path.name)}"
+    old_log = f"{before}/{prior.logs[0].path.name}"
     return [verify, replay, f"./run.sh replay {old_log} --diff {log}"]
 
 
@@ -144,10 +138,9 @@ def record_readme(record: Record, prior: Record | None) -> str:
     """The README of a record's folder."""
     verdict = judge(record.logs, record.target, prior.logs if prior else [], record.same_ml)
     rows, machines = table_rows(record.logs)
-    linked_rows = []
-    for log, row in zip(record.logs, rows):
-        link = f"[{log.name}]({readable(log.path.name)})"
-        linked_rows.append((link, *row[1:]))
+    table = [dict(zip(COLUMNS, row)) for row in rows]
+    for log, row in zip(record.logs, table):
+        row["log"] = f"[{log.name}]({log.path.name})"
     return "\n".join(
         [
             f"# {record.name}",
@@ -165,7 +158,7 @@ def record_readme(record: Record, prior: Record | None) -> str:
             "",
             "![validation loss](curves.png)",
             "",
-            *markdown_table(COLUMNS, linked_rows, right=("val_loss", "time", "steps", "step_avg")),
+            *markdown_table(table, right=("val_loss", "time", "steps", "step_avg")),
             "",
             *machines,
             "",
@@ -184,38 +177,32 @@ def record_readme(record: Record, prior: Record | None) -> str:
 
 def leaderboard(track: str, records: list[Record]) -> list[str]:
     """The lines of a track's section."""
-    fastest = {record_to_beat(records, r.hardware).folder for r in records}
     rows = []
     for number, record in enumerate(records, 1):
         summary = record.summary
-        log = record.logs[0]
         time = f"{summary.time_mean:.2f}"
-        if record.folder in fastest:
+        if record is record_to_beat(records, record.hardware):
             time = f"**{time}**"
-        p = "waived" if record.same_ml else p_text(summary.p_value)
         row = {
             "#": str(number),
             "seconds": time,
             "record": f"[{record.name}]({track}/{record.folder.name}/)",
             "date": record.date,
             "val_loss": f"{summary.loss_mean:.4f}",
-            "p": p,
+            "p": "waived" if record.same_ml else p_text(summary.p_value),
             "runs": str(summary.n),
-            "steps": str(log.num_steps),
+            "steps": str(record.logs[0].num_steps),
             "hardware": record.hardware,
-            "PyTorch": log.torch,
+            "PyTorch": record.logs[0].torch,
         }
         rows.append(row)
-    header = tuple(rows[0])
-    cells = [tuple(row.values()) for row in rows]
-    targets = " and ".join(dict.fromkeys(f"{r.target:g}" for r in records))
     return [
         f"## {track}",
         "",
-        f"Target: a mean validation loss below {targets} with p < {P_VALUE:g}. Seconds are the",
+        f"Target: a mean validation loss below {records[0].target:g} with p < {P_VALUE:g}. Seconds are the",
         "mean training time. The fastest record on each kind of hardware is in bold.",
         "",
-        *markdown_table(header, cells, right=("#", "seconds", "val_loss", "p", "runs", "steps")),
+        *markdown_table(rows, right=("#", "seconds", "val_loss", "p", "runs", "steps")),
         "",
         f"![record times]({track}/leaderboard.png)",
         "",
@@ -231,7 +218,7 @@ def read_history(root: Path) -> list[dict[str, str]]:
 def history_section(root: Path) -> list[str]:
     """The lines about the records of the NanoGPT speedrun."""
     columns = ("record", "minutes", "technique", "date")
-    rows = [tuple(row[name] for name in columns) for row in read_history(root)]
+    rows = [{name: row[name] for name in columns} for row in read_history(root)]
     return [
         "## Records of the NanoGPT speedrun (8x NVIDIA H100)",
         "",
@@ -245,7 +232,7 @@ def history_section(root: Path) -> list[str]:
         "",
         "![record time by date](history.png)",
         "",
-        *markdown_table(columns, rows, right=("record", "minutes")),
+        *markdown_table(rows, right=("record", "minutes")),
         "",
     ]
 
@@ -285,8 +272,6 @@ def readme(root: Path, tracks: dict[str, list[Record]]) -> str:
     ]
     for track, records in tracks.items():
         lines += leaderboard(track, records)
-    if not tracks:
-        lines += ["There is no record yet.", ""]
     if "fineweb" not in tracks:
         lines += ["There is no record on `fineweb`, because we have only run short tests on a GPU.", ""]
     lines += history_section(root)
@@ -303,24 +288,21 @@ def annotate(axes, text: str, point: tuple, offset: tuple[int, int]) -> None:
 def plot_leaderboard(records: list[Record], path: Path) -> None:
     """Plots the times of records by number, with a line for each hardware."""
     figure, axes = plt.subplots()
-    times = [r.summary.time_mean for r in records]
-    for color, hardware in zip(itertools.cycle(COLORS), dict.fromkeys(r.hardware for r in records)):
-        own = [n for n, r in enumerate(records) if r.hardware == hardware]
-        xs = [n + 1 for n in own]
-        ys = [times[n] for n in own]
-        axes.step(xs, ys, "o-", where="post", color=color, label=hardware)
-        for n in own:
-            name = textwrap.shorten(records[n].name, 32, placeholder=" …")
-            text = f"#{n + 1} {name}, {times[n]:.1f} s"
-            offset = (7, -14) if n == own[-1] else (7, 5)  # above the line, but the last one below
-            annotate(axes, text, (n + 1, times[n]), offset)
+    axes.set_prop_cycle(color=COLORS)
+    for hardware in dict.fromkeys(r.hardware for r in records):
+        numbers = [n for n, r in enumerate(records, 1) if r.hardware == hardware]
+        times = [records[n - 1].summary.time_mean for n in numbers]
+        axes.step(numbers, times, "o-", where="post", label=hardware)
+        for n, time in zip(numbers, times):
+            name = textwrap.shorten(records[n - 1].name, 32, placeholder=" …")
+            offset = (7, -14) if n == numbers[-1] else (7, 5)  # above the line, but the last one below
+            annotate(axes, f"#{n} {name}, {time:.1f} s", (n, time), offset)
     numbers = range(1, len(records) + 1)
     axes.set_xticks(numbers, [f"#{n}" for n in numbers])
     room = max(len(records) - 1, 1)
     axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
-    dates = dict.fromkeys([records[0].date, records[-1].date])
-    axes.set_xlabel(f"record, {' to '.join(dates)}")
-    axes.set_ylim(0, 1.15 * max(times))
+    axes.set_xlabel(f"record, {records[0].date} to {records[-1].date}")
+    axes.set_ylim(0, 1.15 * max(r.summary.time_mean for r in records))
     axes.set_ylabel("training time to the target (s)")
     figure.legend(loc="outside upper center", ncols=2)
     save_figure(figure, path)
@@ -354,9 +336,6 @@ def plot_history(history: list[dict[str, str]], path: Path) -> None:
     axes.minorticks_off()
     pad = (max(dates) - min(dates)) // 10
     axes.set_xlim(min(dates) - pad / 2, max(dates) + 2.4 * pad)  # room for the last name
-    locator = mdates.AutoDateLocator(minticks=3, maxticks=7)
-    axes.xaxis.set_major_locator(locator)
-    axes.xaxis.set_major_formatter(mdates.ConciseDateFormatter(locator))
     axes.set_ylabel("minutes on 8x H100")
     axes.set_title("Records of the NanoGPT speedrun (FineWeb to 3.28), not ours")
     save_figure(figure, path)
@@ -373,7 +352,7 @@ def write_pages(root: Path) -> None:
         for r in records:
             text = record_readme(r, by_name.get(r.against))
             write_file(r.folder / "README.md", text.encode())
-            plot_curves({r.name: r.logs}, r.folder / "curves.png", "time", [r.target])
+            plot_curves({r.name: r.logs}, r.folder / "curves.png", "time", r.target)
         plot_leaderboard(records, root / track / "leaderboard.png")
     plot_history(read_history(root), root / "history.png")
     write_file(root / "README.md", readme(root, tracks).encode())

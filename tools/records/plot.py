@@ -45,15 +45,15 @@ def main(argv: list[str]) -> int:
     add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
     add("-o", "--output", type=Path, required=True, metavar="FILE.png", help="the picture to write")
     add("--x", choices=X_LABELS, default="step", help="the x axis (default: step)")
-    add("--target", type=float, help="draw the target at this loss (default: from the logs)")
+    add("--target", type=float, help="draw the target at this loss (default: the lowest of the logs)")
     args = parser.parse_args(argv)
     if args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")
     groups = read_groups(args.logs)
-    targets = [args.target]
-    if args.target is None:
-        targets = sorted({log.target for logs in groups.values() for log in logs})
-    plot_curves(groups, args.output, args.x, targets)
+    target = args.target
+    if target is None:
+        target = min(log.target for logs in groups.values() for log in logs)
+    plot_curves(groups, args.output, args.x, target)
     print(args.output)
     return 0
 

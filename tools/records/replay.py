@@ -3,7 +3,7 @@ Gets the sources of a run out of its log, byte for byte. It runs none of them.
 
     ./run.sh replay LOG                    prints the script
     ./run.sh replay LOG -o FOLDER          writes all sources into a new folder
-    ./run.sh replay LOG --diff OTHER_LOG   how the sources of OTHER_LOG differ from those of LOG
+    ./run.sh replay LOG --diff OTHER_LOG   how sources and settings of OTHER_LOG differ from LOG's
 
 Exit status: 0 written, 2 bad input.
 """
@@ -36,22 +36,29 @@ def print_script(log: Log) -> None:
     sys.stdout.buffer.write(log.source)
 
 
+def texts(log: Log) -> dict[str, list[bytes]]:
+    """The lines of the sources, and of the settings but for the seed."""
+    settings = [f"{name}: {value}" for name, value in log.hyperparameters.items() if name != "seed"]
+    sources = [*log.sources, ("hyperparameters", "\n".join(settings).encode())]
+    return {name: text.split(b"\n") for name, text in sources}
+
+
 def print_diff(old: Log, new: Log) -> None:
-    """Prints a unified diff for each name of a source, byte for byte but for the last line's end."""
-    old_sources = dict(old.sources)
-    new_sources = dict(new.sources)
-    for name in {**old_sources, **new_sources}:
+    """Prints a unified diff of the sources and the settings."""
+    before = texts(old)
+    after = texts(new)
+    for name in {**before, **after}:
+        titles = [f"{log.path.name}: {name}".encode() for log in (old, new)]
         lines = difflib.diff_bytes(
             difflib.unified_diff,
-            old_sources.get(name, b"").split(b"\n"),
-            new_sources.get(name, b"").split(b"\n"),
-            f"{old.path.name}: {name}".encode(),
-            f"{new.path.name}: {name}".encode(),
+            before.get(name, []),
+            after.get(name, []),
+            *titles,
             lineterm=b"",
         )
         sys.stdout.buffer.writelines(line + b"\n" for line in lines)
-    if old.sources == new.sources:
-        print("the sources are the same", file=sys.stderr)
+    if before == after:
+        print("the sources and the settings are the same", file=sys.stderr)
 
 
 def write_sources(log: Log, folder: Path) -> None:
@@ -96,7 +103,7 @@ def main(argv: list[str]) -> int:
     options = parser.add_mutually_exclusive_group()
     into = "write all sources into this folder, which is new"
     options.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=into)
-    differ = "show how the sources of OTHER_LOG differ from those of LOG"
+    differ = "show how the sources and settings of OTHER_LOG differ from those of LOG"
     options.add_argument("--diff", type=Path, metavar="OTHER_LOG", help=differ)
     args = parser.parse_args(argv)
     log = read_log(args.log)

@@ -41,35 +41,38 @@ FEWEST_VALIDATIONS = 8  # in a run, so that its curve can be drawn; validations 
 # -----------------------------------------------------------------------------
 # What a record may not contain
 
+def words(text: str) -> set[str]:
+    return set(re.findall(r"[\w-]+", text))
+
+
 def private_words() -> set[str]:
-    """The names of this machine and its user."""
+    """Those of the names of this machine and its user."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, in a container
         user = ""
-    host = socket.gethostname()
-    return {user, host, host.split(".")[0]} - {""}
+    host = socket.gethostname().split(".")[0]
+    return words(f"{user} {host}")
 
 
-def has_word(text: str, word: str) -> bool:
-    return bool(re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", text))
+def leaks(logs: list[Log], published: list[Log]) -> list[str]:
+    """What logs must not contain when they are published, one line each.
 
-
-def leaks(log: Log, published: list[Log]) -> list[str]:
-    """What a log must not contain when it is published, one line each.
-
-    Only the run is searched, not the source. A name that is a word in a published log, or in the
-    names of the log's track and hardware, is no secret.
+    Only the runs are searched, not the sources. A word in a published log, or in the names of the
+    track and the hardware, is no secret.
     """
+    public = words(f"{logs[0].track} {logs[0].hardware}")
+    for log in published:
+        public |= words(log.run)
+    secrets = private_words() - public
     reasons = []
-    path = ABSOLUTE_PATH.search(log.run)
-    if path:
-        reasons.append(
-            f"{log.name}: contains an absolute path: {path[1]}; run again with relative paths"
-        )
-    public = [log.track, log.hardware, *(other.run for other in published)]
-    for word in sorted(private_words()):
-        if has_word(log.run, word) and not any(has_word(text, word) for text in public):
+    for log in logs:
+        path = ABSOLUTE_PATH.search(log.run)
+        if path:
+            reasons.append(
+                f"{log.name}: contains an absolute path: {path[1]}; run again with relative paths"
+            )
+        for word in sorted(secrets & words(log.run)):
             reasons.append(
                 f"{log.name}: contains the name of this machine or its user: {word}; run again with "
                 "relative paths, and with options that don't contain the name"
@@ -99,13 +102,9 @@ def reasons_to_refuse(
     tracks: dict[str, list[Record]],
 ) -> list[str]:
     """What is wrong besides the rules that verify checks. `tracks` has the records that there are."""
-    reasons = per_run(logs, too_few_validations)
-    published = []
-    for records in tracks.values():
-        for record in records:
-            published += record.logs
+    published = [log for records in tracks.values() for record in records for log in record.logs]
+    reasons = per_run(logs, too_few_validations) + leaks(logs, published)
     for log in logs:
-        reasons += leaks(log, published)
         if log.track not in ("", track):
             reasons.append(f"{log.name}: this is a log of the track {log.track}, not {track}")
     targets = {record.target for record in tracks.get(track, [])}
@@ -120,20 +119,12 @@ def reasons_to_refuse(
 # -----------------------------------------------------------------------------
 # Filing
 
-def describe_change(logs: list[Log], prior: Record | None, track: str) -> str:
-    """What changed since the prior record, in Markdown: the hyperparameters."""
+def describe_change(prior: Record | None, track: str) -> str:
+    """What changed since the prior record, in Markdown."""
     if prior is None:
         return f"The first record of the `{track}` track on this hardware."
-    old = prior.logs[0].hyperparameters
-    new = logs[0].hyperparameters
-    changes = []
-    for name in {**old, **new}:
-        before = old.get(name, "not set")
-        now = new.get(name, "not set")
-        if name != "seed" and before != now:
-            changes.append(f"\n- `{name}`: {now} (before: {before})")
     link = f"[{prior.name}](../{prior.folder.name}/)"
-    return f"Compared with {link}, {plural(len(changes), 'setting')} changed.\n{''.join(changes)}"
+    return f"The last command below shows what changed since {link}."
 
 
 def file_record(logs: list[Log], folder: Path, facts: dict) -> None:
@@ -180,7 +171,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("logs", nargs="*", type=Path, metavar="LOG_OR_FOLDER")
     add("--track", help="the track of the record: fineweb, mini, or your own")
     add("--name", type=readable, default="", help="a few words that say what is new")
-    add("--what", type=readable, help="what changed, in Markdown (default: the settings)")
+    add("--what", type=readable, help="what changed, in Markdown (default: says how to see it)")
     day = datetime.date.fromisoformat
     add("--date", type=day, default=datetime.date.today(), help="YYYY-MM-DD (default: today)")
     add("--target", type=float, help="the target loss, for logs that don't name it")
@@ -222,7 +213,7 @@ def main(argv: list[str]) -> int:
     folder = args.records_dir / args.track / f"{args.date}_{folder_name(args.name)}"
     facts = {
         "name": args.name,
-        "what": args.what or describe_change(logs, prior, args.track),
+        "what": args.what or describe_change(prior, args.track),
         "target": verdict.target,
         "same_ml": args.same_ml,
         "against": prior.folder.name if prior else "",
