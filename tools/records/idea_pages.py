@@ -41,7 +41,7 @@ A [screen](screens/README.md) measures up to 16 ideas at once. An idea that does
 help at the official size. [NOTES.md](NOTES.md#five-runs-for-each-idea) has older results.
 """
 
-COLUMNS = """\
+COLUMNS = """
 - **steps**: how many more (+) or fewer (-) steps it takes to reach the same loss. The effect is the
   mean over all combinations of the other factors. The time of a step isn't counted.
 - **99% interval**: for all ideas of a screen together.
@@ -55,11 +55,19 @@ COLUMNS = """\
   measured the idea together with other changes.
 """
 
-UNMEASURED = """\
+UNMEASURED = """
 ## Not in a screen yet
 
 To measure one of these, run `./run.sh compare --idea records/mini/ideas/NAME`. Its `idea.json`
 describes it.
+
+Ideas from after May 2025:
+
+{later}
+
+Parts of the recipe, removed or replaced:
+
+{recipe}
 """
 
 
@@ -120,8 +128,8 @@ def figure_there(idea: dict, effect: dict) -> str:
     return "inside" if inside else "excluded"
 
 
-def screen_table(screen: dict, ideas: dict[str, dict]) -> list[str]:
-    """The lines of a table with one row per idea, the most helpful one first."""
+def screen_table(screen: dict, ideas: dict[str, dict]) -> str:
+    """One row per idea, the most helpful one first."""
     rows = []
     for name, effect in sorted(screen["effects"].items(), key=lambda e: e[1]["difference"]):
         figures = {
@@ -135,80 +143,60 @@ def screen_table(screen: dict, ideas: dict[str, dict]) -> list[str]:
     return markdown_table(rows, right=("steps", "99% interval"))
 
 
-def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
-    """The lines about a screen."""
+def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> str:
     seeds = ", ".join(map(str, screen["seeds"]))
     runs = 32 * len(screen["seeds"])
     machines = ", and ".join(screen["machines"])
     facts = f"{len(screen['effects'])} ideas, each off or on, in 32 combinations. "
     facts += f"{runs} runs with seeds {seeds}, in {screen['dtype']} with PyTorch {screen['torch']}, "
     facts += f"on {machines}. A run's standard deviation is {screen['sd']:.4f}."
-    return [
-        f"## The screen {name}",
-        "",
-        *wrapped(facts),
-        "",
-        *screen_table(screen, ideas),
-        "",
-        f"![The effects with their intervals](screens/{name}/effects.png)",
-        "",
-    ]
+    facts = wrapped(facts)
+    table = screen_table(screen, ideas)
+    return f"""
+## The screen {name}
+
+{facts}
+
+{table}
+
+![The effects with their intervals](screens/{name}/effects.png)
+"""
 
 
 # -----------------------------------------------------------------------------
 # The page
 
 
-def wrapped(text: str, indent: str = "") -> list[str]:
-    """The lines of a paragraph. All but the first are indented."""
-    return textwrap.wrap(
-        text,
-        width=100,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
+def wrapped(text: str, indent: str = "") -> str:
+    """Lines of a paragraph. All but the first are indented."""
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def descriptions(names: list[str], ideas: dict[str, dict]) -> list[str]:
-    """The lines that say what ideas do. Two ideas about the same part need only one entry."""
-    texts = [f"- **{ideas[name]['part']}**: {ideas[name]['does']}" for name in names]
-    lines = ["## What they do", ""]
-    for text in sorted(dict.fromkeys(texts), key=str.lower):
-        lines += wrapped(text, indent="  ")
-    return [*lines, ""]
+def descriptions(names: list[str], ideas: dict[str, dict]) -> str:
+    """What ideas do. Two ideas about the same part need only one entry."""
+    texts = {f"- **{ideas[name]['part']}**: {ideas[name]['does']}" for name in names}
+    lines = [wrapped(text, indent="  ") for text in sorted(texts, key=str.lower)]
+    return "\n## What they do\n\n" + "\n".join(lines) + "\n"
 
 
-def unmeasured(ideas: dict[str, dict]) -> list[str]:
-    """The lines about ideas that no screen has measured."""
+def unmeasured(ideas: dict[str, dict]) -> str:
+    """About ideas that no screen has measured."""
     later = []
     recipe = []
     for name, idea in sorted(ideas.items(), key=lambda i: i[1]["part"].lower()):
         rows = later if idea.get("later") else recipe
         rows.append(idea_row(name, idea))
-    return [
-        *UNMEASURED.splitlines(),
-        "",
-        "Ideas from after May 2025:",
-        "",
-        *markdown_table(later),
-        "",
-        "Parts of the recipe, removed or replaced:",
-        "",
-        *markdown_table(recipe),
-    ]
+    return UNMEASURED.format(later=markdown_table(later), recipe=markdown_table(recipe))
 
 
 def page(root: Path) -> str:
     """mini/IDEAS.md. Raises LogError and UsageError."""
     ideas = read_ideas(root / "mini/ideas")
-    screens = read_screens(root / "mini/screens")
-    lines = [*INTRODUCTION.splitlines(), ""]
+    text = INTRODUCTION
     measured = []
-    for name, screen in screens.items():
-        lines += screen_section(name, screen, ideas)
+    for name, screen in read_screens(root / "mini/screens").items():
+        text += screen_section(name, screen, ideas)
         measured += screen["effects"]
         until = goal(screen["until"])
-    lines += [*COLUMNS.format(until=until).splitlines(), ""]
-    lines += descriptions(measured, ideas)
-    lines += unmeasured({name: idea for name, idea in ideas.items() if name not in measured})
-    return "\n".join(lines) + "\n"
+    text += COLUMNS.format(until=until) + descriptions(measured, ideas)
+    return text + unmeasured({name: idea for name, idea in ideas.items() if name not in measured})

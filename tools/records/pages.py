@@ -23,7 +23,6 @@ from tools.records.verify import (
     COLUMNS,
     P_VALUE,
     Summary,
-    Verdict,
     judge,
     p_text,
     summarize,
@@ -101,82 +100,122 @@ def record_to_beat(records: list[Record], hardware: str) -> Record | None:
 # -----------------------------------------------------------------------------
 # Text
 
-def markdown_table(rows: list[dict[str, str]], right: Collection[str] = ()) -> list[str]:
-    """The lines of a table. The keys are its header. `right` names the columns to align to the right."""
+INTRODUCTION = """\
+# Records
+
+`./run.sh submit --regenerate` writes this page from the logs in this folder. Don't edit it.
+
+| command | what it does |
+| --- | --- |
+| `./run.sh verify LOG...` | checks whether runs make a valid record, and prints their statistics |
+| `./run.sh replay LOG` | extracts the source of a run from its log |
+| `./run.sh plot LOG... -o curves.png` | draws loss curves |
+| `./run.sh submit --track TRACK --name NAME LOG...` | files a record and updates this page |
+
+[tools/README.md](../tools/README.md#rules-of-a-record) lists the rules.
+
+| page | what it is about |
+| --- | --- |
+| [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are worth on `mini` |
+| [mini/screens/](mini/screens/README.md) | screens: many settings or ideas of `mini`, measured together |
+| [mini/NOTES.md](mini/NOTES.md) | how `mini` was chosen and tuned |
+| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |
+| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, and checked without a GPU |
+| [baseline/](baseline/) | logs of the [GPT-2 recipe](../recipes/README.md) at the size of `mini` |
+"""
+
+NO_FINEWEB = """
+There is no record on `fineweb`, because we have only run short tests on a GPU.
+"""
+
+HISTORY = """
+## Records of the NanoGPT speedrun (8x NVIDIA H100)
+
+In the NanoGPT speedrun, people compete to train a 124M-parameter GPT on FineWeb to a
+validation loss of 3.28. Its home is
+[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which credits the
+author of each record. These records are **not** ours, and we have reproduced none of
+them. Record 21 is listed three times: as it was set, with the new timing rules, and
+with a later PyTorch. The last two are slower, so the curve rises there.
+[record_history.csv](record_history.csv) has the same table.
+
+![record time by date](history.png)
+
+"""
+
+
+def markdown_table(rows: list[dict[str, str]], right: Collection[str] = ()) -> str:
+    """The keys are the header. `right` names the columns to align to the right."""
     header = list(rows[0])
     alignment = ["---:" if name in right else "---" for name in header]
     lines = []
     for cells in [header, alignment, *(row.values() for row in rows)]:
         escaped = [cell.replace("|", "\\|") for cell in cells]
         lines.append(f"| {' | '.join(escaped)} |")
-    return lines
+    return "\n".join(lines)
 
 
-def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
+def commands_to_repeat(record: Record, prior: Record | None) -> str:
     """Commands that verify a record, extract its sources, and show what is new in them."""
     folder = f"records/{record.track}/{record.folder.name}"
     log = f"{folder}/{record.logs[0].path.name}"
     verify = f"./run.sh verify {folder}"
     replay = f"./run.sh replay {log} -o old"
     if not prior:
-        return [verify, replay]
+        return f"{verify}\n{replay}"
     before = f"records/{record.track}/{prior.folder.name}"
     verify += f" --against {before}"
     if record.same_ml:
         verify += " --same-ml"
-    old_log = f"{before}/{prior.logs[0].path.name}"
-    return [verify, replay, f"./run.sh replay {old_log} --diff {log}"]
-
-
-def result_lines(verdict: Verdict) -> list[str]:
-    """The statistics as a list. verify calls the previous record "prior", which is shorter."""
-    names = {"prior": "previous record"}
-    return [f"- {names.get(name, name)}: {value}" for name, value in summary_lines(verdict)]
+    diff = f"./run.sh replay {before}/{prior.logs[0].path.name} --diff {log}"
+    return f"{verify}\n{replay}\n{diff}"
 
 
 def record_readme(record: Record, prior: Record | None) -> str:
     """The README of a record's folder."""
     verdict = judge(record.logs, record.target, prior.logs if prior else [], record.same_ml)
-    rows, machines = table_rows(record.logs)
-    table = [dict(zip(COLUMNS, row)) for row in rows]
-    for log, row in zip(record.logs, table):
+    results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
+    results = results.replace("- prior:", "- previous record:")
+    cells, machines = table_rows(record.logs)
+    rows = [dict(zip(COLUMNS, row)) for row in cells]
+    for log, row in zip(record.logs, rows):
         row["log"] = f"[{log.name}]({log.path.name})"
-    return "\n".join(
-        [
-            f"# {record.name}",
-            "",
-            f"A record of the `{record.track}` track, set on {record.date}. Hardware: {record.hardware}.",
-            f"The target loss is {record.target:g}.",
-            "",
-            "## What changed",
-            "",
-            record.what,
-            "",
-            "## Result",
-            "",
-            *result_lines(verdict),
-            "",
-            "![validation loss](curves.png)",
-            "",
-            *markdown_table(table, right=("val_loss", "time", "steps", "step_avg")),
-            "",
-            *machines,
-            "",
-            "## Verify and reproduce",
-            "",
-            "```",
-            *commands_to_repeat(record, prior),
-            "```",
-            "",
-            "`replay -o` extracts the sources of the run from its log, and prints the command that",
-            "runs them. `--diff` shows what is new. The log also has all hyperparameters.",
-            "",
-        ]
-    )
+    table = markdown_table(rows, right=("val_loss", "time", "steps", "step_avg"))
+    machines = "\n".join(machines)
+    commands = commands_to_repeat(record, prior)
+    return f"""\
+# {record.name}
+
+A record of the `{record.track}` track, set on {record.date}. Hardware: {record.hardware}.
+The target loss is {record.target:g}.
+
+## What changed
+
+{record.what}
+
+## Result
+
+{results}
+
+![validation loss](curves.png)
+
+{table}
+
+{machines}
+
+## Verify and reproduce
+
+```
+{commands}
+```
+
+`replay -o` extracts the sources of the run from its log, and prints the command that runs
+them. `replay --diff` shows how two runs differ. The log also has all hyperparameters.
+"""
 
 
-def leaderboard(track: str, records: list[Record]) -> list[str]:
-    """The lines of a track's section."""
+def leaderboard(track: str, records: list[Record]) -> str:
+    """A track's section."""
     rows = []
     for number, record in enumerate(records, 1):
         summary = record.summary
@@ -196,17 +235,17 @@ def leaderboard(track: str, records: list[Record]) -> list[str]:
             "PyTorch": record.logs[0].torch,
         }
         rows.append(row)
-    return [
-        f"## {track}",
-        "",
-        f"Target: a mean validation loss below {records[0].target:g} with p < {P_VALUE:g}. Seconds are the",
-        "mean training time. The fastest record on each kind of hardware is in bold.",
-        "",
-        *markdown_table(rows, right=("#", "seconds", "val_loss", "p", "runs", "steps")),
-        "",
-        f"![record times]({track}/leaderboard.png)",
-        "",
-    ]
+    table = markdown_table(rows, right=("#", "seconds", "val_loss", "p", "runs", "steps"))
+    return f"""
+## {track}
+
+Target: a mean validation loss below {records[0].target:g} with p < {P_VALUE:g}. Seconds are the
+mean training time. The fastest record on each kind of hardware is in bold.
+
+{table}
+
+![record times]({track}/leaderboard.png)
+"""
 
 
 def read_history(root: Path) -> list[dict[str, str]]:
@@ -215,67 +254,16 @@ def read_history(root: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
-def history_section(root: Path) -> list[str]:
-    """The lines about the records of the NanoGPT speedrun."""
-    columns = ("record", "minutes", "technique", "date")
-    rows = [{name: row[name] for name in columns} for row in read_history(root)]
-    return [
-        "## Records of the NanoGPT speedrun (8x NVIDIA H100)",
-        "",
-        "In the NanoGPT speedrun, people compete to train a 124M-parameter GPT on FineWeb to a",
-        "validation loss of 3.28. Its home is",
-        "[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which credits the",
-        "author of each record. These records are **not** ours, and we have reproduced none of",
-        "them. Record 21 is listed three times: as it was set, with the new timing rules, and",
-        "with a later PyTorch. The last two are slower, so the curve rises there.",
-        "[record_history.csv](record_history.csv) has the same table.",
-        "",
-        "![record time by date](history.png)",
-        "",
-        *markdown_table(rows, right=("record", "minutes")),
-        "",
-    ]
-
-
 def readme(root: Path, tracks: dict[str, list[Record]]) -> str:
     """records/README.md."""
-    lines = [
-        "# Records",
-        "",
-        "`./run.sh submit --regenerate` writes this page from the logs in this folder. "
-        "Don't edit it.",
-        "",
-        "| command | what it does |",
-        "| --- | --- |",
-        "| `./run.sh verify LOG...` | checks whether runs make a valid record, "
-        "and prints their statistics |",
-        "| `./run.sh replay LOG` | extracts the source of a run from its log |",
-        "| `./run.sh plot LOG... -o curves.png` | draws loss curves |",
-        "| `./run.sh submit --track TRACK --name NAME LOG...` | files a record and updates "
-        "this page |",
-        "",
-        "[tools/README.md](../tools/README.md#rules-of-a-record) lists the rules.",
-        "",
-        "| page | what it is about |",
-        "| --- | --- |",
-        "| [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are "
-        "worth on `mini` |",
-        "| [mini/screens/](mini/screens/README.md) | screens: many settings or ideas of "
-        "`mini`, measured together |",
-        "| [mini/NOTES.md](mini/NOTES.md) | how `mini` was chosen and tuned |",
-        "| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |",
-        "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, "
-        "and checked without a GPU |",
-        "| [baseline/](baseline/) | logs of the [GPT-2 recipe](../recipes/README.md) at the size of "
-        "`mini` |",
-        "",
-    ]
+    text = INTRODUCTION
     for track, records in tracks.items():
-        lines += leaderboard(track, records)
+        text += leaderboard(track, records)
     if "fineweb" not in tracks:
-        lines += ["There is no record on `fineweb`, because we have only run short tests on a GPU.", ""]
-    lines += history_section(root)
-    return "\n".join(lines)
+        text += NO_FINEWEB
+    columns = ("record", "minutes", "technique", "date")
+    rows = [{name: row[name] for name in columns} for row in read_history(root)]
+    return text + HISTORY + markdown_table(rows, right=("record", "minutes")) + "\n"
 
 
 # -----------------------------------------------------------------------------
