@@ -22,17 +22,8 @@ from tools.logs import Log, read_logs
 from tools.common import readable
 from tools.records.plot import COLORS, plot_curves, save_figure
 from tools.records.replay import command_to_run
-from tools.records.verify import (
-    COLUMNS,
-    P_VALUE,
-    Summary,
-    Verdict,
-    judge,
-    p_text,
-    summarize,
-    summary_lines,
-    table_rows,
-)
+from tools.records.report import COLUMNS, p_text, summary_lines, table_rows
+from tools.records.rules import P_VALUE, Summary, Verdict, judge, summarize
 
 RECORDS = ROOT / "records"
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\w+)")

@@ -39,14 +39,8 @@ from tools.common import FileError, LogError, UsageError, run_command, write_fil
 from tools.logs import SUFFIXES, Log, read_logs
 from tools.common import readable
 from tools.records.replay import diff_sources
-from tools.records.verify import (
-    judge,
-    per_run,
-    print_reasons,
-    print_summary,
-    print_table,
-    print_wrapped,
-)
+from tools.records.report import print_reasons, print_summary, print_table, print_wrapped
+from tools.records.rules import judge, per_run
 
 ABSOLUTE_PATH = re.compile(
     r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
