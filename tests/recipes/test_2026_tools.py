@@ -11,7 +11,7 @@ from tests.util import ROOT
 
 from tools.compare import sources as compare_sources
 from tools import launch_checks
-from tools.records import verify
+from tools.records import rules
 from tools.common import UsageError
 from tools.logs import parse_log
 
@@ -55,16 +55,16 @@ def test_plot(log, tmp_path):
 def test_verify_knows_the_rules_of_mini(log, change, says):
     parsed = parse_log(log)
     parsed.hyperparameters |= change
-    found = verify.out_of_bounds(parsed)
+    found = rules.out_of_bounds(parsed)
     assert says in found
     assert bool(found) == bool(says)
 
 
 def test_verify_reads_the_validation_of_the_source(log):
     parsed = parse_log(log)
-    assert "validated on 1,024 tokens instead of" in verify.wrong_val_tokens(parsed)
+    assert "validated on 1,024 tokens instead of" in rules.wrong_val_tokens(parsed)
     parsed.hyperparameters["val_tokens"] = january2026.TRACKS["mini"].val_tokens
-    assert verify.wrong_val_tokens(parsed) == ""
+    assert rules.wrong_val_tokens(parsed) == ""
 
 
 def test_compare_reads_the_recipe(tmp_path):

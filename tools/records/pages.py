@@ -19,16 +19,8 @@ from tools.common import ROOT, LogError, write_file
 from tools.figures import COLORS, plt, save_figure
 from tools.logs import Log, read_logs
 from tools.records.curves import plot_curves
-from tools.records.verify import (
-    COLUMNS,
-    P_VALUE,
-    Summary,
-    judge,
-    p_text,
-    summarize,
-    summary_lines,
-    table_rows,
-)
+from tools.records.report import COLUMNS, p_text, summary_lines, table_rows
+from tools.records.rules import P_VALUE, Summary, judge, summarize
 
 RECORDS = ROOT / "records"
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\w+)")

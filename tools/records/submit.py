@@ -29,7 +29,8 @@ from tools.common import FileError, LogError, UsageError, plural, readable, run_
 from tools.logs import Log, read_logs
 from tools.records import idea_pages
 from tools.records.pages import RECORDS, Record, read_records, record_to_beat, write_pages
-from tools.records.verify import judge, per_run, print_reasons, print_summary, print_table
+from tools.records.report import print_reasons, print_summary, print_table
+from tools.records.rules import judge, per_run
 
 ABSOLUTE_PATH = re.compile(
     r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",

@@ -15,7 +15,7 @@ import pytest
 
 from tools.common import run_command
 from tools.logs import read_logs
-from tools.records import plot, replay, submit, verify
+from tools.records import plot, replay, rules, submit, verify
 from tests.util import ROOT
 
 RECORDS = ROOT / "records"
@@ -145,13 +145,13 @@ def run(script: str, *arguments, cwd="/") -> subprocess.CompletedProcess:
     )
 
 
-def judged(*paths, **kwargs) -> verify.Verdict:
+def judged(*paths, **kwargs) -> rules.Verdict:
     logs, errors = read_logs(paths)
     assert not errors
-    return verify.judge(logs, **kwargs)
+    return rules.judge(logs, **kwargs)
 
 
-def judged_against(prior, *paths, **kwargs) -> verify.Verdict:
+def judged_against(prior, *paths, **kwargs) -> rules.Verdict:
     """Like judged(), but compares with the runs in the folder `prior`."""
     prior_logs, _ = read_logs([prior])
     return judged(*paths, prior=prior_logs, **kwargs)

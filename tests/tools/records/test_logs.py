@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tools.common import LogError
 from tools.logs import Validation, find_logs, parse_log, read_logs
-from tools.records import verify
+from tools.records import report, rules, verify
 from tests.tools.records.makers import (
     FIELD,
     LINE,
@@ -290,11 +290,11 @@ def test_damaged_logs_never_raise_anything_else(tmp_path, data):
     (tmp_path / "b.txt").write_bytes(content)
     logs, errors = read_logs([tmp_path / "b.txt", whole])
     assert len(logs) + len(errors) == 2
-    verify.judge(logs, prior=logs, same_ml=True)
-    verdict = verify.judge(logs, prior=logs[:1])
+    rules.judge(logs, prior=logs, same_ml=True)
+    verdict = rules.judge(logs, prior=logs[:1])
     json.loads(verify.as_json(logs, verdict, errors))
-    verify.table_rows(logs)
-    verify.summary_lines(verdict)
+    report.table_rows(logs)
+    report.summary_lines(verdict)
 
 
 def test_20_mb_in_a_second(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from tools.logs import parse_log
 from tools.records import pages as record_pages
-from tools.records import submit, verify
+from tools.records import rules, submit
 from tests.tools.records.makers import (
     FASTER,
     RECORDS,
@@ -302,7 +302,7 @@ def test_what_stands_in_the_repository_is_fresh():
             expected = record_pages.record_readme(record, prior)
             assert text == expected, f"{record.folder.name} is {hint}"
             prior_logs = prior.logs if prior else []
-            verdict = verify.judge(record.logs, record.target, prior_logs, record.same_ml)
+            verdict = rules.judge(record.logs, record.target, prior_logs, record.same_ml)
             assert verdict.reasons == []
             others = [log for log in published if log.path.parent != record.folder]
             assert not any(submit.leaks(log, others) for log in record.logs)

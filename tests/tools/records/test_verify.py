@@ -16,7 +16,7 @@ from scipy import integrate, stats
 
 import train_gpt
 from tools.logs import parse_log, read_logs
-from tools.records import verify
+from tools.records import rules, verify
 from tools.records.compiler import compiler_settings
 from tests.tools.records.makers import (
     FASTER,
@@ -92,13 +92,13 @@ def test_p_value_by_hand():
     # Three runs have two degrees of freedom. The mean is 3.277 and s is 0.001, so
     # t = (3.277 - 3.28) / (0.001 / sqrt(3)) = -sqrt(27).
     by_hand = 0.5 - 27**0.5 / (2 * 29**0.5)
-    assert verify.p_below([3.276, 3.277, 3.278], 3.28) == pytest.approx(by_hand, rel=1e-6)
+    assert rules.p_below([3.276, 3.277, 3.278], 3.28) == pytest.approx(by_hand, rel=1e-6)
     # Two runs a and b have one degree of freedom, and t = (mean - target) / (|a - b| / 2).
     # Here it is -1, and atan(-1) = -pi / 4.
-    assert verify.p_below([3.27, 3.28], 3.28) == pytest.approx(0.25, rel=1e-6)
-    assert verify.p_below([3.28, 3.29], 3.28) == pytest.approx(0.75, rel=1e-6)
-    assert verify.p_below([3.2], 3.28) is None
-    assert verify.p_below([3.2, 3.2, 3.2], 3.28) is None
+    assert rules.p_below([3.27, 3.28], 3.28) == pytest.approx(0.25, rel=1e-6)
+    assert rules.p_below([3.28, 3.29], 3.28) == pytest.approx(0.75, rel=1e-6)
+    assert rules.p_below([3.2], 3.28) is None
+    assert rules.p_below([3.2, 3.2, 3.2], 3.28) is None
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 40])
@@ -260,7 +260,7 @@ def test_damaged_windows_are_one_line(tmp_path, track):
     """Logs of recipes/january2026.py have windows in blocks."""
     good = dict(track=track, windows=[3, 7, 11], window_block=16)
     log = parse_log(our_log(tmp_path / "good.txt", **good))
-    assert "damaged" not in verify.out_of_bounds(log)
+    assert "damaged" not in rules.out_of_bounds(log)
     for i, change in enumerate(DAMAGED_WINDOWS):
         runs = make_runs(tmp_path / str(i), **good | change)
         found = [reason for reason in judged(runs).reasons if "damaged" in reason]
@@ -270,7 +270,7 @@ def test_damaged_windows_are_one_line(tmp_path, track):
         assert done.stderr == b""
         assert done.stdout.decode().count("all runs: the hyperparameters are damaged: windows ") == 1
     path = our_log(tmp_path / "no block.txt", track=track, windows=[3])
-    reason = verify.out_of_bounds(parse_log(path))
+    reason = rules.out_of_bounds(parse_log(path))
     assert reason == (
         "the hyperparameters are damaged: windows [3] with window_block None; make the run again"
     )
@@ -281,7 +281,7 @@ def test_a_track_has_its_own_data_and_target(tmp_path, track):
     hyperparameters = dataclasses.asdict(train_gpt.TRACKS[track])
     hyperparameters.pop("seed")
     target = hyperparameters["target_val_loss"]
-    for name, value in verify.FIXED[track].items():
+    for name, value in rules.FIXED[track].items():
         assert hyperparameters[name] == value  # the table agrees with train_gpt.py
     losses = (target - 0.012, target - 0.010, target - 0.014)
     kept = hyperparameters | dict(source="val_tokens = 389_120\n10_485_760\n", losses=losses)
@@ -438,7 +438,7 @@ def test_p_above_by_hand():
     # The prior has two degrees of freedom, mean 2 and standard deviation 1
     prior = [1, 2, 3]
     for losses, t in [([4], 2 / (1 + 1 / 3) ** 0.5), ([2, 5], 1.5 / (1 / 2 + 1 / 3) ** 0.5)]:
-        assert verify.p_above(losses, prior) == pytest.approx(1 - t_cdf(t, 2), rel=1e-6)
+        assert rules.p_above(losses, prior) == pytest.approx(1 - t_cdf(t, 2), rel=1e-6)
 
 
 def test_same_ml_needs_a_prior_record_that_meets_the_target(tmp_path):
@@ -488,7 +488,7 @@ def test_same_ml_needs_the_same_training(tmp_path, change, reason):
         assert reasons == []
     else:
         assert len(reasons) == 1
-        assert reasons[0] == reason + verify.TEST_LOSSES
+        assert reasons[0] == reason + rules.TEST_LOSSES
 
 
 def test_same_ml_with_our_records(tmp_path):
@@ -523,7 +523,7 @@ def test_same_ml_with_logs_of_other_programs(tmp_path):
     prior = foreign("prior", (3.274, 3.275, 3.276), (100_000, 100_100, 100_200))
     assert same_ml_reasons(prior, foreign("faster", [3.277], [90_000])) == []
     (reason,) = same_ml_reasons(prior, foreign("short", [3.277], [90_000], steps=550))
-    assert reason == f"550 steps, but the prior record has 600; {verify.TEST_LOSSES}"
+    assert reason == f"550 steps, but the prior record has 600; {rules.TEST_LOSSES}"
     small = source.replace("8 *", "4 *")
     (reason,) = same_ml_reasons(prior, foreign("small", [3.277], [90_000], source=small))
     assert reason.startswith("262144 tokens per step, but the prior record has 524288; ")
@@ -800,6 +800,6 @@ def test_records_keep_the_rules_of_the_compiler():
     assert not errors
     assert len(logs) > 10
     for log in logs:
-        assert not verify.not_compiled(log)
+        assert not rules.not_compiled(log)
         for _, source in log.sources:
             assert not compiler_settings(source), log.path

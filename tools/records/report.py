@@ -1,0 +1,134 @@
+"""
+What verify and submit print about runs, and the pages of records show.
+"""
+
+import math
+import textwrap
+
+from tools.logs import Log
+from tools.records.rules import CONFIDENCE, P_VALUE, Comparison, Verdict
+
+WIDTH = 80  # columns of the output
+COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "machine", "complete")
+LEFT_ALIGNED = ("log", "machine", "complete")
+
+
+def table_row(log: Log, letter: str) -> tuple[str, ...]:
+    """The texts of a log's row, in the order of COLUMNS."""
+    loss = time = step_avg = "-"
+    if log.validations:
+        last = log.validations[-1]
+        loss = f"{last.val_loss:.4f}"
+        time = f"{last.train_time_ms / 1000:.3f} s"
+        if math.isfinite(last.step_avg_ms):
+            step_avg = f"{last.step_avg_ms:.2f} ms"
+    steps = f"{log.last_step}/{log.num_steps}"
+    return (log.name, loss, time, steps, step_avg, letter, log.incomplete or "yes")
+
+
+def table_rows(logs: list[Log]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The rows, and one line for each letter in the column "machine"."""
+    letters = {}
+    rows = []
+    for log in logs:
+        next_letter = chr(ord("A") + len(letters) % 26)
+        letter = letters.setdefault((log.hardware, log.torch), next_letter)
+        rows.append(table_row(log, letter))
+    machines = []
+    for (hardware, torch), letter in letters.items():
+        hardware = hardware or "unknown hardware"
+        torch = torch or "of an unknown version"
+        machines.append(f"Machine {letter}: {hardware}, PyTorch {torch}")
+    return rows, machines
+
+
+def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
+    """Prints text in lines of at most WIDTH columns. A longer word stays whole."""
+    lines = textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=later_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print("\n".join(lines))
+
+
+def print_table(logs: list[Log]) -> None:
+    rows, machines = table_rows(logs)
+    table = [COLUMNS]
+    for name, *others in rows:
+        if len(name) > 20:
+            name = name[:19] + "~"
+        table.append((name, *others))
+    columns = list(zip(*table))
+    widths = [max(len(text) for text in column) for column in columns]
+    for row in table:
+        cells = []
+        for name, text, width in zip(COLUMNS, row, widths):
+            cells.append(text.ljust(width) if name in LEFT_ALIGNED else text.rjust(width))
+        print("  ".join(cells).rstrip())
+    for machine in machines:
+        print_wrapped(machine, later_indent="  ")
+
+
+def p_text(p: float | None) -> str:
+    """Like "0.0123" or "1.2e-05". "-" for None."""
+    if p is None:
+        return "-"
+    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
+
+
+def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
+    """The verdict's statistics as pairs (name, value)."""
+    summary = verdict.summary
+    if summary.n == 0:
+        return [("runs", "0 complete")]
+    loss = f"mean {summary.loss_mean:.4f}"
+    if summary.n > 1:
+        loss += f", standard deviation {summary.loss_std:.4f}"
+    p = p_text(summary.p_value)
+    if verdict.same_ml:
+        p_value = f"waived (--same-ml): the prior record's losses count; here it is {p}"
+    else:
+        p_value = f"{p} (one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g})"
+    time = f"mean {summary.time_mean:.3f} s"
+    if summary.time_interval is not None:
+        low, high = summary.time_interval
+        time += f", {CONFIDENCE:.0%} confidence interval {low:.3f} to {high:.3f} s"
+
+    lines = [("runs", f"{summary.n} complete"), ("val_loss", loss)]
+    if verdict.target_assumed:
+        target = f"{verdict.target:g} assumed; the logs name none, so give it with --target"
+        lines.append(("target", target))
+    lines += [("p-value", p_value), ("time", time)]
+    if verdict.comparison:
+        lines += comparison_lines(verdict.comparison)
+    return lines
+
+
+def comparison_lines(comparison: Comparison) -> list[tuple[str, str]]:
+    """The prior record's time and the time saved, as pairs (name, value)."""
+    prior = comparison.prior
+    runs = "run" if prior.n == 1 else "runs"
+    p = p_text(comparison.p_value)
+    saved = f"{comparison.saved:.3f} s ({comparison.saved_fraction:.2%})"
+    return [
+        ("prior", f"mean {prior.time_mean:.3f} s, {prior.n} {runs}"),
+        ("saved", f"{saved}, p {p} ({comparison.test})"),
+    ]
+
+
+def print_summary(verdict: Verdict) -> None:
+    for what, value in summary_lines(verdict):
+        print_wrapped(value, f"{what:<9} ", " " * 10)
+
+
+def print_reasons(reasons: list[str]) -> None:
+    """A list. A command has its own line, which isn't wrapped, so that it can be copied."""
+    for reason in reasons:
+        text, start, command = reason.partition("./run.sh ")
+        print_wrapped(text, "- ", "  ")
+        if command:
+            print(f"  {start}{command}")
