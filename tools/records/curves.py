@@ -91,7 +91,7 @@ def draw_curve(axes, label: str, c: Curve) -> None:
 
 def set_losses(axes, lowest: float, highest: float) -> None:
     """Sets the limits of the y axis, with a small margin."""
-    margin = 0.06 * (highest - lowest)
+    margin = 0.06 * (highest - lowest) or 0.01
     axes.set_ylim(lowest - margin, highest + margin)
 
 
@@ -105,7 +105,8 @@ def set_limits(whole, end, curves: list[Curve], target: float) -> None:
     set_losses(end, lowest, max(c.loss_at(END) for c in curves))
     start = min(c.at(END) for c in curves)
     last = max(c.x[-1] for c in curves)
-    end.set_xlim(start, last + 0.04 * (last - start))
+    room = 0.04 * (last - start) or 1
+    end.set_xlim(start, last + room)
 
 
 def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, target: float) -> None:

@@ -67,19 +67,17 @@ def read_record(folder: Path) -> Record:
         raise LogError(f"{file}: it doesn't describe a record ({e})") from None
 
 
-def by_date_then_time(record: Record) -> tuple[str, float]:
-    """A sort key. On the same day, the faster record came later, because it beat the slower one."""
-    return record.date, -record.summary.time_mean
-
-
 def read_records(root: Path) -> dict[str, list[Record]]:
-    """Maps tracks to their records, sorted by date. Raises LogError."""
+    """Maps tracks to their records, sorted by date. Raises LogError.
+
+    On the same day, the faster record came later, because it beat the slower one.
+    """
     tracks = {}
     for folder in sorted(root.glob("*/*")):
         if folder.is_dir() and FOLDER.fullmatch(folder.name):
             tracks.setdefault(folder.parent.name, []).append(read_record(folder))
     for records in tracks.values():
-        records.sort(key=by_date_then_time)
+        records.sort(key=lambda r: (r.date, -r.summary.time_mean))
     return tracks
 
 
@@ -281,7 +279,8 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
     axes.set_xticks(numbers, [f"#{n}" for n in numbers])
     room = max(len(records) - 1, 1)
     axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
-    axes.set_xlabel(f"record, {records[0].date} to {records[-1].date}")
+    dates = dict.fromkeys([records[0].date, records[-1].date])
+    axes.set_xlabel(f"record, {' to '.join(dates)}")
     axes.set_ylim(0, 1.15 * max(r.summary.time_mean for r in records))
     axes.set_ylabel("training time to the target (s)")
     figure.legend(loc="outside upper center", ncols=2)
