@@ -89,8 +89,10 @@ def draw_curve(axes, label: str, c: Curve) -> None:
     axes.fill_between(c.x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
 
 
-def set_losses(axes, lowest: float, highest: float) -> None:
-    """Sets the limits of the y axis, with a small margin."""
+def set_losses(axes, losses: list[float]) -> None:
+    """Sets the limits of the y axis, so that it shows these losses."""
+    lowest = min(losses)
+    highest = max(losses)
     margin = 0.06 * (highest - lowest) or 0.01
     axes.set_ylim(lowest - margin, highest + margin)
 
@@ -98,11 +100,10 @@ def set_losses(axes, lowest: float, highest: float) -> None:
 def set_limits(whole, end, curves: list[Curve], target: float) -> None:
     """Zooms in on the losses after the steep fall at the start, and on the end."""
     lows = [min(c.mean - c.spread) for c in curves]
-    lowest = min(target, *lows)
     second = max(c.mean[:2][-1] for c in curves)  # at the first validation after the start
-    highest = max(c.loss_at(0.1) for c in curves)
-    set_losses(whole, lowest, min(second, highest))
-    set_losses(end, lowest, max(c.loss_at(END) for c in curves))
+    tenth = max(c.loss_at(0.1) for c in curves)
+    set_losses(whole, [target, *lows, min(second, tenth)])
+    set_losses(end, [target, *lows, max(c.loss_at(END) for c in curves)])
     start = min(c.at(END) for c in curves)
     last = max(c.x[-1] for c in curves)
     room = 0.04 * (last - start) or 1

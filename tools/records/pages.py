@@ -7,9 +7,7 @@ come from the logs. The pages depend on nothing else, so a test can check that t
 
 import csv
 import datetime
-import itertools
 import json
-import re
 import textwrap
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ from tools.records.report import COLUMNS, p_text, summary_lines, table_rows
 from tools.records.rules import P_VALUE, Summary, judge, summarize
 
 RECORDS = ROOT / "records"
-FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\w+)")
 
 
 @dataclass
@@ -63,7 +60,7 @@ def read_record(folder: Path) -> Record:
     file = folder / "record.json"
     try:
         return Record(folder, logs, **json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError) as e:
+    except (TypeError, ValueError) as e:
         raise LogError(f"{file}: it doesn't describe a record ({e})") from None
 
 
@@ -73,9 +70,9 @@ def read_records(root: Path) -> dict[str, list[Record]]:
     On the same day, the faster record came later, because it beat the slower one.
     """
     tracks = {}
-    for folder in sorted(root.glob("*/*")):
-        if folder.is_dir() and FOLDER.fullmatch(folder.name):
-            tracks.setdefault(folder.parent.name, []).append(read_record(folder))
+    for file in sorted(root.glob("*/*/record.json")):
+        record = read_record(file.parent)
+        tracks.setdefault(record.track, []).append(record)
     for records in tracks.values():
         records.sort(key=lambda r: (r.date, -r.summary.time_mean))
     return tracks

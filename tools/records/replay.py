@@ -36,11 +36,12 @@ def print_script(log: Log) -> None:
     sys.stdout.buffer.write(log.source)
 
 
-def texts(log: Log) -> dict[str, list[bytes]]:
+def texts(log: Log) -> dict[str, list[str]]:
     """The lines of the sources, and of the settings but for the seed."""
-    settings = [f"{name}: {value}" for name, value in log.hyperparameters.items() if name != "seed"]
-    sources = [*log.sources, ("hyperparameters", "\n".join(settings).encode())]
-    return {name: text.split(b"\n") for name, text in sources}
+    lines = {name: text.decode("utf-8", "replace").split("\n") for name, text in log.sources}
+    settings = log.hyperparameters.items()
+    lines["hyperparameters"] = [f"{name}: {value}" for name, value in settings if name != "seed"]
+    return lines
 
 
 def print_diff(old: Log, new: Log) -> None:
@@ -48,15 +49,10 @@ def print_diff(old: Log, new: Log) -> None:
     before = texts(old)
     after = texts(new)
     for name in {**before, **after}:
-        titles = [f"{log.path.name}: {name}".encode() for log in (old, new)]
-        lines = difflib.diff_bytes(
-            difflib.unified_diff,
-            before.get(name, []),
-            after.get(name, []),
-            *titles,
-            lineterm=b"",
-        )
-        sys.stdout.buffer.writelines(line + b"\n" for line in lines)
+        titles = [f"{log.path.name}: {name}" for log in (old, new)]
+        lines = (before.get(name, []), after.get(name, []))
+        for line in difflib.unified_diff(*lines, *titles, lineterm=""):
+            print(line)
     if before == after:
         print("the sources and the settings are the same", file=sys.stderr)
 
