@@ -41,26 +41,18 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def cgroup_folders(root: Path) -> list[Path]:
-    """The folders of the cgroups that this process is in, those around them included."""
+    """The folders of the cgroups that this process is in, and all folders around them."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    mount = root / "sys/fs/cgroup"
     folders = []
     for line in lines:  # "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top = mount
-        elif "cpu" in controllers.split(","):
-            top = mount / "cpu"
-        else:
-            continue
-        folders.append(top)
-        parts = path.strip("/").split("/")
-        if ".." in parts:  # a path outside of what is mounted here
-            continue
-        folders += [top.joinpath(*parts[:i + 1]) for i in range(len(parts))]
+        if controllers == "" or "cpu" in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            own = mount / path.strip("/")  # may lead out of what is mounted here
+            folders += [own, *own.parents]
     return folders
 
 

@@ -88,11 +88,9 @@ def read_recipe(name: str, paths: list[Path]) -> Recipe:
     seen = {}
     for log in logs:
         if log.final is None or not math.isfinite(log.final.val_loss):
-            last = log.validations[-1] if log.validations else None
-            where = f"its last is {last.val_loss} at step {last.step}" if last else "it has none"
             raise LogError(
-                f"{log.path}: no val_loss at step {log.num_steps}, the last one ({where}); let the run "
-                "finish, or leave this log out"
+                f"{log.path}: no finite val_loss at the last step, {log.num_steps}; let the run finish, or "
+                "leave this log out"
             )
         if log.num_steps != first.num_steps:
             raise LogError(
