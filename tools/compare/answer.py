@@ -252,7 +252,7 @@ def plot_answer(
     path: Path,
 ) -> None:
     """Draws the intervals as they narrow, and all effects side by side. Raises FileError."""
-    from tools.records.plot import plt, save_figure  # slow to import, and only needed here
+    from tools.figures import plt, save_figure  # slow to import, and only needed here
 
     height = 4.8 + 0.35 * len(effects)
     figure, (top, bottom) = plt.subplots(

@@ -1,8 +1,6 @@
 """
 Writes records/mini/IDEAS.md: what the ideas of the NanoGPT speedrun are worth on the mini track.
 
-    python -m tools.records.idea_pages
-
 The figures come from the screens of ideas, records/mini/screens/*/result.json, which
 `./run.sh screen FILE --json` writes. A factor of a screen is an idea if it has a patch in
 records/mini/ideas/. An idea has a folder there, with these files:
@@ -20,40 +18,32 @@ Fields of idea.json. The first five are required:
     later          true for ideas from after May 2025
     commit         the commit that the patch changes; missing: the current files
     options        options of train_gpt.py that the idea needs, too
-
-Exit status: 0 written, 2 bad input.
 """
 
-import argparse
 import json
 import textwrap
 from pathlib import Path
 
+from tools.common import LogError, goal, percent, percent_interval
 from tools.compare import sources as compare_sources
-from tools.compare.answer import goal, percent, percent_interval
-from tools.common import LogError, run_command, write_file
-from tools.records.pages import RECORDS, markdown_table
+from tools.records.pages import markdown_table
 
-FOLDER = RECORDS / "mini" / "ideas"
 PATCHES = "records/mini/ideas/"  # how the patch of an idea begins in a screen's definition
-SCREENS = "screens"  # the folder of the screens, beside FOLDER
 FIELDS = ("part", "change", "does", "records", "field")
 
 INTRODUCTION = """\
 # What ideas are worth on the mini track
 
-`python -m tools.records.idea_pages` writes this page from [ideas/](ideas/) and [screens/](screens/). Don't
+`./run.sh submit --regenerate` writes this page from [ideas/](ideas/) and [screens/](screens/). Don't
 edit it.
 
 A [screen](screens/README.md) measures up to 16 ideas at once. An idea that doesn't help here may
 help at the official size. [NOTES.md](NOTES.md#five-runs-for-each-idea) has older results.
 """
 
-COLUMNS = """\
+COLUMNS = """
 - **steps**: how many more (+) or fewer (-) steps it takes to reach the same loss. The effect is the
   mean over all combinations of the other factors. The time of a step isn't counted.
-- **loss**: the loss with the idea minus that without it, in place of the steps, if the screen has
-  too few runs to convert one into the other.
 - **99% interval**: for all ideas of a screen together.
 - **verdict**: *helps* or *hurts* if the loss clearly differs. The interval of the steps can then
   still contain zero, because it includes the error of converting losses to steps. *Not worth it*
@@ -65,11 +55,19 @@ COLUMNS = """\
   measured the idea together with other changes.
 """
 
-UNMEASURED = """\
+UNMEASURED = """
 ## Not in a screen yet
 
 To measure one of these, run `./run.sh compare --idea records/mini/ideas/NAME`. Its `idea.json`
 describes it.
+
+Ideas from after May 2025:
+
+{later}
+
+Parts of the recipe, removed or replaced:
+
+{recipe}
 """
 
 
@@ -77,28 +75,26 @@ describes it.
 # Ideas
 
 
-def read_idea(file: Path) -> dict:
-    """Reads an idea.json. Raises LogError and UsageError."""
-    idea = compare_sources.read_idea(file.parent)
-    for name in FIELDS:
-        if not idea.get(name):
-            raise LogError(f"{file}: the field {name} is missing; add it")
-    if not (file.parent / "idea.patch").exists():
-        raise LogError(f"{file}: there is no idea.patch beside it; add it")
-    return idea
-
-
 def read_ideas(folder: Path) -> dict[str, dict]:
-    """Maps names to ideas, sorted by name. Raises LogError and UsageError."""
-    return {file.parent.name: read_idea(file) for file in sorted(folder.glob("*/idea.json"))}
+    """Maps the names of ideas to their idea.json, sorted by name. Raises LogError and UsageError."""
+    ideas = {}
+    for file in sorted(folder.glob("*/idea.json")):
+        idea = compare_sources.read_idea(file.parent)
+        missing = [name for name in FIELDS if not idea.get(name)]
+        if missing:
+            raise LogError(f"{file}: the field {missing[0]} is missing; add it")
+        ideas[file.parent.name] = idea
+    return ideas
 
 
-def link(name: str, idea: dict) -> str:
-    return f"[{idea['part']}](ideas/{name}/)"
-
-
-def record_and_gain(idea: dict) -> str:
-    return f"{idea['records']}: {idea['field']}"
+def idea_row(name: str, idea: dict, **figures: str) -> dict[str, str]:
+    """A row of a table, with these figures."""
+    return {
+        "idea": f"[{idea['part']}](ideas/{name}/)",
+        "change": idea["change"],
+        **figures,
+        "record and gain in the speedrun": f"{idea['records']}: {idea['field']}",
+    }
 
 
 # -----------------------------------------------------------------------------
@@ -108,22 +104,16 @@ def record_and_gain(idea: dict) -> str:
 def read_screens(folder: Path) -> dict[str, dict]:
     """Maps the names of screens of ideas to their results.
 
-    A result is what `screen.py --json` wrote about the largest group of blocks, and `effects`, which
-    maps names of ideas to factors. Raises LogError."""
+    A result is what `screen --json` wrote about the largest group of blocks, and `effects`, which
+    maps names of ideas to factors. A screen with too few blocks to know the steps is left out.
+    """
     screens = {}
-    for file in sorted((folder.parent / SCREENS).glob("*/result.json")):
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))[0]
-            effects = {}
-            for factor in found["factors"]:
-                if factor["patch"].startswith(PATCHES):
-                    effects[Path(factor["patch"]).parent.name] = factor
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            raise LogError(f"{file}: not written by screen.py --json") from None
-        if effects and len(found.get("seeds", [])) == 1:
-            raise LogError(
-                f"{file}: it has one block, so there are no intervals; make more with screen.py --blocks"
-            )
+    for file in sorted(folder.glob("*/result.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))[0]
+        effects = {}
+        for factor in found["factors"]:
+            if factor["patch"].startswith(PATCHES) and factor["steps"] is not None:
+                effects[Path(factor["patch"]).parent.name] = factor
         if effects:
             screens[file.parent.name] = {**found, "effects": effects}
     return screens
@@ -131,146 +121,82 @@ def read_screens(folder: Path) -> dict[str, dict]:
 
 def figure_there(idea: dict, effect: dict) -> str:
     """Whether the interval contains the speedrun's own figure."""
-    if "field_steps" not in idea or effect["steps"] is None:
+    if "field_steps" not in idea:
         return "not comparable"
     low, high = (round(100 * bound, 1) for bound in effect["steps_interval"])  # as they are shown
     inside = low <= idea["field_steps"] <= high
     return "inside" if inside else "excluded"
 
 
-def size_of_effect(effect: dict) -> dict[str, str]:
-    """Two cells: the effect in steps, or as a loss if the screen has too few runs to convert it."""
-    if effect["steps"] is not None:
-        interval = percent_interval(effect["steps_interval"])
-        return {"steps": percent(effect["steps"]), "99% interval": interval}
-    low = effect["difference"] - effect["half_width"]
-    high = effect["difference"] + effect["half_width"]
-    return {"loss": f"{effect['difference']:+.4f}", "99% interval": f"{low:+.4f} to {high:+.4f}"}
-
-
-def screen_table(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
-    """The lines of a table with one row per idea, the most helpful one first. Raises LogError."""
+def screen_table(screen: dict, ideas: dict[str, dict]) -> str:
+    """One row per idea, the most helpful one first."""
     rows = []
-    effects = screen["effects"]
-    for idea_name in sorted(effects, key=lambda n: effects[n]["difference"]):
-        if idea_name not in ideas:
-            raise LogError(f"{name}: there is no idea {idea_name}")
-        idea = ideas[idea_name]
-        effect = effects[idea_name]
-        row = {
-            "idea": link(idea_name, idea),
-            "change": idea["change"],
-            **size_of_effect(effect),
+    for name, effect in sorted(screen["effects"].items(), key=lambda e: e[1]["difference"]):
+        figures = {
+            "steps": percent(effect["steps"]),
+            "99% interval": percent_interval(effect["steps_interval"]),
             "verdict": effect["verdict"],
-            "record and gain in the speedrun": record_and_gain(idea),
-            "that gain is": figure_there(idea, effect),
         }
+        row = idea_row(name, ideas[name], **figures)
+        row["that gain is"] = figure_there(ideas[name], effect)
         rows.append(row)
-    header = tuple(rows[0])
-    cells = [tuple(row.values()) for row in rows]
-    return markdown_table(header, cells, right=header[2:4])
+    return markdown_table(rows, right=("steps", "99% interval"))
 
 
-def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> list[str]:
-    """The lines about a screen. Raises LogError."""
+def screen_section(name: str, screen: dict, ideas: dict[str, dict]) -> str:
     seeds = ", ".join(map(str, screen["seeds"]))
     runs = 32 * len(screen["seeds"])
     machines = ", and ".join(screen["machines"])
     facts = f"{len(screen['effects'])} ideas, each off or on, in 32 combinations. "
     facts += f"{runs} runs with seeds {seeds}, in {screen['dtype']} with PyTorch {screen['torch']}, "
     facts += f"on {machines}. A run's standard deviation is {screen['sd']:.4f}."
-    return [
-        f"## The screen {name}",
-        "",
-        *wrapped(facts),
-        "",
-        *screen_table(name, screen, ideas),
-        "",
-        f"![The effects with their intervals](screens/{name}/effects.png)",
-        "",
-    ]
+    facts = wrapped(facts)
+    table = screen_table(screen, ideas)
+    return f"""
+## The screen {name}
+
+{facts}
+
+{table}
+
+![The effects with their intervals](screens/{name}/effects.png)
+"""
 
 
 # -----------------------------------------------------------------------------
 # The page
 
 
-def wrapped(text: str, indent: str = "") -> list[str]:
-    """The lines of a paragraph. All but the first are indented."""
-    return textwrap.wrap(
-        text,
-        width=100,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def wrapped(text: str, indent: str = "") -> str:
+    """Lines of a paragraph. All but the first are indented."""
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def descriptions(names: list[str], ideas: dict[str, dict]) -> list[str]:
-    """The lines that say what ideas do. Two ideas about the same part need only one entry."""
-    texts = []
-    for name in names:
-        idea = ideas[name]
-        text = f"- **{idea['part']}**: {idea['does']}"
-        if text not in texts:
-            texts.append(text)
-    lines = ["## What they do", ""]
-    for text in texts:
-        lines += wrapped(text, indent="  ")
-    return [*lines, ""]
+def descriptions(names: list[str], ideas: dict[str, dict]) -> str:
+    """What ideas do. Two ideas about the same part need only one entry."""
+    texts = {f"- **{ideas[name]['part']}**: {ideas[name]['does']}" for name in names}
+    lines = [wrapped(text, indent="  ") for text in sorted(texts, key=str.lower)]
+    return "\n## What they do\n\n" + "\n".join(lines) + "\n"
 
 
-def table(ideas: dict[str, dict]) -> list[str]:
-    """The lines of a table of ideas without figures."""
-    header = ("idea", "change", "record and gain in the speedrun")
-    rows = [(link(name, idea), idea["change"], record_and_gain(idea)) for name, idea in ideas.items()]
-    rows.sort(key=lambda row: row[0].lower())
-    return markdown_table(header, rows)
+def unmeasured(ideas: dict[str, dict]) -> str:
+    """About ideas that no screen has measured."""
+    later = []
+    recipe = []
+    for name, idea in sorted(ideas.items(), key=lambda i: i[1]["part"].lower()):
+        rows = later if idea.get("later") else recipe
+        rows.append(idea_row(name, idea))
+    return UNMEASURED.format(later=markdown_table(later), recipe=markdown_table(recipe))
 
 
-def unmeasured(ideas: dict[str, dict]) -> list[str]:
-    """The lines about ideas that no screen has measured. None if there are no such ideas."""
-    if not ideas:
-        return []
-    later = {name: idea for name, idea in ideas.items() if idea.get("later")}
-    recipe = {name: idea for name, idea in ideas.items() if not idea.get("later")}
-    lines = UNMEASURED.splitlines() + [""]
-    if later:
-        lines += ["Ideas from after May 2025:", "", *table(later), ""]
-    if recipe:
-        lines += ["Parts of the recipe, removed or replaced:", "", *table(recipe), ""]
-    return lines
-
-
-def page(folder: Path) -> str:
-    """IDEAS.md. Raises LogError and UsageError."""
-    ideas = read_ideas(folder)
-    screens = read_screens(folder)
-    lines = INTRODUCTION.splitlines() + [""]
+def page(root: Path) -> str:
+    """mini/IDEAS.md. Raises LogError and UsageError."""
+    ideas = read_ideas(root / "mini/ideas")
+    text = INTRODUCTION
     measured = []
-    for name, screen in screens.items():
-        lines += screen_section(name, screen, ideas)
-        measured += [idea for idea in screen["effects"] if idea not in measured]
-    if measured:
-        until = goal(next(iter(screens.values()))["until"])
-        lines += COLUMNS.format(until=until).splitlines() + [""]
-        lines += descriptions(sorted(measured, key=lambda n: ideas[n]["part"].lower()), ideas)
-    lines += unmeasured({name: idea for name, idea in ideas.items() if name not in measured})
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="idea_pages.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    folder = "folder of ideas (default: records/mini/ideas)"
-    parser.add_argument("--folder", type=Path, default=FOLDER, help=folder)
-    args = parser.parse_args(argv)
-    write_file(args.folder.parent / "IDEAS.md", page(args.folder).encode())
-    return 0
-
-
-if __name__ == "__main__":
-    run_command(main)
+    for name, screen in read_screens(root / "mini/screens").items():
+        text += screen_section(name, screen, ideas)
+        measured += screen["effects"]
+        until = goal(screen["until"])
+    text += COLUMNS.format(until=until) + descriptions(measured, ideas)
+    return text + unmeasured({name: idea for name, idea in ideas.items() if name not in measured})

@@ -7,6 +7,7 @@ come from the logs. The pages depend on nothing else, so a test can check that t
 
 import csv
 import datetime
+import itertools
 import json
 import re
 import textwrap
@@ -14,16 +15,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib.dates as mdates
-import matplotlib.pyplot as plt
-
 from tools.common import ROOT, LogError, write_file
+from tools.figures import COLORS, plt, save_figure
 from tools.logs import Log, read_logs
-from tools.common import readable
-from tools.records.plot import COLORS, plot_curves, save_figure
-from tools.records.replay import command_to_run
+from tools.records.curves import plot_curves
 from tools.records.report import COLUMNS, p_text, summary_lines, table_rows
-from tools.records.rules import P_VALUE, Summary, Verdict, judge, summarize
+from tools.records.rules import P_VALUE, Summary, judge, summarize
 
 RECORDS = ROOT / "records"
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\w+)")
@@ -58,43 +55,29 @@ class Record:
         return summarize(self.logs, self.target)
 
 
-def read_facts(path: Path) -> dict:
-    """Reads a record.json. Raises LogError."""
-    kinds = {"name": str, "what": str, "target": float, "same_ml": bool, "against": str}
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        return {key: kind(facts[key]) for key, kind in kinds.items()}
-    except OSError as e:
-        raise LogError(f"{path}: {(e.strerror or 'cannot be read').lower()}") from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise LogError(f"{path}: it doesn't describe a record ({e})") from None
-
-
 def read_record(folder: Path) -> Record:
     """Raises LogError."""
-    facts = read_facts(folder / "record.json")
     logs, errors = read_logs([folder])
-    for log in logs:
-        if log.incomplete:
-            errors.append(f"{log.path}: {log.incomplete}")
     if errors:
         raise LogError(errors[0])
-    return Record(folder, logs, **facts)
-
-
-def by_date_then_time(record: Record) -> tuple[str, float]:
-    """A sort key. On the same day, the faster record came later, because it beat the slower one."""
-    return record.date, -record.summary.time_mean
+    file = folder / "record.json"
+    try:
+        return Record(folder, logs, **json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as e:
+        raise LogError(f"{file}: it doesn't describe a record ({e})") from None
 
 
 def read_records(root: Path) -> dict[str, list[Record]]:
-    """Maps tracks to their records, sorted by date. Raises LogError."""
+    """Maps tracks to their records, sorted by date. Raises LogError.
+
+    On the same day, the faster record came later, because it beat the slower one.
+    """
     tracks = {}
     for folder in sorted(root.glob("*/*")):
         if folder.is_dir() and FOLDER.fullmatch(folder.name):
             tracks.setdefault(folder.parent.name, []).append(read_record(folder))
     for records in tracks.values():
-        records.sort(key=by_date_then_time)
+        records.sort(key=lambda r: (r.date, -r.summary.time_mean))
     return tracks
 
 
@@ -107,246 +90,198 @@ def record_to_beat(records: list[Record], hardware: str) -> Record | None:
 # -----------------------------------------------------------------------------
 # Text
 
-def markdown_row(cells) -> str:
-    escaped = [cell.replace("|", "\\|") for cell in cells]
-    return "| " + " | ".join(escaped) + " |"
+INTRODUCTION = """\
+# Records
+
+`./run.sh submit --regenerate` writes this page from the logs in this folder. Don't edit it.
+
+| command | what it does |
+| --- | --- |
+| `./run.sh verify LOG...` | checks whether runs make a valid record, and prints their statistics |
+| `./run.sh replay LOG` | extracts the source of a run from its log |
+| `./run.sh plot LOG... -o curves.png` | draws loss curves |
+| `./run.sh submit --track TRACK --name NAME LOG...` | files a record and updates this page |
+
+[tools/README.md](../tools/README.md#rules-of-a-record) lists the rules.
+
+| page | what it is about |
+| --- | --- |
+| [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are worth on `mini` |
+| [mini/screens/](mini/screens/README.md) | screens: many settings or ideas of `mini`, measured together |
+| [mini/NOTES.md](mini/NOTES.md) | how `mini` was chosen and tuned |
+| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |
+| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, and checked without a GPU |
+| [baseline/](baseline/) | logs of the [GPT-2 recipe](../recipes/README.md) at the size of `mini` |
+"""
+
+NO_FINEWEB = """
+There is no record on `fineweb`, because we have only run short tests on a GPU.
+"""
+
+HISTORY = """
+## Records of the NanoGPT speedrun (8x NVIDIA H100)
+
+In the NanoGPT speedrun, people compete to train a 124M-parameter GPT on FineWeb to a
+validation loss of 3.28. Its home is
+[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which credits the
+author of each record. These records are **not** ours, and we have reproduced none of
+them. Record 21 is listed three times: as it was set, with the new timing rules, and
+with a later PyTorch. The last two are slower, so the curve rises there.
+[record_history.csv](record_history.csv) has the same table.
+
+![record time by date](history.png)
+
+"""
 
 
-def markdown_table(
-    header: tuple[str, ...],
-    rows: list[tuple[str, ...]],
-    right: Collection[str] = (),
-) -> list[str]:
-    """The lines of a table. `right` names the columns to align to the right."""
+def markdown_table(rows: list[dict[str, str]], right: Collection[str] = ()) -> str:
+    """The keys are the header. `right` names the columns to align to the right."""
+    header = list(rows[0])
     alignment = ["---:" if name in right else "---" for name in header]
-    return [markdown_row(header), markdown_row(alignment)] + [markdown_row(row) for row in rows]
-
-
-def commands_to_repeat(record: Record, prior: Record | None) -> list[str]:
-    """Commands that verify a record, extract its sources, and run them."""
-    folder = f"records/{record.track}/{record.folder.name}"
-    verify = f"./run.sh verify {folder}"
-    if prior:
-        verify += f" --against records/{record.track}/{prior.folder.name}"
-    if prior and record.same_ml:
-        verify += " --same-ml"
-    log = record.logs[0]
-    replay = f"./run.sh replay {folder}/{readable(log.path.name)} -o old"
-    return [verify, replay, command_to_run(log, "old")]
-
-
-def result_lines(verdict: Verdict) -> list[str]:
-    """The statistics as a list. Its names are longer than those in verify.py's column."""
     lines = []
-    for name, value in summary_lines(verdict):
-        if name == "prior":
-            name = "previous record"
-        lines.append(f"- {name}: {value}")
-    return lines
+    for cells in [header, alignment, *(row.values() for row in rows)]:
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return "\n".join(lines)
+
+
+def commands_to_repeat(record: Record, prior: Record | None) -> str:
+    """Commands that verify a record, extract its sources, and show what is new in them."""
+    folder = f"records/{record.track}/{record.folder.name}"
+    log = f"{folder}/{record.logs[0].path.name}"
+    verify = f"./run.sh verify {folder}"
+    replay = f"./run.sh replay {log} -o old"
+    if not prior:
+        return f"{verify}\n{replay}"
+    before = f"records/{record.track}/{prior.folder.name}"
+    verify += f" --against {before}"
+    if record.same_ml:
+        verify += " --same-ml"
+    diff = f"./run.sh replay {before}/{prior.logs[0].path.name} --diff {log}"
+    return f"{verify}\n{replay}\n{diff}"
 
 
 def record_readme(record: Record, prior: Record | None) -> str:
     """The README of a record's folder."""
     verdict = judge(record.logs, record.target, prior.logs if prior else [], record.same_ml)
-    rows, machines = table_rows(record.logs)
-    linked_rows = []
+    results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
+    results = results.replace("- prior:", "- previous record:")
+    cells, machines = table_rows(record.logs)
+    rows = [dict(zip(COLUMNS, row)) for row in cells]
     for log, row in zip(record.logs, rows):
-        link = f"[{log.name}]({readable(log.path.name)})"
-        linked_rows.append((link, *row[1:]))
-    return "\n".join(
-        [
-            f"# {record.name}",
-            "",
-            f"A record of the `{record.track}` track, set on {record.date}. Hardware: {record.hardware}.",
-            f"The target loss is {record.target:g}.",
-            "",
-            "## What changed",
-            "",
-            record.what,
-            "",
-            "## Result",
-            "",
-            *result_lines(verdict),
-            "",
-            "![validation loss](curves.png)",
-            "",
-            *markdown_table(COLUMNS, linked_rows, right=("val_loss", "time", "steps", "step_avg")),
-            "",
-            *machines,
-            "",
-            "## Verify and reproduce",
-            "",
-            "```",
-            *commands_to_repeat(record, prior),
-            "```",
-            "",
-            "`replay.py` extracts the source of the run from its log. The log also has all",
-            "hyperparameters.",
-            "",
-        ]
-    )
+        row["log"] = f"[{log.name}]({log.path.name})"
+    table = markdown_table(rows, right=("val_loss", "time", "steps", "step_avg"))
+    machines = "\n".join(machines)
+    commands = commands_to_repeat(record, prior)
+    return f"""\
+# {record.name}
+
+A record of the `{record.track}` track, set on {record.date}. Hardware: {record.hardware}.
+The target loss is {record.target:g}.
+
+## What changed
+
+{record.what}
+
+## Result
+
+{results}
+
+![validation loss](curves.png)
+
+{table}
+
+{machines}
+
+## Verify and reproduce
+
+```
+{commands}
+```
+
+`replay -o` extracts the sources of the run from its log, and prints the command that runs
+them. `replay --diff` shows how two runs differ. The log also has all hyperparameters.
+"""
 
 
-def leaderboard(track: str, records: list[Record]) -> list[str]:
-    """The lines of a track's section."""
-    fastest = {record_to_beat(records, r.hardware).folder for r in records}
+def leaderboard(track: str, records: list[Record]) -> str:
+    """A track's section."""
     rows = []
     for number, record in enumerate(records, 1):
         summary = record.summary
-        log = record.logs[0]
         time = f"{summary.time_mean:.2f}"
-        if record.folder in fastest:
+        if record is record_to_beat(records, record.hardware):
             time = f"**{time}**"
-        p = "waived" if record.same_ml else p_text(summary.p_value)
         row = {
             "#": str(number),
             "seconds": time,
             "record": f"[{record.name}]({track}/{record.folder.name}/)",
             "date": record.date,
             "val_loss": f"{summary.loss_mean:.4f}",
-            "p": p,
+            "p": "waived" if record.same_ml else p_text(summary.p_value),
             "runs": str(summary.n),
-            "steps": str(log.num_steps),
+            "steps": str(record.logs[0].num_steps),
             "hardware": record.hardware,
-            "PyTorch": log.torch,
+            "PyTorch": record.logs[0].torch,
         }
         rows.append(row)
-    header = tuple(rows[0])
-    cells = [tuple(row.values()) for row in rows]
-    targets = " and ".join(dict.fromkeys(f"{r.target:g}" for r in records))
-    return [
-        f"## {track}",
-        "",
-        f"Target: a mean validation loss below {targets} with p < {P_VALUE:g}. Seconds are the",
-        "mean training time. The fastest record on each kind of hardware is in bold.",
-        "",
-        *markdown_table(header, cells, right=("#", "seconds", "val_loss", "p", "runs", "steps")),
-        "",
-        f"![record times]({track}/leaderboard.png)",
-        "",
-    ]
+    table = markdown_table(rows, right=("#", "seconds", "val_loss", "p", "runs", "steps"))
+    return f"""
+## {track}
+
+Target: a mean validation loss below {records[0].target:g} with p < {P_VALUE:g}. Seconds are the
+mean training time. The fastest record on each kind of hardware is in bold.
+
+{table}
+
+![record times]({track}/leaderboard.png)
+"""
 
 
 def read_history(root: Path) -> list[dict[str, str]]:
-    """The rows of record_history.csv. Raises LogError."""
-    path = root / "record_history.csv"
-    try:
-        with open(path, newline="", encoding="utf-8") as f:
-            return list(csv.DictReader(f))
-    except OSError as e:
-        raise LogError(f"{path}: {(e.strerror or 'cannot be read').lower()}") from None
+    """The rows of record_history.csv."""
+    with open(root / "record_history.csv", newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
 
 
-def history_section(root: Path) -> list[str]:
-    """The lines about the records of the NanoGPT speedrun. Raises LogError."""
-    columns = ("record", "minutes", "technique", "date")
-    rows = [tuple(row[name] for name in columns) for row in read_history(root)]
-    return [
-        "## Records of the NanoGPT speedrun (8x NVIDIA H100)",
-        "",
-        "In the NanoGPT speedrun, people compete to train a 124M-parameter GPT on FineWeb to a",
-        "validation loss of 3.28. Its home is",
-        "[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which credits the",
-        "author of each record. These records are **not** ours, and we have reproduced none of",
-        "them. Record 21 is listed three times: as it was set, with the new timing rules, and",
-        "with a later PyTorch. The last two are slower, so the curve rises there.",
-        "[record_history.csv](record_history.csv) has the same table.",
-        "",
-        "![record time by date](history.png)",
-        "",
-        *markdown_table(columns, rows, right=("record", "minutes")),
-        "",
-    ]
-
-
-def readme(root: Path) -> str:
-    """records/README.md. Raises LogError."""
-    lines = [
-        "# Records",
-        "",
-        "`./run.sh submit --regenerate` writes this page from the logs in this folder. "
-        "Don't edit it.",
-        "",
-        "| command | what it does |",
-        "| --- | --- |",
-        "| `./run.sh verify LOG...` | checks whether runs make a valid record, "
-        "and prints their statistics |",
-        "| `./run.sh replay LOG` | extracts the source of a run from its log |",
-        "| `./run.sh plot LOG... -o curves.png` | draws loss curves |",
-        "| `./run.sh submit --track TRACK --name NAME LOG...` | files a record and updates "
-        "this page |",
-        "",
-        "[tools/README.md](../tools/README.md#rules-of-a-record) lists the rules.",
-        "",
-        "| page | what it is about |",
-        "| --- | --- |",
-        "| [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are "
-        "worth on `mini` |",
-        "| [mini/screens/](mini/screens/README.md) | screens: many settings or ideas of "
-        "`mini`, measured together |",
-        "| [mini/NOTES.md](mini/NOTES.md) | how `mini` was chosen and tuned |",
-        "| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |",
-        "| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, "
-        "and checked without a GPU |",
-        "| [baseline/](baseline/) | logs of the [GPT-2 recipe](../recipes/README.md) at the size of "
-        "`mini` |",
-        "",
-    ]
-    tracks = read_records(root)
+def readme(root: Path, tracks: dict[str, list[Record]]) -> str:
+    """records/README.md."""
+    text = INTRODUCTION
     for track, records in tracks.items():
-        lines += leaderboard(track, records)
-    if not tracks:
-        lines += ["There is no record yet.", ""]
+        text += leaderboard(track, records)
     if "fineweb" not in tracks:
-        lines += ["There is no record on `fineweb`, because we have only run short tests on a GPU.", ""]
-    lines += history_section(root)
-    return "\n".join(lines)
+        text += NO_FINEWEB
+    columns = ("record", "minutes", "technique", "date")
+    rows = [{name: row[name] for name in columns} for row in read_history(root)]
+    return text + HISTORY + markdown_table(rows, right=("record", "minutes")) + "\n"
 
 
 # -----------------------------------------------------------------------------
 # Plots
-
-def day(date: str) -> datetime.date:
-    return datetime.date.fromisoformat(date)
-
 
 def annotate(axes, text: str, point: tuple, offset: tuple[int, int]) -> None:
     axes.annotate(text, point, offset, textcoords="offset points", fontsize=9)
 
 
 def plot_leaderboard(records: list[Record], path: Path) -> None:
-    """Plots the times of records, with a line for each hardware.
-
-    The x axis is the date, or the record's number if all records are from within 31 days.
-    """
+    """Plots the times of records by number, with a line for each hardware."""
     figure, axes = plt.subplots()
-    dates = [day(r.date) for r in records]
-    times = [r.summary.time_mean for r in records]
-    numbers = list(range(1, len(records) + 1))
-    one_month = max(dates) - min(dates) < datetime.timedelta(days=31)
-    places = numbers if one_month else dates
-    for i, hardware in enumerate(dict.fromkeys(r.hardware for r in records)):
-        own = [n for n, r in enumerate(records) if r.hardware == hardware]
-        xs = [places[n] for n in own]
-        ys = [times[n] for n in own]
-        color = COLORS[i % len(COLORS)]
-        axes.step(xs, ys, "o-", where="post", color=color, label=hardware)
-        for n in own:
-            name = textwrap.shorten(records[n].name, 32, placeholder=" …")
-            text = f"#{n + 1} {name}, {times[n]:.1f} s"
-            offset = (7, -14) if n == own[-1] else (7, 5)  # above the line, but the last one below
-            annotate(axes, text, (places[n], times[n]), offset)
-    if one_month:
-        axes.set_xticks(numbers, [f"#{n}" for n in numbers])
-        room = max(len(records) - 1, 1)
-        axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
-        label = f"record, {min(dates)}"
-        if max(dates) > min(dates):
-            label += f" to {max(dates)}"
-        axes.set_xlabel(label)
-    else:
-        finish_time_axes(axes, dates)
-    axes.set_ylim(0, 1.15 * max(times))
+    axes.set_prop_cycle(color=COLORS)
+    for hardware in dict.fromkeys(r.hardware for r in records):
+        numbers = [n for n, r in enumerate(records, 1) if r.hardware == hardware]
+        times = [records[n - 1].summary.time_mean for n in numbers]
+        axes.step(numbers, times, "o-", where="post", label=hardware)
+        for n, time in zip(numbers, times):
+            name = textwrap.shorten(records[n - 1].name, 32, placeholder=" …")
+            offset = (7, -14) if n == numbers[-1] else (7, 5)  # above the line, but the last one below
+            annotate(axes, f"#{n} {name}, {time:.1f} s", (n, time), offset)
+    numbers = range(1, len(records) + 1)
+    axes.set_xticks(numbers, [f"#{n}" for n in numbers])
+    room = max(len(records) - 1, 1)
+    axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
+    dates = dict.fromkeys([records[0].date, records[-1].date])
+    axes.set_xlabel(f"record, {' to '.join(dates)}")
+    axes.set_ylim(0, 1.15 * max(r.summary.time_mean for r in records))
     axes.set_ylabel("training time to the target (s)")
     figure.legend(loc="outside upper center", ncols=2)
     save_figure(figure, path)
@@ -366,10 +301,9 @@ NAMED_IN_PLOT = {
 def plot_history(history: list[dict[str, str]], path: Path) -> None:
     """Plots the times of the NanoGPT speedrun's records by date."""
     figure, axes = plt.subplots()
-    dates = [day(row["date"]) for row in history]
+    dates = [datetime.date.fromisoformat(row["date"]) for row in history]
     minutes = [float(row["minutes"]) for row in history]
-    axes.step(dates, minutes, where="post", color=COLORS[0], linewidth=1.6)
-    axes.plot(dates, minutes, "o", color=COLORS[0], markersize=3.5)
+    axes.step(dates, minutes, "o-", where="post", color=COLORS[0], linewidth=1.6, markersize=3.5)
     for row, x, y in zip(history, dates, minutes):
         name = NAMED_IN_PLOT.get(row["record"])
         if name:
@@ -379,39 +313,25 @@ def plot_history(history: list[dict[str, str]], path: Path) -> None:
     ticks = [1, 2, 5, 10, 20, 45]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    finish_time_axes(axes, dates)
+    pad = (max(dates) - min(dates)) // 10
+    axes.set_xlim(min(dates) - pad / 2, max(dates) + 2.4 * pad)  # room for the last name
     axes.set_ylabel("minutes on 8x H100")
     axes.set_title("Records of the NanoGPT speedrun (FineWeb to 3.28), not ours")
     save_figure(figure, path)
 
 
-def finish_time_axes(axes, dates: list[datetime.date]) -> None:
-    """Sets limits and ticks for dates. The right margin leaves room for the last name."""
-    pad = datetime.timedelta(days=max(3, (max(dates) - min(dates)).days // 10))
-    axes.set_xlim(min(dates) - pad / 2, max(dates) + 2.4 * pad)
-    locator = mdates.AutoDateLocator(minticks=3, maxticks=7)
-    axes.xaxis.set_major_locator(locator)
-    axes.xaxis.set_major_formatter(mdates.ConciseDateFormatter(locator))
-
-
 # -----------------------------------------------------------------------------
 # Files
 
-def write_record(record: Record, prior: Record | None) -> None:
-    """Writes the README and the plot of a record's folder."""
-    write_file(record.folder / "README.md", record_readme(record, prior).encode())
-    curves = {record.name: record.logs}
-    plot_curves(curves, record.folder / "curves.png", x="time", targets=[record.target])
-
-
-def regenerate(root: Path = RECORDS) -> None:
-    """Writes all generated files in records/. Raises LogError."""
-    text = readme(root)
+def write_pages(root: Path) -> None:
+    """Writes all pages and pictures about records. Raises LogError and FileError."""
     tracks = read_records(root)
     for track, records in tracks.items():
-        by_folder = {r.folder.name: r for r in records}
-        for record in records:
-            write_record(record, by_folder.get(record.against))
+        by_name = {r.folder.name: r for r in records}
+        for r in records:
+            text = record_readme(r, by_name.get(r.against))
+            write_file(r.folder / "README.md", text.encode())
+            plot_curves({r.name: r.logs}, r.folder / "curves.png", "time", r.target)
         plot_leaderboard(records, root / track / "leaderboard.png")
     plot_history(read_history(root), root / "history.png")
-    write_file(root / "README.md", text.encode())
+    write_file(root / "README.md", readme(root, tracks).encode())

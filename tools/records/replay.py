@@ -3,7 +3,7 @@ Gets the sources of a run out of its log, byte for byte. It runs none of them.
 
     ./run.sh replay LOG                    prints the script
     ./run.sh replay LOG -o FOLDER          writes all sources into a new folder
-    ./run.sh replay LOG --diff OTHER_LOG   how the sources of OTHER_LOG differ from those of LOG
+    ./run.sh replay LOG --diff OTHER_LOG   how sources and settings of OTHER_LOG differ from LOG's
 
 Exit status: 0 written, 2 bad input.
 """
@@ -15,46 +15,16 @@ import shlex
 import sys
 from pathlib import Path
 
-from tools.common import FileError, LogError, run_command
+from tools.common import FileError, LogError, run_command, write_file
 from tools.logs import Log, parse_log
 
 
-def read_log(path: str | Path) -> Log:
+def read_log(path: Path) -> Log:
     """Raises LogError if the log contains no source."""
     log = parse_log(path)
-    if not log.source:
-        raise LogError(
-            f"{path}: no source found in this log; it should come first, above a line of = signs"
-        )
+    if not log.sources:
+        raise LogError(f"{path}: no source in this log; it should come first, above a line of = signs")
     return log
-
-
-def diff_sources(old: Log, new: Log) -> list[str]:
-    """A unified diff for each source that isn't the same, without the line endings of the sources.
-
-    Sources are compared with those of the same name.
-    """
-    old_sources = dict(old.sources)
-    new_sources = dict(new.sources)
-    diffs = []
-    for name in {**old_sources, **new_sources}:
-        old_lines = old_sources.get(name, b"").decode("utf-8", "replace").splitlines()
-        new_lines = new_sources.get(name, b"").decode("utf-8", "replace").splitlines()
-        titles = (f"{old.path.name}: {name}", f"{new.path.name}: {name}")
-        lines = list(difflib.unified_diff(old_lines, new_lines, *titles, lineterm=""))
-        if lines:
-            diffs.append("".join(f"{line}\n" for line in lines))
-    return diffs
-
-
-def print_diff(old: Log, new: Log) -> None:
-    """If there is nothing to show, a line on stderr says why."""
-    text = "".join(diff_sources(old, new))
-    if old.sources == new.sources:
-        print("the sources are the same", file=sys.stderr)
-    elif not text:
-        print("the sources differ in line endings only", file=sys.stderr)
-    sys.stdout.buffer.write(text.encode())
 
 
 def print_script(log: Log) -> None:
@@ -66,36 +36,54 @@ def print_script(log: Log) -> None:
     sys.stdout.buffer.write(log.source)
 
 
+def texts(log: Log) -> dict[str, list[bytes]]:
+    """The lines of the sources, and of the settings but for the seed."""
+    settings = [f"{name}: {value}" for name, value in log.hyperparameters.items() if name != "seed"]
+    sources = [*log.sources, ("hyperparameters", "\n".join(settings).encode())]
+    return {name: text.split(b"\n") for name, text in sources}
+
+
+def print_diff(old: Log, new: Log) -> None:
+    """Prints a unified diff of the sources and the settings."""
+    before = texts(old)
+    after = texts(new)
+    for name in {**before, **after}:
+        titles = [f"{log.path.name}: {name}".encode() for log in (old, new)]
+        lines = difflib.diff_bytes(
+            difflib.unified_diff,
+            before.get(name, []),
+            after.get(name, []),
+            *titles,
+            lineterm=b"",
+        )
+        sys.stdout.buffer.writelines(line + b"\n" for line in lines)
+    if before == after:
+        print("the sources and the settings are the same", file=sys.stderr)
+
+
 def write_sources(log: Log, folder: Path) -> None:
-    """Writes each source under its name, into a new or empty folder.
+    """Writes each source under its name, into a new folder. Raises FileError.
 
     The names come out of the log, perhaps a stranger's. So this raises LogError if one leads out of
-    the folder, and never writes over a file. Raises FileError if it can't write.
+    the folder.
     """
+    if folder.exists():
+        raise FileError(f"{folder} exists already; choose a new folder")
     for name, _ in log.sources:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise LogError(f"{log.path}: contains a source named {name}, outside of the folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise FileError(f"{folder} isn't empty; choose a new folder")
-        for name, text in log.sources:
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "xb") as f:  # write_file would write over a source of the same name
-                f.write(text)
-    except OSError as e:
-        reason = (e.strerror or str(e)).lower()
-        raise FileError(f"cannot write {e.filename or folder}: {reason}") from None
+    for name, text in log.sources:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_file(folder / name, text)
 
 
-def command_to_run(log: Log, folder: str | Path) -> str:
+def command_to_run(log: Log, folder: Path) -> str:
     """The command that runs the sources in `folder`, with the track and the seed of the log."""
-    script = f"{folder}/{log.sources[0][0]}"
-    words = ["python", script]
+    words = [sys.executable]
     gpus = re.match(r"(\d+)x ", log.hardware)
     if gpus and gpus[1] != "1":
-        words = ["torchrun", "--standalone", f"--nproc_per_node={gpus[1]}", script]
+        words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus[1]}"]
+    words.append(f"{folder}/{log.sources[0][0]}")
     for name in ("track", "seed"):
         if name in log.hyperparameters:
             words += [f"--{name}", str(log.hyperparameters[name])]
@@ -113,19 +101,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("log", type=Path, metavar="LOG")
     options = parser.add_mutually_exclusive_group()
-    options.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="write all sources into this folder, which is new or empty",
-    )
-    options.add_argument(
-        "--diff",
-        type=Path,
-        metavar="OTHER_LOG",
-        help="show how the sources of OTHER_LOG differ from those of LOG",
-    )
+    into = "write all sources into this folder, which is new"
+    options.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=into)
+    differ = "show how the sources and settings of OTHER_LOG differ from those of LOG"
+    options.add_argument("--diff", type=Path, metavar="OTHER_LOG", help=differ)
     args = parser.parse_args(argv)
     log = read_log(args.log)
     if args.output:

@@ -248,7 +248,7 @@ def color_of(contrast: Contrast) -> str:
 
 def plot_result(name: str, result: Result, path: Path) -> None:
     """Draws the factors' effects with their intervals, the largest at the top. Raises FileError."""
-    from tools.records.plot import plt, save_figure  # slow to import, and only needed here
+    from tools.figures import plt, save_figure  # slow to import, and only needed here
 
     figure, ax = plt.subplots(figsize=(8, 1.4 + 0.35 * len(result.factors)))
     known = result.slope is not None
