@@ -95,15 +95,6 @@ def show_any_text() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def readable(argument: str) -> str:
-    """A word of the command line as UTF-8, also in the C locale, where Python reads it as ASCII."""
-    try:
-        argument.encode()
-    except UnicodeEncodeError:  # bytes that the locale could not decode
-        return os.fsencode(argument).decode("utf-8", "replace")
-    return argument
-
-
 # -----------------------------------------------------------------------------
 # For the commands
 
@@ -159,8 +150,8 @@ def discard_output() -> None:
 def run_command(main, *more_errors: type[Exception]) -> None:
     """Runs main(argv) and exits with its status.
 
-    After a LogError, a FileError, a UsageError or one of `more_errors`, it prints the message and exits
-    with status 2. After Ctrl-C, the status is 130.
+    After a LogError, FileError, UsageError, OSError or one of `more_errors`, it prints the message and
+    exits with status 2. After Ctrl-C, the status is 130.
     """
     show_any_text()
     try:
@@ -175,6 +166,9 @@ def run_command(main, *more_errors: type[Exception]) -> None:
     except BrokenPipeError:
         discard_output()
         status = 1
+    except OSError as e:
+        print(f"error: {e}", file=sys.stderr)
+        status = 2
     sys.exit(status)
 
 
