@@ -41,26 +41,18 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def cgroup_folders(root: Path) -> list[Path]:
-    """The folders of the cgroups that this process is in, those around them included."""
+    """The folders of the cgroups that this process is in, and all folders around them."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    mount = root / "sys/fs/cgroup"
     folders = []
     for line in lines:  # "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top = mount
-        elif "cpu" in controllers.split(","):
-            top = mount / "cpu"
-        else:
-            continue
-        folders.append(top)
-        parts = path.strip("/").split("/")
-        if ".." in parts:  # a path outside of what is mounted here
-            continue
-        folders += [top.joinpath(*parts[:i + 1]) for i in range(len(parts))]
+        if controllers == "" or "cpu" in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            own = mount / path.strip("/")  # may lead out of what is mounted here
+            folders += [own, *own.parents]
     return folders
 
 
@@ -101,15 +93,6 @@ def show_any_text() -> None:
     """Prints a question mark for a character that the terminal can't show, instead of failing."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-
-
-def readable(argument: str) -> str:
-    """A word of the command line as UTF-8, also in the C locale, where Python reads it as ASCII."""
-    try:
-        argument.encode()
-    except UnicodeEncodeError:  # bytes that the locale could not decode
-        return os.fsencode(argument).decode("utf-8", "replace")
-    return argument
 
 
 # -----------------------------------------------------------------------------
@@ -167,8 +150,8 @@ def discard_output() -> None:
 def run_command(main, *more_errors: type[Exception]) -> None:
     """Runs main(argv) and exits with its status.
 
-    After a LogError, a FileError, a UsageError or one of `more_errors`, it prints the message and exits
-    with status 2. After Ctrl-C, the status is 130.
+    After a LogError, FileError, UsageError, OSError or one of `more_errors`, it prints the message and
+    exits with status 2. After Ctrl-C, the status is 130.
     """
     show_any_text()
     try:
@@ -183,6 +166,9 @@ def run_command(main, *more_errors: type[Exception]) -> None:
     except BrokenPipeError:
         discard_output()
         status = 1
+    except OSError as e:
+        print(f"error: {e}", file=sys.stderr)
+        status = 2
     sys.exit(status)
 
 
@@ -237,6 +223,13 @@ def percent(x: float | None) -> str:
 
 def percent_interval(bounds: tuple[float, float]) -> str:
     return f"{percent(bounds[0])} to {percent(bounds[1])}"
+
+
+def p_text(p: float | None) -> str:
+    """Like "0.0123" or "1.2e-05". "-" for None."""
+    if p is None:
+        return "-"
+    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
 
 
 def table(rows: list[tuple[str, ...]], alignment: str) -> list[str]:

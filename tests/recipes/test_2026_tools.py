@@ -31,7 +31,6 @@ def test_parse(log):
     assert parsed.incomplete == ""
     assert parsed.track == "mini"
     assert parsed.num_steps == 8
-    assert parsed.step_tokens == [4 * 128, 4 * 256]
     assert parsed.val_tokens == 1024
     assert [v.step for v in parsed.validations] == [0, 4, 8]
 
@@ -47,7 +46,6 @@ def test_plot(log, tmp_path):
     "change, says",
     [
         ({}, ""),
-        ({"bigram_factor": 5}, "bigram_factor 5, but the track mini has no n-gram tables"),
         ({"windows": [1, 2, 3, 4]}, "max_window 64"),
         ({"num_layers": 3}, "num_layers 3"),
     ],
@@ -55,16 +53,20 @@ def test_plot(log, tmp_path):
 def test_verify_knows_the_rules_of_mini(log, change, says):
     parsed = parse_log(log)
     parsed.hyperparameters |= change
-    found = rules.out_of_bounds(parsed)
+    found = rules.too_small(parsed)
     assert says in found
     assert bool(found) == bool(says)
 
 
-def test_verify_reads_the_validation_of_the_source(log):
+def test_verify_knows_what_mini_fixes(log):
     parsed = parse_log(log)
-    assert "validated on 1,024 tokens instead of" in rules.wrong_val_tokens(parsed)
-    parsed.hyperparameters["val_tokens"] = january2026.TRACKS["mini"].val_tokens
-    assert rules.wrong_val_tokens(parsed) == ""
+    parsed.hyperparameters |= {"bigram_factor": 5}
+    found = rules.other_than_fixed(parsed)
+    assert "val_tokens 1024, but the track mini needs 389120" in found
+    assert "bigram_factor 5, but the track mini needs 0" in found
+    parsed.hyperparameters |= {"bigram_factor": 0, "val_tokens": january2026.TRACKS["mini"].val_tokens}
+    found = rules.other_than_fixed(parsed)
+    assert "bigram_factor" not in found and "val_tokens" not in found
 
 
 def test_compare_reads_the_recipe(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.compare.stats import P_VALUE, Bounds, Effect, Slope, fewest_pairs, half_widths, log_steps
-from tools.records.report import p_text
+from tools.common import p_text
 
 WIDTH = 80
 STEPS_UNKNOWN = "Steps are unknown: they take more runs of the base with fewer and with more steps."

@@ -47,8 +47,9 @@ class Curve:
 
 
 def points(log: Log, x: str) -> dict[int, tuple[float, float]]:
-    """Maps steps to (place on the x axis, loss), for losses that are finite. Raises LogError."""
-    if x == "tokens" and len(log.step_tokens) != 1:
+    """Maps steps to (place on the x axis, loss), if both are finite. Raises LogError."""
+    tokens = log.hyperparameters.get("batch_tokens")
+    if x == "tokens" and not tokens:
         raise LogError(f"{log.path}: doesn't say how many tokens a step has; use --x step or time")
     found = {}
     for v in log.validations:
@@ -56,8 +57,8 @@ def points(log: Log, x: str) -> dict[int, tuple[float, float]]:
         if x == "time":
             place = v.train_time_ms / 1000
         if x == "tokens":
-            place = v.step * log.step_tokens[0] / 1e6
-        if math.isfinite(v.val_loss):
+            place = v.step * tokens / 1e6
+        if math.isfinite(v.val_loss) and math.isfinite(place):
             found[v.step] = (place, v.val_loss)
     return found
 

@@ -1,5 +1,5 @@
 """
-The rule of modded-nanogpt's optimization track, for verify.py --rule optimization.
+The rule of modded-nanogpt's optimization track, for verify --rule optimization.
 
 A result of n runs is accepted when
 
@@ -24,8 +24,10 @@ from pathlib import Path
 
 from scipy import stats
 
-from tools.logs import DEFAULT_TARGET, FinalLoss, read_final_losses, short_name
+from tools.common import LogError, plural
+from tools.logs import Log, read_logs
 
+TARGET = 3.28  # nats per token
 THRESHOLD = Fraction("0.004")  # nats per token
 LOSS_PER_STEP = Fraction("0.0045") / 100  # by which each step less raises the final loss
 ASSUMPTION = "the rule assumes a standard deviation of about 0.0013 (p < 0.001)"
@@ -33,10 +35,10 @@ ASSUMPTION = "the rule assumes a standard deviation of about 0.0013 (p < 0.001)"
 
 @dataclass
 class Recipe:
-    """The runs of one recipe. Losses are in nats per token."""
+    """The finished runs of one recipe, all with the same number of steps. Losses in nats per token."""
 
     name: str
-    runs: list[FinalLoss]
+    runs: list[Log]
 
     @property
     def n(self) -> int:
@@ -45,24 +47,21 @@ class Recipe:
     @property
     def steps(self) -> int:
         """Of each run."""
-        return self.runs[0].steps
+        return self.runs[0].num_steps
 
     @property
     def losses(self) -> list[float]:
-        return [run.val_loss for run in self.runs]
+        return [run.final.val_loss for run in self.runs]
 
     @property
     def mean(self) -> Fraction:
         """Exact: the mean of the decimal numbers in the logs."""
-        total = sum(Fraction(str(loss)) for loss in self.losses)
-        return total / self.n
+        return sum(Fraction(str(loss)) for loss in self.losses) / self.n
 
     @property
     def std(self) -> float | None:
         """Of the sample (n - 1). None for a single run."""
-        if self.n == 1:
-            return None
-        return statistics.stdev(self.losses)
+        return statistics.stdev(self.losses) if self.n > 1 else None
 
 
 @dataclass
@@ -76,6 +75,36 @@ class Decision:
     test: str  # what the t-test tests, or why there is none
 
 
+def read_recipe(name: str, paths: list[Path]) -> Recipe:
+    """Reads the runs of one recipe, at least one.
+
+    Raises LogError if a log can't be read, if a run has no final loss, if two logs are copies, or if
+    runs have different numbers of steps.
+    """
+    logs, errors = read_logs(paths)
+    if errors:
+        raise LogError(errors[0])
+    first = logs[0]
+    seen = {}
+    for log in logs:
+        if log.final is None or not math.isfinite(log.final.val_loss):
+            raise LogError(
+                f"{log.path}: no finite val_loss at the last step, {log.num_steps}; let the run finish, or "
+                "leave this log out"
+            )
+        if log.num_steps != first.num_steps:
+            raise LogError(
+                f"{log.path}: a run of {log.num_steps} steps, but {first.path} has "
+                f"{first.num_steps}; all runs must have the same number"
+            )
+        copy = seen.setdefault((*log.sources, log.run), log)
+        if copy is not log:
+            raise LogError(
+                f"{log.path}: a copy of {copy.path}; each run counts once, so leave one out"
+            )
+    return Recipe(name, logs)
+
+
 # -----------------------------------------------------------------------------
 # The rule
 
@@ -84,37 +113,28 @@ def passes(gap: Fraction, spread: Fraction) -> bool:
     return gap > 0 and gap**2 >= THRESHOLD**2 * spread
 
 
-def p_below_target(losses: list[float]) -> tuple[float | None, str]:
-    """One-sided one-sample t-test. Returns the p-value or None, and what was tested or why not."""
-    if len(losses) == 1:
-        return None, "one run has no standard deviation"
-    if min(losses) == max(losses):
-        return None, "all runs have the same loss"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # almost equal losses
-        p = stats.ttest_1samp(losses, DEFAULT_TARGET, alternative="less").pvalue
-    return float(p), f"one-sided, mean below {DEFAULT_TARGET}"
+def t_test(name: str, test, *groups: list[float], **options) -> tuple[float | None, str]:
+    """Applies a one-sided test of scipy to groups of losses.
 
-
-def p_lower(new: list[float], old: list[float]) -> tuple[float | None, str]:
-    """One-sided Welch's t-test. Returns the p-value or None, and what was tested or why not."""
-    if min(len(new), len(old)) == 1:
+    Returns the p-value and the name, or None and why there is no p-value.
+    """
+    if min(map(len, groups)) == 1:
         return None, "one run has no standard deviation"
-    if min(new) == max(new) and min(old) == max(old):
+    if all(min(losses) == max(losses) for losses in groups):
         return None, "all runs of a recipe have the same loss"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # equal losses on one side
-        p = stats.ttest_ind(new, old, equal_var=False, alternative="less").pvalue
-    return float(p), "Welch's, one-sided, old losses adjusted to the new number of steps"
+        warnings.simplefilter("ignore")  # almost equal losses
+        return float(test(*groups, alternative="less", **options).pvalue), name
 
 
 def judge_result(recipe: Recipe) -> Decision:
     """Is the mean loss low enough below the target?"""
-    gap = Fraction(str(DEFAULT_TARGET)) - recipe.mean
+    gap = Fraction(str(TARGET)) - recipe.mean
     spread = Fraction(1, recipe.n)
     score = float(gap) / math.sqrt(spread)
-    formula = f"({DEFAULT_TARGET} - {float(recipe.mean):.6f}) * sqrt({recipe.n})"
-    p, test = p_below_target(recipe.losses)
+    formula = f"({TARGET} - {float(recipe.mean):.6f}) * sqrt({recipe.n})"
+    name = f"one-sided, mean below {TARGET}"
+    p, test = t_test(name, stats.ttest_1samp, recipe.losses, popmean=TARGET)
     return Decision(passes(gap, spread), score, formula, p, test)
 
 
@@ -130,7 +150,8 @@ def judge_pair(new: Recipe, old: Recipe) -> Decision:
         f"({float(lower_loss):.6f} + {fewer_steps} * 0.0045 / 100) / sqrt(1/{new.n} + 1/{old.n})"
     )
     adjusted = [loss + float(worth) for loss in old.losses]
-    p, test = p_lower(new.losses, adjusted)
+    name = "Welch's, one-sided, old losses adjusted to the new number of steps"
+    p, test = t_test(name, stats.ttest_ind, new.losses, adjusted, equal_var=False)
     return Decision(passes(gap, spread), score, formula, p, test)
 
 
@@ -138,20 +159,19 @@ def judge_pair(new: Recipe, old: Recipe) -> Decision:
 # Output
 
 def print_runs(recipe: Recipe) -> None:
-    """One line for each run, then their mean and standard deviation."""
+    """One line for each run."""
     print(f"{recipe.name + ' log':<20}  val_loss")
     for run in recipe.runs:
-        print(f"{short_name(run.path)[:20]:<20}  {run.val_loss:8.5f}")
+        print(f"{run.name[:20]:<20}  {run.final.val_loss:8.5f}")
     print()
 
 
 def summary(recipe: Recipe) -> str:
     """Like "4 runs of 3500 steps, mean 3.277500, observed standard deviation 0.000900"."""
-    runs = "1 run" if recipe.n == 1 else f"{recipe.n} runs"
-    if recipe.std is None:
-        std = "no observed standard deviation"
-    else:
+    std = "no observed standard deviation"
+    if recipe.std is not None:
         std = f"observed standard deviation {recipe.std:.6f}"
+    runs = plural(recipe.n, "run")
     return f"{runs} of {recipe.steps} steps, mean {float(recipe.mean):.6f}, {std}"
 
 
@@ -170,40 +190,35 @@ def print_decision(recipes: list[Recipe], decision: Decision) -> None:
         print(f"{recipe.name:<7} {summary(recipe)}")
     print(f"rule    {decision.formula} = {decision.score:.6f}, needs {float(THRESHOLD)} or more")
     print(f"        {ASSUMPTION}")
-    if decision.p_value is None:
-        print(f"t-test  none: {decision.test}")
-    else:
-        print(f"t-test  p = {decision.p_value:.2g} ({decision.test})")
+    p = "none:" if decision.p_value is None else f"p = {decision.p_value:.2g}"
+    test = decision.test if decision.p_value is None else f"({decision.test})"
+    print(f"t-test  {p} {test}")
     print(f"\n{verdict_text(decision, len(recipes) > 1)}")
 
 
-def as_json(recipes: list[Recipe], decision: Decision) -> str:
+def print_json(recipes: list[Recipe], decision: Decision) -> None:
     answer = {"rule": "optimization", "assumption": ASSUMPTION} | asdict(decision)
     for recipe in recipes:
         answer[recipe.name] = {
             "steps": recipe.steps,
             "mean": float(recipe.mean),
             "std": recipe.std,
-            "losses": {str(run.path): run.val_loss for run in recipe.runs},
+            "losses": {str(run.path): run.final.val_loss for run in recipe.runs},
         }
-    return json.dumps(answer, indent=2)
+    print(json.dumps(answer, indent=2))
 
 
-def run_rule(logs: list[Path], against: list[Path], show_json: bool = False) -> int:
+def decide(logs: list[Path], against: list[Path], as_json: bool = False) -> int:
     """Applies the rule to logs, or folders of logs, and prints what it says.
 
     Returns the exit status: 0 accepted, 1 not. Raises LogError if the logs can't be used.
     """
-    new = Recipe("new", read_final_losses(logs))
-    recipes = [new]
+    recipes = [read_recipe("new", logs)]
     if against:
-        old = Recipe("old", read_final_losses(against))
-        recipes.append(old)
-        decision = judge_pair(new, old)
+        recipes.append(read_recipe("old", against))
+        decision = judge_pair(*recipes)
     else:
-        decision = judge_result(new)
-    if show_json:
-        print(as_json(recipes, decision))
-    else:
-        print_decision(recipes, decision)
+        decision = judge_result(*recipes)
+    show = print_json if as_json else print_decision
+    show(recipes, decision)
     return 0 if decision.accepted else 1

@@ -13,11 +13,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common import ROOT, LogError, write_file
+from tools.common import ROOT, LogError, p_text, write_file
 from tools.figures import COLORS, plt, save_figure
 from tools.logs import Log, read_logs
 from tools.records.curves import plot_curves
-from tools.records.report import COLUMNS, p_text, summary_lines, table_rows
+from tools.records.report import COLUMNS, summary_lines, table_rows
 from tools.records.rules import P_VALUE, Summary, judge, summarize
 
 RECORDS = ROOT / "records"

@@ -12,7 +12,7 @@ Exit status: 0 written, 2 bad input.
 import argparse
 from pathlib import Path
 
-from tools.common import LogError, readable, run_command
+from tools.common import LogError, run_command
 from tools.logs import Log, read_logs
 from tools.records.curves import X_LABELS, plot_curves
 
@@ -31,7 +31,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
         if not label and Path(path).is_dir():
             label = Path(path).resolve().name
         for log in logs:
-            groups.setdefault(readable(label or log.name), []).append(log)
+            groups.setdefault(label or log.name, []).append(log)
     return groups
 
 

@@ -5,12 +5,13 @@ What verify and submit print about runs, and the pages of records show.
 import math
 import textwrap
 
+from tools.common import p_text, plural, short, table
 from tools.logs import Log
 from tools.records.rules import CONFIDENCE, P_VALUE, Comparison, Verdict
 
 WIDTH = 80  # columns of the output
 COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "machine", "complete")
-LEFT_ALIGNED = ("log", "machine", "complete")
+ALIGNMENT = "<>>>><<"
 
 
 def table_row(log: Log, letter: str) -> tuple[str, ...]:
@@ -19,7 +20,8 @@ def table_row(log: Log, letter: str) -> tuple[str, ...]:
     if log.validations:
         last = log.validations[-1]
         loss = f"{last.val_loss:.4f}"
-        time = f"{last.train_time_ms / 1000:.3f} s"
+        if math.isfinite(last.train_time_ms):
+            time = f"{last.train_time_ms / 1000:.3f} s"
         if math.isfinite(last.step_avg_ms):
             step_avg = f"{last.step_avg_ms:.2f} ms"
     steps = f"{log.last_step}/{log.num_steps}"
@@ -57,27 +59,10 @@ def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
 
 def print_table(logs: list[Log]) -> None:
     rows, machines = table_rows(logs)
-    table = [COLUMNS]
-    for name, *others in rows:
-        if len(name) > 20:
-            name = name[:19] + "~"
-        table.append((name, *others))
-    columns = list(zip(*table))
-    widths = [max(len(text) for text in column) for column in columns]
-    for row in table:
-        cells = []
-        for name, text, width in zip(COLUMNS, row, widths):
-            cells.append(text.ljust(width) if name in LEFT_ALIGNED else text.rjust(width))
-        print("  ".join(cells).rstrip())
+    shortened = [(short(name, 20), *others) for name, *others in rows]
+    print("\n".join(table([COLUMNS, *shortened], ALIGNMENT)))
     for machine in machines:
         print_wrapped(machine, later_indent="  ")
-
-
-def p_text(p: float | None) -> str:
-    """Like "0.0123" or "1.2e-05". "-" for None."""
-    if p is None:
-        return "-"
-    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
 
 
 def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
@@ -86,17 +71,16 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
     if summary.n == 0:
         return [("runs", "0 complete")]
     loss = f"mean {summary.loss_mean:.4f}"
+    time = f"mean {summary.time_mean:.3f} s"
     if summary.n > 1:
+        low, high = summary.time_interval
         loss += f", standard deviation {summary.loss_std:.4f}"
+        time += f", {CONFIDENCE:.0%} confidence interval {low:.3f} to {high:.3f} s"
     p = p_text(summary.p_value)
     if verdict.same_ml:
         p_value = f"waived (--same-ml): the prior record's losses count; here it is {p}"
     else:
         p_value = f"{p} (one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g})"
-    time = f"mean {summary.time_mean:.3f} s"
-    if summary.time_interval is not None:
-        low, high = summary.time_interval
-        time += f", {CONFIDENCE:.0%} confidence interval {low:.3f} to {high:.3f} s"
 
     lines = [("runs", f"{summary.n} complete"), ("val_loss", loss)]
     if verdict.target_assumed:
@@ -111,12 +95,10 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
 def comparison_lines(comparison: Comparison) -> list[tuple[str, str]]:
     """The prior record's time and the time saved, as pairs (name, value)."""
     prior = comparison.prior
-    runs = "run" if prior.n == 1 else "runs"
-    p = p_text(comparison.p_value)
     saved = f"{comparison.saved:.3f} s ({comparison.saved_fraction:.2%})"
     return [
-        ("prior", f"mean {prior.time_mean:.3f} s, {prior.n} {runs}"),
-        ("saved", f"{saved}, p {p} ({comparison.test})"),
+        ("prior", f"mean {prior.time_mean:.3f} s, {plural(prior.n, 'run')}"),
+        ("saved", f"{saved}, p {p_text(comparison.p_value)} ({comparison.test})"),
     ]
 
 

@@ -25,7 +25,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from tools.common import FileError, LogError, UsageError, plural, readable, run_command, write_file
+from tools.common import FileError, LogError, UsageError, plural, run_command, write_file
 from tools.logs import Log, read_logs
 from tools.records import idea_pages
 from tools.records.pages import RECORDS, Record, read_records, record_to_beat, write_pages
@@ -171,8 +171,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("logs", nargs="*", type=Path, metavar="LOG_OR_FOLDER")
     add("--track", help="the track of the record: fineweb, mini, or your own")
-    add("--name", type=readable, default="", help="a few words that say what is new")
-    add("--what", type=readable, help="what changed, in Markdown (default: says how to see it)")
+    add("--name", default="", help="a few words that say what is new")
+    add("--what", help="what changed, in Markdown (default: says how to see it)")
     day = datetime.date.fromisoformat
     add("--date", type=day, default=datetime.date.today(), help="YYYY-MM-DD (default: today)")
     add("--target", type=float, help="the target loss, for logs that don't name it")

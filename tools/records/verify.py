@@ -6,7 +6,7 @@ Checks whether the logs of several runs make a valid record.
                            [--rule optimization]
 
 The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01).
-verify.py also checks those rules of tools/README.md that can be checked in a log. With --against,
+verify also checks those rules of tools/README.md that can be checked in a log. With --against,
 the runs must also be faster than another record: one-sided Welch's t-test on the training times,
 p < 0.01. If one side has a single run, it is Student's t-test. With one run on each side, there is
 no test, and the mean time must be lower.
@@ -14,11 +14,10 @@ no test, and the mean time must be lower.
 --same-ml is for changes that only make the same training faster. One log is enough, because the
 losses of the --against record are taken as proof of the target. So that record must obey the rules,
 and its own losses must pass the test. Our runs must have its number of steps and its
-hyperparameters, except the seed, checkpoint settings, and some that only affect the speed. If logs
-have no hyperparameters, the number of tokens per step must be the same. Finally, our losses must
-not be above those of the record: a one-sided t-test with the standard deviation of the record's
-losses must not show it at p < 0.01. With ten runs in the record, a single loss may be up to three
-standard deviations above their mean.
+hyperparameters, except the seed, checkpoint settings, and some that only affect the speed. Finally,
+our losses must not be above those of the record: a one-sided t-test with the standard deviation of
+the record's losses must not show it at p < 0.01. With ten runs in the record, a single loss may be
+up to three standard deviations above their mean.
 
 --rule optimization checks only the rule of modded-nanogpt's optimization track: without --against,
 whether these runs reach the target; with --against, whether this recipe is better than the other.
@@ -34,48 +33,46 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tools.common import run_command
+from tools.common import finite, run_command
 from tools.logs import Log, read_logs
-from tools.records.optimization import run_rule
+from tools.records import optimization
 from tools.records.report import print_reasons, print_summary, print_table
-from tools.records.rules import Verdict, judge
+from tools.records.rules import Verdict, judge, val_tokens
 
 
-def without_nan(value):
-    """Replaces nan and infinity by None, because JSON has neither."""
-    if isinstance(value, dict):
-        return {k: without_nan(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+def log_as_json(log: Log) -> dict:
+    return {
+        "path": str(log.path),
+        "final": asdict(log.final) if log.final else None,
+        "last_step": log.last_step,
+        "num_steps": log.num_steps,
+        "hardware": log.hardware,
+        "resumed_on": log.resumed_on,
+        "torch": log.torch,
+        "track": log.track,
+        "val_tokens": val_tokens(log),
+        "peak_memory_mib": log.peak_memory_mib,
+        "incomplete": log.incomplete,
+    }
 
 
-def as_json(logs: list[Log], verdict: Verdict | None, errors: list[str]) -> str:
+def print_json(logs: list[Log], verdict: Verdict | None, errors: list[str]) -> None:
     """Everything that the command found. Numbers that are not finite are null."""
-    names = (
-        "last_step",
-        "num_steps",
-        "hardware",
-        "resumed_on",
-        "torch",
-        "track",
-        "val_tokens",
-        "peak_memory_mib",
-        "incomplete",
-    )
-    shown = []
-    for log in logs:
-        row = {"path": str(log.path), "final": asdict(log.final) if log.final else None}
-        for name in names:
-            row[name] = getattr(log, name)
-        shown.append(row)
     valid = bool(verdict) and not verdict.reasons and not errors
-    answer = {"valid": valid, "errors": errors, "logs": shown}
+    answer = {"valid": valid, "errors": errors, "logs": [log_as_json(log) for log in logs]}
     if verdict:
         answer |= asdict(verdict)
-    return json.dumps(without_nan(answer), indent=2, allow_nan=False)
+    print(json.dumps(finite(answer), indent=2, allow_nan=False))
+
+
+def print_answer(logs: list[Log], verdict: Verdict | None, errors: list[str]) -> None:
+    if logs:
+        print_table(logs)
+    if verdict:
+        print()
+        print_summary(verdict)
+        print("\nNOT VALID" if verdict.reasons or errors else "\nvalid")
+        print_reasons(verdict.reasons)
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -84,72 +81,42 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG_OR_FOLDER")
-    parser.add_argument(
-        "--target",
-        type=float,
-        help="the mean loss must be below this (default: the target in the logs, or 3.28)",
+    add = parser.add_argument
+    paths = "LOG_OR_FOLDER"
+    target = "the mean loss must be below this (default: the target in the logs, or 3.28)"
+    same_ml = "only the speed changed, so the losses of the --against record count"
+    rule = (
+        "record: the rules of a record; optimization: the rule of modded-nanogpt's optimization "
+        "track (default: record)"
     )
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="LOG_OR_FOLDER",
-        help="logs of the record to beat",
-    )
-    parser.add_argument(
-        "--same-ml",
-        action="store_true",
-        help="only the speed changed, so the losses of the --against record count",
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument(
-        "--rule",
-        choices=("record", "optimization"),
-        default="record",
-        help="record: the rules of a record; optimization: the rule of modded-nanogpt's "
-        "optimization track (default: record)",
-    )
+    add("logs", nargs="+", type=Path, metavar=paths)
+    add("--target", type=float, help=target)
+    add("--against", nargs="+", type=Path, default=[], metavar=paths, help="logs of the record to beat")
+    add("--same-ml", action="store_true", help=same_ml)
+    add("--json", action="store_true", help="print everything as JSON")
+    add("--rule", choices=("record", "optimization"), default="record", help=rule)
     args = parser.parse_args(argv)
-    check_arguments(parser, args)
-    return args
-
-
-def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with status 2 if the options don't go together."""
     if args.rule == "optimization" and (args.same_ml or args.target is not None):
         parser.error("--rule optimization has its own target; drop --target and --same-ml")
     if args.same_ml and not args.against:
         parser.error("--same-ml needs --against, the record whose losses prove the target")
     if args.target is not None and not math.isfinite(args.target):
         parser.error(f"--target {args.target}: must be a finite number")
-
-
-def print_verdict(verdict: Verdict, valid: bool) -> None:
-    print()
-    print_summary(verdict)
-    print("\nvalid" if valid else "\nNOT VALID")
-    print_reasons(verdict.reasons)
+    return args
 
 
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     if args.rule == "optimization":
-        return run_rule(args.logs, args.against, args.json)
+        return optimization.decide(args.logs, args.against, args.json)
     logs, errors = read_logs(args.logs)
     prior, prior_errors = read_logs(args.against)
     errors += prior_errors
     verdict = None
     if logs and not prior_errors:
         verdict = judge(logs, args.target, prior, args.same_ml)
-    if args.json:
-        print(as_json(logs, verdict, errors))
-    else:
-        if logs:
-            print_table(logs)
-        if verdict:
-            print_verdict(verdict, valid=not verdict.reasons and not errors)
+    show = print_json if args.json else print_answer
+    show(logs, verdict, errors)
     sys.stdout.flush()
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
