@@ -161,17 +161,17 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def run_command(main) -> None:
+def run_command(main, *more_errors: type[Exception]) -> None:
     """Runs main(argv) and exits with its status.
 
-    After a LogError, FileError or UsageError it prints the message and exits with status 2. After
-    Ctrl-C, the status is 130.
+    After a LogError, a FileError, a UsageError or one of `more_errors`, it prints the message and exits
+    with status 2. After Ctrl-C, the status is 130.
     """
     show_any_text()
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
-    except (LogError, FileError, UsageError) as e:
+    except (LogError, FileError, UsageError, *more_errors) as e:
         print(f"error: {e}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
