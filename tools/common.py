@@ -2,6 +2,9 @@
 What several commands use: errors, files, signals, cores, and text for the terminal.
 """
 
+import argparse
+import json
+import math
 import os
 import signal
 import sys
@@ -181,3 +184,82 @@ def run_command(main, *more_errors: type[Exception]) -> None:
         discard_output()
         status = 1
     sys.exit(status)
+
+
+# -----------------------------------------------------------------------------
+# Options, numbers in words, tables, JSON
+
+
+def whole_number(text: str) -> int:
+    """An option's value that must be at least 1. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
+    return int(text)
+
+
+def fraction(text: str) -> float:
+    """A percentage as an option's value: "2%" or "2" as 0.02. Raises ArgumentTypeError."""
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text}: must be a percentage of at most 50%, like 2%")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """A file that is written in the end, so its folder must be there. Raises ArgumentTypeError."""
+    if not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: its folder doesn't exist; make it first")
+    return Path(text)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "~"
+
+
+def goal(x: float) -> str:
+    """0.02 as "2%"."""
+    return f"{100 * x:g}%"
+
+
+def percent(x: float | None) -> str:
+    """-0.04 as "-4.0%"."""
+    if x is None:
+        return "-"
+    return f"{x:+.1%}" if x <= 10 else "over +1000%"
+
+
+def percent_interval(bounds: tuple[float, float]) -> str:
+    return f"{percent(bounds[0])} to {percent(bounds[1])}"
+
+
+def table(rows: list[tuple[str, ...]], alignment: str) -> list[str]:
+    """Lines of text. `alignment` has < (left) or > (right) for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def finite(value):
+    """Infinite numbers as None, because JSON has none."""
+    if isinstance(value, dict):
+        return {name: finite(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def as_json(value) -> bytes:
+    """Infinite numbers become null."""
+    return json.dumps(finite(value), indent=1, allow_nan=False).encode()
