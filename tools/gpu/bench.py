@@ -1,5 +1,6 @@
 """
-Times a training step on this machine: each part of it, and how close it comes to the machine's speed.
+Times a training step on this machine: each part of it, and how close it comes to the machine's
+speed.
 
     ./run.sh bench                                the default track, on a GPU if there is one
     ./run.sh bench --track fineweb                on a CPU: steps of 1,024 tokens, not 393,216
@@ -9,20 +10,20 @@ Times a training step on this machine: each part of it, and how close it comes t
 It runs on a CPU or on one GPU.
 
 Times are medians of --repeats measurements in milliseconds. Each waits until the device is done. A
-micro-step runs --sequences_per_pass sequences of train_seq_len tokens through forward and backward. A
-step runs as many micro-steps as make batch_tokens, then the optimizers. The tokens are random, in
-documents of about 1,000 tokens. The attention window is the one at the end of training, the longest.
-The model trains during the measurements, because GPUs multiply zeros faster than other numbers, and
-many weights start at zero. The first step includes compilation, unless its results are cached. Memory
-is the peak. On CUDA, "allocated" is tensors and "reserved" is what PyTorch's allocator holds; on a CPU,
-both are the memory of the process.
+micro-step runs --sequences_per_pass sequences of train_seq_len tokens through forward and backward.
+A step runs as many micro-steps as make batch_tokens, then the optimizers. The tokens are random, in
+documents of about 1,000 tokens. The attention window is the one at the end of training, the
+longest. The model trains during the measurements, because GPUs multiply zeros faster than other
+numbers, and many weights start at zero. The first step includes compilation, unless its results are
+cached. Memory is the peak. On CUDA, "allocated" is tensors and "reserved" is what PyTorch's
+allocator holds; on a CPU, both are the memory of the process.
 
-The "matmul peak" is the speed of the best of several large square matrix products in the data type of
-the activations. It is measured before and after the steps, and the tables show percentages of the
-higher of the two. The GFLOP of a row are those of the model, as tools/gpu/measure.py counts them. For
-the optimizers, they are those of Newton-Schulz; for the whole step, the sum of both. The gap to 100% is
-element-wise work, masked pairs, memory traffic and small products. The second table has the matrix
-products of activations with weights in the forward pass of one micro-step.
+The "matmul peak" is the speed of the best of several large square matrix products in the data type
+of the activations. It is measured before and after the steps, and the tables show percentages of
+the higher of the two. The GFLOP of a row are those of the model, as tools/gpu/measure.py counts
+them. For the optimizers, they are those of Newton-Schulz; for the whole step, the sum of both. The
+gap to 100% is element-wise work, masked pairs, memory traffic and small products. The second table
+has the matrix products of activations with weights in the forward pass of one micro-step.
 
 MFU (model FLOPs utilization) is the model's FLOP/s divided by the dense bf16 peak in the GPU's
 datasheet, even if the head runs in FP8.
@@ -34,7 +35,7 @@ import sys
 import time
 from pathlib import Path
 
-from tools.common import environment, run_command
+from tools.common import as_json, environment, plural, run_command, table, whole_number, write_file
 
 if __name__ == "__main__" and not environment().items() <= os.environ.items():
     os.execve(sys.executable, sys.orig_argv, os.environ | environment())  # as ./run.sh trains on a CPU
@@ -42,7 +43,6 @@ if __name__ == "__main__" and not environment().items() <= os.environ.items():
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
 from tools import launch_checks
-from tools.compare.answer import plural
 from tools.gpu.measure import (
     PEAKS,
     Training,
@@ -50,22 +50,15 @@ from tools.gpu.measure import (
     median_ms,
     random_product,
     slowest_kernels,
-    write_json,
 )
-from train_gpt import DEVICE, InputError, require
+from train_gpt import DEVICE, InputError
 
 # -----------------------------------------------------------------------------
 # Tables
 
 
 def print_table(header, rows):
-    """Prints the first column aligned to the left and the others to the right."""
-    cells = [header, *rows]
-    first, *widths = [max(map(len, column)) for column in zip(*cells)]
-    print()
-    for name, *others in cells:
-        right = [cell.rjust(width) for cell, width in zip(others, widths)]
-        print("  ".join([name.ljust(first), *right]))
+    print("", *table([header, *rows], "<" + ">" * len(rows[0])), sep="\n")
 
 
 def higher_peak(figures):
@@ -85,8 +78,9 @@ def print_summary(hp, figures):
     mfu = "- (give --peak_tflops)"
     if figures["MFU %"] is not None:
         mfu = f"{figures['MFU %']:.2f} %"
-    step = f"{hp.batch_tokens:,} tokens a step, {plural(hp.batch_tokens // tokens, 'micro-step')} of {tokens:,}"
-    print(f"{hp.track}: {plural(hp.num_layers, 'layer')}, width {hp.model_dim}; {step}")
+    micro_steps = plural(hp.batch_tokens // tokens, "micro-step")
+    print(f"{hp.track}: {plural(hp.num_layers, 'layer')}, width {hp.model_dim}; "
+          f"{hp.batch_tokens:,} tokens a step, {micro_steps} of {tokens:,}")
     print(f"speed: {figures['tokens/s']:,.0f} tokens/s; first step, with compilation: "
           f"{figures['first step s']:.1f} s")
     print(f"memory: {figures['allocated MiB']:,} MiB allocated, {figures['reserved MiB']:,} MiB reserved")
@@ -154,15 +148,14 @@ def read_options(argv):
                                      epilog="All other options go to train_gpt.py.",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--repeats", type=int, default=20, metavar="N",
+    add("--repeats", type=whole_number, default=20, metavar="N",
         help="timed repetitions, after half as many untimed ones (default: 20)")
     add("--json", type=Path, metavar="FILE", help="write all numbers to this file, too")
-    add("--kernels", type=int, metavar="N", help="list the N slowest kernels of a step")
+    add("--kernels", type=whole_number, metavar="N", help="list the N slowest kernels of a step")
     add("--peak_tflops", type=float, metavar="X",
         help="the GPU's dense bf16 peak in TFLOP/s, which the MFU needs (default: known for the H100 SXM "
              "and the H200)")
     args, rest = parser.parse_known_args(argv)
-    require(args.repeats > 0, f"--repeats {args.repeats}: must be at least 1")
     options, hp = train_gpt.parse_arguments(rest)
     if DEVICE.type == "cpu" and hp.track == "fineweb":  # a step of the track takes an hour
         short_step = ["--batch_tokens=1024", "--train_seq_len=1024", "--val_seq_len=1024"]
@@ -197,7 +190,7 @@ def bench(argv):
             "PyTorch": torch.__version__,
             "command": " ".join(["./run.sh bench", *argv]),
         }
-        write_json(args.json, facts | figures)
+        write_file(args.json, as_json(facts | figures))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from data.shards import write_shard
 from tools import launch, launch_checks
-from tools.common import usable_cores
-from tools.gpu.measure import PEAKS, Training, measure, slowest_kernels, write_json
+from tools.common import as_json, usable_cores, write_file
+from tools.gpu.measure import PEAKS, Training, measure, slowest_kernels
 from train_gpt import DEVICE, InputError, require
 
 FINEWEB = train_gpt.TRACKS["fineweb"]
@@ -386,6 +386,6 @@ STAGES = {
 def run_stage(name, file):
     """Runs a stage, and writes its figures into a file as JSON."""
     try:
-        write_json(file, STAGES[name]())
+        write_file(file, as_json(STAGES[name]()))
     except InputError as e:
         sys.exit(f"error: {e}")

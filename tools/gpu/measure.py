@@ -12,7 +12,6 @@ attention counts only the pairs of query and key that the mask leaves visible. I
 T tokens; C = model_dim; H heads of size D; V padded vocabulary; L layers, A of them with attention;
 P(l) visible pairs in layer l, which is 0 in a layer without attention.
 """
-import json
 import math
 import resource
 import statistics
@@ -21,18 +20,12 @@ from operator import attrgetter
 
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
-from tools.common import write_file
 from train_gpt import DEVICE, DTYPE
 
 # Dense bf16 FLOP/s by the name that the driver reports, from NVIDIA's datasheets of the H100 and H200
 # (the 1,979 TFLOP/s of the SXM boards are with sparsity). For other boards, use --peak_tflops.
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
-
-def write_json(path, content):
-    """Writes the whole file or nothing. Raises FileError."""
-    text = json.dumps(content, indent=1) + "\n"
-    write_file(path, text.encode())
 
 # -----------------------------------------------------------------------------
 # FLOPs

@@ -4,7 +4,8 @@ The page that tools/gpu/report.py writes, and what its figures say about records
 Results are {stage: {"status", "seconds", "figures", "error"}}.
 """
 
-# Measured without a GPU, in MiB: the table of records/HARDWARE.md. (head, tokens, training, validation)
+# Measured without a GPU, in MiB: the table of records/HARDWARE.md
+# (head, tokens, training, validation)
 PEAKS = [
     ("FP8", 49152, 29_580, 11_069),
     ("FP8", 24576, 16_362, 11_069),
@@ -23,7 +24,8 @@ VERDICTS = {True: "confirmed", False: "refuted", None: "not checked"}
 
 
 def judge_micro_steps(f):
-    return True, f"{f['step tokens'] // f['micro-step tokens']} micro-steps, {number(f['step ms'])} ms a step"
+    micro_steps = f["step tokens"] // f["micro-step tokens"]
+    return True, f"{micro_steps} micro-steps, {number(f['step ms'])} ms a step"
 
 
 def judge_fp8(f):
@@ -61,7 +63,7 @@ def judge(results, stage, function):
     if result["status"] == "done":
         return function(results["machine"]["figures"] | result["figures"])
     if stage == "attention" and result["status"] == "failed":
-        return False, result["error"].splitlines()[-1]  # Triton's, if a kernel needs more memory than there is
+        return False, result["error"].splitlines()[-1]  # of Triton: a kernel needs more memory
     return None, f"stage {stage}: {result['status']}"
 
 

@@ -34,9 +34,8 @@ from pathlib import Path
 
 import train_gpt
 from tools import launch
-from tools.common import ROOT, run_command, stop_on_signals, write_file
+from tools.common import ROOT, as_json, run_command, stop_on_signals, write_file
 from tools.gpu.checks import STAGES
-from tools.gpu.measure import write_json
 from tools.gpu.page import page
 from train_gpt import InputError
 
@@ -90,7 +89,7 @@ def kept_stages(path, conditions):
 
 def write_report(folder, conditions, results):
     results = {name: results[name] for name in STAGES if name in results}
-    write_json(folder / "gpu_report.json", {"conditions": conditions, "stages": results})
+    write_file(folder / "gpu_report.json", as_json({"conditions": conditions, "stages": results}))
     write_file(folder / "gpu_report.md", page(conditions, results).encode())
 
 
