@@ -279,7 +279,7 @@ def read_screen(path: Path, scratch: Path) -> Screen:
         high = ", ".join(factor.name for factor, side in zip(factors, row) if side > 0)
         name = f"configuration {number} (high: {high or 'none'})"
         configurations.append(make_variant(name, base, list(zip(factors, row))))
-    check_settings([base, *sides, *configurations], 1, many_runs=False)
+    check_settings([base, *sides, *configurations], 1)
     check_sides(factors, sides)
     check_validation(base, sides)
     return Screen(
