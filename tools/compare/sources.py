@@ -351,6 +351,8 @@ def check_settings(variants: list[Variant], processes: int) -> None:
                 if isinstance(answer, str):
                     raise UsageError(f"{variant.name}: {answer}")
                 variant.settings = answer
+        elif b"--log_dir" not in first.source():  # it would train, and its log couldn't be found
+            raise UsageError(f"{first.name}: this script has no option --log_dir, which compare needs")
         code = hash_code(first.folder, first.script)
         for variant in group:
             variant.code = code
