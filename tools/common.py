@@ -167,22 +167,22 @@ def discard_output() -> None:
 def run_command(main, *more_errors: type[Exception]) -> None:
     """Runs main(argv) and exits with its status.
 
-    After a LogError, a FileError, a UsageError or one of `more_errors`, it prints the message and exits
-    with status 2. After Ctrl-C, the status is 130.
+    After a LogError, a FileError, a UsageError, an OSError or one of `more_errors`, it prints the message
+    and exits with status 2. After Ctrl-C, the status is 130.
     """
     show_any_text()
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
-    except (LogError, FileError, UsageError, *more_errors) as e:
+    except BrokenPipeError:
+        discard_output()
+        status = 1
+    except (LogError, FileError, UsageError, OSError, *more_errors) as e:
         print(f"error: {e}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
-    except BrokenPipeError:
-        discard_output()
-        status = 1
     sys.exit(status)
 
 

@@ -7,13 +7,12 @@ is worth in steps. Then come further chunks of the ideas that are still undecide
 """
 
 import argparse
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tools.compare.answer import goal, plural
-from tools.compare.runs import RUNS_A_PROCESS, Setup, Task, Worker
+from tools.common import goal, percent_interval, plural, short
+from tools.compare.runs import RUNS_A_PROCESS, Pool, Task
 from tools.compare.sources import Variant, log_ratio_of_steps
 from tools.compare.stats import (
     FEWEST_SLOPES,
@@ -22,7 +21,6 @@ from tools.compare.stats import (
     Slope,
     add_times,
     analyse,
-    fewest_pairs,
     measure_slope,
     most_pairs,
     pairs_for,
@@ -39,30 +37,21 @@ class Comparison:
     """What is compared, and what is known so far."""
 
     args: argparse.Namespace
-    setup: Setup
+    pool: Pool
     base: Variant
     ideas: list[Variant]
     fewer: Variant  # the base with fewer steps
     more: Variant
-    jobs: int
-    runs: dict[str, dict] = field(default_factory=dict)  # name -> seed -> log
-    workers: list[Worker] = field(default_factory=list)
-    made: int = 0      # runs in this session
-    started: float = 0.0
     log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> rounds
     notes: list[str] = field(default_factory=list)
 
-    def variants(self) -> list[Variant]:
-        return [self.base, *self.ideas, *self.other_steps()]
-
-    def other_steps(self) -> list[Variant]:
-        """The base with fewer and with more steps, without those that are ideas, too."""
-        names = [idea.name for idea in self.ideas]
-        return [variant for variant in (self.fewer, self.more) if variant.name not in names]
+    def until(self) -> float | None:
+        """The gain that matters. With --runs, there is only one look, which excludes no gain."""
+        return None if self.args.runs else self.args.until
 
     def losses(self, variant: Variant, most: int | None = None) -> list[float]:
         """Final losses of the seeds from the first one on, up to the first that is missing."""
-        logs = self.runs[variant.name]
+        logs = self.pool.runs[variant.name]
         losses = []
         seed = self.args.seed
         while seed in logs and (most is None or len(losses) < most):
@@ -89,8 +78,7 @@ class Comparison:
             losses, base_losses = self.pairs(idea)
             if len(losses) < 2:
                 continue
-            until = None if self.args.runs else self.args.until
-            effect = analyse(idea.name, losses, base_losses, slope, until, len(self.ideas))
+            effect = analyse(idea.name, losses, base_losses, slope, self.until(), len(self.ideas))
             steps = idea.num_iterations()
             if steps is not None:
                 effect.own_steps = steps / self.base.num_iterations()
@@ -153,10 +141,10 @@ def slope_needed(c: Comparison) -> bool:
 
 def missing_seeds(c: Comparison, variant: Variant, seeds: range) -> list[int]:
     """The seeds of a variant that no run has and no process is making."""
-    taken = set(c.runs[variant.name])
-    for worker in c.workers:
+    taken = set(c.pool.runs[variant.name])
+    for worker in c.pool.workers:
         if worker.task.variant is variant:
-            taken.update(worker.task.seeds[worker.kept :])
+            taken.update(worker.task.seeds)
     return [seed for seed in seeds if seed not in taken]
 
 
@@ -168,7 +156,7 @@ def task_for(c: Comparison, variant: Variant, seeds: range) -> Task | None:
     count = 1
     while count < len(missing) and missing[count] == missing[0] + count:
         count += 1
-    return Task(variant, range(missing[0], missing[0] + count))
+    return Task(variant, missing[:count])
 
 
 def slope_task(c: Comparison) -> Task | None:
@@ -204,50 +192,39 @@ def next_task(c: Comparison) -> Task | None:
     return slope_task(c)
 
 
-def duration(minutes: float) -> str:
-    if minutes < 120:
-        return f"{max(1, round(minutes))} min"
-    return f"{minutes / 60:.1f} h"
+# -----------------------------------------------------------------------------
+# In words
 
 
-def time_left(c: Comparison) -> str:
-    """In words, from the runs of this session so far."""
-    if c.made < 2 * c.jobs:
-        return "time unknown"
-    seconds = (time.monotonic() - c.started) / c.made
+def runs_to_make(c: Comparison) -> int:
+    """About how many are missing."""
+    waiting = undecided(c)
+    if not waiting:
+        return 0
     expected = pairs_expected(c)
-    runs = max(0, expected - len(c.losses(c.base)))
-    for idea in undecided(c):
-        runs += max(0, expected - len(c.losses(idea)))
-    minutes = runs * seconds / 60
-    return f"{duration(minutes)} left"
+    runs = sum(max(0, expected - len(c.losses(variant))) for variant in [c.base, *waiting])
+    slopes = sum(max(0, FEWEST_SLOPES - len(c.losses(variant))) for variant in (c.fewer, c.more))
+    return runs + slopes
 
 
 def plan_in_words(c: Comparison) -> str:
-    """What is to come, before the first run. At most 80 columns."""
+    """What is to come, before the first run."""
     expected = pairs_expected(c)
-    kept = sum(len(logs) for logs in c.runs.values())
-    seconds = []
-    for variant in c.variants():
-        for log in c.runs[variant.name].values():
-            seconds.append(log.final.train_time_ms / 1000)
-    runs = max(0, expected - len(c.losses(c.base)))
-    runs += sum(max(0, expected - len(c.losses(idea))) for idea in c.ideas)
-    runs += sum(max(0, FEWEST_SLOPES - len(c.losses(v))) for v in c.other_steps())
+    kept = sum(len(logs) for logs in c.pool.runs.values())
     words = f"about {expected} pairs show a saving of {goal(c.args.until)}"
     if c.args.runs:
         words = f"{expected} pairs"
-    words += f": {plural(runs, 'run')} to make"
-    if seconds and runs:
-        minutes = 1.15 * runs * np.mean(seconds) / c.jobs / 60
-        words += f" in {duration(minutes)}"
-    words += f", {kept} kept"
-    return words
+    return f"{words}: {plural(runs_to_make(c), 'run')} to make, {kept} kept"
 
 
-def warning_in_words(c: Comparison) -> str:
-    """"" if --runs is enough for an answer, or isn't given."""
-    fewest = fewest_pairs(len(c.ideas))
-    if c.args.runs and c.args.runs < fewest:
-        return f"warning: too few to say helps or hurts; use --runs {fewest} or more"
-    return ""
+def progress(c: Comparison) -> str:
+    """The idea with the fewest pairs of those that are still undecided, and the time."""
+    left = c.pool.time_left(runs_to_make(c))
+    effects = [effect for effect in c.effects() if effect.verdict == "undecided"]
+    if not effects:
+        return f"{plural(c.pool.made, 'run')} made, {left}"
+    effect = min(effects, key=lambda effect: effect.n)
+    number = f"loss {effect.difference:+.4f}"
+    if effect.steps is not None and effect.has_interval():
+        number = f"steps {percent_interval(effect.steps_interval)}"
+    return f"{short(effect.name, 14)}: {effect.n} of about {pairs_expected(c)} pairs, {number}, {left}"

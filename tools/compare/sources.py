@@ -23,7 +23,7 @@ import tarfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.common import ROOT, UsageError
+from tools.common import ROOT, UsageError, environment
 
 # Options that compare.py gives to the runs itself
 OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
@@ -312,58 +312,48 @@ def by_script(variants: list[Variant]) -> list[list[Variant]]:
     return list(groups.values())
 
 
-def ask_script(variant: Variant, *command: str) -> str:
-    """What a script prints. Raises UsageError with the last line of its error."""
+def script_environment() -> dict[str, str]:
+    """The environment of a script. Without PYTHONPATH, which names this repository, a script finds only
+    the files of its own folder."""
+    variables = os.environ | environment()
+    variables.pop("PYTHONPATH", None)
+    return variables
+
+
+def ask(code: str, variants: list[Variant], *more: str) -> list:
+    """What the code prints for each of these variants of one script. Raises UsageError with the last line
+    of the script's error."""
+    options = json.dumps([variant.options for variant in variants])
     done = subprocess.run(
-        [sys.executable, *command],
-        cwd=variant.folder,
+        [sys.executable, "-c", LOAD + code, variants[0].module(), options, *more],
+        cwd=variants[0].folder,
+        env=script_environment(),
         capture_output=True,
         encoding="utf-8",
         errors="replace",
     )
     if done.returncode != 0:
         lines = done.stderr.splitlines() or ["the source doesn't run"]
-        raise UsageError(f"{variant.name}: {lines[-1]}")
-    return done.stdout
+        raise UsageError(f"{variants[0].name}: {lines[-1]}")
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(variants) :]]
 
 
-def ask(code: str, variants: list[Variant], *more: str) -> list:
-    """What the code prints for each of these variants of one script. Raises UsageError."""
-    options = json.dumps([variant.options for variant in variants])
-    printed = ask_script(variants[0], "-c", LOAD + code, variants[0].module(), options, *more)
-    return [json.loads(line) for line in printed.splitlines()[-len(variants) :]]
-
-
-def check_other_script(variant: Variant, many_runs: bool) -> None:
-    """Raises UsageError if a script that isn't ours lacks an option that the runs need."""
-    needed = ["--log_dir", "--seed", "--num_iterations"]
-    if many_runs:
-        needed.append("--num_runs")
-    text = ""
-    if b"--log_dir" in variant.source():  # don't run a script that may not know --help
-        text = ask_script(variant, "-m", variant.module(), *variant.options, "--help")
-    for option in needed:
-        if option not in text:
-            raise UsageError(f"{variant.name}: this script has no option {option}, which compare needs")
-
-
-def check_settings(variants: list[Variant], processes: int, many_runs: bool = True) -> None:
+def check_settings(variants: list[Variant], processes: int) -> None:
     """Lets each script check its options, and fills in the settings and the code. Raises UsageError.
 
-    Without `many_runs`, other scripts need no option --num_runs."""
+    Scripts without our functions can't be asked: their runs show whether they know the options."""
     for group in by_script(variants):
-        if not (group[0].folder / group[0].script).is_file():
-            raise UsageError(f"{group[0].name}: there is no file {group[0].script}")
-        source = group[0].source()
-        if all(check in source for check in CHECKS):
+        first = group[0]
+        if not (first.folder / first.script).is_file():
+            raise UsageError(f"{first.name}: there is no file {first.script}")
+        if all(check in first.source() for check in CHECKS):
             for variant, answer in zip(group, ask(ASK, group, str(processes))):
                 if isinstance(answer, str):
                     raise UsageError(f"{variant.name}: {answer}")
                 variant.settings = answer
-        else:
-            for variant in group:
-                check_other_script(variant, many_runs)
-        code = hash_code(group[0].folder, group[0].script)
+        elif b"--log_dir" not in first.source():  # it would train, and its log couldn't be found
+            raise UsageError(f"{first.name}: this script has no option --log_dir, which compare needs")
+        code = hash_code(first.folder, first.script)
         for variant in group:
             variant.code = code
 

@@ -66,6 +66,10 @@ class Effect:
     time: float | None = None
     time_interval: Bounds | None = None
 
+    def has_interval(self) -> bool:
+        """False for the first few pairs."""
+        return math.isfinite(self.difference_interval[0])
+
 
 # -----------------------------------------------------------------------------
 # The anytime-valid t-test

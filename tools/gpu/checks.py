@@ -145,7 +145,7 @@ def attention_case(length, mean, blocks, heads, dim):
     """Checks a sequence with documents of about `mean` tokens, and a window of `blocks` blocks."""
     rng = torch.Generator().manual_seed(length)
     begins = torch.rand(length, generator=rng) < 1 / mean
-    docs = begins.cumsum(0, dtype=torch.int32)
+    docs = 1 + begins.cumsum(0, dtype=torch.int32)
     *qkv, grad = torch.randn(4, 1, length, heads, dim, generator=rng).bfloat16().unbind()
     query = torch.arange(length)[:, None]
     key = torch.arange(length)

@@ -6,16 +6,8 @@ import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tools.compare.answer import (
-    STEPS_UNKNOWN,
-    finite,
-    goal,
-    percent,
-    percent_interval,
-    plural,
-    short,
-    slope_in_words,
-)
+from tools.common import finite, goal, percent, percent_interval, plural, short
+from tools.compare.answer import STEPS_UNKNOWN, slope_in_words
 from tools.compare.stats import Slope
 from tools.screen.blocks import Block, Factor
 from tools.screen.design import (

@@ -220,7 +220,7 @@ def read_screen(path: Path, scratch: Path) -> Screen:
     pairs = make_sides(base, factors)
     sides = [variant for pair in pairs for variant in pair]
     configurations = make_configurations(base, factors)
-    check_settings([base, *sides, *configurations], 1, many_runs=False)
+    check_settings([base, *sides, *configurations], 1)
     for factor, (low, high) in zip(factors, pairs):
         if low.digest() == high.digest():
             raise UsageError(f"{path}: {factor.name}: both sides have the same source and settings")

@@ -20,19 +20,25 @@ import argparse
 import json
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from tools.compare import compare
+from tools.common import (
+    UsageError,
+    output_file,
+    plural,
+    run_command,
+    short,
+    stop_on_signals,
+    whole_number,
+    write_file,
+)
 from tools.compare import runs as compare_runs
-from tools.compare.answer import plural, short
-from tools.compare.runs import RunError, Setup, Task, Worker
+from tools.compare.runs import Pool, RunError, Task, make_runs, open_pool, show_line
 from tools.compare.sources import check_data, log_ratio_of_steps
 from tools.compare.stats import measure_slope
-from tools.common import UsageError, run_command, stop_on_signals, write_file
 from tools.screen.answer import Result, answer, plot_result, result_as_json
 from tools.screen.blocks import (
     Block,
@@ -46,21 +52,6 @@ from tools.screen.blocks import (
 from tools.screen.design import add_steps, fit
 
 BLOCKS_AT_ONCE = 2  # a process makes the runs of this many seeds, because only the first one compiles
-
-
-@dataclass
-class Session:
-    """The runs of one command."""
-
-    screen: Screen
-    setup: Setup
-    dtype: str  # of the activations
-    jobs: int
-    runs: dict[str, dict] = field(default_factory=dict)  # name -> seed -> log
-    workers: list[Worker] = field(default_factory=list)
-    made: int = 0
-    to_make: int = 0
-    started: float = 0.0
 
 
 # -----------------------------------------------------------------------------
@@ -83,99 +74,53 @@ def make_parser() -> argparse.ArgumentParser:
     add("definition", type=Path, metavar="SCREEN.toml", help="defines the screen")
     blocks = "make blocks until there are N with this source, data type and PyTorch version; without it, "
     blocks += "make none"
-    add("--blocks", type=compare.parse_count, metavar="N", help=blocks)
+    add("--blocks", type=whole_number, metavar="N", help=blocks)
     until = "the smallest saving of steps that matters; default: that in SCREEN.toml, or 1%%"
     add("--until", metavar="X%", help=until)
     jobs = "runs at a time on a CPU; default: one per core"
-    add("--jobs", type=compare.parse_count, metavar="N", help=jobs)
-    add("--json", type=Path, metavar="FILE", help="write all numbers")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the effects and their intervals")
+    add("--jobs", type=whole_number, metavar="N", help=jobs)
+    add("--json", type=output_file, metavar="FILE", help="write all numbers")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw the effects and their intervals")
     return parser
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
     """Raises UsageError."""
     args = make_parser().parse_args(argv)
-    args.nproc_per_node = 1
     if args.until is not None:
         args.until = read_percent(args.until)
-    if args.json:
-        compare.check_output_file(args.json, "")
-    if args.plot:
-        compare.check_output_file(args.plot, ".png")
     return args
-
-
-# -----------------------------------------------------------------------------
-# Display
-
-
-def show_progress(session: Session, seeds: list[int]) -> None:
-    """What is done, and when the end is expected. On a pipe, only after every eighth run."""
-    if not sys.stderr.isatty() and session.made % 8:
-        return
-    words = f"{short(session.screen.name, 18)}: seeds {seeds[0]} to {seeds[-1]}, "
-    words += f"{session.made} of {session.to_make} runs"
-    if session.made >= 2 * session.jobs:
-        seconds = (time.monotonic() - session.started) / session.made
-        left = seconds * (session.to_make - session.made)
-        end = time.strftime("%H:%M", time.localtime(time.time() + left))
-        words += f", {left / 60:.0f} min left ({end})"
-    compare.show_line(words)
 
 
 # -----------------------------------------------------------------------------
 # Runs
 
 
-def split_seeds(missing: list[int], most: int) -> list[range]:
+def split_seeds(missing: list[int], most: int) -> list[list[int]]:
     """Seeds that follow each other, at most `most` together."""
-    ranges = []
+    parts = []
     for seed in missing:
-        last = ranges[-1] if ranges else None
-        if last and last.stop == seed and len(last) < most:
-            ranges[-1] = range(last.start, seed + 1)
+        if parts and parts[-1][-1] + 1 == seed and len(parts[-1]) < most:
+            parts[-1].append(seed)
         else:
-            ranges.append(range(seed, seed + 1))
-    return ranges
+            parts.append([seed])
+    return parts
 
 
-def missing_tasks(session: Session, seeds: list[int]) -> list[Task]:
+def missing_tasks(screen: Screen, pool: Pool, seeds: list[int]) -> list[Task]:
     """The runs that these blocks still need."""
     tasks = []
-    variants = {variant.name: variant for variant in session.screen.variants()}  # each once
+    variants = {variant.name: variant for variant in screen.variants()}  # each once
     for variant in variants.values():
         at_once = BLOCKS_AT_ONCE if variant.settings is not None else 1
-        missing = [seed for seed in seeds if seed not in session.runs[variant.name]]
+        missing = [seed for seed in seeds if seed not in pool.runs[variant.name]]
         tasks += [Task(variant, part) for part in split_seeds(missing, at_once)]
     return tasks
 
 
-def make_runs(session: Session, seeds: list[int]) -> None:
-    """Makes the missing runs of these blocks. Raises RunError and UsageError."""
-    tasks = missing_tasks(session, seeds)
-    try:
-        while tasks or session.workers:
-            while tasks and len(session.workers) < session.jobs:
-                session.workers.append(compare_runs.start(session.setup, tasks.pop(0)))
-            time.sleep(0.1)
-            new, undone = compare_runs.collect_all(session.setup, session.workers, session.runs)
-            tasks[:0] = undone
-            session.made += new
-            if new:
-                compare_runs.check_compiled(session.runs)
-                show_progress(session, seeds)
-    finally:
-        for worker in session.workers:
-            compare_runs.stop(session.setup, worker)
-        session.workers.clear()
-
-
-def make_block(session: Session, seed: int) -> Block:
+def make_block(screen: Screen, pool: Pool, seed: int) -> Block:
     """The block of a seed whose runs are all there."""
-    screen = session.screen
-    facts = session.setup.facts
-    losses = {name: logs[seed].final.val_loss for name, logs in session.runs.items()}
+    losses = {name: logs[seed].final.val_loss for name, logs in pool.runs.items()}
     return Block(
         seed=seed,
         losses=[losses[variant.name] for variant in screen.configurations],
@@ -183,19 +128,18 @@ def make_block(session: Session, seed: int) -> Block:
         more=losses[screen.more.name],
         factors=[asdict(factor) for factor in screen.factors],
         digest=screen.digest(),
-        dtype=session.dtype,
-        torch=facts["torch"],
-        compiled=not session.runs[screen.fewer.name][seed].uncompiled,
-        machine=facts["machine"],
-        threads=facts["threads"],
-        compiler=" ".join(facts["compiler"]),
+        dtype=compare_runs.activation_dtype(screen.variants()),
+        torch=pool.facts["torch"],
+        compiled=not pool.runs[screen.fewer.name][seed].uncompiled,
+        machine=pool.facts["machine"],
+        threads=pool.facts["threads"],
+        compiler=" ".join(pool.facts["compiler"]),
     )
 
 
-def seeds_to_make(session: Session, count: int) -> list[int]:
+def seeds_to_make(screen: Screen, pool: Pool, count: int) -> list[int]:
     """The seeds of the blocks that are missing until there are `count`. Raises UsageError."""
-    screen = session.screen
-    ours = (screen.digest(), session.dtype, session.setup.facts["torch"])
+    ours = (screen.digest(), compare_runs.activation_dtype(screen.variants()), pool.facts["torch"])
     done = set()
     for block in read_blocks(screen):
         if (block.digest, block.dtype, block.torch) == ours:
@@ -209,34 +153,25 @@ def seeds_to_make(session: Session, count: int) -> list[int]:
     return seeds
 
 
-def make_blocks(session: Session, seeds: list[int]) -> None:
-    """Makes the blocks of these seeds, a few at a time. Raises RunError, UsageError and FileError."""
-    session.started = time.monotonic()
-    session.to_make = sum(len(task.seeds) for task in missing_tasks(session, seeds))
-    compare.show_line(f"{plural(len(seeds), 'block')} to make: {plural(session.to_make, 'run')}")
+def make_blocks(screen: Screen, pool: Pool, count: int) -> None:
+    """Makes blocks, a few at a time, until there are `count`. Raises RunError, UsageError and FileError."""
+    seeds = seeds_to_make(screen, pool, count)
+    total = sum(len(task.seeds) for task in missing_tasks(screen, pool, seeds))
+    show_line(f"{plural(len(seeds), 'block')} to make: {plural(total, 'run')}")
     for start in range(0, len(seeds), BLOCKS_AT_ONCE):
         part = seeds[start : start + BLOCKS_AT_ONCE]
-        make_runs(session, part)
+        tasks = missing_tasks(screen, pool, part)
+        words = f"{short(screen.name, 18)}: seeds {part[0]} to {part[-1]}"
+
+        def show(new: int) -> bool:
+            if new:
+                left = pool.time_left(total - pool.made)
+                show_line(f"{words}, {pool.made} of {total} runs, {left}")
+            return False
+
+        make_runs(pool, lambda: tasks.pop(0) if tasks else None, show)
         for seed in part:
-            write_block(session.screen, make_block(session, seed))
-
-
-def make_session(args: argparse.Namespace, screen: Screen, lock: int) -> Session:
-    """Raises UsageError."""
-    variants = screen.variants()
-    compare.get_data(variants)
-    gpu = compare.on_gpu(variants)
-    jobs = compare.number_of_jobs(args, variants)
-    threads = compare.threads_of_a_process(args, jobs)
-    facts = compare_runs.machine_facts(gpu, threads, 1)
-    facts["data"] = compare_runs.data_facts(variants)
-    # `more` needs the most data. Patched scripts aren't asked, because each takes seconds to load
-    check_data([variant for variant in variants if variant.folder == screen.base.folder])
-    session = Session(screen, Setup(facts, threads, 1, lock), compare_runs.activation_dtype(gpu), jobs)
-    compare_runs.make_room({session.setup.folder(variant) for variant in variants})
-    for variant in variants:
-        session.runs[variant.name] = compare_runs.kept_runs(session.setup, variant)
-    return session
+            write_block(screen, make_block(screen, pool, seed))
 
 
 # -----------------------------------------------------------------------------
@@ -297,12 +232,13 @@ def screen_command(argv: list[str]) -> int:
     with compare_runs.locked_folder() as lock:
         screen = read_screen(args.definition, compare_runs.FOLDER / "working")
         try:
-            session = make_session(args, screen, lock)
-            make_blocks(session, seeds_to_make(session, args.blocks))
+            pool = open_pool(screen.variants(), lock, args.jobs)
+            # `more` needs the most data. Patched scripts aren't asked, because each takes seconds to load
+            check_data([v for v in screen.variants() if v.folder == screen.base.folder])
+            make_blocks(screen, pool, args.blocks)
         except KeyboardInterrupt:
             status = 130
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+    show_line()
     report(args, screen)
     if status:
         print("Interrupted; run the same command again to continue.")
@@ -310,7 +246,11 @@ def screen_command(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return compare.run_and_report(screen_command, argv, failed=1)
+    try:
+        return screen_command(argv)
+    except RunError as e:
+        print(e, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
