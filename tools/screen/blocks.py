@@ -241,14 +241,11 @@ def read_screen(path: Path, scratch: Path) -> Screen:
 # Finished blocks
 
 
-def block_path(screen: Screen, block: Block) -> Path:
-    group = hashlib.sha256(json.dumps(block.group()).encode()).hexdigest()[:8]
-    return screen.folder / f"seed{block.seed}_{group}.json"
-
-
 def write_block(screen: Screen, block: Block) -> None:
     """Raises FileError."""
-    write_file(block_path(screen, block), (json.dumps(asdict(block), indent=1) + "\n").encode())
+    group = hashlib.sha256(json.dumps(block.group()).encode()).hexdigest()[:8]
+    file = screen.folder / f"seed{block.seed}_{group}.json"
+    write_file(file, (json.dumps(asdict(block), indent=1) + "\n").encode())
 
 
 def read_block(path: Path) -> Block:

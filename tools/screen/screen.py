@@ -17,7 +17,7 @@ Exit status: 0 done, 1 a run failed, 2 bad input, 130 interrupted.
 """
 
 import argparse
-import json
+import itertools
 import sys
 import tempfile
 from dataclasses import asdict
@@ -26,7 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from tools.common import (
-    UsageError,
+    as_json,
+    fraction,
     output_file,
     plural,
     run_command,
@@ -45,7 +46,6 @@ from tools.screen.blocks import (
     Screen,
     belongs,
     read_blocks,
-    read_percent,
     read_screen,
     write_block,
 )
@@ -66,17 +66,13 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def fail(message):
-        raise UsageError(f"{message}; --help lists all options")
-
-    parser.error = fail
     add = parser.add_argument
     add("definition", type=Path, metavar="SCREEN.toml", help="defines the screen")
     blocks = "make blocks until there are N with this source, data type and PyTorch version; without it, "
     blocks += "make none"
     add("--blocks", type=whole_number, metavar="N", help=blocks)
     until = "the smallest saving of steps that matters; default: that in SCREEN.toml, or 1%%"
-    add("--until", metavar="X%", help=until)
+    add("--until", type=fraction, metavar="X%", help=until)
     jobs = "runs at a time on a CPU; default: one per core"
     add("--jobs", type=whole_number, metavar="N", help=jobs)
     add("--json", type=output_file, metavar="FILE", help="write all numbers")
@@ -84,37 +80,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """Raises UsageError."""
-    args = make_parser().parse_args(argv)
-    if args.until is not None:
-        args.until = read_percent(args.until)
-    return args
-
-
 # -----------------------------------------------------------------------------
 # Runs
 
 
-def split_seeds(missing: list[int], most: int) -> list[list[int]]:
-    """Seeds that follow each other, at most `most` together."""
-    parts = []
-    for seed in missing:
-        if parts and parts[-1][-1] + 1 == seed and len(parts[-1]) < most:
-            parts[-1].append(seed)
-        else:
-            parts.append([seed])
-    return parts
-
-
 def missing_tasks(screen: Screen, pool: Pool, seeds: list[int]) -> list[Task]:
-    """The runs that these blocks still need."""
+    """The runs that these blocks still need. A process makes those of seeds that follow each other."""
     tasks = []
     variants = {variant.name: variant for variant in screen.variants()}  # each once
     for variant in variants.values():
-        at_once = BLOCKS_AT_ONCE if variant.settings is not None else 1
         missing = [seed for seed in seeds if seed not in pool.runs[variant.name]]
-        tasks += [Task(variant, part) for part in split_seeds(missing, at_once)]
+        together = missing[1:] == [seed + 1 for seed in missing[:-1]]
+        if missing and together and variant.settings is not None:
+            tasks.append(Task(variant, missing))
+        else:
+            tasks += [Task(variant, [seed]) for seed in missing]
     return tasks
 
 
@@ -140,17 +120,9 @@ def make_block(screen: Screen, pool: Pool, seed: int) -> Block:
 def seeds_to_make(screen: Screen, pool: Pool, count: int) -> list[int]:
     """The seeds of the blocks that are missing until there are `count`. Raises UsageError."""
     ours = (screen.digest(), compare_runs.activation_dtype(screen.variants()), pool.facts["torch"])
-    done = set()
-    for block in read_blocks(screen):
-        if (block.digest, block.dtype, block.torch) == ours:
-            done.add(block.seed)
-    seeds = []
-    seed = screen.seed
-    while len(done) + len(seeds) < count:
-        if seed not in done:
-            seeds.append(seed)
-        seed += 1
-    return seeds
+    done = [b.seed for b in read_blocks(screen) if (b.digest, b.dtype, b.torch) == ours]
+    free = (seed for seed in itertools.count(screen.seed) if seed not in done)
+    return list(itertools.islice(free, max(0, count - len(done))))
 
 
 def make_blocks(screen: Screen, pool: Pool, count: int) -> None:
@@ -206,9 +178,6 @@ def report(args: argparse.Namespace, screen: Screen) -> None:
         others = len(read_blocks(screen))
         if others:
             print(f"Its folder has {plural(others, 'block')} of another definition.")
-        for file in (args.json, args.plot):
-            if file:
-                print(f"{file}: not written, because there is no block", file=sys.stderr)
         return
     for number, result in enumerate(found):
         if number:
@@ -217,13 +186,13 @@ def report(args: argparse.Namespace, screen: Screen) -> None:
         print("\n".join(answer(screen.name, result, current)))
     if args.json:
         answers = [result_as_json(result) for result in found]
-        write_file(args.json, json.dumps(answers, indent=1, allow_nan=False).encode())
+        write_file(args.json, as_json(answers))
     if args.plot:
         plot_result(screen.name, found[0], args.plot)
 
 
 def screen_command(argv: list[str]) -> int:
-    args = read_arguments(argv)
+    args = make_parser().parse_args(argv)
     if not args.blocks:
         with tempfile.TemporaryDirectory() as scratch:
             report(args, read_screen(args.definition, Path(scratch)))
