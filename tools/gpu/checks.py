@@ -12,13 +12,10 @@ import math
 import platform
 import statistics
 import sys
-import tempfile
-from pathlib import Path
 
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
 import torch.nn.functional as F
-from data.shards import write_shard
 from tools import launch, launch_checks
 from tools.common import as_json, usable_cores, write_file
 from tools.gpu.measure import PEAKS, Training, measure, slowest_kernels
@@ -292,7 +289,7 @@ def peaks(training):
     """Peaks of the allocator in training and in validation, and what a growing window compiles."""
     hp = training.hp
     counters = torch._dynamo.utils.counters
-    sequence = training.tokens[torch.arange(hp.val_seq_len + 1) % len(training.tokens)]
+    sequence = torch.zeros(hp.val_seq_len + 1, dtype=torch.int32)
 
     def train(step):
         training.train(training.tokens, step)
@@ -326,24 +323,18 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 SHORTEST_WAIT = 100  # microseconds; a shorter call found the GPU done and returned at once
 
 
-def waits(steps=12, before=3):
+def waits(steps=12):
     """How often, and how long, the host waits for the GPU within 12 steps of training."""
     hp = fineweb()
-    hp = dataclasses.replace(hp, batch_tokens=hp.train_seq_len)
-    training = Training(hp)
-    tokens = torch.randint(hp.vocab_size, ((steps + before) * hp.batch_tokens + 1,))
-    with tempfile.TemporaryDirectory() as folder:
-        write_shard(Path(folder) / "0.bin", tokens.numpy())
-        files = f"{folder}/*.bin"
-        data = train_gpt.distributed_data_generator(files, hp.batch_tokens, hp.vocab_size)
-        for step in range(before):
-            training.train(next(data), step)
+    training = Training(dataclasses.replace(hp, batch_tokens=hp.train_seq_len))
+    for step in range(3):
+        training.train(training.tokens, step)
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profiler:  # of the CPU and the GPU
+        with torch.profiler.record_function("steps"):
+            for step in range(3, 3 + steps):
+                training.train(training.tokens, step)
         torch.cuda.synchronize()
-        with torch.profiler.profile() as profiler:  # of the CPU and the GPU
-            with torch.profiler.record_function("steps"):
-                for step in range(before, before + steps):
-                    training.train(next(data), step)
-            torch.cuda.synchronize()
     return count_waits(profiler.events(), steps)
 
 

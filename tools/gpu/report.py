@@ -82,7 +82,7 @@ def kept_stages(path, conditions):
     if not path.exists():
         return {}
     old = json.loads(path.read_text(encoding="utf-8"))
-    if any(old["conditions"][name] != value for name, value in conditions.items()):
+    if old["conditions"] | {"date": conditions["date"]} != conditions:
         return {}
     return {name: result for name, result in old["stages"].items() if result["status"] == "done"}
 
@@ -103,10 +103,10 @@ def make_report(folder, only, minutes):
         "GPU": machine["figures"]["GPU"],
         "PyTorch": machine["figures"]["PyTorch"],
         "source": hashlib.sha256(train_gpt.SOURCE.encode()).hexdigest()[:12],
+        "date": time.strftime("%Y-%m-%d"),
     }
     folder.mkdir(parents=True, exist_ok=True)
     results = kept_stages(folder / "gpu_report.json", conditions) | {"machine": machine}
-    conditions["date"] = time.strftime("%Y-%m-%d")
     for name in only or [name for name in STAGES if name not in results]:
         print(f"{name}: ", end="", flush=True)
         seconds = min(20 * minutes, deadline - time.monotonic())

@@ -41,6 +41,7 @@ from tools.compare.sources import (
 from tools.compare.stats import SLOPE_FACTOR
 from tools.screen.design import FEWEST_FACTORS, MOST_FACTORS, make_design
 
+
 @dataclass
 class Factor:
     name: str
@@ -64,9 +65,9 @@ class Definition:
     commit: str = ""
     script: str = "train_gpt.py"
     switches: str = ""
-    options: str = ""
+    options: str = ""  # a list once it is read
     seed: int = 0
-    until: str = "1%"
+    until: str = "1%"  # a fraction once it is read
     factor: list[Factor] = field(default_factory=list)
 
 
@@ -148,7 +149,8 @@ def read_definition(path: Path) -> Definition:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         definition = Definition(**table)
         definition.factor = [Factor(**factor) for factor in definition.factor]
-        definition.until = fraction(definition.until)
+        definition.until = fraction(str(definition.until))
+        definition.options = shlex.split(definition.options)
         check_factors(definition.factor)
     except (OSError, ValueError, TypeError, argparse.ArgumentTypeError, UsageError) as e:
         raise UsageError(f"{path}: {e}") from None
@@ -204,7 +206,7 @@ def make_configurations(base: Variant, factors: list[Factor]) -> list[Variant]:
 def read_base(definition: Definition, scratch: Path) -> Variant:
     """The script of the commit or of the working tree, with the patch `switches`. Raises UsageError."""
     folder = copy_commit(definition.commit, scratch) if definition.commit else copy_tree(scratch)
-    base = Variant("the base", folder, definition.script, shlex.split(definition.options))
+    base = Variant("the base", folder, definition.script, definition.options)
     if definition.switches:
         base.folder = apply_patches(base, [definition.switches], "switches")
     return base
@@ -267,6 +269,5 @@ def read_blocks(screen: Screen) -> list[Block]:
 def belongs(screen: Screen, block: Block) -> bool:
     """Whether a block measures the factors of this screen. Either its runs are those of the screen (the
     factors may have got other names since), or its factors are the same, perhaps in another source."""
-    if block.digest == screen.digest():
-        return True
-    return block.factors == [asdict(factor) for factor in screen.factors]
+    factors = [asdict(factor) for factor in screen.factors]
+    return block.digest == screen.digest() or block.factors == factors

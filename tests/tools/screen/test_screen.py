@@ -6,10 +6,7 @@ import io
 import itertools
 import json
 import math
-import os
 import shutil
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +15,7 @@ from scipy import integrate, optimize, stats
 
 from test_compare import git, patch_of
 from tests.util import ROOT
-from tools.common import UsageError, run_command
+from tools.common import run_command
 from tools.compare import runs as compare_runs
 from tools.compare import sources as compare_sources
 from tools.compare.stats import Slope, measure_slope
@@ -105,7 +102,14 @@ def test_fit_is_least_squares(factors):
     assert fitted.sd == pytest.approx(math.sqrt(residual[0] / (96 - rank)))
 
 
-@pytest.mark.parametrize("blocks, contrasts", [(2, 16), (4, 5), (6, 15)])
+@pytest.mark.parametrize(
+    "blocks, contrasts",
+    [
+        (2, 16),
+        (4, 5),
+        (6, 15),
+    ],
+)
 def test_interval_is_where_the_bayes_factor_is_the_limit(blocks, contrasts):
     """The density of Student's t averaged over effects of N(0, sd^2 / 8), over its density without one."""
     freedom = 31 * (blocks - 1)
@@ -209,11 +213,24 @@ def test_verdict(difference, half_width, switch, setting):
 # The answer
 
 
-def result_of(losses, *factors: Factor, fewer=1.52, more=1.48) -> answer.Result:
+def result_of(losses, factors: list[Factor]) -> answer.Result:
     """Of one block with these 32 losses."""
-    facts = dict(factors=[], digest="", dtype="float32", torch="", compiled=True, machine="", threads=1)
-    block = Block(0, list(losses), fewer, more, **facts, compiler="")
-    return answer.Result(list(factors), [block], fit(np.array([losses]), len(factors)), None, 0.01)
+    block = Block(
+        seed=0,
+        losses=list(losses),
+        fewer=1.52,
+        more=1.48,
+        factors=[],
+        digest="",
+        dtype="float32",
+        torch="",
+        compiled=True,
+        machine="",
+        threads=1,
+        compiler="",
+    )
+    fitted = fit(np.array([losses]), len(factors))
+    return answer.Result(factors, [block], fitted, slope=None, until=0.01)
 
 
 SWITCHES = [Factor(name, high=f"--{name} 1") for name in "abcde"]
@@ -225,21 +242,21 @@ def test_configurations_that_hardly_learn():
     design = make_design(5)
     bad = (design[:, 0] > 0) & (design[:, 1] < 0)
     losses = np.linspace(1.49, 1.51, 32) + 2 * bad
-    words = answer.warning_in_words(result_of(losses, *SETTINGS))
+    words = answer.warning_in_words(result_of(losses, SETTINGS))
     assert words.startswith("Warning: 8 configurations of 32 ended far above the median loss of 1.5")
     numbers = ", ".join(f"{number} ({losses[number]:.4f})" for number in np.flatnonzero(bad))
     shared = "All of them have a 0.02.., b 0.01. Consider a screen with smaller changes."
     assert words.endswith(f"may dominate the table: {numbers}. {shared}")
-    assert answer.warning_in_words(result_of(losses - 2 * bad, *SETTINGS)) == ""
+    assert answer.warning_in_words(result_of(losses - 2 * bad, SETTINGS)) == ""
 
 
 def test_settings_around_the_base():
     """If all factors are settings, the answer compares the base with the mean of all configurations."""
     losses = np.linspace(1.6, 1.7, 32)
-    words = answer.facts_in_words(result_of(losses, *SETTINGS))
+    words = answer.facts_in_words(result_of(losses, SETTINGS))
     mean = "The mean loss of all configurations is 1.6500. That of the base is about 1.5000, estimated from"
     assert "Loss: high minus low." in words and mean in words
-    words = answer.facts_in_words(result_of(losses, *SWITCHES))
+    words = answer.facts_in_words(result_of(losses, SWITCHES))
     assert "Loss: with the idea minus without it." in words and "mean loss" not in words
 
 
@@ -282,7 +299,6 @@ if __name__ == "__main__":
     standin.final_loss = final_loss
     standin.main(sys.argv[1:])
 """
-EFFECTS = {"a": -0.03, "b": 0.02, "c": 0.0, "d": 0.0, "e": 0.0}
 LINES = {
     "a": 'low = "--a 0.001"\nhigh = "--a -0.029"',
     "b": 'low = "--b 0.001"\nhigh = "--b 0.021"',
@@ -316,25 +332,26 @@ def place(tmp_path_factory):
         yield place
 
 
-def run(text: str, *arguments, name="first", out=None) -> tuple[int, str, str]:
+def run(text: str, *arguments, name="first") -> tuple[int, str, str]:
     """Runs screen.py in this process on this definition. Returns exit status, output and errors."""
     file = Path("screens", name, "screen.toml")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    out = out or io.StringIO()
+    out = io.StringIO()
     err = io.StringIO()
-    words = ["screen.py", str(file), *map(str, arguments)]
+    words = [str(file), *map(str, arguments)]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", words)
-            with pytest.raises(SystemExit) as end:
-                run_command(screen.main)
-    assert "Traceback" not in err.getvalue(), err.getvalue()
-    return end.value.code, out.getvalue() if isinstance(out, io.StringIO) else "", err.getvalue()
+        with pytest.raises(SystemExit) as end:
+            run_command(lambda argv: screen.main(words))
+    return end.value.code, out.getvalue(), err.getvalue()
 
 
 def block_files(name="first") -> list[Path]:
     return sorted(Path("screens", name).glob("seed*.json"))
+
+
+def change_block(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_screen(place):
@@ -344,18 +361,16 @@ def test_screen(place):
     status, out, err = run(definition(), "--blocks", 3, "--json", "o.json", "--plot", "o.png", name="whole")
     assert status == 0, err
     assert "3 blocks to make: " in err
-    assert max(len(line) for line in out.splitlines()) <= 80
-    assert "3 blocks of 32 runs, seeds 7, 8, 9" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "3 blocks of 32 runs, seeds 7, 8, 9" in out and "Warning" not in out
     (found,) = json.loads(Path("o.json").read_text())
     factors = {factor["name"]: factor for factor in found["factors"]}
-    for name, effect in EFFECTS.items():
-        both = 0.025 if name in "de" else 0  # the effect of one is averaged over the other
-        difference = factors[name]["difference"]
-        assert abs(difference - effect - both) < factors[name]["half_width"], name
-    assert "Warning" not in out
-    assert factors["a"]["verdict"] == "high is better"
-    assert factors["b"]["verdict"] == "low is better"
-    assert factors["d"]["verdict"] == "hurts"
+    # the effect of d is averaged over e, and that of e over d
+    for name, effect in zip("abcde", (-0.03, 0.02, 0.0, 0.025, 0.025)):
+        factor = factors[name]
+        assert abs(factor["difference"] - effect) < factor["half_width"], name
+    verdicts = [factors[name]["verdict"] for name in "abd"]
+    assert verdicts == ["high is better", "low is better", "hurts"]
     low, high = factors["a"]["steps_interval"]
     assert low < math.expm1(-0.03 / 0.123) < high
     assert found["sd"] == pytest.approx(0.001, rel=0.4)
@@ -372,17 +387,15 @@ def test_blocks(place):
     """The losses of a block are those of its runs, and each run has the settings of its configuration."""
     assert run(definition(), "--blocks", 2)[0] == 0
     block = json.loads(block_files()[0].read_text())
-    assert block["seed"] == 7
     losses = {}
     for path in Path("logs/compare/runs").glob("*/seed7.txt"):
         log = parse_log(path)
         values = [log.hyperparameters[name] for name in ("num_iterations", *"abcde")]
         losses[tuple(values)] = log.final.val_loss
-    for row, loss in zip(make_design(5), block["losses"]):
-        a, b, *others = row > 0
-        values = [-0.029 if a else 0.001, 0.021 if b else 0.001]
-        values += [value if high else 0.0 for value, high in zip((1e-9, 2e-9, 4e-9), others)]
-        assert losses[20, *values] == loss
+    low = np.array([0.001, 0.001, 0, 0, 0])
+    high = np.array([-0.029, 0.021, 1e-9, 2e-9, 4e-9])
+    settings = np.where(make_design(5) > 0, high, low)
+    assert block["losses"] == [losses[20, *row] for row in settings.tolist()]
     assert block["fewer"] == losses[16, 0, 0, 0, 0, 0]
     assert block["more"] == losses[25, 0, 0, 0, 0, 0]
     # Runs are kept, too, so a lost block costs nothing
@@ -394,15 +407,15 @@ def test_blocks(place):
 def test_blocks_that_do_not_belong_together(place):
     assert run(definition(), "--blocks", 2, name="mixed")[0] == 0
     # Another name or spelling: the runs are the same. Another value needs other blocks
-    text = definition(b=LINES["b"].replace("--b 0.001", "--b=0.001")).replace('name = "a"', 'name = "alpha"')
+    text = definition().replace("--b 0.001", "--b=0.001")
+    text = text.replace('name = "a"', 'name = "alpha"')
     status, out, err = run(text, "--blocks", 2, name="mixed")
     assert status == 0 and "0 blocks to make: 0 runs" in err
     assert "2 blocks of 32 runs, seeds 7, 8" in out and "alpha" in out
     status, out, err = run(text.replace("--a 0.001", "--a 0.002"), name="mixed")
     assert out == "mixed: no block is finished yet.\nIts folder has 2 blocks of another definition.\n"
     path = block_files("mixed")[0]
-    block = json.loads(path.read_text())
-    path.write_text(json.dumps(block | {"dtype": "float16"}))
+    change_block(path, dtype="float16")
     out = run(definition(), name="mixed")[1]
     assert "1 block of 32 runs, seed 8" in out
     assert "1 block of 32 runs, seed 7, float16" in out
@@ -445,65 +458,54 @@ def test_a_configuration_that_is_the_base_with_more_steps(place):
     assert block["more"] in block["losses"]
 
 
-def test_commit_and_patches(place):
-    """The script is that of the commit, changed by `switches`, so that a screen goes on although the working
-    tree changes. A factor can be a patch. Patches that don't apply together are refused."""
-    patches = {"s": "OFFSET = 1.0", "c": "OFFSET = 1.04", "d": "OFFSET = 1.05"}
-    for name, line in patches.items():
-        source = SCRIPT if name == "s" else SCRIPT.replace("OFFSET = 0.0", patches["s"])
-        changed = SCRIPT.replace("OFFSET = 0.0", line)
-        Path(f"{name}.patch").write_text(patch_of("train_gpt.py", source, changed))
-    first = 'commit = "HEAD"\nswitches = "s.patch"\noptions = "--num_iterations 20"'
-    text = definition(first, c='patch = "c.patch"')
+def test_patches(place):
+    """A factor can be a patch. Patches that don't apply together are refused."""
+    for name in "cd":
+        changed = SCRIPT.replace("OFFSET = 0.0", f"OFFSET = 0.0{ord(name)}")
+        Path(f"{name}.patch").write_text(patch_of("train_gpt.py", SCRIPT, changed))
+    text = definition(c='patch = "c.patch"')
     assert run(text, "--blocks", 2, "--json", "o.json", name="patched")[0] == 0
     (found,) = json.loads(Path("o.json").read_text())
     (factor,) = [factor for factor in found["factors"] if factor["name"] == "c"]
-    assert factor["difference"] == pytest.approx(0.04, abs=0.002)
-    assert factor["verdict"] == "hurts"
-    assert found["mean_loss"] > 2
-    Path("train_gpt.py").write_text(SCRIPT.replace("OFFSET = 0.0", "OFFSET = 0.5"))
-    try:
-        out = run(text, name="patched")[1]
-        assert "2 blocks of 32 runs" in out and "another source" not in out
-        out = " ".join(run(definition(c='patch = "c.patch"'), name="patched")[2].split())
-        assert "c.patch: the patch doesn't apply" in out
-        text = text.replace(first, first.splitlines()[2]).replace('patch = "c.patch"', LINES["c"])
-        for file in block_files("patched"):
-            block = json.loads(file.read_text())
-            block["factors"][2] |= {"high": "--c 1e-9", "patch": ""}
-            file.write_text(json.dumps(block))
-        words = " ".join(run(text, name="patched")[1].split())
-        assert "made with another source or other settings than today's" in words
-    finally:
-        Path("train_gpt.py").write_text(SCRIPT)
-    status, out, err = run(definition(first, c='patch = "c.patch"', d='patch = "d.patch"'), name="two")
+    assert factor["difference"] == pytest.approx(0.099, abs=0.002)
+    status, out, err = run(definition(c='patch = "c.patch"', d='patch = "d.patch"'), name="patched")
     assert status == 2
     assert "c.patch, d.patch: the patch doesn't apply" in err and "combine the patches by hand" in err
     assert len(err.splitlines()) == 1
 
 
-def test_output_into_a_closed_pipe(place):
-    """`| head` may stop reading early. That is no error of a file, so nothing is printed about one."""
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w", buffering=1) as closed:
-        status, _, err = run(definition(), name="pipe", out=closed)
-    assert (status, err) == (1, "")
+def test_commit_and_switches(place):
+    """The script is that of the commit, changed by a patch, so a screen goes on although the working tree
+    changes. Blocks of the same factors in another source are shown, and the answer says so."""
+    switched = SCRIPT.replace("OFFSET = 0.0", "OFFSET = 1.0")
+    Path("s.patch").write_text(patch_of("train_gpt.py", SCRIPT, switched))
+    switches = 'switches = "s.patch"\noptions = "--num_iterations 20"'
+    text = definition(f'commit = "HEAD"\n{switches}')
+    assert run(text, "--blocks", 1, name="switched")[0] == 0
+    losses = json.loads(block_files("switched")[0].read_text())["losses"]
+    assert min(losses) > 2
+    Path("train_gpt.py").write_text("# changed\n" + switched)
+    try:
+        out = run(text, name="switched")[1]
+        assert "1 block of 32 runs" in out and "another source" not in out
+        words = " ".join(run(definition(), name="switched")[1].split())
+        assert "made with another source or other settings than today's" in words
+        assert "s.patch: the patch doesn't apply" in run(definition(switches), name="switched")[2]
+    finally:
+        Path("train_gpt.py").write_text(SCRIPT)
 
 
-ONE_OF_EACH = ("ideas-1", "baseline-2", "tuned-1")  # a patch of switches, an older script, neither
-DEFINITIONS = [
-    pytest.param(path, id=path.parent.name, marks=[] if path.parent.name in ONE_OF_EACH else pytest.mark.slow)
-    for path in sorted(ROOT.glob("records/mini/screens/*/screen.toml"))
-]
+DEFAULT = ("ideas-1", "baseline-2")  # a commit with a patch of switches; another script
+DEFINITIONS = []
+for path in sorted(ROOT.glob("records/mini/screens/*/screen.toml")):
+    marks = () if path.parent.name in DEFAULT else pytest.mark.slow
+    DEFINITIONS.append(pytest.param(path, id=path.parent.name, marks=marks))
 
 
 @pytest.mark.parametrize("path", DEFINITIONS)
 def test_definitions_of_the_repository(path, tmp_path, monkeypatch):
     """Scripts accept the options of all configurations, and finished blocks are of these."""
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(compare_sources, "ROOT", ROOT)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = blocks.read_screen(path, tmp_path)
     assert len({variant.digest() for variant in found.configurations}) == 32
     assert {block.digest for block in blocks.read_blocks(found)} == {found.digest()}
