@@ -239,6 +239,13 @@ def percent_interval(bounds: tuple[float, float]) -> str:
     return f"{percent(bounds[0])} to {percent(bounds[1])}"
 
 
+def p_text(p: float | None) -> str:
+    """Like "0.0123" or "1.2e-05". "-" for None."""
+    if p is None:
+        return "-"
+    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
+
+
 def table(rows: list[tuple[str, ...]], alignment: str) -> list[str]:
     """Lines of text. `alignment` has < (left) or > (right) for each column."""
     widths = [max(map(len, column)) for column in zip(*rows)]

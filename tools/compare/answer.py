@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.common import goal, percent, percent_interval, short, table, write_file
+from tools.common import goal, p_text, percent, percent_interval, short, table, write_file
 from tools.compare.stats import P_VALUE, Effect, Slope, fewest_pairs, half_widths, log_steps
-from tools.records.verify import p_text
 
 WIDTH = 80
 STEPS_UNKNOWN = "Steps are unknown: they take more runs of the base with fewer and with more steps."
@@ -97,7 +96,7 @@ def what_steps_are(timed: bool) -> str:
     return f"{steps} to reach the base's loss, computed from the difference in loss."
 
 
-def rows(effects: list[Effect]) -> list[tuple[str, ...]]:
+def table_rows(effects: list[Effect]) -> list[tuple[str, ...]]:
     """A row for each idea, about 80 columns wide."""
     found = [("idea", "n", "loss", "steps", "interval", "time", "verdict")]
     for effect in effects:
@@ -121,7 +120,7 @@ def answer_for_many(
     effects: list[Effect], names: list[str], until: float | None, facts: list[str]
 ) -> list[str]:
     """`names` are those of all ideas; `effects` has the ideas with at least two pairs of runs."""
-    lines = [*table(rows(effects), "<>>>>>>"), ""]
+    lines = [*table(table_rows(effects), "<>>>>>>"), ""]
     for effect in effects:
         lines += textwrap.wrap(" ".join([headline(effect, until), time_conflict(effect)]), WIDTH)
     known = [effect.name for effect in effects]

@@ -3,8 +3,7 @@ Makes the runs of compare and screen, and keeps their logs.
 
 A run is kept under everything that its loss depends on: source, settings, data, machine, compiler,
 PyTorch, threads and processes. Its log is logs/compare/runs/KEY/seedN.txt, where KEY is a hash of all
-that. Later comparisons use it. about.json in the same folder says in words what was run. You may delete
-these folders at any time.
+that. Later comparisons use it. You may delete these folders at any time.
 
 A process makes several runs, because only the first one has to compile.
 """
@@ -28,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import launch
-from tools.common import ROOT, LogError, UsageError, short, usable_cores, write_file
-from tools.compare.sources import Variant, script_environment
+from tools.common import ROOT, LogError, UsageError, short, usable_cores
+from tools.compare.sources import Variant, link_data, script_environment
 from tools.logs import Log, parse_log
 
 FOLDER = ROOT / "logs" / "compare"
@@ -212,6 +211,7 @@ def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, proce
     for variant in variants:
         if "train_files" in (variant.settings or {}):
             launch.get_data(sys.executable, variant.settings)
+        link_data(variant.folder)
     if on_gpu(variants) or processes > 1:
         jobs = 1
     jobs = jobs or usable_cores()
@@ -251,11 +251,9 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
 def keep_log(pool: Pool, task: Task, log: Log) -> None:
     """Moves the log of a finished run to the kept ones."""
     seed = task.seeds.pop(0)
-    home = pool.folder(task.variant)
-    home.mkdir(parents=True, exist_ok=True)
-    about = {"name": task.variant.name, "options": task.variant.options, **pool.facts}
-    write_file(home / "about.json", json.dumps(about, indent=1).encode())
-    log.path = log.path.replace(home / f"seed{seed}.txt")
+    folder = pool.folder(task.variant)
+    folder.mkdir(parents=True, exist_ok=True)
+    log.path = log.path.replace(folder / f"seed{seed}.txt")
     pool.runs[task.variant.name][seed] = log
     pool.made += 1
 
@@ -274,21 +272,25 @@ def check_compiled(pool: Pool) -> None:
 # Processes
 
 
-def start_script(pool: Pool, variant: Variant, options: list[str], threads: int, **streams):
-    """Starts a script with more options than those of the variant. Returns the process."""
+def start_script(
+    pool: Pool, variant: Variant, options: list[str], threads: int, console: Path
+) -> subprocess.Popen:
+    """Starts a script with more options than those of the variant. Its output goes into a new file."""
     command = [sys.executable]
     processes = pool.facts["processes"]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.Popen(
-        [*command, "-m", variant.module(), *variant.options, *options],
-        cwd=variant.folder,
-        env=script_environment() | {"OMP_NUM_THREADS": str(threads)},
-        pass_fds=[pool.lock],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        **streams,
-    )
+    with open(console, "wb") as output:
+        return subprocess.Popen(
+            [*command, "-m", variant.module(), *variant.options, *options],
+            cwd=variant.folder,
+            env=script_environment() | {"OMP_NUM_THREADS": str(threads)},
+            pass_fds=[pool.lock],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 def start(pool: Pool, task: Task) -> None:
@@ -301,10 +303,7 @@ def start(pool: Pool, task: Task) -> None:
         options += ["--num_runs", str(len(task.seeds))]
     if "val_loss_every" in (variant.settings or {}):
         options += ["--val_loss_every", "0"]
-    with open(folder / "console.txt", "wb") as console:
-        child = start_script(
-            pool, variant, options, pool.facts["threads"], stdout=console, stderr=console
-        )
+    child = start_script(pool, variant, options, pool.facts["threads"], folder / "console.txt")
     pool.workers.append(Worker(task, child, folder))
 
 

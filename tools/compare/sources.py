@@ -101,13 +101,10 @@ class Variant:
 
 
 def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
-    """Returns what git prints. Raises UsageError with the first line of its error."""
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=cwd or ROOT, capture_output=True, env={**os.environ, **variables}
-        )
-    except FileNotFoundError:
-        raise UsageError("git isn't installed; install it") from None
+    """Returns what git prints. Raises UsageError with the first line of its error, and OSError."""
+    done = subprocess.run(
+        ["git", *arguments], cwd=cwd or ROOT, capture_output=True, env=os.environ | variables
+    )
     if done.returncode != 0:
         lines = done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"]
         raise UsageError(re.sub("^(error|fatal): ", "", lines[0]))
@@ -115,8 +112,8 @@ def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
 
 
 def link_data(folder: Path) -> None:
-    """Links the data, which git ignores."""
-    for entry in (ROOT / "data").glob("*"):
+    """Links the folders with data, which git ignores."""
+    for entry in (ROOT / "data").glob("[!_.]*/"):
         link = folder / "data" / entry.name
         link.parent.mkdir(exist_ok=True)
         if not link.exists():
@@ -131,7 +128,6 @@ def copy_tree(scratch: Path) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    link_data(folder)
     return folder
 
 
@@ -146,7 +142,6 @@ def copy_commit(revision: str, scratch: Path) -> Path:
     if not folder.exists():
         with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as archive:
             archive.extractall(folder)
-        link_data(folder)
     return folder
 
 
@@ -167,9 +162,9 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
             shutil.copy(file, copy / script)
             continue
         # Otherwise git finds the repository, and looks for the patch's paths from there
-        ceiling = {"GIT_CEILING_DIRECTORIES": str(copy.parent)}
+        ceiling = str(copy.parent)
         try:
-            git("apply", str(file.resolve()), cwd=copy, **ceiling)
+            git("apply", str(file.resolve()), cwd=copy, GIT_CEILING_DIRECTORIES=ceiling)
         except UsageError as e:
             raise UsageError(f"the patch doesn't apply ({e})") from None
     return copy
@@ -204,16 +199,14 @@ def hash_code(folder: Path, script: str) -> list[str]:
 
 def is_idea(kind: str) -> bool:
     """Whether a source is an idea's folder."""
-    return kind not in ("", ".") and os.path.isfile(os.path.join(kind, "idea.patch"))
+    return kind != "" and Path(kind, "idea.patch").is_file()
 
 
 def read_idea(folder: Path) -> dict:
-    """The idea.json of an idea's folder. Raises UsageError."""
+    """The idea.json of an idea's folder. Raises UsageError and OSError."""
     file = folder / "idea.json"
     try:
         idea = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UsageError(f"{file}: {e.strerror.lower()}") from None
     except ValueError as e:
         raise UsageError(f"{file}: not JSON ({e})") from None
     if not isinstance(idea, dict):
@@ -261,11 +254,8 @@ def default_name(kind: str, options: list[str]) -> str:
 
 def split_source(text: str) -> tuple[str, str, list[str]]:
     """The parts of [NAME=][KIND] [OPTIONS]. Raises UsageError."""
-    name = ""
-    what = text
     named = re.fullmatch(r"(\w[\w.+-]*)=(.*)", text, re.DOTALL)
-    if named and not os.path.exists(text):
-        name, what = named.groups()
+    name, what = named.groups() if named else ("", text)
     try:
         words = shlex.split(what)
     except ValueError as e:  # quotes that don't close
@@ -278,7 +268,7 @@ def split_source(text: str) -> tuple[str, str, list[str]]:
 
 
 def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
-    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError."""
+    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError and OSError."""
     name, kind, options = split_source(text)
     name = name or default_name(kind, options)
     if is_idea(kind):
@@ -288,13 +278,11 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     try:
         if kind:
             folder, script = read_source(kind, base)
-    except OSError as e:
-        raise UsageError(f"{e.filename}: {e.strerror.lower()}") from None
     except UsageError as e:
         raise UsageError(f"{text}: {e}") from None
     for word in common + options:
-        if word.split("=")[0] in OURS:
-            option = word.split("=")[0]
+        option = word.split("=")[0]
+        if option in OURS:
             raise UsageError(f"{option}: compare sets this option for each run; remove it")
     name = re.sub(r"[^\w.+-]+", "_", name).strip("_.")
     return Variant(name[:60] or "idea", folder, script, common + options)

@@ -4,7 +4,7 @@ Compares the step times of an idea and the base, without whole runs.
 Both scripts train at the same time, each in a process of its own, but only one of them runs at any
 moment: the other is stopped with SIGSTOP. They take turns in bursts of BURST steps. A round is one
 burst of each, and gives one ratio. Slow drifts of the machine cancel. Both do the same number of steps,
-so that both have the same attention windows.
+so that both have the same attention windows. When one has done all its steps, both start again.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
+import time
 from pathlib import Path
 
 from tools.common import usable_cores, write_file
@@ -24,7 +24,7 @@ from tools.compare.sources import Variant, set_steps
 
 BURST = 20  # steps
 ROUNDS = 30
-STEP = re.compile(rb"step:\d+/\d+ train_time:([\d.]+)ms")
+STEP = re.compile(rb"^step:\d+/\d+ train_time:([\d.]+)ms", re.MULTILINE)
 
 
 class Trainer:
@@ -38,70 +38,77 @@ class Trainer:
         options = ["--log_dir", str(folder / "logs"), "--seed", "0"]
         if variant.settings is not None:
             options += ["--val_loss_every", "0"]
-        with open(self.console, "wb") as console:
-            streams = dict(stdout=subprocess.PIPE, stderr=console)
-            self.child = start_script(pool, variant, options, usable_cores(), **streams)
+        self.child = start_script(pool, variant, options, usable_cores(), self.console)
 
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, number)
 
-    def run(self, steps: int) -> list[float]:
-        """Runs for this many steps, then stops. Returns the training time after each, in ms. Raises
-        RunError."""
-        self.send(signal.SIGCONT)
-        times = []
-        while len(times) < steps:
-            line = self.child.stdout.readline()
-            if not line:
-                raise RunError(
-                    f"{last_lines(self.console)}\nerror: {self.name} stopped while its steps were timed. "
-                    "--no_times skips this measurement"
-                )
-            found = STEP.match(line)
-            if found:
-                times.append(float(found[1]))
-        self.send(signal.SIGSTOP)
-        return times
+    def times(self) -> list[float]:
+        """The training time after each step so far, in ms."""
+        return [float(ms) for ms in STEP.findall(self.console.read_bytes())]
 
-    def burst(self) -> float:
-        """Returns the time of a step in ms."""
-        # The first step that ends now began before the process was stopped
-        times = self.run(BURST + 1)
-        return (times[BURST] - times[0]) / BURST
+    def run(self, steps: int) -> bool:
+        """Runs until there are this many steps in all, and stops. False if the script ends before."""
+        self.send(signal.SIGCONT)
+        while len(self.times()) < steps:
+            if self.child.poll() is not None:
+                return False
+            time.sleep(0.01)
+        self.send(signal.SIGSTOP)
+        return True
+
+    def burst(self) -> float | None:
+        """The time of a step in ms; None if too few are left."""
+        first = len(self.times())  # the step that ends next began before the script was stopped
+        if not self.run(first + BURST + 1):
+            return None
+        times = self.times()
+        return (times[first + BURST] - times[first]) / BURST
 
     def close(self) -> None:
         self.send(signal.SIGKILL)
         self.child.wait()
-        self.child.stdout.close()
+
+
+def measure_round(trainers: list[Trainer], number: int) -> float | None:
+    """log(idea's step time / base's) of a round; None if one of the scripts has too few steps left."""
+    order = trainers if number % 2 == 0 else trainers[::-1]  # which one is first alternates
+    times = {trainer: trainer.burst() for trainer in order}
+    base, idea = [times[trainer] for trainer in trainers]
+    return math.log(idea / base) if base and idea else None
 
 
 def measure_rounds(pool: Pool, base: Variant, idea: Variant, show) -> list[float]:
     """Returns log(idea's step time / base's) of all rounds, those kept from before included.
 
-    Calls show(ratios) after each round. Raises RunError.
+    Calls show(number) after each round. Raises RunError.
     """
     file = compare_runs.FOLDER / "times" / f"{pool.key(base)}_{pool.key(idea)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     ratios = json.loads(file.read_text()) if file.exists() else []
     steps = min(base.num_iterations(), idea.num_iterations() or base.num_iterations())
-    rounds = steps // (BURST + 2)  # of a start
-    if rounds == 0:
-        raise RunError(f"error: {idea.name}: timing takes runs of {BURST + 2} steps; use --no_times")
     while len(ratios) < ROUNDS:
+        before = len(ratios)
         trainers = []
         try:
             for i, variant in enumerate([base, idea]):
                 folder = compare_runs.FOLDER / "working" / f"steps{i}"
                 trainers.append(Trainer(pool, set_steps(variant, steps), folder))
                 trainers[i].run(1)
-            for i in range(min(rounds, ROUNDS - len(ratios))):
-                # Which one is first alternates
-                order = trainers if i % 2 == 0 else trainers[::-1]
-                ms = {trainer: trainer.burst() for trainer in order}
-                ratios.append(math.log(ms[trainers[1]] / ms[trainers[0]]))
+            while len(ratios) < ROUNDS:
+                ratio = measure_round(trainers, len(ratios))
+                if ratio is None:
+                    break
+                ratios.append(ratio)
                 write_file(file, json.dumps(ratios).encode())
-                show(ratios)
+                show(len(ratios))
+            if len(ratios) == before:
+                ended = [trainer for trainer in trainers if trainer.child.poll() is not None][0]
+                raise RunError(
+                    f"{last_lines(ended.console)}\nerror: {ended.name}: the script failed, or has too few steps "
+                    "to be timed. --no_times skips this measurement"
+                )
         finally:
             for trainer in trainers:
                 trainer.close()
