@@ -63,6 +63,16 @@ def test_what_the_user_set_stays(monkeypatch):
         assert common.environment(processes=2)["OMP_NUM_THREADS"] == of_two
 
 
+def test_output_into_a_closed_pipe():
+    """`| head` may stop reading early. That is no error of a file, so nothing is printed about one."""
+    code = "from tools import common; common.run_command(lambda argv: print('text', flush=True))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 COUNT_FAULTS = """
 import ctypes, resource
 libc = ctypes.CDLL(None)
