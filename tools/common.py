@@ -88,14 +88,6 @@ def environment(processes: int = 1) -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Text
-def show_any_text() -> None:
-    """Prints a question mark for a character that the terminal can't show, instead of failing."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-
-
-# -----------------------------------------------------------------------------
 # For the commands
 
 def write_file(name: str | Path, data: bytes) -> None:
@@ -142,33 +134,24 @@ def stop_on_signals() -> None:
         signal.signal(signal.SIGHUP, hang_up)
 
 
-def discard_output() -> None:
-    """Call this after a BrokenPipeError: `| head` has closed the pipe, so Python's last flush would fail, too."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def run_command(main, *more_errors: type[Exception]) -> None:
     """Runs main(argv) and exits with its status.
 
-    After a LogError, FileError, UsageError, OSError or one of `more_errors`, it prints the message and
-    exits with status 2. After Ctrl-C, the status is 130.
+    After a LogError, a FileError, a UsageError, an OSError or one of `more_errors`, it prints the message
+    and exits with status 2. After Ctrl-C, the status is 130.
     """
-    show_any_text()
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
-    except (LogError, FileError, UsageError, *more_errors) as e:
+    except BrokenPipeError:  # `| head` has closed the pipe, so Python's last flush would fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except (LogError, FileError, UsageError, OSError, *more_errors) as e:
         print(f"error: {e}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
-    except BrokenPipeError:
-        discard_output()
-        status = 1
-    except OSError as e:
-        print(f"error: {e}", file=sys.stderr)
-        status = 2
     sys.exit(status)
 
 

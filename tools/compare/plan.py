@@ -7,13 +7,14 @@ is worth in steps. Then come further chunks of the ideas that are still undecide
 """
 
 import argparse
-import time
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tools.compare.answer import goal, plural
-from tools.compare.runs import RUNS_A_PROCESS, Setup, Task, Worker
+from tools.common import goal, percent_interval, plural, short
+from tools.compare.runs import RUNS_A_PROCESS, Pool, Task
 from tools.compare.sources import Variant, log_ratio_of_steps
 from tools.compare.stats import (
     FEWEST_SLOPES,
@@ -22,7 +23,6 @@ from tools.compare.stats import (
     Slope,
     add_times,
     analyse,
-    fewest_pairs,
     measure_slope,
     most_pairs,
     pairs_for,
@@ -39,61 +39,44 @@ class Comparison:
     """What is compared, and what is known so far."""
 
     args: argparse.Namespace
-    setup: Setup
+    pool: Pool
     base: Variant
     ideas: list[Variant]
     fewer: Variant  # the base with fewer steps
     more: Variant
-    jobs: int
-    runs: dict[str, dict] = field(default_factory=dict)  # name -> seed -> log
-    workers: list[Worker] = field(default_factory=list)
-    made: int = 0      # runs in this session
-    started: float = 0.0
     log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> rounds
     notes: list[str] = field(default_factory=list)
 
-    def variants(self) -> list[Variant]:
-        return [self.base, *self.ideas, *self.other_steps()]
+    def until(self) -> float | None:
+        """The gain that matters. With --runs, there is only one look, which excludes no gain."""
+        return None if self.args.runs else self.args.until
 
-    def other_steps(self) -> list[Variant]:
-        """The base with fewer and with more steps, without those that are ideas, too."""
-        names = [idea.name for idea in self.ideas]
-        return [variant for variant in (self.fewer, self.more) if variant.name not in names]
-
-    def losses(self, variant: Variant, most: int | None = None) -> list[float]:
+    def losses(self, variant: Variant) -> list[float]:
         """Final losses of the seeds from the first one on, up to the first that is missing."""
-        logs = self.runs[variant.name]
-        losses = []
-        seed = self.args.seed
-        while seed in logs and (most is None or len(losses) < most):
-            losses.append(logs[seed].final.val_loss)
-            seed += 1
-        return losses
+        logs = self.pool.runs[variant.name]
+        seeds = itertools.takewhile(logs.__contains__, itertools.count(self.args.seed))
+        return [logs[seed].final.val_loss for seed in seeds]
 
     def slope(self) -> Slope | None:
         width = log_ratio_of_steps(self.fewer, self.more)
         return measure_slope(self.losses(self.fewer), self.losses(self.more), width)
 
-    def pairs(self, idea: Variant) -> tuple[list[float], list[float]]:
-        """Losses of the idea and of the base at the same seeds."""
-        losses = self.losses(idea, self.args.runs)
-        base_losses = self.losses(self.base, self.args.runs)
-        n = min(len(losses), len(base_losses))
-        return losses[:n], base_losses[:n]
+    def pairs(self, idea: Variant) -> np.ndarray:
+        """Losses of the idea and of the base at the same seeds, shape (2, pairs)."""
+        pairs = list(zip(self.losses(idea), self.losses(self.base)))
+        return np.array(pairs[: self.args.runs]).reshape(-1, 2).T
 
     def effects(self) -> list[Effect]:
         """The effects of the ideas that have two pairs or more."""
         slope = self.slope()
         found = []
         for idea in self.ideas:
-            losses, base_losses = self.pairs(idea)
-            if len(losses) < 2:
+            pairs = self.pairs(idea)
+            if pairs.shape[1] < 2:
                 continue
-            until = None if self.args.runs else self.args.until
-            effect = analyse(idea.name, losses, base_losses, slope, until, len(self.ideas))
-            steps = idea.num_iterations()
-            if steps is not None:
-                effect.own_steps = steps / self.base.num_iterations()
+            effect = analyse(idea.name, *pairs, slope, self.until(), len(self.ideas))
+            steps = self.base.num_iterations()
+            effect.own_steps = (idea.num_iterations() or steps) / steps
             ratios = self.log_ratios.get(idea.name)
             if ratios:
                 add_times(effect, np.array(ratios), slope)
@@ -107,17 +90,20 @@ class Comparison:
 
 def undecided(c: Comparison) -> list[Variant]:
     """The ideas that need more runs."""
-    if c.args.runs:
-        return [idea for idea in c.ideas if len(c.pairs(idea)[0]) < c.args.runs]
-    verdicts = {effect.name: effect for effect in c.effects()}
+    effects = {effect.name: effect for effect in c.effects()}
     waiting = []
     for idea in c.ideas:
-        effect = verdicts.get(idea.name)
+        effect = effects.get(idea.name)
+        most = 0  # pairs
         if effect is None:
-            waiting.append(idea)
-        elif effect.verdict == "identical" and effect.n < RUNS_A_PROCESS:
-            waiting.append(idea)
-        elif effect.verdict == "undecided" and effect.n < pair_limit(c, effect):
+            most = 2
+        elif c.args.runs:
+            most = c.args.runs
+        elif effect.verdict == "identical":
+            most = RUNS_A_PROCESS
+        elif effect.verdict == "undecided":
+            most = most_pairs(goal_in_loss(c), max(effect.sd, 1e-6), len(c.ideas))
+        if c.pairs(idea).shape[1] < most:
             waiting.append(idea)
     return waiting
 
@@ -128,126 +114,90 @@ def goal_in_loss(c: Comparison) -> float:
     return abs(slope.value) * -np.log1p(-c.args.until)
 
 
-def pair_limit(c: Comparison, effect: Effect) -> int:
-    return most_pairs(goal_in_loss(c), max(effect.sd, 1e-6), len(c.ideas))
-
-
 def pairs_expected(c: Comparison) -> int:
     """About how many pairs it takes, whether the idea does nothing or is worth --until."""
-    if c.args.runs:
-        return c.args.runs
     sds = [effect.sd for effect in c.effects() if effect.n >= RUNS_A_PROCESS]
-    return pairs_for(goal_in_loss(c), max([*sds, 1e-6]) if sds else USUAL_SD, len(c.ideas))
+    sd = max([*sds, 1e-6]) if sds else USUAL_SD
+    return c.args.runs or pairs_for(goal_in_loss(c), sd, len(c.ideas))
 
 
-def slope_needed(c: Comparison) -> bool:
-    """Whether the slope needs more seeds."""
+def slope_runs(c: Comparison) -> list[tuple[Variant, range]]:
+    """The runs of the base with fewer and with more steps that the slope needs."""
     n = min(len(c.losses(c.fewer)), len(c.losses(c.more)))
-    if n < FEWEST_SLOPES:
-        return True
     slope = c.slope()
-    if slope is not None and slope.error <= LARGEST_SLOPE_ERROR:
-        return False
-    return n < MOST_SLOPES
-
-
-def missing_seeds(c: Comparison, variant: Variant, seeds: range) -> list[int]:
-    """The seeds of a variant that no run has and no process is making."""
-    taken = set(c.runs[variant.name])
-    for worker in c.workers:
-        if worker.task.variant is variant:
-            taken.update(worker.task.seeds[worker.kept :])
-    return [seed for seed in seeds if seed not in taken]
-
-
-def task_for(c: Comparison, variant: Variant, seeds: range) -> Task | None:
-    """The first missing seeds that follow each other; None if nothing is missing."""
-    missing = missing_seeds(c, variant, seeds)
-    if not missing:
-        return None
-    count = 1
-    while count < len(missing) and missing[count] == missing[0] + count:
-        count += 1
-    return Task(variant, range(missing[0], missing[0] + count))
-
-
-def slope_task(c: Comparison) -> Task | None:
-    """Runs of the base with fewer or more steps; None if the slope is known, or they are being made."""
-    if not slope_needed(c):
-        return None
-    n = min(len(c.losses(c.fewer)), len(c.losses(c.more)))
+    precise = slope is not None and slope.error <= LARGEST_SLOPE_ERROR
+    if n >= MOST_SLOPES or (n >= FEWEST_SLOPES and precise):
+        return []
     wanted = n - n % FEWEST_SLOPES + FEWEST_SLOPES  # some of them may be under way
     seeds = range(c.args.seed, c.args.seed + wanted)
-    return task_for(c, c.fewer, seeds) or task_for(c, c.more, seeds)
+    return [(c.fewer, seeds), (c.more, seeds)]
 
 
-def next_task(c: Comparison) -> Task | None:
-    """What to run next; None if nothing can be started now."""
+def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
+    """What to run next, in this order. Some of these runs may be there, or under way."""
     waiting = undecided(c)
     if not waiting and not c.args.runs:
-        return None
+        return
     first = c.args.seed
     last = first + (c.args.runs or 1_000_000)
-    done = min((len(c.pairs(idea)[0]) for idea in waiting), default=0)
+    done = min((c.pairs(idea).shape[1] for idea in waiting), default=0)
     chunk = first + done - done % RUNS_A_PROCESS
     # At most one chunk ahead of the one that isn't complete
     for start in (chunk, chunk + RUNS_A_PROCESS):
         if start > first:
-            task = slope_task(c)
-            if task:
-                return task
-        seeds = range(start, min(start + RUNS_A_PROCESS, last))
+            yield from slope_runs(c)
         for variant in [c.base, *waiting]:
-            task = task_for(c, variant, seeds)
-            if task:
-                return task
-    return slope_task(c)
+            yield variant, range(start, min(start + RUNS_A_PROCESS, last))
+    yield from slope_runs(c)
 
 
-def duration(minutes: float) -> str:
-    if minutes < 120:
-        return f"{max(1, round(minutes))} min"
-    return f"{minutes / 60:.1f} h"
+def next_task(c: Comparison) -> Task | None:
+    """What to run next; None if nothing can be started now."""
+    for variant, seeds in wanted_runs(c):
+        taken = set(c.pool.runs[variant.name])
+        for worker in c.pool.workers:
+            if worker.task.variant is variant:
+                taken.update(worker.task.seeds)
+        missing = [seed for seed in seeds if seed not in taken]
+        if missing:
+            # Those that follow each other, for one process
+            return Task(variant, [seed for i, seed in enumerate(missing) if seed == missing[0] + i])
+    return None
 
 
-def time_left(c: Comparison) -> str:
-    """In words, from the runs of this session so far."""
-    if c.made < 2 * c.jobs:
-        return "time unknown"
-    seconds = (time.monotonic() - c.started) / c.made
+# -----------------------------------------------------------------------------
+# In words
+
+
+def runs_to_make(c: Comparison) -> int:
+    """About how many are missing."""
+    waiting = undecided(c)
+    if not waiting:
+        return 0
     expected = pairs_expected(c)
-    runs = max(0, expected - len(c.losses(c.base)))
-    for idea in undecided(c):
-        runs += max(0, expected - len(c.losses(idea)))
-    minutes = runs * seconds / 60
-    return f"{duration(minutes)} left"
+    runs = sum(max(0, expected - len(c.losses(variant))) for variant in [c.base, *waiting])
+    slopes = sum(max(0, FEWEST_SLOPES - len(c.losses(variant))) for variant in (c.fewer, c.more))
+    return runs + slopes
 
 
 def plan_in_words(c: Comparison) -> str:
-    """What is to come, before the first run. At most 80 columns."""
+    """What is to come, before the first run."""
     expected = pairs_expected(c)
-    kept = sum(len(logs) for logs in c.runs.values())
-    seconds = []
-    for variant in c.variants():
-        for log in c.runs[variant.name].values():
-            seconds.append(log.final.train_time_ms / 1000)
-    runs = max(0, expected - len(c.losses(c.base)))
-    runs += sum(max(0, expected - len(c.losses(idea))) for idea in c.ideas)
-    runs += sum(max(0, FEWEST_SLOPES - len(c.losses(v))) for v in c.other_steps())
+    kept = sum(len(logs) for logs in c.pool.runs.values())
     words = f"about {expected} pairs show a saving of {goal(c.args.until)}"
     if c.args.runs:
         words = f"{expected} pairs"
-    words += f": {plural(runs, 'run')} to make"
-    if seconds and runs:
-        minutes = 1.15 * runs * np.mean(seconds) / c.jobs / 60
-        words += f" in {duration(minutes)}"
-    words += f", {kept} kept"
-    return words
+    return f"{words}: {plural(runs_to_make(c), 'run')} to make, {kept} kept"
 
 
-def warning_in_words(c: Comparison) -> str:
-    """"" if --runs is enough for an answer, or isn't given."""
-    fewest = fewest_pairs(len(c.ideas))
-    if c.args.runs and c.args.runs < fewest:
-        return f"warning: too few to say helps or hurts; use --runs {fewest} or more"
-    return ""
+def progress(c: Comparison) -> str:
+    """The idea with the fewest pairs of those that are still undecided, and the time."""
+    left = c.pool.time_left(runs_to_make(c))
+    effects = [effect for effect in c.effects() if effect.verdict == "undecided"]
+    if not effects:
+        return f"{plural(c.pool.made, 'run')} made, {left}"
+    effect = min(effects, key=lambda effect: effect.n)
+    number = f"loss {effect.difference:+.4f}"
+    if effect.steps is not None and effect.has_interval():
+        number = f"steps {percent_interval(effect.steps_interval)}"
+    return f"{short(effect.name, 14)}: {effect.n} of about {pairs_expected(c)} pairs, {number}, {left}"

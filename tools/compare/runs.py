@@ -1,9 +1,9 @@
 """
-Makes the runs of compare.py, and keeps their logs.
+Makes the runs of compare and screen, and keeps their logs.
 
 A run is kept under everything that its loss depends on: source, settings, data, machine, compiler,
 PyTorch, threads and processes. Its log is logs/compare/runs/KEY/seedN.txt, where KEY is a hash of all
-that. Later comparisons use it. about.json in the same folder says in words what was run.
+that. Later comparisons use it. You may delete these folders at any time.
 
 A process makes several runs, because only the first one has to compile.
 """
@@ -21,19 +21,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import launch
-from tools.compare.sources import Variant
-from tools.common import ROOT, LogError, UsageError, write_file
+from tools.common import ROOT, LogError, UsageError, short, usable_cores
+from tools.compare.sources import Variant, link_data, script_environment
 from tools.logs import Log, parse_log
-from tools.common import ROOT, environment, usable_cores
 
 FOLDER = ROOT / "logs" / "compare"
 RUNS_A_PROCESS = 8
-LARGEST_POOL = 2 * 1024**3  # bytes
 # Environment variables that change the compiled code
 COMPILER_VARIABLES = ("CXX", "TORCHINDUCTOR_CPP_MARCH", "TORCH_COMPILE_DISABLE", "ATEN_CPU_CAPABILITY")
 
@@ -43,44 +42,11 @@ class RunError(Exception):
 
 
 @dataclass
-class Setup:
-    """What all runs of a comparison have in common."""
-
-    facts: dict     # what losses depend on, apart from the source and its settings
-    threads: int    # per process
-    processes: int  # per run; more than one are started with torchrun
-    lock: int       # file descriptor that runs inherit: the folder stays locked while one is alive
-
-    def key(self, variant: Variant) -> str:
-        text = json.dumps([variant.digest(), 0, self.facts], sort_keys=True)  # 0: as in older kept runs
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def folder(self, variant: Variant) -> Path:
-        return FOLDER / "runs" / self.key(variant)
-
-    def launch(self, variant: Variant, options: list[str], stdout, stderr) -> subprocess.Popen:
-        """Starts a script with more options than those of the variant."""
-        command = [sys.executable]
-        if self.processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.processes}"]
-        return subprocess.Popen(
-            [*command, "-m", variant.module(), *variant.options, *options],
-            cwd=variant.folder,
-            env=os.environ | environment() | {"OMP_NUM_THREADS": str(self.threads)},
-            pass_fds=[self.lock],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-
-
-@dataclass
 class Task:
     """Runs of one variant for one process to make."""
 
     variant: Variant
-    seeds: range
+    seeds: list[int]  # without those of finished runs
     second_try: bool = False
 
 
@@ -91,8 +57,51 @@ class Worker:
     task: Task
     child: subprocess.Popen
     folder: Path
-    seen: list[Path] = field(default_factory=list)  # logs, in the order of their runs
-    kept: int = 0
+
+
+@dataclass
+class Pool:
+    """The runs of a command: what they have in common, those that are there, and those under way."""
+
+    facts: dict  # what losses depend on, apart from the source and its settings
+    jobs: int    # processes at a time
+    lock: int    # file descriptor that runs inherit: the folder stays locked while one is alive
+    runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
+    workers: list[Worker] = field(default_factory=list)
+    undone: list[Task] = field(default_factory=list)  # what killed processes left
+    made: int = 0  # runs in this session
+    started: float = field(default_factory=time.monotonic)
+
+    def key(self, variant: Variant) -> str:
+        text = json.dumps([variant.digest(), 0, self.facts], sort_keys=True)  # 0: as in older kept runs
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def folder(self, variant: Variant) -> Path:
+        return FOLDER / "runs" / self.key(variant)
+
+    def minutes(self) -> float:
+        """Since the start."""
+        return (time.monotonic() - self.started) / 60
+
+    def time_left(self, runs: int) -> str:
+        """In words, for this many runs to come."""
+        if self.made < 2 * self.jobs:
+            return "time unknown"
+        hours, minutes = divmod(round(self.minutes() / self.made * runs), 60)
+        return f"{hours}:{minutes:02} h left"
+
+
+# -----------------------------------------------------------------------------
+# Display
+
+
+def show_line(text: str = "") -> None:
+    """Shows at most 79 columns on standard error. On a terminal, the next line replaces them."""
+    text = short(text, 79)
+    if sys.stderr.isatty():
+        print(f"{text:79}\r", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr, flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -113,11 +122,8 @@ def locked_folder() -> Iterator[int]:
                 f"another comparison or screen is running in {FOLDER}; wait for it to finish. If it was "
                 f'killed, end the runs that it left: pkill -KILL -f "{FOLDER}/working"'
             ) from None
-        except OSError:  # some network file systems have no locks
-            print(
-                f"warning: {FOLDER} can't be locked; don't run two comparisons there at once",
-                file=sys.stderr,
-            )
+        except OSError:
+            pass  # some network file systems have no locks
         shutil.rmtree(FOLDER / "working", ignore_errors=True)
         try:
             yield lock.fileno()
@@ -129,9 +135,8 @@ def locked_folder() -> Iterator[int]:
 # What a loss depends on
 
 
-def output_of(*command: str) -> str:
-    """What a program prints; "" if it fails or doesn't exist."""
-    return (launch.output_of(*command) or "").strip()
+def on_gpu(variants: list[Variant]) -> bool:
+    return any(v.settings is not None and v.settings["device"] == "cuda" for v in variants)
 
 
 def cpu_line(name: str) -> str:
@@ -143,38 +148,33 @@ def cpu_line(name: str) -> str:
     return found[1] if found else ""
 
 
-def activation_dtype(on_gpu: bool) -> str:
+def activation_dtype(variants: list[Variant]) -> str:
     """The dtype of train_gpt.py's activations on this machine."""
     flags = cpu_line("flags|Features").split()
-    if on_gpu or {"avx512_bf16", "amx_bf16", "bf16"} & set(flags):
+    if on_gpu(variants) or {"avx512_bf16", "amx_bf16", "bf16"} & set(flags):
         return "bfloat16"
     return "float32"
 
 
-def cpu_facts() -> dict[str, str]:
-    model = cpu_line("model name") or platform.machine()
-    flags = cpu_line("flags|Features")
-    flags_digest = hashlib.sha256(flags.encode()).hexdigest()[:16] if flags else ""
-    return {
-        "machine": f"{model}, {usable_cores()} cores",
-        "instruction sets": flags_digest,
-    }
-
-
-def machine_facts(on_gpu: bool, threads: int, processes: int) -> dict:
+def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict:
     """The machine and its software, as far as losses depend on them."""
-    facts = cpu_facts()
-    if on_gpu:
-        gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-        facts["machine"] = "; ".join(gpus.splitlines()) or "a GPU"
-    compiler = os.environ.get("CXX", "g++")
-    facts["torch"] = importlib.metadata.version("torch")
-    facts["numpy"] = importlib.metadata.version("numpy")
-    facts["compiler"] = output_of(*compiler.split()[:1], "--version").splitlines()[:1]
-    facts["environment"] = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
-    facts["threads"] = threads
-    facts["processes"] = processes
-    return facts
+    flags = cpu_line("flags|Features")
+    machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
+    if on_gpu(variants):
+        gpus = launch.output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+        machine = "; ".join((gpus or "a GPU").strip().splitlines())
+    compiler = os.environ.get("CXX", "g++").split()[:1]
+    version = launch.output_of(*compiler, "--version") or ""
+    return {
+        "machine": machine,
+        "instruction sets": hashlib.sha256(flags.encode()).hexdigest()[:16] if flags else "",
+        "torch": importlib.metadata.version("torch"),
+        "numpy": importlib.metadata.version("numpy"),
+        "compiler": version.strip().splitlines()[:1],
+        "environment": {name: os.environ.get(name) for name in COMPILER_VARIABLES},
+        "threads": threads,
+        "processes": processes,
+    }
 
 
 def data_facts(variants: list[Variant]) -> dict[str, str]:
@@ -202,6 +202,30 @@ def data_facts(variants: list[Variant]) -> dict[str, str]:
     return found
 
 
+def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, processes: int = 1) -> Pool:
+    """Gets the data of the variants, and finds the runs that are kept. `processes` are those of a run.
+
+    On a CPU, the default is a job per core, because that gives the most runs an hour. On GPUs, and with
+    several processes per run, there is one run at a time. Raises UsageError.
+    """
+    for variant in variants:
+        if "train_files" in (variant.settings or {}):
+            launch.get_data(sys.executable, variant.settings)
+        link_data(variant.folder)
+    if on_gpu(variants) or processes > 1:
+        jobs = 1
+    jobs = jobs or usable_cores()
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdigit() else max(1, usable_cores() // (jobs * processes))
+    facts = machine_facts(variants, threads, processes)
+    facts["data"] = data_facts(variants)
+    pool = Pool(facts, jobs, lock)
+    for variant in variants:
+        pool.runs[variant.name] = kept_runs(pool, variant)
+    check_compiled(pool)
+    return pool
+
+
 # -----------------------------------------------------------------------------
 # Kept runs
 
@@ -214,86 +238,64 @@ def complete_log(path: Path) -> Log | None:
     return None if log.incomplete else log
 
 
-def kept_runs(setup: Setup, variant: Variant) -> dict[int, Log]:
+def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     """The runs of a variant that are kept, by seed."""
     found = {}
-    for path in setup.folder(variant).glob("seed*.txt"):
-        seed = path.stem.removeprefix("seed")
+    for path in pool.folder(variant).glob("seed*.txt"):
         log = complete_log(path)
-        if seed.isdigit() and log is not None:
-            found[int(seed)] = log
+        if log is not None:
+            found[int(path.stem.removeprefix("seed"))] = log
     return found
 
 
-def describe(setup: Setup, variant: Variant) -> None:
-    """Writes about.json into the variant's folder."""
-    about = {"name": variant.name, "options": variant.options, **setup.facts}
-    write_file(setup.folder(variant) / "about.json", json.dumps(about, indent=1).encode())
+def keep_log(pool: Pool, task: Task, log: Log) -> None:
+    """Moves the log of a finished run to the kept ones."""
+    seed = task.seeds.pop(0)
+    folder = pool.folder(task.variant)
+    folder.mkdir(parents=True, exist_ok=True)
+    log.path = log.path.replace(folder / f"seed{seed}.txt")
+    pool.runs[task.variant.name][seed] = log
+    pool.made += 1
 
 
-def check_compiled(runs: dict[str, dict[int, Log]]) -> None:
-    """Raises UsageError if some runs were compiled and others were not. `runs` is by name and seed."""
-    examples = {}
-    folders = {False: set(), True: set()}
-    for name, logs in runs.items():
-        for seed, log in logs.items():
-            examples.setdefault(log.uncompiled, f"{name}, seed {seed} ({log.path})")
-            folders[log.uncompiled].add(log.path.parent.name)
-    if len(examples) == 2:
-        compiled = " ".join(sorted(folders[False]))
-        uncompiled = " ".join(sorted(folders[True]))
+def check_compiled(pool: Pool) -> None:
+    """Raises UsageError if some runs were compiled and others were not."""
+    logs = [log for runs in pool.runs.values() for log in runs.values()]
+    if len({log.uncompiled for log in logs}) == 2:
         raise UsageError(
-            f"these runs can't be compared: {examples[False]} was compiled, and {examples[True]} was not "
-            f"(its log says why). In {FOLDER / 'runs'}, delete the folders of the compiled runs "
-            f"({compiled}) or of the others ({uncompiled}), and run the same command again"
+            "some of these runs were compiled, and others were not, so they can't be compared (the logs say "
+            f"why); delete {FOLDER / 'runs'}, and run the same command again"
         )
-
-
-def folder_size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def last_used(folder: Path) -> float:
-    return max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
-
-
-def make_room(used: set[Path]) -> None:
-    """Deletes the oldest kept runs while there are more than 2 GB, but none of the folders `used`."""
-    folders = [folder for folder in (FOLDER / "runs").glob("*") if folder.is_dir()]
-    sizes = {folder: folder_size(folder) for folder in folders}
-    for folder in sorted(folders, key=last_used):
-        if sum(sizes.values()) <= LARGEST_POOL:
-            return
-        if folder not in used:
-            shutil.rmtree(folder)
-            del sizes[folder]
-
-
-def list_runs() -> list[str]:
-    """Lines that say what is kept."""
-    lines = []
-    for about in sorted((FOLDER / "runs").glob("*/about.json"), key=lambda path: path.stat().st_mtime):
-        facts = json.loads(about.read_text(encoding="utf-8"))
-        count = len(list(about.parent.glob("seed*.txt")))
-        size = folder_size(about.parent) / 1024**2
-        lines.append(f"{about.parent.name}  {count:4} runs  {size:7.1f} MiB  {facts['name']}")
-        lines.append(f"    {facts['machine']}, {facts['threads']} threads, PyTorch {facts['torch']}")
-    return lines or ["no runs are kept"]
-
-
-def clear_runs() -> None:
-    """Deletes all kept runs."""
-    shutil.rmtree(FOLDER / "runs", ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------
 # Processes
 
 
-def start(setup: Setup, task: Task) -> Worker:
+def start_script(
+    pool: Pool, variant: Variant, options: list[str], threads: int, console: Path
+) -> subprocess.Popen:
+    """Starts a script with more options than those of the variant. Its output goes into a new file."""
+    command = [sys.executable]
+    processes = pool.facts["processes"]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    with open(console, "wb") as output:
+        return subprocess.Popen(
+            [*command, "-m", variant.module(), *variant.options, *options],
+            cwd=variant.folder,
+            env=script_environment() | {"OMP_NUM_THREADS": str(threads)},
+            pass_fds=[pool.lock],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def start(pool: Pool, task: Task) -> None:
     variant = task.variant
-    name = f"{setup.key(variant)}_seed{task.seeds[0]}"
-    folder = FOLDER / "working" / name
+    folder = FOLDER / "working" / f"{pool.key(variant)}_seed{task.seeds[0]}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     options = ["--log_dir", str(folder / "logs"), "--seed", str(task.seeds[0])]
@@ -301,94 +303,83 @@ def start(setup: Setup, task: Task) -> Worker:
         options += ["--num_runs", str(len(task.seeds))]
     if "val_loss_every" in (variant.settings or {}):
         options += ["--val_loss_every", "0"]
-    with open(folder / "console.txt", "wb") as console:
-        child = setup.launch(variant, options, console, console)
-    return Worker(task, child, folder)
+    child = start_script(pool, variant, options, pool.facts["threads"], folder / "console.txt")
+    pool.workers.append(Worker(task, child, folder))
 
 
-def stop(setup: Setup, worker: Worker) -> None:
+def stop(pool: Pool, worker: Worker) -> None:
     """Ends a process at once. Torchrun's workers have sessions of their own, so it must end them."""
-    if setup.processes > 1:
+    if pool.facts["processes"] > 1:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             worker.child.terminate()
             worker.child.wait(40)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.child.pid, signal.SIGKILL)
     worker.child.wait()
+    pool.workers.remove(worker)
     shutil.rmtree(worker.folder, ignore_errors=True)
 
 
-def keep_log(setup: Setup, worker: Worker, path: Path) -> Log | None:
-    """Moves the log of a finished run to the kept ones. None if it isn't whole."""
-    log = complete_log(path)
-    if log is None:
-        return None
-    task = worker.task
-    seed = task.seeds[worker.kept]
-    home = setup.folder(task.variant)
-    home.mkdir(parents=True, exist_ok=True)
-    if not (home / "about.json").exists():
-        describe(setup, task.variant)
-    log.path = home / f"seed{seed}.txt"
-    path.replace(log.path)
-    worker.kept += 1
-    return log
-
-
-def last_lines(worker: Worker) -> list[str]:
+def last_lines(console: Path) -> str:
     """The end of what a process printed, without what torchrun adds."""
-    text = (worker.folder / "console.txt").read_text(encoding="utf-8", errors="replace").strip()
-    return re.split(r"\n.* failed \(exitcode", text)[0].splitlines()[-12:]
+    text = console.read_text(encoding="utf-8", errors="replace").strip()
+    return "\n".join(re.split(r"\n.* failed \(exitcode", text)[0].splitlines()[-12:])
 
 
-def collect(setup: Setup, worker: Worker, runs: dict[int, Log]) -> bool:
-    """Keeps the runs that the process has finished, and adds them to `runs`, by seed. Returns whether
-    the process has ended.
+def collect(pool: Pool, worker: Worker) -> None:
+    """Keeps the runs that a process has finished, and removes the process if it has ended.
 
-    Raises RunError if it failed. A process that a signal killed is no failure: its task isn't done.
+    Raises RunError if it failed. If a signal killed it, its other runs are made again, once.
     """
     status = worker.child.poll()
-    logs = (worker.folder / "logs").glob("*.txt")
-    new = [path for path in logs if path not in worker.seen]
-    worker.seen += sorted(new, key=lambda path: path.stat().st_mtime)
-    # The last log may still grow
-    finished = len(worker.seen) if status is not None else len(worker.seen) - 1
-    while worker.kept < finished:
-        seed = worker.task.seeds[worker.kept]
-        log = keep_log(setup, worker, worker.seen[worker.kept])
+    task = worker.task
+    logs = sorted((worker.folder / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
+    if status is None:
+        logs = logs[:-1]  # the last one may still grow
+    for path in logs:
+        log = complete_log(path)
         if log is None:
             break
-        runs[seed] = log
+        keep_log(pool, task, log)
     if status is None:
-        return False
-    task = worker.task
-    if status < 0 and not task.second_try:
-        return True
-    if status != 0 or worker.kept < len(task.seeds):
-        seed = task.seeds[min(worker.kept, len(task.seeds) - 1)]
+        return
+    if task.seeds and status < 0 and not task.second_try:
+        pool.undone.append(Task(task.variant, task.seeds, second_try=True))
+    elif task.seeds or status:
         reason = f"exit status {status}" if status else "its log is incomplete"
-        lines = last_lines(worker)
-        lines.append(
-            f"error: a run failed: {task.variant.name}, seed {seed} ({reason}). Above are the last "
-            "lines that it printed"
+        seed = task.seeds[0] if task.seeds else "after the last seed"
+        raise RunError(
+            f"{last_lines(worker.folder / 'console.txt')}\nerror: a run failed: {task.variant.name}, seed "
+            f"{seed} ({reason}). Above are the last lines that it printed"
         )
-        raise RunError("\n".join(lines))
-    return True
+    stop(pool, worker)
 
 
-def collect_all(setup: Setup, workers: list[Worker], runs: dict[str, dict]) -> tuple[int, list[Task]]:
-    """Keeps the runs that the processes have finished, by name and seed, and removes processes that have
-    ended from `workers`. Returns the number of new runs, and the tasks that killed processes left undone.
+def start_workers(pool: Pool, next_task: Callable[[], Task | None]) -> None:
+    while len(pool.workers) < pool.jobs:
+        task = pool.undone.pop() if pool.undone else next_task()
+        if task is None:
+            return
+        start(pool, task)
 
-    Raises RunError."""
-    before = sum(map(len, runs.values()))
-    undone = []
-    for worker in list(workers):
-        task = worker.task
-        if collect(setup, worker, runs[task.variant.name]):
-            workers.remove(worker)
-            shutil.rmtree(worker.folder, ignore_errors=True)
-            left = task.seeds[worker.kept :]
-            if left:
-                undone.append(Task(task.variant, left, second_try=True))
-    return sum(map(len, runs.values())) - before, undone
+
+def make_runs(pool: Pool, next_task: Callable[[], Task | None], enough: Callable[[int], bool]) -> None:
+    """Makes runs until next_task() gives None and all processes have ended, or until enough(new) is true.
+    It is asked ten times a second; `new` is the number of runs that were finished meanwhile. Processes that
+    are still at work in the end are stopped. Raises RunError and UsageError."""
+    try:
+        while True:
+            start_workers(pool, next_task)
+            if not pool.workers:
+                return
+            time.sleep(0.1)
+            made = pool.made
+            for worker in list(pool.workers):
+                collect(pool, worker)
+            if pool.made > made:
+                check_compiled(pool)
+            if enough(pool.made - made):
+                return
+    finally:
+        for worker in list(pool.workers):
+            stop(pool, worker)

@@ -23,7 +23,7 @@ import tarfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.common import ROOT, UsageError
+from tools.common import ROOT, UsageError, environment
 
 # Options that compare.py gives to the runs itself
 OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
@@ -101,13 +101,10 @@ class Variant:
 
 
 def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
-    """Returns what git prints. Raises UsageError with the first line of its error."""
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=cwd or ROOT, capture_output=True, env={**os.environ, **variables}
-        )
-    except FileNotFoundError:
-        raise UsageError("git isn't installed; install it") from None
+    """Returns what git prints. Raises UsageError with the first line of its error, and OSError."""
+    done = subprocess.run(
+        ["git", *arguments], cwd=cwd or ROOT, capture_output=True, env=os.environ | variables
+    )
     if done.returncode != 0:
         lines = done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"]
         raise UsageError(re.sub("^(error|fatal): ", "", lines[0]))
@@ -115,8 +112,8 @@ def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
 
 
 def link_data(folder: Path) -> None:
-    """Links the data, which git ignores."""
-    for entry in (ROOT / "data").glob("*"):
+    """Links the folders with data, which git ignores."""
+    for entry in (ROOT / "data").glob("[!_.]*/"):
         link = folder / "data" / entry.name
         link.parent.mkdir(exist_ok=True)
         if not link.exists():
@@ -131,7 +128,6 @@ def copy_tree(scratch: Path) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    link_data(folder)
     return folder
 
 
@@ -146,7 +142,6 @@ def copy_commit(revision: str, scratch: Path) -> Path:
     if not folder.exists():
         with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as archive:
             archive.extractall(folder)
-        link_data(folder)
     return folder
 
 
@@ -167,9 +162,9 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
             shutil.copy(file, copy / script)
             continue
         # Otherwise git finds the repository, and looks for the patch's paths from there
-        ceiling = {"GIT_CEILING_DIRECTORIES": str(copy.parent)}
+        ceiling = str(copy.parent)
         try:
-            git("apply", str(file.resolve()), cwd=copy, **ceiling)
+            git("apply", str(file.resolve()), cwd=copy, GIT_CEILING_DIRECTORIES=ceiling)
         except UsageError as e:
             raise UsageError(f"the patch doesn't apply ({e})") from None
     return copy
@@ -204,16 +199,14 @@ def hash_code(folder: Path, script: str) -> list[str]:
 
 def is_idea(kind: str) -> bool:
     """Whether a source is an idea's folder."""
-    return kind not in ("", ".") and os.path.isfile(os.path.join(kind, "idea.patch"))
+    return kind != "" and Path(kind, "idea.patch").is_file()
 
 
 def read_idea(folder: Path) -> dict:
-    """The idea.json of an idea's folder. Raises UsageError."""
+    """The idea.json of an idea's folder. Raises UsageError and OSError."""
     file = folder / "idea.json"
     try:
         idea = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UsageError(f"{file}: {e.strerror.lower()}") from None
     except ValueError as e:
         raise UsageError(f"{file}: not JSON ({e})") from None
     if not isinstance(idea, dict):
@@ -261,11 +254,8 @@ def default_name(kind: str, options: list[str]) -> str:
 
 def split_source(text: str) -> tuple[str, str, list[str]]:
     """The parts of [NAME=][KIND] [OPTIONS]. Raises UsageError."""
-    name = ""
-    what = text
     named = re.fullmatch(r"(\w[\w.+-]*)=(.*)", text, re.DOTALL)
-    if named and not os.path.exists(text):
-        name, what = named.groups()
+    name, what = named.groups() if named else ("", text)
     try:
         words = shlex.split(what)
     except ValueError as e:  # quotes that don't close
@@ -278,7 +268,7 @@ def split_source(text: str) -> tuple[str, str, list[str]]:
 
 
 def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
-    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError."""
+    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError and OSError."""
     name, kind, options = split_source(text)
     name = name or default_name(kind, options)
     if is_idea(kind):
@@ -288,13 +278,11 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     try:
         if kind:
             folder, script = read_source(kind, base)
-    except OSError as e:
-        raise UsageError(f"{e.filename}: {e.strerror.lower()}") from None
     except UsageError as e:
         raise UsageError(f"{text}: {e}") from None
     for word in common + options:
-        if word.split("=")[0] in OURS:
-            option = word.split("=")[0]
+        option = word.split("=")[0]
+        if option in OURS:
             raise UsageError(f"{option}: compare sets this option for each run; remove it")
     name = re.sub(r"[^\w.+-]+", "_", name).strip("_.")
     return Variant(name[:60] or "idea", folder, script, common + options)
@@ -312,58 +300,48 @@ def by_script(variants: list[Variant]) -> list[list[Variant]]:
     return list(groups.values())
 
 
-def ask_script(variant: Variant, *command: str) -> str:
-    """What a script prints. Raises UsageError with the last line of its error."""
+def script_environment() -> dict[str, str]:
+    """The environment of a script. Without PYTHONPATH, which names this repository, a script finds only
+    the files of its own folder."""
+    variables = os.environ | environment()
+    variables.pop("PYTHONPATH", None)
+    return variables
+
+
+def ask(code: str, variants: list[Variant], *more: str) -> list:
+    """What the code prints for each of these variants of one script. Raises UsageError with the last line
+    of the script's error."""
+    options = json.dumps([variant.options for variant in variants])
     done = subprocess.run(
-        [sys.executable, *command],
-        cwd=variant.folder,
+        [sys.executable, "-c", LOAD + code, variants[0].module(), options, *more],
+        cwd=variants[0].folder,
+        env=script_environment(),
         capture_output=True,
         encoding="utf-8",
         errors="replace",
     )
     if done.returncode != 0:
         lines = done.stderr.splitlines() or ["the source doesn't run"]
-        raise UsageError(f"{variant.name}: {lines[-1]}")
-    return done.stdout
+        raise UsageError(f"{variants[0].name}: {lines[-1]}")
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(variants) :]]
 
 
-def ask(code: str, variants: list[Variant], *more: str) -> list:
-    """What the code prints for each of these variants of one script. Raises UsageError."""
-    options = json.dumps([variant.options for variant in variants])
-    printed = ask_script(variants[0], "-c", LOAD + code, variants[0].module(), options, *more)
-    return [json.loads(line) for line in printed.splitlines()[-len(variants) :]]
-
-
-def check_other_script(variant: Variant, many_runs: bool) -> None:
-    """Raises UsageError if a script that isn't ours lacks an option that the runs need."""
-    needed = ["--log_dir", "--seed", "--num_iterations"]
-    if many_runs:
-        needed.append("--num_runs")
-    text = ""
-    if b"--log_dir" in variant.source():  # don't run a script that may not know --help
-        text = ask_script(variant, "-m", variant.module(), *variant.options, "--help")
-    for option in needed:
-        if option not in text:
-            raise UsageError(f"{variant.name}: this script has no option {option}, which compare needs")
-
-
-def check_settings(variants: list[Variant], processes: int, many_runs: bool = True) -> None:
+def check_settings(variants: list[Variant], processes: int) -> None:
     """Lets each script check its options, and fills in the settings and the code. Raises UsageError.
 
-    Without `many_runs`, other scripts need no option --num_runs."""
+    Scripts without our functions can't be asked: their runs show whether they know the options."""
     for group in by_script(variants):
-        if not (group[0].folder / group[0].script).is_file():
-            raise UsageError(f"{group[0].name}: there is no file {group[0].script}")
-        source = group[0].source()
-        if all(check in source for check in CHECKS):
+        first = group[0]
+        if not (first.folder / first.script).is_file():
+            raise UsageError(f"{first.name}: there is no file {first.script}")
+        if all(check in first.source() for check in CHECKS):
             for variant, answer in zip(group, ask(ASK, group, str(processes))):
                 if isinstance(answer, str):
                     raise UsageError(f"{variant.name}: {answer}")
                 variant.settings = answer
-        else:
-            for variant in group:
-                check_other_script(variant, many_runs)
-        code = hash_code(group[0].folder, group[0].script)
+        elif b"--log_dir" not in first.source():  # it would train, and its log couldn't be found
+            raise UsageError(f"{first.name}: this script has no option --log_dir, which compare needs")
+        code = hash_code(first.folder, first.script)
         for variant in group:
             variant.code = code
 

@@ -66,6 +66,10 @@ class Effect:
     time: float | None = None
     time_interval: Bounds | None = None
 
+    def has_interval(self) -> bool:
+        """False for the first few pairs."""
+        return math.isfinite(self.difference_interval[0])
+
 
 # -----------------------------------------------------------------------------
 # The anytime-valid t-test
@@ -117,14 +121,11 @@ def fewest_pairs(ideas: int) -> int:
     return n
 
 
-def p_value(differences: np.ndarray) -> float:
-    """1 / the largest e-value so far, at most 1. Valid however often one looks."""
-    return min(1.0, math.exp(-float(np.max(log_e_values(differences)))))
-
-
-def p_value_of_one_look(differences: np.ndarray) -> float:
-    """1 / the e-value after the last pair, at most 1, for a number of pairs that was fixed before."""
-    return min(1.0, math.exp(-float(log_e_values(differences)[-1])))
+def p_value(differences: np.ndarray, looks_once: bool = False) -> float:
+    """1 / the largest e-value so far, at most 1. Valid however often one looks. Or 1 / the e-value after the
+    last pair, for a number of pairs that was fixed before."""
+    log_e = log_e_values(differences)
+    return min(1.0, math.exp(-float(log_e[-1] if looks_once else log_e.max())))
 
 
 # -----------------------------------------------------------------------------
@@ -227,13 +228,9 @@ def analyse(
 
     Pairs after the one that decided are left out.
     """
-    differences = np.array(losses) - np.array(base_losses)
+    differences = np.subtract(losses, base_losses)
     verdict, n = decide(differences, slope, until, ideas)
     differences = differences[:n]
-    if until is None:  # the only look is the last one
-        p = p_value_of_one_look(differences)
-    else:
-        p = p_value(differences)
     mean = float(differences.mean())
     half = float(half_widths(differences, P_VALUE / ideas)[-1])
     effect = Effect(
@@ -244,7 +241,7 @@ def analyse(
         difference=mean,
         difference_interval=(mean - half, mean + half),
         sd=float(differences.std(ddof=1)),
-        p=p,
+        p=p_value(differences, looks_once=until is None),
         verdict=verdict,
     )
     if slope is not None:
@@ -254,13 +251,11 @@ def analyse(
     return effect
 
 
-def add_times(effect: Effect, log_ratios: np.ndarray | None, slope: Slope | None) -> None:
+def add_times(effect: Effect, log_ratios: np.ndarray, slope: Slope | None) -> None:
     """Adds the step time, and the time to the base's loss.
 
     log_ratios: log(idea's step time / base's), one for each round of alternating bursts.
     """
-    if log_ratios is None:
-        return
     center = float(np.mean(log_ratios))
     half = float(half_widths(log_ratios, P_VALUE)[-1])
     effect.step_time = math.exp(center)

@@ -6,16 +6,10 @@ import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tools.compare.answer import (
-    STEPS_UNKNOWN,
-    finite,
-    goal,
-    percent,
-    percent_interval,
-    plural,
-    short,
-    slope_in_words,
-)
+import numpy as np
+
+from tools.common import goal, percent, percent_interval, plural, short, table
+from tools.compare.answer import STEPS_UNKNOWN, slope_in_words
 from tools.compare.stats import Slope
 from tools.screen.blocks import Block, Factor
 from tools.screen.design import (
@@ -28,7 +22,7 @@ from tools.screen.design import (
 )
 
 WIDTH = 80
-FAR = 3  # see far_above
+FAR = 3  # see warning_in_words
 
 
 @dataclass
@@ -66,16 +60,12 @@ class Result:
 def side(options: str) -> str:
     """The value of the first option. Two dots stand for those of more options."""
     values = [word for word in options.split() if not word.startswith("--")]
-    if len(values) > 1:
-        return f"{values[0]}.."
-    return " ".join(values)
+    return f"{values[0]}.." if len(values) > 1 else " ".join(values)
 
 
 def low_and_high(factor: Factor) -> tuple[str, str]:
     """What is compared, without the names of the options."""
-    if factor.is_switch:
-        return "off", "on"
-    return side(factor.low), side(factor.high)
+    return ("off", "on") if factor.is_switch else (side(factor.low), side(factor.high))
 
 
 def sides(factor: Factor) -> str:
@@ -84,35 +74,25 @@ def sides(factor: Factor) -> str:
 
 
 def label(factor: Factor) -> str:
-    if factor.is_switch:
-        return factor.name
-    return f"{factor.name} ({sides(factor)})"
+    return factor.name if factor.is_switch else f"{factor.name} ({sides(factor)})"
 
 
-def table(result: Result) -> list[str]:
+def table_of_factors(result: Result) -> list[str]:
     rows = [("factor", "low, high", "loss", "steps", "interval", "verdict")]
     for index in result.by_size():
         factor = result.factors[index]
         contrast = result.fit.factors[index]
-        interval = "-"
-        if contrast.steps_interval is not None:
-            interval = percent_interval(contrast.steps_interval)
+        bounds = contrast.steps_interval
         row = (
             short(factor.name, 20),
             short(sides(factor), 14),
             f"{contrast.difference:+.4f}",
             percent(contrast.steps),
-            interval,
+            percent_interval(bounds) if bounds else "-",
             result.verdict(index),
         )
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
-        cells += [cell.rjust(width) for cell, width in zip(row[2:5], widths[2:5])]
-        lines.append("  ".join([*cells, row[5]]))
-    return lines
+    return table(rows, "<<>>><")
 
 
 def group_in_words(result: Result, group: int) -> list[str]:
@@ -133,32 +113,30 @@ def group_in_words(result: Result, group: int) -> list[str]:
     return textwrap.wrap(words, WIDTH)
 
 
-def far_above(losses: list[float], middle: float) -> list[int]:
-    """The configurations whose loss is more than FAR times as far above the middle, the median, as the
-    best one is below it. Effects are differences of means, so one such loss moves all of them."""
-    limit = middle + FAR * (middle - min(losses))
-    return [number for number, loss in enumerate(losses) if loss > limit]
+def shared_sides(result: Result, configurations: list[int]) -> list[str]:
+    """The factors that have the same side in all of these configurations, with that side."""
+    shared = []
+    for factor, column in zip(result.factors, make_design(len(result.factors)).T):
+        found = set(column[configurations])
+        if len(found) == 1:
+            shared.append(f"{factor.name} {low_and_high(factor)[found == {1}]}")
+    return shared
 
 
 def warning_in_words(result: Result) -> str:
-    """Names configurations that hardly learn, and the sides that all of them have. "" if there are none."""
-    by_configuration = zip(*(block.losses for block in result.blocks))
-    losses = [statistics.mean(values) for values in by_configuration]
-    middle = statistics.median(losses)
-    far = far_above(losses, middle)
+    """Names configurations that hardly learn, and the sides that all of them have. "" if there are none.
+
+    Their loss is more than FAR times as far above the middle, the median, as the best one is below it.
+    Effects are differences of means, so one such loss moves all of them."""
+    losses = np.mean([block.losses for block in result.blocks], axis=0)
+    middle = np.median(losses)
+    far = np.flatnonzero(losses > middle + FAR * (middle - losses.min())).tolist()
     if not far:
         return ""
     numbers = ", ".join(f"{number} ({losses[number]:.4f})" for number in far)
     words = f"Warning: {plural(len(far), 'configuration')} of {len(losses)} ended far above the median loss "
     words += f"of {middle:.4f}, and may dominate the table: {numbers}."
-    design = make_design(len(result.factors))
-    shared = []
-    for index, factor in enumerate(result.factors):
-        low, high = low_and_high(factor)
-        if (design[far, index] == 1).all():
-            shared.append(f"{factor.name} {high}")
-        elif (design[far, index] == -1).all():
-            shared.append(f"{factor.name} {low}")
+    shared = shared_sides(result, far)
     if shared and len(far) > 1:
         words += f" All of them have {', '.join(shared)}."
     return words + " Consider a screen with smaller changes."
@@ -193,7 +171,7 @@ def answer(name: str, result: Result, current: bool) -> list[str]:
     title += f"PyTorch {blocks[0].torch}"
     if not current:
         title += ", made with another source or other settings than today's"
-    lines = [*textwrap.wrap(title, WIDTH), "", *table(result), ""]
+    lines = [*textwrap.wrap(title, WIDTH), "", *table_of_factors(result), ""]
     for group, contrast in enumerate(result.fit.groups, start=1):
         if contrast.found:
             lines += group_in_words(result, group)
@@ -210,17 +188,18 @@ def contrast_as_json(contrast: Contrast) -> dict:
 
 
 def result_as_json(result: Result) -> dict:
-    blocks = result.blocks
+    factors = result.factors
     rows = []
-    for index, factor in enumerate(result.factors):
-        contrast = contrast_as_json(result.fit.factors[index])
-        rows.append({**asdict(factor), **contrast, "verdict": result.verdict(index)})
+    for index, contrast in enumerate(result.fit.factors):
+        row = {**asdict(factors[index]), **contrast_as_json(contrast), "verdict": result.verdict(index)}
+        rows.append(row)
     groups = []
     for group, contrast in enumerate(result.fit.groups, start=1):
-        pairs = pairs_of_group(group, len(result.factors))
-        names = [[result.factors[i].name, result.factors[j].name] for i, j in pairs]
+        pairs = pairs_of_group(group, len(factors))
+        names = [[factors[i].name, factors[j].name] for i, j in pairs]
         groups.append({"pairs": names, **contrast_as_json(contrast)})
-    answer = {
+    blocks = result.blocks
+    return {
         "dtype": blocks[0].dtype,
         "torch": blocks[0].torch,
         "machines": sorted({block.machine for block in blocks}),
@@ -233,17 +212,24 @@ def result_as_json(result: Result) -> dict:
         "factors": rows,
         "groups": groups,
     }
-    return finite(answer)
 
 
 # -----------------------------------------------------------------------------
 # Plot
 
 
-def color_of(contrast: Contrast) -> str:
-    if not contrast.found:
-        return "0.45"
-    return "tab:green" if contrast.difference < 0 else "tab:red"
+def draw_effect(ax, row: int, contrast: Contrast, in_steps: bool) -> None:
+    """The effect with its interval: in percent of the steps, or in loss."""
+    color = "0.45"
+    if contrast.found:
+        color = "tab:green" if contrast.difference < 0 else "tab:red"
+    center = 100 * contrast.steps if in_steps else contrast.difference
+    ax.plot([center], [row], "o", color=color, markersize=5)
+    if math.isfinite(contrast.half_width):
+        bounds = [contrast.difference - contrast.half_width, contrast.difference + contrast.half_width]
+        if in_steps:
+            bounds = [100 * bound for bound in contrast.steps_interval]
+        ax.plot(bounds, [row, row], color=color, linewidth=2)
 
 
 def plot_result(name: str, result: Result, path: Path) -> None:
@@ -251,33 +237,21 @@ def plot_result(name: str, result: Result, path: Path) -> None:
     from tools.figures import plt, save_figure  # slow to import, and only needed here
 
     figure, ax = plt.subplots(figsize=(8, 1.4 + 0.35 * len(result.factors)))
-    known = result.slope is not None
+    in_steps = result.slope is not None
     order = result.by_size()
-    low_side, high_side = ("off", "on") if all(f.is_switch for f in result.factors) else ("low", "high")
     for row, index in enumerate(order):
-        contrast = result.fit.factors[index]
-        center = 100 * contrast.steps if known else contrast.difference
-        color = color_of(contrast)
-        ax.plot([center], [row], "o", color=color, markersize=5)
-        if math.isfinite(contrast.half_width):
-            low = contrast.difference - contrast.half_width
-            high = contrast.difference + contrast.half_width
-            if known:
-                low, high = (100 * bound for bound in contrast.steps_interval)
-            ax.plot([low, high], [row, row], color=color, linewidth=2)
-    labels = [label(result.factors[i]) for i in order]
-    ax.set_yticks(range(len(order)), [short(words, 40) for words in labels])
+        draw_effect(ax, row, result.fit.factors[index], in_steps)
+    ax.set_yticks(range(len(order)), [short(label(result.factors[i]), 40) for i in order])
     ax.set_ylim(len(order) - 0.5, -0.5)
     ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
-    if known:
+    low, high = ("off", "on") if all(f.is_switch for f in result.factors) else ("low", "high")
+    ax.set_xlabel(f"loss, {high} minus {low}")
+    if in_steps:
         worth = 100 * result.until
         ax.axvspan(-worth, worth, color="0.9", zorder=0, label=f"less than {goal(result.until)}")
         ax.legend(fontsize=9)
         ax.set_xlabel(
-            f"steps to the same loss, {high_side} against {low_side}, %, with 99% intervals\n"
-            f"(left: {high_side} is better)"
+            f"steps to the same loss, {high} against {low}, %, with 99% intervals\n(left: {high} is better)"
         )
-    else:
-        ax.set_xlabel(f"loss, {high_side} minus {low_side}")
     ax.set_title(f"{name}, {plural(len(result.blocks), 'block')}", fontsize=10)
     save_figure(figure, path)

@@ -5,7 +5,7 @@ A definition has these keys. All but `factor` may be left out:
 
     commit = "f8091ed"            the git commit of the files; default: the working tree
     script = "train_gpt.py"       the script to train with; default: train_gpt.py
-    switches = "switches.patch"   a patch that adds options to the script
+    switches = "switches.patch"   a patch of that commit, which adds options to the script
     options = "--track mini"      options of all runs
     seed = 1000                   the seed of the first block
     until = "1%"                  the gain in steps that matters
@@ -19,16 +19,17 @@ A factor without `low` is a switch, which is off (the default) or on. If it has 
 `high` is the option that turns it on, and `patch` only says which idea it is.
 """
 
+import argparse
 import hashlib
 import json
 import shlex
 import tomllib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from tools.common import UsageError, fraction, write_file
 from tools.compare import sources as compare_sources
 from tools.compare.sources import (
-    OURS,
     Variant,
     changed,
     check_settings,
@@ -38,20 +39,7 @@ from tools.compare.sources import (
     with_steps,
 )
 from tools.compare.stats import SLOPE_FACTOR
-from tools.common import UsageError, write_file
-from tools.screen.design import CONFIGURATIONS, FEWEST_FACTORS, MOST_FACTORS, make_design
-
-KEYS = {
-    "commit": str,
-    "script": str,
-    "switches": str,
-    "options": str,
-    "seed": int,
-    "until": str,
-    "factor": list,
-}
-FACTOR_KEYS = {"name": str, "low": str, "high": str, "patch": str}
-TYPE_NAMES = {str: "a text in quotes", int: "a whole number", list: "a list of [[factor]] tables"}
+from tools.screen.design import FEWEST_FACTORS, MOST_FACTORS, make_design
 
 
 @dataclass
@@ -70,6 +58,17 @@ class Factor:
     def patches_source(self) -> bool:
         """Otherwise `high` turns the idea on."""
         return bool(self.patch) and not self.high
+
+
+@dataclass
+class Definition:
+    commit: str = ""
+    script: str = "train_gpt.py"
+    switches: str = ""
+    options: str = ""  # a list once it is read
+    seed: int = 0
+    until: str = "1%"  # a fraction once it is read
+    factor: list[Factor] = field(default_factory=list)
 
 
 @dataclass
@@ -123,89 +122,39 @@ class Block:
 # Definition
 
 
-def read_keys(table: dict, known: dict, where: str) -> dict:
-    """Raises UsageError for a key that isn't known, or whose value has another type."""
-    for key, value in table.items():
-        if key not in known:
-            raise UsageError(f"{where}: unknown key {key}; the keys are {', '.join(known)}")
-        if type(value) is not known[key]:
-            raise UsageError(f"{where}: {key} must be {TYPE_NAMES[known[key]]}")
-    return table
+def option_names(text: str) -> set[str]:
+    return {word.split("=")[0] for word in shlex.split(text) if word.startswith("--")}
 
 
-def split_options(text: str, where: str) -> list[str]:
-    """Raises UsageError."""
-    try:
-        words = shlex.split(text)
-    except ValueError as e:
-        raise UsageError(f"{where}: {text}: {e}") from None
-    for word in words:
-        if word.split("=")[0] in OURS:
-            raise UsageError(f"{where}: {word}: screen sets this option for each run; remove it")
-    return words
-
-
-def option_names(words: list[str]) -> set[str]:
-    return {word.split("=")[0] for word in words if word.startswith("--")}
-
-
-def read_factor(table, where: str) -> Factor:
-    """Raises UsageError."""
-    if not isinstance(table, dict) or not table.get("name"):
-        raise UsageError(f"{where}: each [[factor]] needs a name")
-    factor = Factor(**read_keys(table, FACTOR_KEYS, f"{where}: {table['name']}"))
-    if not factor.high and not factor.patch:
-        raise UsageError(f"{where}: {factor.name}: set high = \"OPTIONS\" or patch = \"FILE\"")
-    if factor.low and not factor.high:
-        raise UsageError(f"{where}: {factor.name}: low is set, but high is not; set both")
-    return factor
-
-
-def check_factors(factors: list[Factor], where: str) -> None:
+def check_factors(factors: list[Factor]) -> None:
     """Raises UsageError. A factor may change an option of all runs, but not one of another factor."""
     if not FEWEST_FACTORS <= len(factors) <= MOST_FACTORS:
         raise UsageError(
-            f"{where}: {len(factors)} factors; a screen has {FEWEST_FACTORS} to {MOST_FACTORS} of them "
-            "(for fewer, use compare)"
+            f"{len(factors)} factors; a screen has {FEWEST_FACTORS} to {MOST_FACTORS} of them (for fewer, use "
+            "compare)"
         )
     owners = {}
-    names = set()
     for factor in factors:
-        if factor.name in names:
-            raise UsageError(f"{where}: there are two factors {factor.name}; rename one")
-        names.add(factor.name)
-        words = split_options(factor.low, where) + split_options(factor.high, where)
-        for option in option_names(words):
+        for option in option_names(f"{factor.low} {factor.high}"):
             if option in owners:
-                raise UsageError(f"{where}: {option} is set by {owners[option]} and by {factor.name}; remove it "
-                    "from one of them")
-        owners.update({option: factor.name for option in option_names(words)})
+                raise UsageError(
+                    f"{option} is set by {owners[option]} and by {factor.name}; remove it from one of them"
+                )
+            owners[option] = factor.name
 
 
-def read_definition(path: Path) -> dict:
-    """Returns the keys of a definition, checked. Raises UsageError."""
+def read_definition(path: Path) -> Definition:
+    """Raises UsageError."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UsageError(f"{path}: {e.strerror.lower()}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        definition = Definition(**table)
+        definition.factor = [Factor(**factor) for factor in definition.factor]
+        definition.until = fraction(str(definition.until))
+        definition.options = shlex.split(definition.options)
+        check_factors(definition.factor)
+    except (OSError, ValueError, TypeError, argparse.ArgumentTypeError, UsageError) as e:
         raise UsageError(f"{path}: {e}") from None
-    read_keys(table, KEYS, str(path))
-    table["factor"] = [read_factor(factor, str(path)) for factor in table.get("factor", [])]
-    table["options"] = split_options(table.get("options", ""), str(path))
-    check_factors(table["factor"], str(path))
-    return table
-
-
-def read_percent(text: str) -> float:
-    """ "1%" as 0.01. Raises UsageError."""
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 0.5:
-        raise UsageError(f"{text}: must be a percentage of at most 50%, like 1%")
-    return value
+    return definition
 
 
 # -----------------------------------------------------------------------------
@@ -216,7 +165,7 @@ def apply_patches(base: Variant, files: list[str], where: str) -> Path:
     """The base's folder with these patches. Raises UsageError."""
     try:
         return changed(base.folder, base.script, [compare_sources.ROOT / file for file in files])
-    except UsageError as e:
+    except (OSError, UsageError) as e:
         hint = ""
         if len(files) > 1:
             hint = "; combine the patches by hand in one that adds a switch for each"
@@ -234,25 +183,32 @@ def make_variant(name: str, base: Variant, sides: list[tuple[Factor, int]]) -> V
     return replace(base, name=name, folder=apply_patches(base, patches, name), options=options)
 
 
-def check_sides(factors: list[Factor], sides: list[Variant]) -> None:
-    """Raises UsageError if both sides of a factor are equal. `sides` has low and high of each factor."""
-    for factor, low, high in zip(factors, sides[::2], sides[1::2]):
-        if low.digest() == high.digest():
-            if factor.patches_source:
-                raise UsageError(f"{factor.name}: {factor.patch} changes nothing; remove the factor")
-            low_name = "low" if factor.low else "the default"
-            raise UsageError(f"{factor.name}: {low_name} and high have the same settings; change one")
+def make_sides(base: Variant, factors: list[Factor]) -> list[tuple[Variant, Variant]]:
+    """Low and high of each factor alone. Raises UsageError."""
+    sides = []
+    for factor in factors:
+        low = make_variant(f"{factor.name}, low", base, [(factor, -1)])
+        high = make_variant(f"{factor.name}, high", base, [(factor, 1)])
+        sides.append((low, high))
+    return sides
 
 
-def read_base(table: dict, scratch: Path) -> Variant:
+def make_configurations(base: Variant, factors: list[Factor]) -> list[Variant]:
+    """Raises UsageError."""
+    configurations = []
+    for number, row in enumerate(make_design(len(factors))):
+        high = ", ".join(factor.name for factor, side in zip(factors, row) if side > 0)
+        name = f"configuration {number} (high: {high or 'none'})"
+        configurations.append(make_variant(name, base, list(zip(factors, row))))
+    return configurations
+
+
+def read_base(definition: Definition, scratch: Path) -> Variant:
     """The script of the commit or of the working tree, with the patch `switches`. Raises UsageError."""
-    if "commit" in table:
-        folder = copy_commit(table["commit"], scratch)
-    else:
-        folder = copy_tree(scratch)
-    base = Variant("the base", folder, table.get("script", "train_gpt.py"), table["options"])
-    if "switches" in table:
-        base.folder = apply_patches(base, [table["switches"]], "switches")
+    folder = copy_commit(definition.commit, scratch) if definition.commit else copy_tree(scratch)
+    base = Variant("the base", folder, definition.script, definition.options)
+    if definition.switches:
+        base.folder = apply_patches(base, [definition.switches], "switches")
     return base
 
 
@@ -260,32 +216,21 @@ def read_screen(path: Path, scratch: Path) -> Screen:
     """Reads a definition, and lets the script check all options. Raises UsageError.
 
     The variants' files are put into folders below `scratch`."""
-    table = read_definition(path)
-    factors = table["factor"]
-    for file in [factor.patch for factor in factors] + [table.get("switches", "")]:
-        if file and not (compare_sources.ROOT / file).is_file():
-            raise UsageError(f"{path}: there is no file {file} in the repository")
-    try:
-        base = read_base(table, scratch)
-    except UsageError as e:
-        hint = "" if "commit" in table else '; if it was made for an older commit, set commit = "COMMIT"'
-        raise UsageError(f"{path}: {e}{hint}") from None
-    sides = []
-    for factor in factors:
-        for word, side in (("low", -1), ("high", 1)):
-            sides.append(make_variant(f"{factor.name}, {word}", base, [(factor, side)]))
-    configurations = []
-    for number, row in enumerate(make_design(len(factors))):
-        high = ", ".join(factor.name for factor, side in zip(factors, row) if side > 0)
-        name = f"configuration {number} (high: {high or 'none'})"
-        configurations.append(make_variant(name, base, list(zip(factors, row))))
-    check_settings([base, *sides, *configurations], 1, many_runs=False)
-    check_sides(factors, sides)
+    definition = read_definition(path)
+    factors = definition.factor
+    base = read_base(definition, scratch)
+    pairs = make_sides(base, factors)
+    sides = [variant for pair in pairs for variant in pair]
+    configurations = make_configurations(base, factors)
+    check_settings([base, *sides, *configurations], 1)
+    for factor, (low, high) in zip(factors, pairs):
+        if low.digest() == high.digest():
+            raise UsageError(f"{path}: {factor.name}: both sides have the same source and settings")
     check_validation(base, sides)
     return Screen(
         folder=path.resolve().parent,
-        seed=table.get("seed", 0),
-        until=read_percent(table.get("until", "1%")),
+        seed=definition.seed,
+        until=definition.until,
         factors=factors,
         base=base,
         configurations=configurations,
@@ -298,29 +243,21 @@ def read_screen(path: Path, scratch: Path) -> Screen:
 # Finished blocks
 
 
-def block_path(screen: Screen, block: Block) -> Path:
-    group = hashlib.sha256(json.dumps(block.group()).encode()).hexdigest()[:8]
-    return screen.folder / f"seed{block.seed}_{group}.json"
-
-
 def write_block(screen: Screen, block: Block) -> None:
     """Raises FileError."""
-    write_file(block_path(screen, block), (json.dumps(asdict(block), indent=1) + "\n").encode())
+    group = hashlib.sha256(json.dumps(block.group()).encode()).hexdigest()[:8]
+    file = screen.folder / f"seed{block.seed}_{group}.json"
+    write_file(file, (json.dumps(asdict(block), indent=1) + "\n").encode())
 
 
 def read_block(path: Path) -> Block:
     """Raises UsageError."""
     try:
-        block = Block(**json.loads(path.read_text(encoding="utf-8")))
-        whole = len(block.losses) == CONFIGURATIONS
-        whole = whole and all(type(x) is float for x in [*block.losses, block.fewer, block.more])
+        return Block(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        whole = False
-    if not whole:
         raise UsageError(
             f"{path}: this block is damaged; delete the file, and make the block again with --blocks"
-        )
-    return block
+        ) from None
 
 
 def read_blocks(screen: Screen) -> list[Block]:
@@ -332,6 +269,5 @@ def read_blocks(screen: Screen) -> list[Block]:
 def belongs(screen: Screen, block: Block) -> bool:
     """Whether a block measures the factors of this screen. Either its runs are those of the screen (the
     factors may have got other names since), or its factors are the same, perhaps in another source."""
-    if block.digest == screen.digest():
-        return True
-    return block.factors == [asdict(factor) for factor in screen.factors]
+    factors = [asdict(factor) for factor in screen.factors]
+    return block.digest == screen.digest() or block.factors == factors

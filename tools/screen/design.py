@@ -8,7 +8,7 @@ aliased in 15 groups of up to eight, and only each group's sum is measured. See 
 "Statistics for Experimenters" (2005), chapter 6.
 
 A block is one seed in all configurations. The fit has an effect for each block, factor and group. What
-is left is noise. Intervals are anytime-valid, as in compare_stats.py, for contrasts of a linear model:
+is left is noise. Intervals are anytime-valid, as in tools/compare/stats.py, for contrasts of a linear model:
 Lindon et al., "Anytime-Valid Linear Models and Regression Adjusted Causal Inference in Randomized
 Experiments" (2022, https://arxiv.org/abs/2210.08589). So you may look after every block.
 """

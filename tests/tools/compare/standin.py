@@ -26,6 +26,7 @@ class Hyperparameters:
     track: str = "mini"
     num_iterations: int = 100
     val_loss_every: int = 0
+    val_tokens: int = 512
     effect: float = 0.0     # on the loss
     noise: float = 0.002    # standard deviation that is shared by all variants with a seed
     own_noise: float = 0.001
@@ -56,6 +57,11 @@ def parse_arguments(argv):
 def check_hyperparameters(hp, world_size):
     if hp.num_iterations < 1:
         raise InputError(f"--num_iterations {hp.num_iterations}: must be more than zero")
+
+
+def check_inputs(args, hp):
+    if hp.num_iterations > 1000:
+        raise InputError("too few data")
 
 
 def final_loss(hp):

@@ -2,7 +2,6 @@
 Logs for tests: in our format and in those of modded-nanogpt. Helpers that run and judge.
 """
 
-import contextlib
 import io
 import json
 import random
@@ -40,6 +39,12 @@ SMI = "\n".join([SMI_HEAD, *(SMI_ROW.format(i=i) for i in range(8))])
 FASTER = (90_000, 90_300, 89_900, 90_200)
 
 
+def cpu(model="AMD EPYC", cores=2, sets="avx2 fma", compiler="") -> str:
+    """The lines of a log about the machine."""
+    line = f"CPU: {model}, {cores} cores, 2 threads a process, instruction sets: {sets}\n"
+    return f"{line}{compiler}1 process on cpu"
+
+
 def our_log(
     path: Path,
     loss=1.49,
@@ -47,10 +52,8 @@ def our_log(
     seed=0,
     source=SOURCE,
     steps=600,
-    cpu="AMD EPYC, 2 cores",
-    instruction_sets="avx2 fma",
     extra="",
-    machine=None,
+    machine=cpu(),
     every=100,
     **hyperparameters,
 ) -> Path:
@@ -58,21 +61,10 @@ def our_log(
     Writes a log as train_gpt.py does.
 
     `time_ms` is the training time. The run validates `every` so many steps. `extra` is a line
-    between two steps.
+    between two steps. With track="", it is like a log of another program, without hyperparameters.
     """
-    facts = dict(
-        track="tiny",
-        seed=seed,
-        val_tokens=327_680,
-        batch_tokens=4096,
-        target_val_loss=1.5,
-    )
+    facts = dict(track="tiny", seed=seed, val_tokens=327_680, batch_tokens=4096, target_val_loss=1.5)
     facts |= hyperparameters
-    if machine is None:
-        machine = (
-            f"CPU: {cpu}, 2 threads a process, instruction sets: {instruction_sets}\n"
-            "1 process on cpu"
-        )
     lines = [
         source,
         LINE,
@@ -80,8 +72,9 @@ def our_log(
         "Running PyTorch 2.13.0+cpu compiled for CUDA None",
         machine,
         LINE,
-        f"hyperparameters: {json.dumps(facts)}",
     ]
+    if facts["track"]:
+        lines.append(f"hyperparameters: {json.dumps(facts)}")
     for step in range(0, steps + 1, every):
         at = time_ms * step / steps
         value = loss + 4 * (1 - step / steps) ** 3
@@ -127,34 +120,23 @@ def run(script: str, *arguments, cwd="/") -> subprocess.CompletedProcess:
     """
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    main = MAINS[script.removesuffix(".py")]
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.chdir(cwd)
         patch.setattr(sys, "argv", [script, *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            run_command(main)
-    return subprocess.CompletedProcess(
-        arguments,
-        end.value.code,
-        out.buffer.getvalue(),
-        err.buffer.getvalue(),
-    )
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        run_command(MAINS[script])
+    output = (stream.buffer.getvalue() for stream in (out, err))
+    return subprocess.CompletedProcess(arguments, end.value.code, *output)
 
 
-def judged(*paths, **kwargs) -> rules.Verdict:
+def judged(*paths, against=(), **kwargs) -> rules.Verdict:
+    """What the rules say about logs. `against` is a folder or a log of the record to beat."""
     logs, errors = read_logs(paths)
     assert not errors
+    if against:
+        kwargs["prior"] = read_logs([against])[0]
     return rules.judge(logs, **kwargs)
-
-
-def judged_against(prior, *paths, **kwargs) -> rules.Verdict:
-    """Like judged(), but compares with the runs in the folder `prior`."""
-    prior_logs, _ = read_logs([prior])
-    return judged(*paths, prior=prior_logs, **kwargs)
 
 
 def unwrapped(output: bytes) -> str:
@@ -242,16 +224,3 @@ def png_size(path: Path) -> tuple[int, int]:
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert data[-8:-4] == b"IEND"
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-
-
-def compiler_line(
-    flags="-march=native -mtune=icelake-server",
-    compiled="yes",
-    name="g++ (Debian 12.2.0-14+deb12u1) 12.2.0",
-):
-    """The lines on the machine and the compiler in the header of a log."""
-    return (
-        "CPU: AMD EPYC, 2 cores, 2 threads a process, instruction sets: avx2 fma\n"
-        "1 process on cpu\n"
-        f"Compiler: {name}; flags: {flags}; model compiled: {compiled}"
-    )

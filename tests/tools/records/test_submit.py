@@ -13,6 +13,7 @@ from tests.tools.records.makers import (
     RECORDS,
     SMI,
     SOURCE,
+    cpu,
     everything,
     make_runs,
     our_log,
@@ -140,7 +141,7 @@ def test_what_cannot_be_filed(tmp_path, filed, name, options, reason):
 
 def test_same_ml_needs_a_record(tmp_path, filed):
     """Nobody has proved the losses on this hardware."""
-    runs = make_runs(tmp_path / "runs", cpu="Zen, 3 cores")
+    runs = make_runs(tmp_path / "runs", machine=cpu("Zen", 3))
     done = file_it(filed, runs, "x", "--same-ml")
     assert done.returncode == 2
     assert b"--same-ml needs an earlier record of tiny on Zen" in done.stderr
