@@ -12,7 +12,7 @@ Only this module knows the format. It judges nothing.
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.common import LogError
@@ -46,6 +46,7 @@ GPU_ROW = re.compile(
 GPU_LINE = re.compile(r"\b(NVIDIA [\w -]+?) with world[ _]size[ =](\d+)")
 COMPILER = re.compile(r"\nCompiler: [^\n]*; flags: ([^\n]*); model compiled: (?:yes|no)")
 UNCOMPILED = "model compiled: no"  # in the line about the compiler
+SEPARATOR = re.compile(rb"^={100,}[ \r]*(?:\n|\Z)", re.MULTILINE)  # below each source
 # The first line below the sources
 HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
 # The heading of a source with its name. A log of a single script has none.
@@ -76,17 +77,16 @@ class Log:
     # (name, text byte for byte) of each source, first the script. A name is only what the log says.
     sources: list[tuple[str, bytes]]
     run: str  # everything below the sources
-    hyperparameters: dict = field(default_factory=dict)  # includes track and seed; {} if not ours
-    # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC with AVX2, 2 cores"; "" if unknown
-    hardware: str = ""
-    resumed_on: list[str] = field(default_factory=list)  # other hardware of later parts of the run
-    torch: str = ""
-    peak_memory_mib: int | None = None
-    compiler_flags: list[str] = field(default_factory=list)  # on a CPU; [] if unknown
-    uncompiled: bool = False  # trained without torch.compile, at least after a resume
-    validations: list[Validation] = field(default_factory=list)
-    last_step: int = 0
-    num_steps: int = 0
+    hyperparameters: dict  # includes track and seed; {} if not ours
+    hardware: str  # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC with AVX2, 2 cores"
+    resumed_on: list[str]  # other hardware of later parts of the run
+    torch: str
+    peak_memory_mib: int | None
+    compiler_flags: list[str]  # on a CPU
+    uncompiled: bool  # trained without torch.compile, at least after a resume
+    validations: list[Validation]
+    last_step: int
+    num_steps: int
 
     @property
     def source(self) -> bytes | None:
@@ -134,20 +134,6 @@ class Log:
 # -----------------------------------------------------------------------------
 # Sources
 
-def separator(data: bytes, start: int) -> re.Match | None:
-    """Finds the first line of 100 `=` or more after `start`.
-
-    If there is none, a line of at least 20 counts. It is the second choice because the source may
-    contain a heading that is underlined with `=`.
-    """
-    for length in (100, 20):
-        line = re.compile(rb"^={%d,}[ \r]*(?:\n|\Z)" % length, re.MULTILINE)
-        found = line.search(data, start)
-        if found:
-            return found
-    return None
-
-
 def named_sources(text: bytes, name: str) -> list[tuple[str, bytes]]:
     """Splits text at its headings into (name, text). `name` is that of the text above the first."""
     parts = [name.encode(), *NEXT_SOURCE.split(text)]  # name, text, name, text, ...
@@ -165,25 +151,22 @@ def split_sources(data: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
     """
     start = 0
     newline = 1  # logs print the source, and print adds a newline
-    end = separator(data, 0)
-    if end and end.start() == 0:
+    ends = list(SEPARATOR.finditer(data))
+    if ends and ends[0].start() == 0:
         # The oldest logs start with a separator and write the source without a newline
-        start = end.end()
+        start = ends.pop(0).end()
         newline = 0
-        end = separator(data, start)
-    if end is None:
+    if not ends:
         return [], data
-    # If another separator comes before the header, there is another source above it
-    before_steps = data[: data.find(b"\nstep:", end.end()) + 1]
-    ends = [end]
-    while not HEADER.match(before_steps, ends[-1].end()):
-        following = separator(before_steps, ends[-1].end())
-        if following is None:
-            ends = [end]
+    # If the header comes below a later separator, there are several sources above it
+    first_step = data.find(b"\nstep:", ends[0].end())
+    last = 0
+    for i, end in enumerate(ends):
+        if end.end() <= first_step and HEADER.match(data, end.end()):
+            last = i
             break
-        ends.append(following)
     sources = []
-    for end in ends:
+    for end in ends[: last + 1]:
         # Without a heading, all that is known of a name is the order
         name = f"source_{len(sources) + 1}.py" if sources else "train_gpt.py"
         sources += named_sources(data[start : end.start() - newline], name)
@@ -287,21 +270,24 @@ def parse_log(path: str | Path) -> Log:
             "with step:S/N)"
         )
     header = run[: run.find("\nstep:") + 1]
-    log = Log(path, sources, run)
-    log.last_step, log.num_steps = map(int, steps[-1])
-    log.validations = find_validations(run)
-    log.hyperparameters = find_hyperparameters(header)
-    log.hardware = find_hardware(header)
-    log.resumed_on = find_later_hardware(run[len(header) :], log.hardware)
-    torch = TORCH.search(header)
-    if torch:
-        log.torch = torch[1]
-    log.compiler_flags = list(dict.fromkeys(COMPILER.findall(run)))
-    log.uncompiled = UNCOMPILED in run
+    hardware = find_hardware(header)
+    torch = TORCH.findall(header)
     peaks = PEAK_MEMORY.findall(run)
-    if peaks:
-        log.peak_memory_mib = int(peaks[-1])
-    return log
+    return Log(
+        path=path,
+        sources=sources,
+        run=run,
+        hyperparameters=find_hyperparameters(header),
+        hardware=hardware,
+        resumed_on=find_later_hardware(run[len(header) :], hardware),
+        torch=torch[0] if torch else "",
+        peak_memory_mib=int(peaks[-1]) if peaks else None,
+        compiler_flags=list(dict.fromkeys(COMPILER.findall(run))),
+        uncompiled=UNCOMPILED in run,
+        validations=find_validations(run),
+        last_step=int(steps[-1][0]),
+        num_steps=int(steps[-1][1]),
+    )
 
 
 def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:

@@ -86,12 +86,9 @@ def test_several_sources_in_one_log(tmp_path, way, ending):
     assert reason in judged(changed).reasons
 
 
-@pytest.mark.parametrize("separator, heading", [("=" * 100, "=" * 30), ("=" * 40, "=" * 10)])
-def test_a_heading_in_the_source_is_no_separator(tmp_path, separator, heading):
-    source = f'"""\nTitle\n{heading}\n"""\n'
-    path = our_log(tmp_path / "a.txt", source=source)
-    path.write_text(path.read_text().replace(LINE, separator))
-    assert parse_log(path).source.decode() == source
+def test_a_heading_in_the_source_is_no_separator(tmp_path):
+    source = f'"""\nTitle\n{"=" * 30}\n"""\n'
+    assert parse_log(our_log(tmp_path / "a.txt", source=source)).source.decode() == source
 
 
 H200 = SMI.replace("H100 80GB HBM3", "H200          ")
