@@ -30,11 +30,12 @@ You may look as often as you like: that doesn't make a wrong answer more likely.
 kept in logs/compare/runs/, which you may delete. Later comparisons reuse those with the same source,
 settings, data and machine.
 
-Exit status: 0 the comparison was made, 1 a run failed, 2 bad input, 130 interrupted. With --gate:
+Exit status: 0 the comparison was made, 1 a run failed, 2 another error, 130 interrupted. With --gate:
 0 helps, 1 any other answer, 2 an error, 130 interrupted.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -229,13 +230,9 @@ def measure_times(c: Comparison) -> None:
 
 def ratios_of_runs(c: Comparison, idea: Variant) -> list[float]:
     """log(idea's step time / base's) at each seed, from whole runs."""
-    logs = c.pool.runs[idea.name]
-    base_logs = c.pool.runs[c.base.name]
-    ratios = []
-    for seed in sorted(set(logs) & set(base_logs)):
-        ratio = logs[seed].final.step_avg_ms / base_logs[seed].final.step_avg_ms
-        ratios.append(float(np.log(ratio)))
-    return ratios
+    logs, base_logs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
+    seeds = sorted(logs.keys() & base_logs.keys())
+    return [math.log(logs[s].final.step_avg_ms / base_logs[s].final.step_avg_ms) for s in seeds]
 
 
 # -----------------------------------------------------------------------------

@@ -136,7 +136,11 @@ def test_slope_with_a_known_spread_is_least_squares():
 
 def test_no_slope():
     """Of one seed, of a loss that rises, and of one that doesn't clearly fall."""
-    for fewer, more in [([1.5], [1.4]), ([1.4, 1.41], [1.5, 1.52]), ([1.5, 1.4], [1.4, 1.5])]:
+    for fewer, more in [
+        ([1.5], [1.4]),
+        ([1.4, 1.41], [1.5, 1.52]),
+        ([1.5, 1.4], [1.4, 1.5]),
+    ]:
         assert measure_slope(fewer, more, WIDTH) is None
         assert measure_slope(fewer, more, WIDTH, run_sd=0.05, freedom=31) is None
 
@@ -172,12 +176,15 @@ def test_verdicts():
     verdict, n = decide(noise, SLOPE, 0.04, 1)
     assert verdict == "not worth it"
     assert n < 60
-    assert decide(noise, SLOPE, 0.001, 1) == ("undecided", 60)
     # Without a goal, one look after the last pair; without a slope, no gain is excluded
-    assert decide(noise + 0.01, SLOPE, None, 1) == ("hurts", 60)
-    assert decide(noise, SLOPE, None, 1) == ("undecided", 60)
-    assert decide(noise, None, 0.04, 1) == ("undecided", 60)
-    assert decide(np.zeros(9), SLOPE, 0.02, 1) == ("identical", 9)
+    for differences, slope, until, expected in [
+        (noise, SLOPE, 0.001, ("undecided", 60)),
+        (noise + 0.01, SLOPE, None, ("hurts", 60)),
+        (noise, SLOPE, None, ("undecided", 60)),
+        (noise, None, 0.04, ("undecided", 60)),
+        (np.zeros(9), SLOPE, 0.02, ("identical", 9)),
+    ]:
+        assert decide(differences, slope, until, 1) == expected
 
 
 def test_first_verdict_stands():
@@ -236,7 +243,12 @@ def kept_residuals(rng, shape):
 
 @pytest.mark.parametrize(
     "draw, limit",
-    [(gaussian, 0.015), (skewed, 0.015), (kept_residuals, 0.015), (strongly_skewed, 0.025)],
+    [
+        (gaussian, 0.015),
+        (skewed, 0.015),
+        (kept_residuals, 0.015),
+        (strongly_skewed, 0.025),
+    ],
 )
 def test_false_positives_when_looking_after_each_pair(draw, limit):
     """20,000 comparisons without an effect, looked at after each of 1,000 pairs."""
@@ -252,7 +264,9 @@ def test_false_positives_when_looking_after_each_pair(draw, limit):
 
 @pytest.mark.parametrize("ideas, fewest", [(1, 12), (2, 13), (8, 15)])
 def test_the_ceiling_without_noise(ideas, fewest):
-    """One pair more than it takes for a verdict."""
+    """One pair more than it takes for an interval, and so for a verdict."""
+    half = half_widths(np.arange(40.0) % 2, 0.01 / ideas)
+    assert np.flatnonzero(np.isfinite(half))[0] + 1 == fewest
     assert most_pairs(1.0, 1e-6, ideas) == fewest + 1
 
 
