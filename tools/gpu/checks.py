@@ -180,28 +180,28 @@ def newton_schulz_in_float64(G):
     return X.mT if tall else X
 
 
-def muon(width=768, steps=3):
-    """The errors of three steps of Muon, on matrices of the official shapes."""
+def muon_case(*shape):
+    """Checks the weights after three steps."""
     rng = torch.Generator().manual_seed(0)
-    shapes = [(width, width), (4 * width, width), (width, 4 * width), (3, width, width)]
-    params = [torch.nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in shapes]
-    optimizer = train_gpt.Muon(params, lr=1.0, momentum=0.9)
-    buffers = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
-    expected = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
-    for _ in range(steps):
-        for p, buffer, want in zip(params, buffers, expected):
-            grad = torch.randn(p.shape, generator=rng)
-            p.grad = grad.to(DEVICE)
-            grad = grad.double()
-            buffer.mul_(0.9).add_(0.1 * grad)
-            scale = max(1, p.size(-2) / p.size(-1))**0.5
-            want -= scale * newton_schulz_in_float64(0.1 * grad + 0.9 * buffer)
+    p = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
+    optimizer = train_gpt.Muon([p], lr=1.0, momentum=0.9)
+    scale = max(1, shape[-2] / shape[-1])**0.5
+    buffer = want = torch.zeros(shape, dtype=torch.float64)
+    for _ in range(3):
+        grad = torch.randn(shape, generator=rng)
+        p.grad = grad.to(DEVICE)
         optimizer.step()
-    checks = []
-    for shape, p, want in zip(shapes, params, expected):
-        name = " x ".join(map(str, shape))
-        checks.append(check(f"weights {name}", relative_error(p.detach(), want), 0.05))
-    return {"steps": steps, "checks": checks}
+        grad = grad.double()
+        buffer = 0.9 * buffer + 0.1 * grad
+        want = want - scale * newton_schulz_in_float64(0.1 * grad + 0.9 * buffer)
+    name = " x ".join(map(str, shape))
+    return check(f"weights {name}", relative_error(p.detach(), want), 0.05)
+
+
+def muon(width=768):
+    """The errors of three steps of Muon, on matrices of the official shapes."""
+    shapes = [(width, width), (4 * width, width), (width, 4 * width), (3, width, width)]
+    return {"steps": 3, "checks": [muon_case(*shape) for shape in shapes]}
 
 # -----------------------------------------------------------------------------
 # 50 steps of an older mini against a CPU in float32

@@ -65,7 +65,6 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
     add = parser.add_argument
     add("definition", type=Path, metavar="SCREEN.toml", help="defines the screen")
     blocks = "make blocks until there are N with this source, data type and PyTorch version; without it, "
@@ -185,8 +184,7 @@ def report(args: argparse.Namespace, screen: Screen) -> None:
         current = result.blocks[0].digest == screen.digest()
         print("\n".join(answer(screen.name, result, current)))
     if args.json:
-        answers = [result_as_json(result) for result in found]
-        write_file(args.json, as_json(answers))
+        write_file(args.json, as_json([result_as_json(result) for result in found]))
     if args.plot:
         plot_result(screen.name, found[0], args.plot)
 
