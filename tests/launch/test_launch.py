@@ -544,7 +544,7 @@ def test_the_ranks_of_a_training(tmp_path, capfd):
     "code, status, says",
     [
         ("if rank == 0: time.sleep(60)\nprint('broken')\nsys.exit(3)", 3, "broken\n"),
-        ("if rank == 0: time.sleep(0.4)\nprint('error', rank)\nsys.exit(2)", 2, "error 0\n"),
+        ("if rank == 0: time.sleep(1.5)\nprint('error', rank)\nsys.exit(2)", 2, "error 0\n"),
         ("if rank: os.kill(os.getpid(), 9)\ntime.sleep(60)", 137, "run.sh: process 1 was ended by signal 9\n"),
     ],
 )
