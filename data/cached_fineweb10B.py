@@ -10,26 +10,17 @@ download. After an error or an interruption, run the same command again. It skip
 those whose size agrees with the number of tokens in their header. Checksums are not compared.
 """
 import argparse
-import errno
 import os
 import tempfile
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from data.shards import ShardError, check_shard, hub_unreachable, read_shard, run_script, writing
+from data.shards import ShardError, check_shard, from_hub, read_shard, run_script
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
 VOCAB_SIZE = 50257
-DISK_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EIO,
-)
 
 
 def fetch(name, out):
@@ -41,42 +32,13 @@ def fetch(name, out):
             return
         except ShardError as e:
             print(f"{e}; downloading it again")
-    with writing(path):
-        tokens = download(name, path)
-    print(f"{name}: downloaded, {len(tokens):,} tokens")
-
-
-def download(name, path):
-    """Downloads a shard to a temporary folder, checks it, and then renames it to `path`. Returns
-    its tokens. Raises ShardError, or OSError if the disk can't be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     # The temporary folder is beside the final file, so the shard is renamed and not copied.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as folder:
-        downloaded = download_from_hub(name, folder)
-        try:
-            tokens = read_shard(downloaded, VOCAB_SIZE)
-        except ShardError as e:
-            raise ShardError(
-                f"{name}: the downloaded file was damaged and has been deleted ({e}); run the same "
-                "command again"
-            ) from None
-        with open(downloaded, "rb") as f:
-            os.fsync(f.fileno())
+    with tempfile.TemporaryDirectory(dir=out, prefix=".download-") as folder, from_hub(name):
+        downloaded = hf_hub_download(REPO, name, repo_type="dataset", local_dir=folder)
+        tokens = read_shard(downloaded, VOCAB_SIZE)
         os.replace(downloaded, path)
-    return tokens
-
-
-def download_from_hub(name, folder):
-    """Returns the path of the downloaded file inside `folder`."""
-    try:
-        return hf_hub_download(REPO, name, repo_type="dataset", local_dir=folder)
-    except Exception as e:  # the hub's and its HTTP library's errors share no base class
-        if isinstance(e, OSError) and e.errno in DISK_ERRORS:
-            raise
-        reason = hub_unreachable(e)
-        if not reason:
-            reason = f"{e}; run the same command again"
-        raise ShardError(f"could not download {name}: {reason}") from None
+    print(f"{name}: downloaded, {len(tokens):,} tokens")
 
 
 def parse_arguments():

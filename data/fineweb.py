@@ -1,6 +1,6 @@
 """
-Makes shards of GPT-2 tokens from raw text: FineWeb or FineWeb-Edu, streamed from the Hugging Face
-hub, or your own files.
+Makes shards of GPT-2 tokens from raw text: FineWeb-Edu, or another dataset whose rows have a "text",
+streamed from the Hugging Face hub, or your own files.
 
     ./run.sh data edu [--config sample-100BT] [--max_tokens 5_000_000_000]
     ./run.sh data text "notes/**/*.md" "dumps/*.jsonl" [--out data/mine]
@@ -20,8 +20,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -34,39 +32,25 @@ import numpy as np
 from tqdm import tqdm
 
 from data.gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
+from data.shards import ShardError, from_hub, run_script, split_tokens, write_shard
 from tools.common import usable_cores
-from data.shards import ShardError, hub_unreachable, run_script, split_tokens, write_shard, writing
 
 RESTART = (
     "delete any shards that this script has written, because it can't resume, and run the same "
     "command again"
 )
-DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 BATCH = 64  # documents sent to a process at a time
 
 
 # -----------------------------------------------------------------------------
 # Documents
 
-def stream_dataset(version, config):
-    """Yields the texts of a FineWeb dataset in its order. They are downloaded while they are read.
-    Raises ShardError."""
-    try:
-        for row in dataset_rows(version, config):
-            yield row["text"]
-    except Exception as e:  # the hub's and its HTTP library's errors share no base class
-        message = hub_unreachable(e, RESTART)
-        if message:
-            raise ShardError(message) from None
-        raise
-
-
-def dataset_rows(version, config):
+def stream_dataset(name, config):
+    """Yields the texts of a dataset in its order. They are downloaded while they are read."""
     from datasets import load_dataset  # slow to import, and not needed for your own files
-    try:
-        return load_dataset(DATASETS[version], name=config, split="train", streaming=True)
-    except ValueError as e:  # raised by the datasets library for an unknown config
-        raise ShardError(str(e)) from None
+    with from_hub(f"{name}, config {config},"):
+        for row in load_dataset(name, name=config, split="train", streaming=True):
+            yield row["text"]
 
 
 def find_files(patterns):
@@ -76,13 +60,10 @@ def find_files(patterns):
     paths = set()
     for pattern in patterns:
         path = os.path.expanduser(pattern)
-        if os.path.isfile(path):
-            matches = [path]
-        else:
-            matches = glob.glob(path, recursive=True)
-            matches = [path for path in matches if os.path.isfile(path)]
+        matches = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+        matches = list(filter(os.path.isfile, matches))
         if not matches:
-            raise ShardError(f"--files: no file matches {pattern}")
+            raise ShardError(f"no file matches {pattern}")
         paths.update(matches)
     files = {}  # real path -> path
     for path in sorted(paths):
@@ -105,18 +86,15 @@ def stream_files(paths):
 
 def jsonl_texts(lines, path):
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield jsonl_text(line, f"{path}, line {number}")
-
-
-def jsonl_text(line, where):
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise ShardError(f"{where}: not JSON ({e})") from None
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise ShardError(f'{where}: no string under "text"')
-    return row["text"]
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, LookupError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise ShardError(f'{path}, line {number}: no JSON object with a string as its "text"')
+        yield text
 
 
 # -----------------------------------------------------------------------------
@@ -187,120 +165,60 @@ def limit(arrays, count, progress):
 # -----------------------------------------------------------------------------
 # The command
 
-def positive_int(text):
-    try:
-        n = int(text)
-    except ValueError:
-        n = 0
-    if n < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, not {text!r}")
-    return n
-
-
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        "./run.sh data text",
-        description="Make shards of GPT-2 tokens from FineWeb or from your own text."
-    )
-    add = parser.add_argument
-    add(
-        "--version",
-        choices=DATASETS,
-        default="fineweb",
-        help="dataset (default: %(default)s)",
-    )
-    add(
-        "--config",
-        default="sample-10BT",
-        help="configuration of the dataset (default: %(default)s)",
-    )
-    add(
-        "--files",
-        nargs="+",
-        metavar="GLOB",
-        help="use your own text or .jsonl files instead; ** matches folders of any depth",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for the shards (default: data/fineweb10B, data/fineweb_edu10B for "
-        "fineweb-edu, data/own_text for --files)",
-    )
+    common = argparse.ArgumentParser(add_help=False)
+    add = common.add_argument
+    add("--out", type=Path, metavar="DIR", help="folder (default: data/fineweb_edu10B, data/own_text)")
     add(
         "--shard_size",
-        type=positive_int,
+        type=int,
         default=100_000_000,
         metavar="N",
         help="tokens in a training shard (default: 100M)",
     )
     add(
         "--val_tokens",
-        type=positive_int,
+        type=int,
         metavar="N",
-        help="tokens in the validation shard (default: --shard_size; with --files at most a "
+        help="tokens in the validation shard (default: --shard_size; of your own text at most a "
         "fortieth of the bytes, which is about a tenth of the tokens)",
     )
-    add(
-        "--max_tokens",
-        type=positive_int,
-        metavar="N",
-        help="stop after N tokens (default: no limit)",
-    )
+    add("--max_tokens", type=int, metavar="N", help="stop after N tokens (default: no limit)")
     add(
         "--workers",
-        type=positive_int,
+        type=int,
         default=usable_cores(),
         metavar="N",
         help="processes that tokenize (default: one per core)",
     )
+    parser = argparse.ArgumentParser("./run.sh data", description="Make shards of GPT-2 tokens.")
+    sources = parser.add_subparsers(required=True)
+    edu = sources.add_parser("edu", parents=[common], description="Make shards of FineWeb-Edu.")
+    edu.set_defaults(patterns=[], folder="fineweb_edu10B")
+    dataset = "HuggingFaceFW/fineweb-edu"
+    edu.add_argument("--dataset", default=dataset, metavar="NAME", help="default: %(default)s")
+    edu.add_argument("--config", default="sample-10BT", help="of the dataset; default: %(default)s")
+    text = sources.add_parser("text", parents=[common], description="Make shards of your own text.")
+    text.set_defaults(folder="own_text")
+    text.add_argument("patterns", nargs="+", help="text or .jsonl files; ** matches folders of any depth")
     args = parser.parse_args()
-    if args.out is None:
-        args.out = default_folder(args)
+    numbers = [args.shard_size, args.val_tokens, args.max_tokens, args.workers]
+    if any(number is not None and number < 1 for number in numbers):
+        parser.error("--shard_size, --val_tokens, --max_tokens and --workers must be at least 1")
     return args
-
-
-def default_folder(args):
-    if args.files:
-        name = "own_text"
-    else:
-        name = args.version.replace("-", "_") + "10B"
-    return Path(__file__).resolve().parent / name
 
 
 def open_texts(args):
     """Returns (texts, number of validation tokens)."""
-    if not args.files:
-        print(f"streaming {DATASETS[args.version]}, config {args.config}")
-        return stream_dataset(args.version, args.config), args.val_tokens or args.shard_size
-    paths = find_files(args.files)
+    if not args.patterns:
+        print(f"streaming {args.dataset}, config {args.config}")
+        return stream_dataset(args.dataset, args.config), args.val_tokens or args.shard_size
+    paths = find_files(args.patterns)
     size = sum(os.path.getsize(path) for path in paths)
     print(f"{len(paths)} file(s), {size:,} bytes")
     # English has about four bytes a token, so a fortieth of the bytes is a tenth of the tokens.
     val_tokens = max(1, min(args.shard_size, size // 40))
     return stream_files(paths), args.val_tokens or val_tokens
-
-
-def check_writable(folder):
-    """Raises ShardError if no file can be written to the folder. It need not exist yet. Without
-    this check, the script would find out only when it writes the first shard."""
-    with writing(folder):
-        is_new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        if is_new:
-            folder.rmdir()  # the first shard makes it again
-
-
-def check_max_tokens(max_tokens, val_tokens):
-    """Raises ShardError if --max_tokens leaves no tokens for training."""
-    if max_tokens is not None and max_tokens <= val_tokens:
-        raise ShardError(
-            f"--max_tokens {max_tokens:,} must be more than the validation shard takes "
-            f"({val_tokens:,} tokens), because the rest is for training; raise --max_tokens or "
-            "lower --val_tokens"
-        )
 
 
 def write_shards(shards, val_tokens, out):
@@ -311,44 +229,39 @@ def write_shards(shards, val_tokens, out):
     if train is None:
         raise ShardError(
             f"the text has only {len(val):,} tokens, and the validation shard takes "
-            f"{val_tokens:,}, so none are left for training; add text or lower --val_tokens"
+            f"{val_tokens:,}, so none are left for training; add text, raise --max_tokens or lower "
+            "--val_tokens"
         )
     total = 0
-    count = 0
-    for tokens in chain([val, train], shards):
-        split = "val" if count == 0 else "train"
+    for count, tokens in enumerate(chain([val, train], shards)):
+        split = "train" if count else "val"
         path = out / f"fineweb_{split}_{count:06d}.bin"
         write_shard(path, tokens)
         tqdm.write(f"{path}: {len(tokens):,} tokens")
         total += len(tokens)
-        count += 1
-    return total, count
+    return total, count + 1
 
 
 def main():
     args = parse_arguments()
+    out = args.out or Path(__file__).resolve().parent / args.folder
     # Shards of two runs in one folder would be read as one dataset.
-    existing = sorted(args.out.glob("fineweb_*_*.bin"))
+    existing = sorted(out.glob("fineweb_*_*.bin"))
     if existing:
         raise ShardError(
-            f"{args.out} already has shards ({existing[0].name}...); delete them or choose another "
+            f"{out} already has shards ({existing[0].name}...); delete them or choose another "
             "folder with --out"
         )
-    check_writable(args.out)
     texts, val_tokens = open_texts(args)
-    check_max_tokens(args.max_tokens, val_tokens)
+    out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is noticed now
     fetch_vocabulary()  # once, before the worker processes load it
 
     start = time.perf_counter()
-    progress = tqdm(
-        total=args.max_tokens,
-        unit=" tokens",
-        unit_scale=True,
-        disable=not sys.stderr.isatty(),
-    )
+    # with disable=None, there is no bar unless on a terminal
+    progress = tqdm(total=args.max_tokens, unit=" tokens", unit_scale=True, disable=None)
     arrays = limit(tokenize(texts, args.workers), args.max_tokens, progress)
     shards = split_tokens(arrays, val_tokens, args.shard_size)
-    total, count = write_shards(shards, val_tokens, args.out)
+    total, count = write_shards(shards, val_tokens, out)
     progress.close()
     print(f"{total:,} tokens in {count} shards, {time.perf_counter() - start:.1f} s")
 

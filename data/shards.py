@@ -6,11 +6,9 @@ zeros), followed by that many little-endian uint16 tokens. It is the format of l
 NanoGPT speedruns.
 """
 import contextlib
-import errno
 import hashlib
 import os
 import signal
-import socket
 import sys
 import uuid
 from pathlib import Path
@@ -23,52 +21,21 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 
 
-class ShardError(Exception):
-    """A user error: printed as one line, without a traceback."""
-
-
-# -----------------------------------------------------------------------------
-# Error messages
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
+class ShardError(OSError):
+    """A file can't be made, downloaded or read. The message is one line."""
 
 
 @contextlib.contextmanager
-def writing(path, remedy="choose another folder with --out"):
-    """Turns an OSError inside the `with` block into a ShardError that names the file `path`, the
-    reason, and `remedy`, which says what the user can do."""
+def from_hub(what):
+    """Turns any error of the `with` block, which downloads `what` from the Hugging Face hub, into a
+    ShardError."""
     try:
         yield
-    except OSError as e:
-        reason = e.strerror or str(e)
-        if e.errno in DISK_FULL:
-            remedy = "free some space and run the same command again"
-        raise ShardError(f"{path}: cannot be written ({reason}); {remedy}") from None
-
-
-def network_error(error):
-    """Returns why the network can't be reached if that is what caused `error`, otherwise ""."""
-    while error is not None:
-        reason = getattr(error, "strerror", None) or str(error)
-        if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
-            return reason
-        if isinstance(error, OSError) and error.errno in UNREACHABLE:
-            return reason
-        error = error.__cause__ or error.__context__
-    return ""
-
-
-def hub_unreachable(error, remedy="run the same command again"):
-    """Returns a message for the user if `error` was caused by the network, otherwise "". `remedy`
-    says what to do when the network works again."""
-    reason = network_error(error)
-    if not reason:
-        return ""
-    return (
-        f"the Hugging Face hub cannot be reached ({reason}); check the network (set HTTPS_PROXY "
-        f"to use a proxy, HF_ENDPOINT to use a mirror), then {remedy}"
-    )
+    except Exception as e:  # the hub's and its HTTP library's errors share no base class
+        raise ShardError(
+            f"can't download {what} from the Hugging Face hub ({type(e).__name__}: {e}); mend "
+            "that (HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror), then run the same command again"
+        ) from None
 
 
 # -----------------------------------------------------------------------------
@@ -95,49 +62,26 @@ def atomic_write(path):
         raise
 
 
+def has_sha256(content, expected):
+    return hashlib.sha256(content).hexdigest() == expected
+
+
 def write_shard(path, tokens, sha256=None):
-    """Writes a shard atomically.
+    """Writes a shard atomically, and missing folders.
 
-    path: the file to write; missing folders are created.
-    tokens: 1-D integer array or list with values from 0 to 65535.
-    sha256: the expected SHA-256 of the whole file, as a hex string. If it differs, nothing is
-        written.
-    Raises ShardError.
+    tokens: a list or 1-D array of 1 to 2^31 - 1 integers from 0 to 65535.
+    sha256: the expected SHA-256 of the whole file. If it differs, raises ShardError and writes nothing.
     """
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ShardError(
-            f"{path}: tokens must be a 1-D array of integers, not {tokens.ndim}-D {tokens.dtype}"
-        )
-    if not 0 < len(tokens) < 2**31:
-        raise ShardError(f"{path}: a shard holds 1 to 2^31 - 1 tokens, not {len(tokens)}")
-    if tokens.min() < 0 or tokens.max() > 65535:
-        raise ShardError(
-            f"{path}: tokens must be in 0..65535, but they span {tokens.min()}..{tokens.max()}"
-        )
     header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[0] = MAGIC
-    header[1] = VERSION
-    header[2] = len(tokens)
-    header = header.tobytes()
-    body = np.ascontiguousarray(tokens, dtype="<u2").data
-    if sha256 is not None:
-        check_sha256(path, header, body, sha256)
-    with writing(path), atomic_write(path) as f:
-        f.write(header)
-        f.write(body)
-
-
-def check_sha256(path, header, body, expected):
-    """Raises ShardError unless header + body has the SHA-256 `expected`."""
-    found = hashlib.sha256(header)
-    found.update(body)
-    found = found.hexdigest()
-    if found != expected:
+    header[:3] = MAGIC, VERSION, len(tokens)
+    content = header.tobytes() + np.asarray(tokens).astype("<u2").tobytes()
+    if sha256 and not has_sha256(content, sha256):
         raise ShardError(
-            f"{path}: not written, because its SHA-256 would be {found} instead of {expected}; if "
-            "you have changed the data scripts, undo that, otherwise please report this error"
+            f"{path}: not written, because its SHA-256 would not be {sha256}; if you have changed the "
+            "data scripts, undo that, otherwise please report this error"
         )
+    with atomic_write(path) as f:
+        f.write(content)
 
 
 def split_tokens(arrays, first_size, size):
@@ -170,42 +114,21 @@ def split_tokens(arrays, first_size, size):
 def check_shard(path):
     """Returns the number of tokens of a shard. Raises ShardError unless its header is valid and
     agrees with the file's size. The tokens aren't read."""
-    if not os.path.isfile(path):
-        raise ShardError(f"{path}: no such file")
-    try:
-        with open(path, "rb") as f:
-            header = f.read(HEADER_BYTES)
-            file_bytes = f.seek(0, os.SEEK_END)
-    except OSError as e:
-        raise ShardError(f"{path}: cannot be read ({e.strerror})") from None
-    if len(header) < HEADER_BYTES:
-        raise ShardError(
-            f"{path}: too short for a shard header ({file_bytes} of {HEADER_BYTES} bytes)"
-        )
-    magic, version, count = np.frombuffer(header, dtype="<i4")[:3].tolist()
-    if magic != MAGIC:
-        raise ShardError(f"{path}: not a token shard (magic number {magic}, expected {MAGIC})")
-    if version != VERSION:
-        raise ShardError(f"{path}: shard version {version}, expected {VERSION}")
-    if count < 1:
-        raise ShardError(f"{path}: the header says {count} tokens, expected at least 1")
-    expected_bytes = HEADER_BYTES + 2 * count
-    if file_bytes != expected_bytes:
-        raise ShardError(
-            f"{path}: the header says {count} tokens ({expected_bytes} bytes), but the file has "
-            f"{file_bytes} bytes"
-        )
+    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] != VERSION:
+        raise ShardError(f"{path}: doesn't begin with the header of a token shard")
+    count = int(header[2])
+    size = os.path.getsize(path)
+    if count < 1 or size != HEADER_BYTES + 2 * count:
+        raise ShardError(f"{path}: the header says {count} tokens, but the file has {size} bytes")
     return count
 
 
 def read_shard(path, vocab_size=65536):
     """Returns all tokens of a shard, (count,) uint16. Raises ShardError for a bad shard or a token
     that isn't below vocab_size."""
-    count = check_shard(path)
+    check_shard(path)
     tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES)
-    if len(tokens) != count:
-        raise ShardError(f"{path}: the file changed while it was being read; run the same "
-                         "command again")
     if tokens.max() >= vocab_size:
         position = int(np.argmax(tokens >= vocab_size))
         raise ShardError(
@@ -219,9 +142,9 @@ def read_shard(path, vocab_size=65536):
 # Running a script
 
 def run_script(main, after_interrupt="run the same command again"):
-    """Calls main(). A ShardError or OSError is printed as one line, with exit status 2. Ctrl-C ends the
-    script with exit status 130 after temporary files are removed. after_interrupt tells the user what
-    to do then. SIGTERM, with which the launcher ends its child processes, says nothing."""
+    """Calls main(). An OSError is printed as one line, with exit status 2. Ctrl-C ends the script with
+    exit status 130 after temporary files are removed. after_interrupt tells the user what to do then.
+    SIGTERM, with which the launcher ends its child processes, says nothing."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # print a question mark for a character that the terminal can't show
     sys.stdout.reconfigure(errors="replace")
@@ -230,6 +153,6 @@ def run_script(main, after_interrupt="run the same command again"):
     except KeyboardInterrupt:
         print(f"interrupted; {after_interrupt}", file=sys.stderr)
         sys.exit(130)
-    except (ShardError, OSError) as e:
+    except OSError as e:
         print("error:", " ".join(str(e).split()), file=sys.stderr)
         sys.exit(2)

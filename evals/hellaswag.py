@@ -15,6 +15,7 @@ import argparse
 import sys
 
 import train_gpt  # before torch: it sets variables that torch reads
+from data.shards import from_hub
 from evals import models
 from train_gpt import DEVICE, RANK, WORLD_SIZE, InputError, init_processes, require
 
@@ -32,13 +33,8 @@ FILE = "data/validation-00000-of-00001.parquet"
 
 def download_items():
     from huggingface_hub import hf_hub_download
-    try:
+    with from_hub("HellaSwag"):
         return hf_hub_download(REPO, FILE, repo_type="dataset")
-    except Exception as e:  # the hub's errors share no base class
-        raise InputError(
-            f"can't download HellaSwag from the Hugging Face hub ({type(e).__name__}); try again, or use "
-            "a local file with --data"
-        )
 
 
 def load_items(path, limit=None):

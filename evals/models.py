@@ -196,10 +196,7 @@ def codec(vocab_size, offline=False):
     if vocab_size == 257:
         return lambda text: list(text.encode()), lambda token: bytes([token]) if token < 256 else b""
     require(vocab_size == 50257, f"only bytes and GPT-2's tokens are text, not {vocab_size} tokens")
-    try:
-        encoding = gpt2_encoding(offline)
-    except Exception as e:  # ShardError, or an error of tiktoken
-        raise InputError(f"can't load GPT-2's vocabulary: {e}")
+    encoding = gpt2_encoding(offline)
     return encoding.encode_ordinary, encoding.decode_single_token_bytes
 
 

@@ -1,5 +1,6 @@
 """Reads OpenAI's GPT-2 weights from the Hugging Face hub, into the model of recipes/gpt2.py."""
 import torch
+from data.shards import from_hub
 from train_gpt import InputError, require
 
 # layers, heads and width (Radford et al. 2019, table 2)
@@ -17,10 +18,8 @@ UNUSED = (".attn.bias", ".attn.masked_bias")  # the causal mask, not a parameter
 def download(name):
     """Returns the path of a model's weights, which are downloaded unless they are in the hub's cache."""
     from huggingface_hub import hf_hub_download
-    try:
+    with from_hub(name):
         return hf_hub_download(f"openai-community/{name}", "model.safetensors")
-    except Exception as e:  # the hub's errors share no base class
-        raise InputError(f"can't download {name} from the Hugging Face hub ({type(e).__name__}); try again")
 
 
 def load_weights(model, path):

@@ -74,8 +74,8 @@ COMMANDS = {
     "hellaswag": ("evals.hellaswag", ["evals"]),
     "data shakespeare": ("data.shakespeare", []),
     "data fineweb": ("data.cached_fineweb10B", []),
-    "data edu": ("data.fineweb --version=fineweb-edu", ["data"]),
-    "data text": ("data.fineweb --files", []),
+    "data edu": ("data.fineweb edu", ["data"]),
+    "data text": ("data.fineweb text", []),
     "test": ("", ["tools", "data", "evals", "tests"]),
     "test machines": ("tests.machines", ["tools", "data", "evals", "tests"]),
 }
@@ -530,8 +530,6 @@ def command_line(name, python, arguments):
     if name == "test":
         return test_command(python, arguments)
     script, *words = COMMANDS[name][0].split()
-    if "--help" in arguments:
-        words = []
     os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's
     return [python, "-P", "-m", script, *words, *arguments]
 

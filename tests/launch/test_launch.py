@@ -135,7 +135,7 @@ def test_a_new_environment_is_ready_only_after_the_installation(machine):
     machine.status = 1
     with pytest.raises(LaunchError):
         launch.install([])
-    assert machine.ran[2][-2:] == ["--no-compile", "numpy==2.4.6"]
+    assert machine.ran[2][7:] == ["numpy==2.4.6"]
     assert [path.name for path in launch.VENV.iterdir()] == ["ours"]
 
 
@@ -160,7 +160,7 @@ def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
     machine.versions["torch"] = "2.11.0+cu130"
     assert launch.install([]) == sys.executable
     assert machine.ran[0][:4] == [sys.executable, "-m", "pip", "install"]
-    assert machine.ran[0][-2:] == ["--no-compile", "numpy==2.4.6"]
+    assert machine.ran[0][7:] == ["numpy==2.4.6"]
     machine.versions["torch"] = "2.9.1"
     with pytest.raises(LaunchError, match="of the active environment .* is older than 2.11; update it"):
         launch.install([])
@@ -207,9 +207,8 @@ def test_a_path_with_a_colon(tmp_path, monkeypatch, capsys):
     assert "contains the PATH separator" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, home, link", [("a b", "h", True), ("a", "h", False)])
-def test_a_special_path_gets_a_link(machine, monkeypatch, tmp_path, name, home, link):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+@pytest.mark.parametrize("name, link", [("a b", True), ("a", False)])
+def test_a_special_path_gets_a_link(machine, monkeypatch, tmp_path, name, link):
     monkeypatch.setattr(launch, "VENV", file(tmp_path / name / ".venv" / "ours").parent)
     for _ in range(2):
         folder = launch.plain_folder()
@@ -223,8 +222,6 @@ def test_a_special_path_gets_a_link(machine, monkeypatch, tmp_path, name, home, 
 
 
 CPU = ["--extra-index-url", f"{launch.TORCH_INDEX}/cpu"]
-
-
 AMD = {"dev/kfd": "", "drm/card1/device/mem_info_vram_total": 2**34}
 
 
@@ -234,7 +231,6 @@ AMD = {"dev/kfd": "", "drm/card1/device/mem_info_vram_total": 2**34}
         ({"index": ""}, {}, CPU),
         ({}, {}, []),  # that index doesn't answer
         ({"index": "", "config list": "global.find-links='/wheels'"}, {}, []),
-        ({"index": "", "config list": "global.timeout='60'"}, {}, CPU),
         ({"index": "", "nvidia-smi": "GPU 0: NVIDIA H100"}, {}, []),
         ({"index": ""}, {"dev/nvidia0": ""}, []),
         ({"index": ""}, {"dev/nvidia0": "", "hidden": ""}, CPU),
@@ -250,16 +246,13 @@ def test_which_build_of_pytorch(machine, tmp_path, monkeypatch, answers, files, 
     for name, size in files.items():
         file(tmp_path / name, str(size))
     launch.pip_install("python", ["torch==2.13.0", "numpy==2.4.6"])
-    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile"]
-    words = [word for word in machine.ran[0] if word not in quiet]
-    assert words == ["python", "-m", "pip", "install", *options, "torch==2.13.0", "numpy==2.4.6"]
+    assert machine.ran[0][7:] == [*options, "torch==2.13.0", "numpy==2.4.6"]
 
 
 @pytest.mark.parametrize(
     "error, says",
     [
         ("OSError: [Errno 28] No space left on device: '/x'", "No space left on device: '/x'; mend that"),
-        ("OSError: [Errno 30] Read-only file system: '/x'", "Read-only file system: '/x'; mend that"),
         ("something new", "its output is above"),
     ],
 )
@@ -302,16 +295,16 @@ def test_the_real_pip_finds_nothing(tmp_path, monkeypatch, source, says):
         server.shutdown()
 
 
-def imported(*scripts):
-    """The modules that scripts import anywhere in their code, without Python's own."""
+def imported(files):
+    """The modules that files import anywhere in their code, without Python's own and ours."""
     names = set()
-    for script in scripts:
-        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add(node.module.split(".")[0])
-    return names - set(sys.stdlib_module_names)
+    return names - set(sys.stdlib_module_names) - {"train_gpt", "tiktoken_ext", *os.listdir(ROOT)}
 
 
 def required(folder):
@@ -319,14 +312,12 @@ def required(folder):
 
 
 def test_requirements_name_what_is_imported():
-    assert imported(ROOT / "tools" / "launch.py") == set()  # it runs before there are packages
-    ours = {path.stem for path in [*ROOT.glob("*"), *ROOT.glob("*/*.py")]} | {"tiktoken_ext"}
-    evals = [ROOT / "evals" / f"{name}.py" for name in ("models", "openai_gpt2", "sample")]
-    training = [ROOT / "train_gpt.py", ROOT / "tools" / "launch_checks.py", *(ROOT / "recipes").glob("*.py")]
-    data = [ROOT / "data" / "shakespeare.py", ROOT / "data" / "cached_fineweb10B.py"]
-    assert imported(*training, *evals, *data) - ours <= required(".")
+    assert imported([ROOT / "tools" / "launch.py"]) == set()  # it runs before there are packages
+    names = "train_gpt.py tools/launch_checks.py data/shakespeare.py data/cached_fineweb10B.py evals/models.py evals/sample.py"
+    always = [*(ROOT / "recipes").glob("*.py"), *(ROOT / name for name in names.split())]
+    assert imported(always) <= required(".")
     for folder in ("tools", "data", "evals"):
-        packages = imported(*(ROOT / folder).glob("*.py")) - ours
+        packages = imported((ROOT / folder).rglob("*.py"))
         assert required(folder) <= packages <= required(".") | required(folder)
 
 
@@ -339,7 +330,6 @@ def test_requirements_name_what_is_imported():
     [
         (TRACKS["mini"], ["-m", "data.shakespeare"]),
         (TRACKS["fineweb"], ["-m", "data.cached_fineweb10B", "7"]),
-        (replace(TRACKS["fineweb"], num_iterations=0), ["-m", "data.cached_fineweb10B", "1"]),
         (gpt2.TRACKS["fineweb"], ["-m", "data.cached_fineweb10B", "101"]),
         (january2026.TRACKS["fineweb"], ["-m", "data.cached_fineweb10B", "9"]),
         (replace(TRACKS["fineweb"], train_files="../mine/train_*.bin"), None),
@@ -471,11 +461,10 @@ def test_a_check_that_fails_ends_the_run(machine):
     [
         ("verify x.txt", ["tools"], "-P -m tools.records.verify x.txt"),
         ("sample x.pt", [], "-P -m evals.sample x.pt"),
-        ("data text x", [], "-P -m data.fineweb --files x"),
-        ("data edu 1", ["data"], "-P -m data.fineweb --version=fineweb-edu 1"),
-        ("data edu --help", ["data"], "-P -m data.fineweb --help"),
+        ("data text x", [], "-P -m data.fineweb text x"),
+        ("data edu --help", ["data"], "-P -m data.fineweb edu --help"),
         ("test machines --list", ["tools", "data", "evals", "tests"], "-P -m tests.machines --list"),
-        ("test x.py::a -k y", ["tools", "data", "evals", "tests"], "-m pytest ... ../x.py::a -k y"),
+        ("test x.py::a --slow", ["tools", "data", "evals", "tests"], "-m pytest ... ../x.py::a --slow"),
         ("compare --device cpu --runs 2", ["tools"], "-P -m tools.compare.compare --runs 2"),
         ("hellaswag x", ["evals"], "-P -m evals.hellaswag x"),
     ],
@@ -555,7 +544,7 @@ def test_the_ranks_of_a_training(tmp_path, capfd):
     "code, status, says",
     [
         ("if rank == 0: time.sleep(60)\nprint('broken')\nsys.exit(3)", 3, "broken\n"),
-        ("if rank == 0: time.sleep(0.4)\nprint('error', rank)\nsys.exit(2)", 2, "error 0\n"),
+        ("if rank == 0: time.sleep(1.5)\nprint('error', rank)\nsys.exit(2)", 2, "error 0\n"),
         ("if rank: os.kill(os.getpid(), 9)\ntime.sleep(60)", 137, "run.sh: process 1 was ended by signal 9\n"),
     ],
 )

@@ -1,22 +1,15 @@
-"""Runs ./run.sh on imitations of other machines, on those that are quick. `./run.sh test machines` runs all."""
-import sys
-from pathlib import Path
-from unittest import SkipTest
+"""Tests of tests/machines: the quickest machine, and what counts as a right outcome."""
 
 import pytest
 
 from tests.machines import cases
-from tests.machines.table import Case, Done, one_line, print_table, stopped, trained
-
-FAST = [case for case in cases.CASES if case.fast]
+from tests.machines.table import Done, one_line, print_table, stopped, trained
 
 
-@pytest.mark.parametrize("case", FAST, ids=[case.machine for case in FAST])
-def test_machine(case, tmp_path):
-    try:
-        case.run(tmp_path)
-    except SkipTest as e:
-        pytest.skip(str(e))
+def test_a_quick_machine(capsys):
+    quick = [case for case in cases.CASES if case.machine == "read-only disk"]
+    assert print_table(quick) == 0
+    assert capsys.readouterr().out.count("read-only disk") == 1
 
 
 FIRST = "step:0/2 val_loss:5.95 train_time:0ms\n"
@@ -36,38 +29,14 @@ def test_right_outcomes():
     [
         (trained, 1, LOWER, "step"),
         (trained, 0, LOWER, "compiler"),
-        (trained, 0, FIRST, "step"),
         (trained, 0, FIRST + "step:2/2 val_loss:nan train_time:9ms\n", "step"),
-        (one_line, 0, LINE, "network"),
         (one_line, 2, LINE, "disk"),
         (one_line, 2, LINE + "error: again\n", "network"),
         (one_line, 2, "Traceback (most recent call last):\n" + LINE, "network"),
         (stopped, 143, STOP, 2),
         (stopped, 130, "KeyboardInterrupt\n" + STOP, 2),
-        (stopped, 130, "run.sh: making .venv\n", 2),
     ],
 )
 def test_wrong_outcomes(check, code, output, argument):
     with pytest.raises(AssertionError):
         check(Done(code, output), argument)
-
-
-def test_the_table_counts_and_wraps(capsys):
-    def crash(folder):
-        raise ValueError("broken")
-
-    def skip(folder):
-        raise SkipTest("no such machine")
-
-    machines = [
-        Case("one", "a line", lambda folder: "error: " + "word " * 40),
-        Case("two", "trains", crash),
-        Case("three", "trains", skip),
-    ]
-    assert print_table(machines) == 1
-    output = capsys.readouterr().out
-    lines = output.splitlines()
-    assert max(len(line) for line in lines) <= 120
-    assert lines[-1].startswith("1 ok, 1 FAILED, 1 not run")
-    assert "FAILED: ValueError: broken" in output
-    assert "not run: no such machine" in output

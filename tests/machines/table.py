@@ -22,7 +22,6 @@ class Case:
     machine: str
     wanted: str
     run: Callable[[Path], str]
-    fast: bool = False  # the test suite runs it, too
 
 
 # --------------------------------------------------------------------------------------------------
