@@ -89,6 +89,13 @@ def val_losses(text):
     return {int(step): float(loss) for step, loss in found}
 
 
+def in_float32():
+    """A hook for Job: runs that differ only in rounding then agree to the last printed digits."""
+    import train_gpt
+
+    train_gpt.DTYPE = torch.float32
+
+
 # --------------------------------------------------------------- processes
 def env(**extra):
     """The environment variables of a subprocess: one thread, the loopback network, no rank."""

@@ -1,7 +1,7 @@
 """Tests of checkpoints: runs that are killed, also while they write a checkpoint, and resumed."""
 
 import os
-import pickle
+import pkgutil
 import random
 import re
 import resource
@@ -14,56 +14,33 @@ import pytest
 import torch
 
 import train_gpt
-from tests.util import Job, read_log, tiny_run, val_losses
+from tests.util import Job, in_float32, read_log, tiny_run, val_losses
 
 # 12 steps, with validations and checkpoints after steps 0, 4, 8 and 12. NorMuon has the most state.
 SETTINGS = dict(num_iterations=12, val_loss_every=4, muon_beta2=0.9)
-# With this and DTYPE float32, runs on different numbers of processes agree: see test_run.py
-NO_SCALARS = dict(scalar_lr=0.0)
 
 
 # --------------------------------------------------------------- hooks, which run in the processes
-def in_float32():
-    train_gpt.DTYPE = torch.float32
-
-
-def kill_self():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_in_step_6():
+def kill_in_call(number, owner, name):
+    """The process is killed when it calls this function for the number-th time."""
     in_float32()
-    plain = train_gpt.train_step
-
-    def train_step(model, optimizers, buckets, tokens, step, hp):
-        if step == 6:
-            kill_self()
-        return plain(model, optimizers, buckets, tokens, step, hp)
-
-    train_gpt.train_step = train_step
-
-
-def kill_in_third(owner, name):
-    """The third call, of a rename for example, is in the validation of step 8."""
-    in_float32()
+    owner = pkgutil.resolve_name(owner)
     plain = getattr(owner, name)
     calls = []
 
     def function(*args):
         calls.append(args)
-        if len(calls) == 3:
-            kill_self()
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
         return plain(*args)
 
     setattr(owner, name, function)
 
 
-def kill_while_writing():
-    kill_in_third(Path, "rename")
-
-
-def kill_after_renaming():
-    kill_in_third(train_gpt.Run, "write_validation")
+# The third validation is that of step 8. The warm-up has one step.
+kill_in_step_6 = partial(kill_in_call, 8, "train_gpt", "train_step")
+kill_while_writing = partial(kill_in_call, 3, "pathlib.Path", "rename")
+kill_after_renaming = partial(kill_in_call, 3, "train_gpt.Run", "write_validation")
 
 
 def full_disk(limit):
@@ -78,9 +55,9 @@ def start(folder, nproc=1, hook=in_float32, **changes):
     return Job(argv, folder, nproc, hook=hook)
 
 
-def resume(folder, *more, nproc=1, hook=in_float32):
+def resume(folder, hook=in_float32):
     """Resumes the newest run. Its options come from the checkpoint."""
-    return Job(["--save_checkpoint", "--resume=latest", *more], folder, nproc, hook=hook)
+    return Job(["--save_checkpoint", "--resume=latest"], folder, hook=hook)
 
 
 def succeeds(job):
@@ -97,15 +74,11 @@ def load(folder):
     return torch.load(checkpoint_of(folder), weights_only=True)
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def trace(log):
     """The parts of a log that an interruption must not change: not the times and a few lines."""
     log = re.sub(r"train_time:\S+ step_avg:\S+|[\d.,]+ (s|tokens/s)\b", "", log)
     source, machine, run = log.split("=" * 100 + "\n")
-    other = ("warm-up", "CPU: ", "Compiler: ", "resume: ", "peak memory")
+    other = ("CPU: ", "Compiler: ", "resume: ")
     return [source, machine, *(line for line in run.splitlines() if not line.startswith(other))]
 
 
@@ -134,6 +107,7 @@ def killed(tmp_path_factory):
     """The folder of the same run, killed in step 6."""
     folder = tmp_path_factory.mktemp("killed")
     assert start(folder, hook=kill_in_step_6).wait() == -signal.SIGKILL
+    assert load(folder)["run"]["step"] == 4
     return folder
 
 
@@ -150,13 +124,10 @@ def test_checkpoints_change_nothing_and_the_last_one_is_kept(whole, tmp_path):
     assert load(whole)["run"]["step"] == 12
     job = succeeds(Job(tiny_run(tmp_path, **SETTINGS), tmp_path, hook=in_float32))
     assert val_losses(job.out) == val_losses(read_log(whole))
-    assert list(val_losses(job.out)) == [0, 4, 8, 12]
     assert not list(tmp_path.rglob("*.pt"))
 
 
-@pytest.mark.parametrize(
-    "kill, step", [(kill_in_step_6, 4), (kill_while_writing, 4), (kill_after_renaming, 8)]
-)
+@pytest.mark.parametrize("kill, step", [(kill_while_writing, 4), (kill_after_renaming, 8)])
 def test_killed_and_resumed_is_the_same_run(kill, step, whole, tmp_path):
     assert start(tmp_path, hook=kill).wait() == -signal.SIGKILL
     assert bool(list(tmp_path.rglob("*.tmp"))) == (kill is kill_while_writing)
@@ -172,22 +143,16 @@ def test_killed_and_resumed_is_the_same_run(kill, step, whole, tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 2)])
-def test_resumed_on_another_number_of_processes(before, after, tmp_path):
-    """
-    Each rank keeps the momentum of the matrices that it owns, so they get other owners.
-
-    Losses agree except for rounding. On as many processes as before, the run is the same.
-    """
+def test_resumed_on_another_number_of_processes(tmp_path):
+    """Each rank keeps the momentum of the matrices that it owns, so they get another owner. Losses agree
+    except for rounding: scalars aren't trained for that (see test_run.py)."""
     reference = tmp_path / "reference"
-    succeeds(start(reference, before, **NO_SCALARS))
+    succeeds(start(reference, scalar_lr=0.0))
     folder = tmp_path / "killed"
-    assert start(folder, before, hook=kill_in_step_6, **NO_SCALARS).wait() == -signal.SIGKILL
-    succeeds(resume(folder, nproc=after))
+    assert start(folder, 2, hook=kill_in_step_6, scalar_lr=0.0).wait() == -signal.SIGKILL
+    succeeds(resume(folder))
     got = val_losses(read_log(folder))
     assert got == pytest.approx(val_losses(read_log(reference)), abs=2e-4)
-    if before == after:
-        assert_same_run(folder, reference)
 
 
 def test_full_disk_leaves_the_checkpoint_whole(whole, stopped):
@@ -203,7 +168,7 @@ def test_full_disk_leaves_the_checkpoint_whole(whole, stopped):
 
 
 # --------------------------------------------------------------- which run is resumed
-def test_latest_is_the_newest_unfinished_run(whole, stopped):
+def test_latest_is_the_newest_unfinished_run(whole, stopped, capsys):
     """The newest file is that of a finished run, the oldest of another unfinished one."""
     newest = checkpoint_of(stopped)
     for copy, source, time in (("older", newest, 1), ("finished", checkpoint_of(whole), 3)):
@@ -214,18 +179,19 @@ def test_latest_is_the_newest_unfinished_run(whole, stopped):
     args, _ = train_gpt.parse_arguments(["--resume=latest"])
     train_gpt.load_checkpoint(args, train_gpt.SOURCE)
     assert Path(args.resume) == newest.relative_to(stopped)
-
-
-def test_latest_without_an_unfinished_run_begins_one(tmp_path):
-    job = succeeds(Job(tiny_run(tmp_path, "--resume=latest"), tmp_path, hook=in_float32))
-    assert "there is no unfinished run in logs" in job.out.splitlines()[0]
-    assert list(val_losses(read_log(tmp_path))) == [0, 2, 4, 6]
+    args, _ = train_gpt.parse_arguments(["--resume=latest", "--log_dir=other"])
+    assert train_gpt.load_checkpoint(args, train_gpt.SOURCE) is None  # and a new run begins
+    assert "there is no unfinished run in other" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------- refused
 def refused(argv, words, folder, capsys):
     """main() ends with one error line, and changes nothing."""
-    before = contents(folder)
+
+    def contents():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before = contents()
     capsys.readouterr()
     assert train_gpt.main(["--save_checkpoint", *argv]) == 2
     out, err = capsys.readouterr()
@@ -233,26 +199,19 @@ def refused(argv, words, folder, capsys):
     (line,) = err.splitlines()
     assert line.startswith("error: ")
     assert words in line
-    assert contents(folder) == before
+    assert contents() == before
 
 
-def test_a_finished_run_is_refused(whole, monkeypatch, capsys):
-    monkeypatch.chdir(whole)
+def test_other_runs_are_refused(whole, stopped, monkeypatch, capsys):
     refused([f"--resume={checkpoint_of(whole)}"], "is finished", whole, capsys)
-
-
-def test_contradicting_options_are_refused(stopped, capsys):
     argv = ["--resume=latest", "--head_lr=0.1", "--muon_lr=0.125"]  # head_lr is the same
     refused(argv, "--muon_lr is 0.05", stopped, capsys)
     refused(["--resume=latest", "--num_runs=2"], "--num_runs", stopped, capsys)
-
-
-def test_another_source_is_refused(stopped, monkeypatch, capsys):
     monkeypatch.setattr(train_gpt, "SOURCE", train_gpt.SOURCE.replace("Muon", "Neon", 1))
     refused(["--resume=latest"], "source", stopped, capsys)
 
 
-@pytest.mark.parametrize("name", ["train_000000", "train_000001", "val_000000"])
+@pytest.mark.parametrize("name", ["train_000001", "val_000000"])
 def test_other_shards_are_refused(name, stopped, capsys):
     """One token of the shard has changed."""
     path = stopped / f"tiny_{name}.bin"
@@ -290,21 +249,11 @@ def hostile_entry(path):
     torch.save(checkpoint, path)
 
 
-def hostile_in_the_old_format(path):
-    torch.save(Hostile(), path, _use_new_zipfile_serialization=False)
-
-
-def hostile_pickle(path):
-    path.write_bytes(pickle.dumps(Hostile()))
-
-
 def other_content(path):
     torch.save(dict(model=torch.ones(3)), path)
 
 
-@pytest.mark.parametrize(
-    "damage", [hostile_entry, hostile_in_the_old_format, hostile_pickle, other_content, Path.unlink]
-)
+@pytest.mark.parametrize("damage", [hostile_entry, other_content, Path.unlink])
 def test_what_is_no_checkpoint_is_refused(damage, stopped, capsys):
     path = checkpoint_of(stopped)
     damage(path)
@@ -317,22 +266,22 @@ def test_damage_anywhere_is_noticed_or_harmless(stopped):
     path = checkpoint_of(stopped)
     data = path.read_bytes()
     expected = load(stopped)
+    args, _ = train_gpt.parse_arguments([f"--resume={path}"])
     rng = random.Random(0)
-    count = 0
-    for trial in range(60):
+    noticed = 0
+    for trial in range(40):
         at = rng.randrange(len(data))
         damaged = bytearray(data)
         damaged[at] ^= 0x10
         cut = trial % 2 == 0
         path.write_bytes(data[:at] if cut else damaged)
-        args, _ = train_gpt.parse_arguments([f"--resume={path}"])
         try:
             got = train_gpt.load_checkpoint(args, train_gpt.SOURCE)
         except train_gpt.InputError as e:
             assert "damaged" in str(e)
-            count += 1
+            noticed += 1
         else:
             assert not cut
             assert_same_state(got, expected)
             assert got["run"] == expected["run"]
-    assert count > 40
+    assert noticed > 26

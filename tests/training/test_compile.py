@@ -1,5 +1,6 @@
 """
-Tests of compiled code on a CPU: `mini` with its default settings, compiled and uncompiled.
+Tests of compiled code on a CPU: two steps of a tiny model, and `mini` with its default settings, compiled
+and uncompiled.
 
 The comparison before a run is in tests/launch/test_launch_checks.py.
 """
@@ -8,11 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import train_gpt
+from tests.training.test_model import IDEAS, TINY, build, randomize
 from tests.util import ROOT, run_script, val_losses
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -30,6 +33,30 @@ MAX_WEIGHT_ERROR = 0.4 if train_gpt.DTYPE == torch.bfloat16 else 0.2
 
 # The recipe of mini for 20 steps, validated on two sequences of 12,160 tokens
 OPTIONS = ["--track", "mini", "--num_iterations", "20", "--val_loss_every", "5", "--val_tokens", "24320"]
+
+
+@torch._dynamo.config.patch(disable=False)
+def test_compiled_steps_are_uncompiled_steps():
+    """In float32, with one value embedding, one skip and all ideas."""
+    changes = dict(num_layers=2, num_value_embeds=1, attn_free_layers=(), train_seq_len=256, batch_tokens=1024)
+    hp = replace(TINY, **changes, **IDEAS)
+    tokens = torch.randint(hp.vocab_size, (1025,), dtype=torch.int32)
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = randomize(build(hp))
+        if compiled:
+            model.compile(dynamic=False)
+        optimizers = train_gpt.build_optimizers(model, hp)
+        buckets = train_gpt.GradientBuckets(model.parameters())
+        losses = []
+        for step in range(2):
+            losses.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp).item())
+        results.append((losses, model.state_dict()))
+    (expected, right), (losses, weights) = results
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, weight in right.items():
+        assert (weights[name] - weight).norm() < 1e-3 * weight.norm(), name
 
 
 @pytest.fixture
@@ -66,6 +93,7 @@ def run(folder, **environment):
     return val_losses(done.stdout), line, torch.load(checkpoint, weights_only=True)["model"]
 
 
+@pytest.mark.slow
 def test_mini_compiled_trains_as_uncompiled(shakespeare, tmp_path, unknown_cpu):
     """With a compile cache of its own: otherwise the kernels might already be there."""
     losses, line, weights = run(

@@ -13,22 +13,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
-from test_model import build
+from tests.training.test_model import build
 from train_gpt import TRACKS
 from tests.util import random_tokens
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-# (tokens, in, out)
-SHAPES = [
-    (16, 16, 16),
-    (32, 64, 128),
-    (48, 128, 256),
-    (128, 32, 16),
-]
-
+SHAPES = [(16, 16, 16), (48, 128, 256), (128, 32, 16)]  # (tokens, in, out)
 W_SCALE = 24 / 448
-
 head_loss = torch.ops.nanogpt.head_loss
 head_loss_backward = torch.ops.nanogpt.head_loss_backward
 
@@ -103,7 +95,8 @@ def test_forward(tokens, dim, out, spread):
     assert_close(lse.double(), capped(exact, dim).logsumexp(-1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("spread,grad", [(1.0, 1.0), (20.0, 1.0), (1.0, 1 / 16)])
+# With a small gradient of the loss, FP8 gradients must not underflow
+@pytest.mark.parametrize("spread,grad", [(1.0, 1.0), (20.0, 1.0), (1.0, 2.0**-32)])
 @pytest.mark.parametrize("tokens,dim,out", SHAPES)
 def test_backward(tokens, dim, out, spread, grad):
     x, w, targets = head_inputs(tokens, dim, out, tokens + 1, spread)
@@ -153,24 +146,6 @@ def test_autograd_reaches_both_operands():
     grad_x, grad_w = head_loss_backward(quarter, *saved, targets)
     assert_close(x.grad, grad_x, rtol=0)
     assert_close(w.grad.float(), grad_w, rtol=2**-8, atol=1e-6)
-    # Close to the gradients of the exact loss, within the precision of e5m2 and e4m3
-    exact_x = x.detach().double().requires_grad_()
-    exact_w = w.detach().double().requires_grad_()
-    (plain_loss(exact_x @ exact_w.T, targets, 64) / 4).backward()
-    for got, want in ((x, exact_x), (w, exact_w)):
-        error = got.grad.double() - want.grad
-        assert error.norm() < 0.12 * want.grad.norm()
-
-
-def test_a_small_gradient_of_the_loss():
-    """It scales the result exactly: FP8 gradients don't underflow."""
-    x, w, targets = head_inputs(32, 64, 48, 7)
-    _, *saved = head_loss(x, w, targets)
-    quarter = head_loss_backward(torch.tensor(0.25), *saved, targets)
-    tiny = head_loss_backward(torch.tensor(2.0**-32), *saved, targets)
-    for got, want in zip(tiny, quarter, strict=True):
-        assert want.count_nonzero() > 0.9 * want.numel()
-        assert torch.equal(got, want * 2.0**-30)
 
 
 def test_ops_are_well_formed():
@@ -214,7 +189,12 @@ def test_the_model_uses_fp8_in_training_only(use, monkeypatch):
 
 @pytest.mark.parametrize(
     "capability,hip,want",
-    [((8, 9), None, True), ((9, 0), None, True), ((8, 6), None, False), ((9, 4), "6.2", False)],
+    [
+        ((9, 0), None, True),     # H100
+        ((8, 9), None, True),     # L4
+        ((8, 6), None, False),    # A10
+        ((9, 4), "6.2", False),   # MI300X: AMD's FP8 format is float8_e4m3fnuz
+    ],
 )
 def test_gpus_that_use_fp8(capability, hip, want, monkeypatch):
     monkeypatch.setattr(train_gpt, "ON_GPU", True)

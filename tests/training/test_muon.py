@@ -1,7 +1,7 @@
 """
 Tests of Muon.
 
-They compare Newton-Schulz with the singular value decomposition, and Muon on 1, 2 and 4 processes
+They compare Newton-Schulz with the singular value decomposition, and Muon on one and three processes
 with a plain loop.
 """
 
@@ -45,61 +45,35 @@ def quintic(values, steps=5):
     return s
 
 
-@pytest.mark.parametrize("shape", [(48, 48), (32, 96), (1, 16), (127, 128)])
-def test_singular_values_end_near_one(shape):
-    generator = torch.Generator().manual_seed(shape[0])
-    g = torch.randn(*shape, generator=generator)
-    out = zeropower_via_newtonschulz5(g)
-    assert out.shape == g.shape
-    assert out.dtype == train_gpt.DTYPE
-    before = torch.linalg.svdvals(g.double())
-    after = torch.linalg.svdvals(out.double())
-    # Five steps don't lift the few tiny singular values of a nearly square Gaussian matrix
-    lifted = after[before > 0.02 * g.norm()]
-    assert len(lifted) > 0
-    assert lifted.min() > 0.5
-    assert after.max() < 1.5
+@pytest.fixture(autouse=True)
+def in_float32(monkeypatch):
+    monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (16, 40)])
-def test_well_conditioned_matrix_gives_its_polar_factor(shape):
-    k = min(shape)
-    g = with_singular_values(*shape, np.linspace(1.0, 2.0, k), seed=k)
-    u, _, vt = torch.linalg.svd(g, full_matrices=False)
-    out = zeropower_via_newtonschulz5(g.float()).double()
-    # The singular vectors are the same: U^T out V is diagonal, with values around one
-    inner = u.T @ out @ vt.T
-    diagonal = inner.diagonal()
-    off = inner - torch.diag(diagonal)
-    assert off.abs().max() < 0.04
-    assert diagonal.min() > 0.6
-    assert diagonal.max() < 1.3
-    polar = u @ vt
-    assert (out - polar).norm() < 0.35 * polar.norm()
-
-
-@pytest.mark.parametrize("steps", [1, 3, 5])
-def test_every_singular_value_follows_the_quintic(steps):
-    values = np.array([3.0, 2.0, 1.0, 0.5, 0.2, 0.1])
-    g = with_singular_values(6, 10, values, seed=3)
+@pytest.mark.parametrize("rows, steps", [(6, 5), (10, 1), (10, 5)])
+def test_every_singular_value_follows_the_quintic(rows, steps):
+    """The singular vectors stay: U^T out V is diagonal. Nothing is divided by zero."""
+    values = np.array([3.0, 2.0, 1.0, 0.5, 0.2, 0.001])
+    g = with_singular_values(rows, 10, values, seed=3)
     u, _, vt = torch.linalg.svd(g, full_matrices=False)
     out = zeropower_via_newtonschulz5(g.float(), steps=steps).double()
-    got = (u.T @ out @ vt.T).diagonal()
-    error = np.abs(got.numpy() - quintic(values, steps))
-    assert error.max() < 0.06  # bf16 keeps eight bits
+    want = torch.zeros(rows, dtype=torch.float64)
+    want[:6] = torch.from_numpy(quintic(values, steps))
+    torch.testing.assert_close(u.T @ out @ vt.T, want.diag(), rtol=0, atol=1e-4)
+    assert not zeropower_via_newtonschulz5(torch.zeros(4, 8)).any()
 
 
-def test_batched_and_scale_free():
-    g = torch.randn(2, 3, 16, 24)
-    g[0, 1] *= 1000  # every matrix has its own norm
-    out = zeropower_via_newtonschulz5(g)
-    assert out.shape == g.shape
-    for i in range(2):
-        for j in range(3):
-            alone = zeropower_via_newtonschulz5(g[i, j])
-            torch.testing.assert_close(out[i, j], alone, rtol=0.02, atol=0.02)
-    zeros = torch.zeros(4, 8)
-    assert not zeropower_via_newtonschulz5(zeros).any()  # no division by zero
+@pytest.mark.parametrize("shape", [(48, 48), (32, 96), (1, 16)])
+def test_singular_values_end_near_one(shape):
+    g = torch.randn(2, 3, *shape)
+    with mock.patch.object(train_gpt, "DTYPE", torch.bfloat16):
+        out = zeropower_via_newtonschulz5(g)
+    assert out.dtype == torch.bfloat16
+    before = torch.linalg.svdvals(g.double())
+    after = torch.linalg.svdvals(out.double())
+    # Five steps don't lift the few tiny singular values of a square Gaussian matrix
+    lifted = after[before > 0.02 * before.norm(dim=-1, keepdim=True)]
+    assert 0.5 < lifted.min() < after.max() < 1.5
 
 
 # Shapes of a small model: stacked QKV, projections, an MLP. For some shapes, there are fewer
@@ -200,47 +174,25 @@ def plain_muon(beta2=0.0):
     return params
 
 
-def become(rank, world_size):
-    """Sets the constants that train_gpt has when torchrun starts it."""
-    train_gpt.RANK = rank
-    train_gpt.WORLD_SIZE = world_size
-
-
-def muon_child(rank, world_size, folder):
-    become(rank, world_size)
-    for beta2 in (0.0, 0.9):
-        arrays = [p.numpy() for p in run_muon(beta2)]
-        np.savez(f"{folder}/muon_{world_size}_{rank}_{beta2}.npz", *arrays)
-
-
-@pytest.mark.parametrize("beta2", [0.0, 0.9, 0.95])
+@pytest.mark.parametrize("beta2", [0.0, 0.9])
 def test_one_process_equals_the_plain_loop(beta2):
     starts = [initial(i, s).double() for i, s in enumerate(SHAPES)]
     for got, start, want in zip(run_muon(beta2), starts, plain_muon(beta2)):
         moved = want - start
         assert moved.norm() > 0.01
         error = got.double() - want
-        assert error.norm() < 0.03 * moved.norm()  # the iteration runs in bf16
+        assert error.norm() < 0.01 * moved.norm()  # updates are rounded to bf16
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_agree_with_one_process(world_size, tmp_path):
-    spawn(muon_child, world_size, tmp_path, str(tmp_path))
-    for beta2 in (0.0, 0.9):
-        alone = run_muon(beta2)
-        for rank in range(world_size):
-            got = np.load(tmp_path / f"muon_{world_size}_{rank}_{beta2}.npz")
-            for i, want in enumerate(alone):
-                np.testing.assert_allclose(got[f"arr_{i}"], want.numpy(), rtol=0, atol=2e-3 * LR)
-
-
+# --------------------------------------------------------------- processes
 def counting(name):
     """Replaces a function of train_gpt with a mock that calls the function."""
     return mock.patch.object(train_gpt, name, wraps=getattr(train_gpt, name))
 
 
-def state_child(rank, world_size):
-    become(rank, world_size)
+def check_state(world_size):
+    """A rank keeps its share of the state, and saves and loads all of it. A step makes one batch and
+    one all-gather per shape."""
     params = [torch.nn.Parameter(initial(i, s)) for i, s in enumerate(SHAPES)]
     opt = Muon(params, lr=LR, momentum=MOMENTUM, beta2=0.9)
     for i, p in enumerate(params):
@@ -262,7 +214,16 @@ def state_child(rank, world_size):
             assert torch.equal(before[name], after[name])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rank_keeps_its_share_of_the_state_and_saves_all_of_it(world_size, tmp_path):
-    """A step makes one batch and one all-gather per shape."""
-    spawn(state_child, world_size, tmp_path)
+def muon_child(rank, world_size, folder):
+    train_gpt.DTYPE = torch.float32
+    check_state(world_size)
+    torch.save(run_muon(beta2=0.9), f"{folder}/{rank}.pt")
+
+
+def test_processes_agree_with_one_process(tmp_path):
+    """Of three ranks, some have no matrix of their own in a group."""
+    spawn(muon_child, 3, tmp_path, str(tmp_path))
+    alone = run_muon(beta2=0.9)
+    for rank in range(3):
+        for got, want in zip(torch.load(tmp_path / f"{rank}.pt"), alone, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-3 * LR)
