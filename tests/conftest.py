@@ -11,8 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = str(TESTS.parent)  # as the launcher sets it for the commands
-FOLDERS = [TESTS.parent, TESTS, TESTS / "training", TESTS / "tools" / "compare"]
-sys.path[:0] = map(str, FOLDERS)
+sys.path.insert(0, str(TESTS.parent))
 
 import pytest
 

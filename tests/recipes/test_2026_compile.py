@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from test_2026_runs import tiny_run
+from tests.recipes.test_2026_runs import tiny_run
 from tests.util import ROOT, env, read_log, val_losses
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -58,6 +58,7 @@ def run(folder, disabled):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_compiled_run_agrees(tmp_path):
     run(tmp_path / "uncompiled", "1")
     printed = run(tmp_path / "compiled", "0")

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import reference
 from recipes.january2026 import (
     Adam,
     GPT,
@@ -22,7 +21,8 @@ from recipes.january2026 import (
     set_schedules,
     train_step,
 )
-from test_2026_model import in_float32, randomize, tiny  # in_float32 is for all tests here
+from tests.recipes import reference
+from tests.recipes.test_2026_model import in_float32, randomize, tiny  # in_float32 is for all tests here
 from tests.util import spawn
 
 
@@ -77,36 +77,30 @@ def test_muon_decays_where_the_update_is_zero():
 
 
 # --------------------------------------------------------------- Adam
-GROUPS = {  # mul, betas, wd
+GROUPS = {  # mul, betas, wd of the parameters whose names begin so
     "lm_head": (1, (0.5, 0.95), 150),
     "embed": (1, (0.5, 0.95), 150),
-    "value_embeds.0": (75, (0.75, 0.95), 5),
-    "value_embeds.1": (75, (0.75, 0.95), 5),
-    "value_embeds.2": (75, (0.75, 0.95), 5),
+    "value_embeds": (75, (0.75, 0.95), 5),
     "bigram_embed": (75, (0.75, 0.95), 5),
-    "resid_lambdas": (5, (0.9, 0.99), 0),
-    "bigram_lambdas": (5, (0.9, 0.99), 0),
-    "qkv_lambdas": (5, (0.9, 0.99), 0),
-    "o_lambdas": (5, (0.9, 0.99), 0),
-    "smear_lambda": (5, (0.9, 0.99), 0),
-    "skip_lambda": (5, (0.9, 0.99), 0),
-    "backout_lambda": (5, (0.9, 0.99), 0),
     "x0_lambdas": (5, (0.65, 0.95), 0),
     "smear_gate": (0.01, (0.9, 0.99), 0),
     "skip_gate": (0.05, (0.9, 0.99), 0),
     "attn_gates": (1, (0.9, 0.99), 1),
     "value_gates": (1, (0.9, 0.99), 1),
+    "": (5, (0.9, 0.99), 0),  # the other lambdas
 }
+
+
+def group_of(name):
+    return next(values for start, values in GROUPS.items() if name.startswith(start))
 
 
 def test_adam():
     hp = tiny(model_dim=48)
     model = randomize(GPT(hp))
-    adam, muon = build_optimizers(model, hp)
-    trained_by_muon = ["attn_bank", "mlp_in_bank", "mlp_out_bank"]
-    params = {n: p for n, p in model.named_parameters() if n not in trained_by_muon}
-    assert params.keys() == GROUPS.keys()
-    want = {n: reference.Adam(p.detach(), *GROUPS[n]) for n, p in params.items()}
+    adam, _ = build_optimizers(model, hp)
+    params = {n: p for n, p in model.named_parameters() if not n.endswith("bank")}
+    want = {n: reference.Adam(p.detach(), *group_of(n)) for n, p in params.items()}
     for step in range(5):
         schedule = 1.5 - 0.3 * step
         for group in adam.param_groups:
@@ -279,13 +273,11 @@ def muon_child(rank, world_size, folder):
         torch.save(muon_steps(dtype, resume=True), f"{folder}/{rank}_{dtype}.pt")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_muon_on_several_processes(world_size, tmp_path):
+def test_muon_on_several_processes(tmp_path):
     """On all ranks, weights and the gathered state are those of one process that wasn't resumed."""
-    spawn(muon_child, world_size, tmp_path, str(tmp_path))
+    spawn(muon_child, 3, tmp_path, str(tmp_path))
     for dtype in (torch.float32, torch.bfloat16):
         alone = muon_steps(dtype, resume=False)
-        for rank in range(world_size):
+        for rank in range(3):
             got = torch.load(tmp_path / f"{rank}_{dtype}.pt")
-            for a, b in zip(got, alone):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got, alone, rtol=1e-5, atol=1e-5)

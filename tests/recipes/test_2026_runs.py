@@ -10,6 +10,11 @@ import pytest
 import torch
 
 from recipes import january2026
+from tools import launch_checks
+from tools.common import UsageError
+from tools.compare import sources
+from tools.logs import parse_log
+from tools.records import verify
 from tests.util import ROOT, Job, random_tokens, read_log, val_losses, write_shard
 
 # A model that takes milliseconds, for 8 steps. It is tied until step 5. The last validation has a
@@ -95,13 +100,12 @@ def one_process(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("nproc, warmup_steps", [(1, 2), (2, 0), (4, 0)])
-def test_processes_and_warm_up_change_no_loss(nproc, warmup_steps, one_process, tmp_path):
+def test_processes_and_warm_up_change_no_loss(one_process, tmp_path):
     losses = val_losses(read_log(one_process))
     assert list(losses) == [0, 4, 8]
     assert losses[8] < losses[0] - 0.1
-    argv = tiny_run(tmp_path, skip_rest="true", warmup_steps=warmup_steps, **NO_SCALARS)
-    succeeds(start(argv, tmp_path, nproc, in_float32))
+    argv = tiny_run(tmp_path, skip_rest="true", warmup_steps=2, **NO_SCALARS)
+    succeeds(start(argv, tmp_path, 2, in_float32))
     assert_near(tmp_path, one_process)
 
 
@@ -192,3 +196,39 @@ def test_log(whole):
     seconds = float(re.search(r"after ([\d.]+) s, ", log)[1])
     # 4 sequences a step: in 5 steps of 128 tokens, and in 3 of 256, with the extension
     assert tokens * seconds == pytest.approx(4 * (5 * 128 + 3 * 256), rel=0.05)
+
+
+def test_tools_read_the_log(whole):
+    (path,) = (whole / "logs").glob("*.txt")
+    parsed = parse_log(path)
+    assert parsed.incomplete == ""
+    assert (parsed.track, parsed.num_steps, parsed.val_tokens) == ("mini", 8, 1024)
+    assert parsed.step_tokens == [4 * 128, 4 * 256]
+    assert "validated on 1,024 tokens instead of" in verify.wrong_val_tokens(parsed)
+    right = parsed.hyperparameters | dict(bigram_factor=0, windows=[3, 7, 11, 13])
+    for change, says in [
+        ({}, ""),
+        ({"bigram_factor": 5}, "bigram_factor 5, but the track mini has no n-gram tables"),
+        ({"windows": [1, 2, 3, 4]}, "max_window 64"),
+    ]:
+        parsed.hyperparameters = right | change
+        found = verify.out_of_bounds(parsed)
+        assert says in found
+        assert bool(found) == bool(says)
+
+
+def test_compare_reads_the_recipe(tmp_path):
+    """Its settings, and those of an idea, come from the script itself."""
+    tree = sources.Variant("tree", sources.copy_tree(tmp_path), "train_gpt.py", [])
+    base = sources.read_variant("recipes/january2026.py", tree, ["--track", "mini"])
+    sources.check_settings([base], 1)
+    assert base.settings["seq_lens"] == [256, 512, 768]
+    assert sources.with_steps(base, 1.25).settings["num_iterations"] == 700
+    wrong = sources.read_variant("--max_window 256", base, ["--track", "mini"])
+    with pytest.raises(UsageError, match="max_window"):
+        sources.check_settings([wrong], 1)
+
+
+def test_as_many_processes_as_fit():
+    for track, processes in (("mini", 4), ("fineweb", 8)):
+        assert launch_checks.most_processes(january2026, january2026.TRACKS[track], 8) == processes

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import reference
 from recipes import january2026
 from recipes.january2026 import (
     GPT,
-    Rotary,
     TRACKS,
     build_optimizers,
     get_loss_weights,
@@ -23,6 +21,7 @@ from recipes.january2026 import (
     scheduled_iterations,
     set_schedules,
 )
+from tests.recipes import reference
 
 STEPS = range(1600)
 
@@ -81,9 +80,10 @@ def test_rotary_of_mini():
 
 
 def test_set_schedules(monkeypatch):
-    """What reaches the model and the optimizers, in the order of the run and at once."""
+    """What reaches the model and the optimizers, in the order of the run and at once. Rotary tables are
+    rounded to the model's dtype."""
     hp = replace(TRACKS["mini"], num_iterations=80)
-    monkeypatch.setattr(january2026, "DTYPE", torch.float32)
+    monkeypatch.setattr(january2026, "DTYPE", torch.bfloat16)
     model = GPT(hp)
     optimizers = build_optimizers(model, hp)
     for step in range(80):
@@ -96,20 +96,10 @@ def test_set_schedules(monkeypatch):
             assert model.loss_weights.tolist() == pytest.approx(get_loss_weights(step, hp))
             freqs, scale = get_rotary(get_stage(step, hp), hp)
             assert model.attn_scale.item() == pytest.approx(scale)
-            assert torch.equal(model.rotary.table[0, 5], (5 * freqs).cos())
-            assert torch.equal(model.rotary.table[1, 7], (7 * freqs).sin())
+            assert torch.equal(model.rotary.table[0, 5], (5 * freqs).cos().bfloat16())
+            assert torch.equal(model.rotary.table[1, 7], (7 * freqs).sin().bfloat16())
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     assert group["lr"] == group["initial_lr"] * get_lr(step, hp)
             for group in optimizers[1].param_groups:
                 assert group["momentum"] == get_muon_momentum(step, hp)
-
-
-def test_rotary_tables_are_rounded_to_the_models_dtype(monkeypatch):
-    freqs = torch.tensor([1.0, 0.1])
-    for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(january2026, "DTYPE", dtype)
-        rotary = Rotary(8, 100)
-        rotary.set_frequencies(freqs)
-        theta = torch.arange(200)[:, None] * freqs
-        assert torch.equal(rotary.table, torch.stack([theta.cos(), theta.sin()]).to(dtype))

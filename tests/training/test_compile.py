@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import train_gpt
-from tests.training.test_model import IDEAS, TINY, build, randomize
+from tests.training.test_model import SINGLE, TINY, build, randomize
 from tests.util import ROOT, run_script, val_losses
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -37,10 +37,9 @@ OPTIONS = ["--track", "mini", "--num_iterations", "20", "--val_loss_every", "5",
 
 @torch._dynamo.config.patch(disable=False)
 def test_compiled_steps_are_uncompiled_steps():
-    """In float32, with one value embedding, one skip and all ideas."""
-    changes = dict(num_layers=2, num_value_embeds=1, attn_free_layers=(), train_seq_len=256, batch_tokens=1024)
-    hp = replace(TINY, **changes, **IDEAS)
-    tokens = torch.randint(hp.vocab_size, (1025,), dtype=torch.int32)
+    """Two steps of one layer, in float32."""
+    hp = replace(TINY, **SINGLE, train_seq_len=128, batch_tokens=256)
+    tokens = torch.randint(hp.vocab_size, (257,), dtype=torch.int32)
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
