@@ -329,7 +329,7 @@ def last_lines(console: Path) -> str:
 def collect(pool: Pool, worker: Worker) -> None:
     """Keeps the runs that a process has finished, and removes the process if it has ended.
 
-    Raises RunError if it failed. If a signal killed it, its other runs are made again, once.
+    Raises RunError if runs are missing. If a signal killed the process, they are made again, once.
     """
     status = worker.child.poll()
     task = worker.task
@@ -345,12 +345,11 @@ def collect(pool: Pool, worker: Worker) -> None:
         return
     if task.seeds and status < 0 and not task.second_try:
         pool.undone.append(Task(task.variant, task.seeds, second_try=True))
-    elif task.seeds or status:
+    elif task.seeds:
         reason = f"exit status {status}" if status else "its log is incomplete"
-        seed = task.seeds[0] if task.seeds else "after the last seed"
         raise RunError(
             f"{last_lines(worker.folder / 'console.txt')}\nerror: a run failed: {task.variant.name}, seed "
-            f"{seed} ({reason}). Above are the last lines that it printed"
+            f"{task.seeds[0]} ({reason}). Above are the last lines that it printed"
         )
     stop(pool, worker)
 
