@@ -480,6 +480,7 @@ def test_the_command_line_of_a_command(training, words, folders, command):
     ran = " ".join(map(str, training.ran[-1]))
     assert ran.startswith(f"python {start}") and ran.endswith(end or start)
     assert (os.environ.get("PYTHONPATH") == str(launch.ROOT)) == (words[:6] != "test x")
+    assert (Path.cwd() == launch.ROOT) == (words[:6] == "test x")
     assert (os.environ.get("CUDA_VISIBLE_DEVICES") == "") == ("--device cpu" in words)
     name = words.split()[0]
     assert training.checked == ([name] if name in ("compare", "screen") else [])
