@@ -386,6 +386,7 @@ def training(machine, monkeypatch, tmp_path):
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the launcher still has the lock
         os.close(folder)
         machine.ran.append([str(word) for word in command])
+        machine.processes = processes
         if machine.status < 0:
             launch.stop(-machine.status, None)
         for age, name in enumerate(["new", "older"]):
@@ -466,6 +467,7 @@ def test_a_check_that_fails_ends_the_run(machine):
         ("test machines --list", ["tools", "data", "evals", "tests"], "-P -m tests.machines --list"),
         ("test x.py::a --slow", ["tools", "data", "evals", "tests"], "-m pytest ... ../x.py::a --slow"),
         ("compare --device cpu --runs 2", ["tools"], "-P -m tools.compare.compare --runs 2"),
+        ("screen x", ["tools"], "-P -m tools.screen.screen x"),
         ("hellaswag x", ["evals"], "-P -m evals.hellaswag x"),
     ],
 )
@@ -478,8 +480,12 @@ def test_the_command_line_of_a_command(training, words, folders, command):
     ran = " ".join(map(str, training.ran[-1]))
     assert ran.startswith(f"python {start}") and ran.endswith(end or start)
     assert (os.environ.get("PYTHONPATH") == str(launch.ROOT)) == (words[:6] != "test x")
+    assert (Path.cwd() == launch.ROOT) == (words[:6] == "test x")
     assert (os.environ.get("CUDA_VISIBLE_DEVICES") == "") == ("--device cpu" in words)
-    assert training.checked == (["compare"] if words.startswith("compare") else [])
+    name = words.split()[0]
+    assert training.checked == ([name] if name in ("compare", "screen") else [])
+    if name == "hellaswag":
+        assert training.processes == 2  # one for each GPU
 
 
 @pytest.mark.parametrize(
