@@ -31,7 +31,7 @@ def test_parse(log):
     assert parsed.incomplete == ""
     assert parsed.track == "mini"
     assert parsed.num_steps == 8
-    assert parsed.val_tokens == 1024
+    assert rules.val_tokens(parsed) == 1024
     assert [v.step for v in parsed.validations] == [0, 4, 8]
 
 
