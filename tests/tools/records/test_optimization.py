@@ -94,7 +94,9 @@ def test_threshold_of_a_result(tmp_path, losses, accepted):
         (3.2790, 20, 3375, 3.2788, 20, 3425, True),
     ],
 )
-def test_threshold_of_a_pair(tmp_path, new, new_runs, new_steps, old, old_runs, old_steps, accepted):
+def test_threshold_of_a_pair(
+    tmp_path, new, new_runs, new_steps, old, old_runs, old_steps, accepted
+):
     mine = folder_of(tmp_path / "mine", [new] * new_runs, new_steps)
     before = folder_of(tmp_path / "before", [old] * old_runs, old_steps)
     decision = decide(mine, before)
@@ -186,7 +188,8 @@ accepted: the new recipe is better
     done = run(*command, "mine", cwd=tmp_path)
     assert (done.returncode, done.stdout[-14:]) == (1, b"\nNOT ACCEPTED\n")
 
-    answer = json.loads(run(*command, "mine", "--against", "before/0.txt", "--json", cwd=tmp_path).stdout)
+    done = run(*command, "mine", "--against", "before/0.txt", "--json", cwd=tmp_path)
+    answer = json.loads(done.stdout)
     assert answer["accepted"] is True
     assert answer["p_value"] is None
     assert list(answer["new"]["losses"].values()) == NEW
