@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import signal
 
@@ -15,7 +14,9 @@ from tools.common import UsageError
 from tools.compare import sources
 from tools.logs import parse_log
 from tools.records import verify
-from tests.util import ROOT, Job, random_tokens, read_log, val_losses, write_shard
+from tests.training.test_run import assert_one_line
+from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, succeeds
+from tests.util import ROOT, Job, in_float32, random_tokens, read_log, val_losses, write_shard
 
 # A model that takes milliseconds, for 8 steps. It is tied until step 5. The last validation has a
 # longer window.
@@ -35,7 +36,7 @@ TINY = dict(
     muon_momentum_cooldown=3,
 )
 # Different numbers of processes round differently, and Adam enlarges that in scalars (see test_run.py)
-NO_SCALARS = dict(scalar_lr=0.0)
+IN_FLOAT32 = dict(scalar_lr=0.0, skip_rest="true")
 
 
 def tiny_run(folder, *more, **changes):
@@ -48,47 +49,22 @@ def tiny_run(folder, *more, **changes):
     return ["--track=mini", *(f"--{k}={v}" for k, v in settings.items()), *more]
 
 
-# --------------------------------------------------------------- hooks, which run in the processes
-def in_dtype(dtype):
-    january2026.DTYPE = dtype
-
-
-in_float32 = functools.partial(in_dtype, torch.float32)
-in_bf16 = functools.partial(in_dtype, torch.bfloat16)
-
-
-def kill_in_step_7(dtype):
-    in_dtype(dtype)
-    plain = january2026.train_step
-
-    def train_step(model, optimizers, sequences, step, hp):
-        if step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(model, optimizers, sequences, step, hp)
-
-    january2026.train_step = train_step
-
-
 # --------------------------------------------------------------- runs
+def in_bf16():
+    """A hook, which runs in the processes."""
+    january2026.DTYPE = torch.bfloat16
+
+
 def start(argv, folder, nproc=1, hook=in_bf16):
-    return Job([*argv, "--save_checkpoint"], folder, nproc, hook=hook, module="recipes.january2026")
-
-
-def succeeds(job):
-    assert job.wait() == 0, job.err
-
-
-def checkpoint_of(folder):
-    (path,) = (folder / "logs").glob("*.pt")
-    return torch.load(path, weights_only=True)
+    return Job([*argv, "--save_checkpoint"], folder, nproc, "recipes.january2026", hook)
 
 
 def assert_near(folder, other):
     """Two runs have the same losses and weights, except for rounding."""
     losses = val_losses(read_log(other))
     assert val_losses(read_log(folder)) == pytest.approx(losses, abs=2e-4)
-    want = checkpoint_of(other)["model"]
-    for name, tensor in checkpoint_of(folder)["model"].items():
+    want = load(other)["model"]
+    for name, tensor in load(folder)["model"].items():
         assert (tensor - want[name]).norm() <= 0.01 * want[name].norm(), name
 
 
@@ -96,7 +72,7 @@ def assert_near(folder, other):
 def one_process(tmp_path_factory):
     """The folder of a run of one process in float32."""
     folder = tmp_path_factory.mktemp("one")
-    succeeds(start(tiny_run(folder, skip_rest="true", **NO_SCALARS), folder, hook=in_float32))
+    succeeds(start(tiny_run(folder, **IN_FLOAT32), folder, hook=in_float32))
     return folder
 
 
@@ -104,7 +80,7 @@ def test_processes_and_warm_up_change_no_loss(one_process, tmp_path):
     losses = val_losses(read_log(one_process))
     assert list(losses) == [0, 4, 8]
     assert losses[8] < losses[0] - 0.1
-    argv = tiny_run(tmp_path, skip_rest="true", warmup_steps=2, **NO_SCALARS)
+    argv = tiny_run(tmp_path, **IN_FLOAT32, warmup_steps=2)
     succeeds(start(argv, tmp_path, 2, in_float32))
     assert_near(tmp_path, one_process)
 
@@ -118,26 +94,26 @@ def whole(tmp_path_factory):
     return folder
 
 
-def steps_of(log):
-    return re.findall(r"^(step:.*) train_time", log, re.M)
+kill_in_step_7 = functools.partial(kill_in_call, 8, "recipes.january2026", "train_step")
+
+
+def steps_of(folder):
+    return re.findall(r"^(step:.*) train_time", read_log(folder), re.M)
 
 
 def test_killed_and_resumed_is_the_same_run(whole, tmp_path):
     """It is resumed from step 4, before head and embedding are untied."""
-    kill = functools.partial(kill_in_step_7, torch.bfloat16)
+    kill = functools.partial(kill_in_step_7, hook=in_bf16)
     assert start(tiny_run(tmp_path), tmp_path, hook=kill).wait() == -signal.SIGKILL
-    assert checkpoint_of(tmp_path)["run"]["step"] == 4
+    assert load(tmp_path)["run"]["step"] == 4
     succeeds(start(["--resume=latest"], tmp_path))
-    assert steps_of(read_log(tmp_path)) == steps_of(read_log(whole))
-    got, want = checkpoint_of(tmp_path), checkpoint_of(whole)
-    for part in ("model", "optimizers"):
-        torch.testing.assert_close(got[part], want[part], rtol=0, atol=0)
+    assert steps_of(tmp_path) == steps_of(whole)
+    assert_same_state(load(tmp_path), load(whole))
 
 
 def test_resumed_on_another_number_of_processes(one_process, tmp_path):
-    argv = tiny_run(tmp_path, skip_rest="true", **NO_SCALARS)
-    kill = functools.partial(kill_in_step_7, torch.float32)
-    assert start(argv, tmp_path, nproc=2, hook=kill).wait() == -signal.SIGKILL
+    argv = tiny_run(tmp_path, **IN_FLOAT32)
+    assert start(argv, tmp_path, 2, kill_in_step_7).wait() == -signal.SIGKILL
     succeeds(start(["--resume=latest"], tmp_path, hook=in_float32))
     assert_near(tmp_path, one_process)
 
@@ -170,10 +146,8 @@ def test_validations_follow_the_schedules(tmp_path, monkeypatch):
 )
 def test_bad_settings_are_one_line(option, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert january2026.main([*tiny_run(tmp_path), option]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert says in line
+    status = january2026.main([*tiny_run(tmp_path), option])
+    assert_one_line(status, capsys.readouterr().err, says)
     assert not (tmp_path / "logs").exists()
 
 
@@ -183,11 +157,7 @@ def test_log(whole):
     log = read_log(whole)
     line = "-" * 40
     for name in ("recipes/january2026.py", "train_gpt.py"):
-        heading = f"\n\n{line}\n# {name}\n{line}\n\n"
-        source = heading + (ROOT / name).read_text(encoding="utf-8")
-        assert log.startswith(source)
-        log = log.removeprefix(source)
-    assert log.startswith("\n" + "=" * 100)
+        assert f"\n\n{line}\n# {name}\n{line}\n\n{(ROOT / name).read_text()}" in log
     settings = json.loads(re.search("^hyperparameters: (.*)$", log, re.M)[1])
     assert settings["seq_lens"] == [128, 128, 256]
     assert settings["world_size"] == 1
