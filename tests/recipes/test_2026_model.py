@@ -151,43 +151,52 @@ def test_initial_values(monkeypatch):
 
 
 # --------------------------------------------------------------- FP8
+def quantized(x, largest):
+    """In float64. FP8 numbers (e4m3) are at most 448."""
+    scale = largest / 448
+    x8 = (x / scale).to(torch.float8_e4m3fn)
+    return (x8.double() * scale).detach().requires_grad_()
+
+
+def fp8_operands():
+    """Inputs, weights, and the targets of three tokens, some of which lie behind the end."""
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 32, generator=g).bfloat16()
+    w = (0.3 * torch.randn(128, 32, generator=g)).bfloat16()
+    targets = torch.randint(0, 128, (64, 3), generator=g)
+    targets[-1, 1:] = targets[-2, 2] = -1
+    return x.requires_grad_(), w.requires_grad_(), targets
+
+
 def test_fp8_loss():
     """The operator's loss and gradients, and those in float64 with the same FP8 operands. They are at
     most 100 for inputs, 1.6 for weights, and 0.75 for gradients if that of the loss is 1."""
     assert GRAD_SCALE == 0.75 / 448
-    g = torch.Generator().manual_seed(5)
-    x = (torch.randn(64, 32, generator=g)).bfloat16()
-    w = (0.3 * torch.randn(128, 32, generator=g)).bfloat16()
-    targets = torch.randint(0, 128, (64, 3), generator=g)
-    targets[-1, 1:] = targets[-2, 2] = -1
+    x, w, targets = fp8_operands()
     weights = torch.tensor([1.0, 0.5, 0.2])
-    x_s, w_s = 100 / 448, 1.6 / 448
-    x.requires_grad_()
-    w.requires_grad_()
     loss = head_loss_op(x, w, targets, weights)[0]
     loss.backward(torch.tensor(1 / 8))
-    x8 = ((x / x_s).to(torch.float8_e4m3fn).double() * x_s).detach().requires_grad_()
-    w8 = ((w / w_s).to(torch.float8_e4m3fn).double() * w_s).detach().requires_grad_()
+    x8 = quantized(x, 100)
+    w8 = quantized(w, 1.6)
     exact = x8 @ w8.T
     logits = exact + (exact.bfloat16() - exact).detach()  # rounded, with the exact one's gradient
     z = 23 * torch.sigmoid((logits + 5) / 7.5)
     want = 0.0
-    for i in range(64):
-        for k in range(3):
-            if targets[i, k] >= 0:
-                want = want + weights[k].double() * (z[i].logsumexp(-1) - z[i, targets[i, k]])
+    for k in range(3):
+        ahead = F.cross_entropy(z, targets[:, k], ignore_index=-1, reduction="sum")
+        want = want + weights[k].double() * ahead
     (want / 8).backward()
     assert loss.item() == pytest.approx(want.item(), rel=1e-3)
     for got, right in [(x.grad, x8.grad), (w.grad, w8.grad)]:
         assert got.dtype == torch.bfloat16
         assert (got.double() - right).norm() < 0.1 * right.norm()
     # a small gradient of the loss doesn't make the FP8 gradients underflow
-    grad_x, grad_w = x.grad, w.grad
+    large = [x.grad, w.grad]
     x.grad = w.grad = None
     loss = head_loss_op(x, w, targets, weights)[0]
     loss.backward(torch.tensor(2.0**-30))
-    assert torch.equal(x.grad, grad_x * 2.0**-27)
-    assert torch.equal(w.grad, grad_w * 2.0**-27)
+    assert torch.equal(x.grad, large[0] * 2.0**-27)
+    assert torch.equal(w.grad, large[1] * 2.0**-27)
 
 
 def test_the_model_with_fp8(monkeypatch):
