@@ -47,8 +47,9 @@ def dense_attention(q, k, v, mask):
     """softmax(0.12 q k^T + mask) v, in the dtype of q: q, k, v (B, S, H, D) and a mask (T, T)."""
     queries, keys, values = (t.flatten(0, 1).transpose(0, 1) for t in (q, k, v))  # (H, T, D)
     scores = 0.12 * queries @ keys.mT
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
-    return (weights @ values).transpose(0, 1).reshape(q.shape)
+    scores = scores.masked_fill(~mask, -math.inf)
+    out = scores.softmax(-1) @ values
+    return out.transpose(0, 1).reshape(q.shape)
 
 
 def qkv(num_seqs, length, heads, dim, seed):
@@ -91,12 +92,12 @@ def read_lists(counts, columns):
     for t in (counts, columns):
         assert t.is_contiguous()
         assert t.dtype == torch.int32
-    assert columns.min() >= 0
-    assert columns.max() < n
     found = torch.zeros(n, n, dtype=torch.bool)
     for row in range(n):
         count = counts[0, 0, row]
-        found[row, columns[0, 0, row, :count].long()] = True
+        blocks = columns[0, 0, row]
+        assert 0 <= blocks.min() <= blocks.max() < n
+        found[row, blocks[:count].long()] = True
     assert found.sum() == counts.sum(), "a block is in a list twice"
     return found
 
@@ -104,17 +105,19 @@ def read_lists(counts, columns):
 def read_block_mask(bm):
     """The (T, T) mask that a BlockMask describes. Entirely visible blocks must be full blocks, which
     take the fast path. The lists of queries, for the backward pass, must agree with those of keys."""
-    assert tuple(bm.BLOCK_SIZE) == (128, 128)
+    assert bm.BLOCK_SIZE == (128, 128)
     partial = read_lists(bm.kv_num_blocks, bm.kv_indices)
     full = read_lists(bm.full_kv_num_blocks, bm.full_kv_indices)
     assert torch.equal(read_lists(bm.q_num_blocks, bm.q_indices), partial.T)
     assert torch.equal(read_lists(bm.full_q_num_blocks, bm.full_q_indices), full.T)
     assert not (partial & full).any()
+    n = len(full)
     tiles = torch.ones(128, 128, dtype=torch.bool)
-    pos = torch.arange(128 * len(full))
+    pos = torch.arange(128 * n)
     visible = bm.mask_mod(0, 0, pos[:, None], pos)
-    mask = torch.kron(full, tiles) | torch.kron(partial, tiles) & visible
-    by_block = mask.view(len(full), 128, len(full), 128)
+    visible &= torch.kron(partial, tiles)
+    mask = torch.kron(full, tiles) | visible
+    by_block = mask.view(n, 128, n, 128)
     assert torch.equal(full, by_block.all(3).all(1))
     return mask
 
@@ -133,8 +136,10 @@ def test_portable_attention_forward_and_backward(case):
     num_seqs, length, every, window = case
     tokens = random_input(num_seqs, length, every, seed=4)
     inputs = [x.requires_grad_() for x in qkv(num_seqs, length, 2, 16, seed=5)]
+    docs = document_ids(tokens, EOT)
+    first = 128 * (1 - blocks(window))
     span = window + num_seqs * length % 3
-    mask = portable_mask(document_ids(tokens, EOT), (1 - blocks(window)) * 128, span)
+    mask = portable_mask(docs, first, span)
     out = attention(*inputs, mask)
     assert out.shape == inputs[0].shape
     assert out.dtype == inputs[0].dtype
@@ -201,9 +206,9 @@ def rotate(x, head_dim):
     freq = torch.cat([rotated, not_rotated])
     pos = torch.arange(x.shape[1], dtype=torch.float64)
     theta = pos[:, None] * freq
+    turn = torch.exp(-1j * theta)[:, None]
     x1, x2 = x.double().chunk(2, dim=-1)
-    turn = torch.exp(-1j * theta)
-    y = torch.complex(x1, x2) * turn[None, :, None]
+    y = torch.complex(x1, x2) * turn
     parts = [y.real, y.imag]
     return torch.cat(parts, dim=-1)
 
@@ -214,14 +219,12 @@ def test_rotary(head_dim, length):
     x = torch.randn(2, length, 3, head_dim)
     y = rotary(x)
     assert y.dtype == x.dtype
-    assert y.shape == x.shape
     want = rotate(x, head_dim)
     atol = 2e-3 * length / 2048 + 1e-6
     assert_close(y.double(), want, rtol=0, atol=atol)
     assert torch.equal(y[:, 0], x[:, 0])  # position 0 is not rotated
-    quarter = head_dim // 4
-    first_half = range(quarter, 2 * quarter)
-    second_half = range(3 * quarter, head_dim)
-    still = [*first_half, *second_half]  # half of the pairs are never rotated
-    assert torch.equal(y[..., still], x[..., still])
+    # Half of the pairs are never rotated
+    for before, after in zip(x.chunk(2, dim=-1), y.chunk(2, dim=-1)):
+        still = slice(head_dim // 4, None)
+        assert torch.equal(before[..., still], after[..., still])
     assert rotary(x.bfloat16()).dtype == torch.bfloat16

@@ -25,11 +25,11 @@ def random_orthogonal(size, g):
 def with_singular_values(rows, cols, values, seed):
     """A (rows, cols) matrix in float64."""
     g = torch.Generator().manual_seed(seed)
-    u = random_orthogonal(rows, g)
-    v = random_orthogonal(cols, g)
     k = len(values)
+    u = random_orthogonal(rows, g)[:, :k]
+    v = random_orthogonal(cols, g)[:, :k]
     s = torch.as_tensor(values, dtype=torch.float64)
-    return u[:, :k] @ torch.diag(s) @ v[:, :k].T
+    return u @ torch.diag(s) @ v.T
 
 
 def quintic(values, steps=5):
@@ -158,6 +158,7 @@ def plain_muon(beta2=0.0):
     means = {}
     for step in range(STEPS):
         m = momentum_at(step)
+        lr = lr_at(step)
         for i, p in enumerate(params):
             g = gradient(step, i, p.shape).double()
             momenta[i] = m * momenta[i] + (1 - m) * g
@@ -166,11 +167,13 @@ def plain_muon(beta2=0.0):
             updates = nesterov.reshape(shape)
             matrices = p.view(shape)
             for j, (update, matrix) in enumerate(zip(updates, matrices)):
-                rows, cols = matrix.shape
                 x = orthogonalize(update)
                 if beta2:
-                    x, means[i, j] = normalize(x, means.get((i, j), 0), beta2)
-                matrix -= lr_at(step) * max(1, rows / cols) ** 0.5 * x
+                    mean = means.get((i, j), 0)
+                    x, means[i, j] = normalize(x, mean, beta2)
+                rows, cols = matrix.shape
+                scale = max(1, rows / cols) ** 0.5
+                matrix -= lr * scale * x
     return params
 
 
@@ -197,8 +200,9 @@ def check_state(world_size):
     opt = Muon(params, lr=LR, momentum=MOMENTUM, beta2=0.9)
     for i, p in enumerate(params):
         p.grad = gradient(0, i, p.shape)
-    with counting("all_gather") as gather, counting("zeropower_via_newtonschulz5") as batch:
-        opt.step()
+    with counting("all_gather") as gather:
+        with counting("zeropower_via_newtonschulz5") as batch:
+            opt.step()
     assert gather.call_count == batch.call_count == len(opt.param_groups)
     own = [dict(state) for state in opt.state.values()]
     saved = opt.state_dict()
