@@ -18,8 +18,9 @@ def blocks(n):
 def random_input(num_seqs, length, eot_every, seed):
     """Tokens (B, S) with an end-of-text every `eot_every` tokens on average."""
     g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, EOT, (num_seqs, length), generator=g, dtype=torch.int32)
-    is_end = torch.rand(num_seqs, length, generator=g) < 1 / eot_every
+    shape = (num_seqs, length)
+    tokens = torch.randint(0, EOT, shape, generator=g, dtype=torch.int32)
+    is_end = torch.rand(shape, generator=g) < 1 / eot_every
     tokens[is_end] = EOT
     return tokens
 
@@ -45,17 +46,20 @@ def dense_mask(tokens, window_blocks):
 
 def dense_attention(q, k, v, mask):
     """softmax(0.12 q k^T + mask) v, in the dtype of q: q, k, v (B, S, H, D) and a mask (T, T)."""
-    queries, keys, values = (t.flatten(0, 1).transpose(0, 1) for t in (q, k, v))  # (H, T, D)
-    scores = 0.12 * queries @ keys.mT
+    q_rows = q.flatten(0, 1)  # (T, H, D)
+    k_rows = k.flatten(0, 1)
+    v_rows = v.flatten(0, 1)
+    scores = 0.12 * torch.einsum("qhd,khd->hqk", q_rows, k_rows)
     scores = scores.masked_fill(~mask, -math.inf)
-    out = scores.softmax(-1) @ values
-    return out.transpose(0, 1).reshape(q.shape)
+    weights = scores.softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", weights, v_rows)
+    return out.reshape(q.shape)
 
 
-def qkv(num_seqs, length, heads, dim, seed):
+def qkv(*shape, seed):
     """Three tensors (B, S, H, D)."""
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(num_seqs, length, heads, dim, generator=g) for _ in range(3)]
+    return torch.randn(3, *shape, generator=g).unbind()
 
 
 def assert_close(got, want, rtol, atol):
@@ -95,9 +99,9 @@ def read_lists(counts, columns):
     found = torch.zeros(n, n, dtype=torch.bool)
     for row in range(n):
         count = counts[0, 0, row]
-        blocks = columns[0, 0, row]
-        assert 0 <= blocks.min() <= blocks.max() < n
-        found[row, blocks[:count].long()] = True
+        listed = columns[0, 0, row].long()
+        assert 0 <= listed.min() <= listed.max() < n
+        found[row, listed[:count]] = True
     assert found.sum() == counts.sum(), "a block is in a list twice"
     return found
 
@@ -135,7 +139,9 @@ def test_flex_block_mask(case):
 def test_portable_attention_forward_and_backward(case):
     num_seqs, length, every, window = case
     tokens = random_input(num_seqs, length, every, seed=4)
-    inputs = [x.requires_grad_() for x in qkv(num_seqs, length, 2, 16, seed=5)]
+    inputs = qkv(num_seqs, length, 2, 16, seed=5)
+    for x in inputs:
+        x.requires_grad_()
     docs = document_ids(tokens, EOT)
     first = 128 * (1 - blocks(window))
     span = window + num_seqs * length % 3
@@ -166,14 +172,20 @@ class Largest(TorchDispatchMode):
 
 
 def test_portable_attention_is_linear_in_length():
-    inputs = [x.requires_grad_() for x in qkv(1, 4096, 1, 16, seed=11)]
+    inputs = qkv(1, 4096, 1, 16, seed=11)
+    for x in inputs:
+        x.requires_grad_()
+    docs = torch.ones(4096, dtype=torch.int32)
     with Largest() as largest:
-        mask = portable_mask(torch.ones(4096, dtype=torch.int32), blocks(-128), 2)
+        mask = portable_mask(docs, blocks(-128), 2)
         attention(*inputs, mask).sum().backward()
     assert largest.numel <= 2 * 4096 * 2 * 128 < 4096**2
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+COMPILED = pytest.param(True, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("compiled", [False, COMPILED])
 @torch._dynamo.config.patch(disable=False)
 def test_flex_attention_with_our_block_mask(compiled):
     """Runs the code for CUDA on the CPU, forward only. One compiled graph serves all windows."""
@@ -190,7 +202,8 @@ def test_flex_attention_with_our_block_mask(compiled):
         # uncompiled, FlexAttention ignores the lists of blocks
         for window in (1, 2, 5) if compiled else (8,):
             dense = dense_mask(tokens, window)
-            want = dense_attention(q.double(), k.double(), v.double(), dense)
+            exact = (q.double(), k.double(), v.double())
+            want = dense_attention(*exact, dense)
             got = masked(q, k, v, docs, blocks(window))
             assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
@@ -224,7 +237,8 @@ def test_rotary(head_dim, length):
     assert_close(y.double(), want, rtol=0, atol=atol)
     assert torch.equal(y[:, 0], x[:, 0])  # position 0 is not rotated
     # Half of the pairs are never rotated
-    for before, after in zip(x.chunk(2, dim=-1), y.chunk(2, dim=-1)):
-        still = slice(head_dim // 4, None)
-        assert torch.equal(before[..., still], after[..., still])
+    pairs = (2, 2, head_dim // 4)
+    before = x.unflatten(-1, pairs)
+    after = y.unflatten(-1, pairs)
+    assert torch.equal(before[..., 1, :], after[..., 1, :])
     assert rotary(x.bfloat16()).dtype == torch.bfloat16

@@ -59,7 +59,8 @@ def test_every_singular_value_follows_the_quintic(rows, steps):
     out = zeropower_via_newtonschulz5(g.float(), steps=steps).double()
     want = torch.zeros(rows, dtype=torch.float64)
     want[:6] = torch.from_numpy(quintic(values, steps))
-    torch.testing.assert_close(u.T @ out @ vt.T, want.diag(), rtol=0, atol=1e-4)
+    found = u.T @ out @ vt.T
+    torch.testing.assert_close(found, want.diag(), rtol=0, atol=1e-4)
     assert not zeropower_via_newtonschulz5(torch.zeros(4, 8)).any()
 
 
@@ -180,7 +181,9 @@ def plain_muon(beta2=0.0):
 @pytest.mark.parametrize("beta2", [0.0, 0.9])
 def test_one_process_equals_the_plain_loop(beta2):
     starts = [initial(i, s).double() for i, s in enumerate(SHAPES)]
-    for got, start, want in zip(run_muon(beta2), starts, plain_muon(beta2)):
+    found = run_muon(beta2)
+    wanted = plain_muon(beta2)
+    for got, start, want in zip(found, starts, wanted):
         moved = want - start
         assert moved.norm() > 0.01
         error = got.double() - want
@@ -207,8 +210,10 @@ def check_state(world_size):
     own = [dict(state) for state in opt.state.values()]
     saved = opt.state_dict()
     for group, numbers, mine in zip(opt.param_groups, saved["param_groups"], own, strict=True):
-        assert len(mine["average"]) == math.ceil(len(group["params"]) / world_size)
-        whole = saved["state"][numbers["params"][0]]
+        share = math.ceil(len(group["params"]) / world_size)
+        assert len(mine["average"]) == share
+        first = numbers["params"][0]
+        whole = saved["state"][first]
         for p, average in zip(group["params"], whole["average"], strict=True):
             torch.testing.assert_close(average, wide((1 - MOMENTUM) * p.grad))
     opt.load_state_dict(saved)
@@ -229,5 +234,6 @@ def test_processes_agree_with_one_process(tmp_path):
     spawn(muon_child, 3, tmp_path, str(tmp_path))
     alone = run_muon(beta2=0.9)
     for rank in range(3):
-        for got, want in zip(torch.load(tmp_path / f"{rank}.pt"), alone, strict=True):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for got, want in zip(found, alone, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=2e-3 * LR)
