@@ -7,6 +7,7 @@ import math
 from ctypes import c_int32
 
 import torch
+import torch.nn.functional as F
 
 from tests.training.test_model import rms_norm
 
@@ -15,9 +16,10 @@ from tests.training.test_model import rms_norm
 def rotate(x, positions, freqs):
     """Rotates one head, x (S, D): channel i with channel i + D/4, by -position * frequency."""
     n = len(freqs)
-    turn = torch.exp(-1j * positions.double()[:, None] * freqs.double())
-    y = torch.complex(x[:, :n], x[:, n : 2 * n]) * turn
-    return torch.cat([y.real, y.imag, x[:, 2 * n :]], dim=-1)
+    theta = positions[:, None] * freqs.double()
+    x1, x2, still = x.split([n, n, 2 * n], dim=-1)
+    y = torch.complex(x1, x2) * torch.exp(-1j * theta)
+    return torch.cat([y.real, y.imag, still], dim=-1)
 
 
 def visible(docs, window):
@@ -54,12 +56,14 @@ def attention(p, hp, layer, x, seq, masks, freqs, scale):
     long = layer in (3, 10)
     w = p["attn_bank"][i]
     l0 = p["qkv_lambdas"][i]
-    q, k, v = [(x @ (l0 * w[n]).T).view(s, hp.num_heads, -1) for n in range(3)]
+    shape = (s, hp.num_heads, -1)
+    q, k, v = [(l0 * x @ w[n].T).view(shape) for n in range(3)]
     table = {0: 1, 1: 2, 8: 0, 9: 1, 10: 2}.get(layer)
     if table is not None:
         n = (0, 1, 8, 9, 10).index(layer)
-        ve = p[f"value_embeds.{table}"][seq].view(s, hp.num_heads, -1)
-        v = v + 2 * sigmoid_gate(x, p["value_gates"][n])[..., None] * ve
+        ve = p[f"value_embeds.{table}"][seq].view(shape)
+        amount = 2 * sigmoid_gate(x, p["value_gates"][n])
+        v = v + amount[..., None] * ve
     t = torch.arange(s)
     heads = []  # q, k and v of each head, (S, D)
     for h in range(hp.num_heads):
@@ -68,8 +72,8 @@ def attention(p, hp, layer, x, seq, masks, freqs, scale):
         key = rotate(rms_norm(k[:, h]), positions, freqs)
         if long:
             half = key.size(1) // 2
-            earlier = torch.stack([key[max(0, n - 1)] for n in range(s)])
-            key = torch.cat([key[:, :half], earlier[:, half:]], dim=1)
+            key = key.clone()
+            key[1:, half:] = key[:-1, half:].clone()
         heads.append((query, key, v[:, h]))
     if paired:
         out = paired_attention(heads, masks["paired"], scale)
@@ -78,7 +82,7 @@ def attention(p, hp, layer, x, seq, masks, freqs, scale):
         out = [softmax_attention(*head, mask, scale) for head in heads]
     y = torch.stack(out, dim=1)  # (S, H, D)
     y = y * sigmoid_gate(x, p["attn_gates"][i])[..., None]
-    return y.flatten(1) @ (p["o_lambdas"][i] * w[3]).T
+    return p["o_lambdas"][i] * y.flatten(1) @ w[3].T
 
 
 def paired_attention(heads, mask, scale):
@@ -129,13 +133,12 @@ def capped_logits(p, hp, seq, long, short, freqs, scale):
 
 
 def training_loss(z, targets, weights):
-    """The loss of one sequence, position by position. `targets` are the next tokens (S,)."""
+    """The loss of one sequence. `targets` are the next tokens (S,)."""
     total = 0.0
-    lse = z.logsumexp(-1)
-    for i in range(len(z)):
-        for k, weight in enumerate(weights):
-            if i + k < len(targets):
-                total = total + weight * (lse[i] - z[i, targets[i + k]])
+    for k, weight in enumerate(weights):
+        n = len(targets) - k
+        ahead = F.cross_entropy(z[:n], targets[k:], reduction="sum")
+        total = total + weight * ahead
     return total
 
 
@@ -288,6 +291,6 @@ class Adam:
         lr = 0.008 * self.mul * schedule
         lr_t = lr * math.sqrt(1 - beta2**self.t) / (1 - beta1**self.t)
         update = lr_t * self.m / (self.v.sqrt() + 1e-10)
+        decay = lr**2 * 0.005 * self.wd * self.weight
         towards_zero = update * self.weight > 0
-        update = update + torch.where(towards_zero, lr**2 * 0.005 * self.wd * self.weight, 0.0)
-        self.weight = self.weight - update
+        self.weight = self.weight - update - decay * towards_zero

@@ -16,7 +16,6 @@ from recipes.january2026 import (
     build_optimizers,
     get_window_blocks,
     parameters_of,
-    polar_express,
     set_schedules,
     train_step,
 )
@@ -31,14 +30,6 @@ def gradient(step, shape, scale=1.0):
 
 
 # --------------------------------------------------------------- Muon
-def test_polar_express_of_small_matrices():
-    """They show the epsilon. test_muon compares others."""
-    small = torch.full((1, 4, 8), 1e-7)
-    want = reference.polar_express(small[0].double())
-    assert (polar_express(small)[0] - want).norm() < 1e-4 * want.norm()
-    assert not polar_express(0 * small).any()
-
-
 def test_muon():
     """Four steps of all matrices of a small model."""
     hp = tiny(model_dim=48)
@@ -115,13 +106,11 @@ def test_adam():
 
 def test_no_decay_where_the_update_is_zero():
     """Adam's decay is strict: a row without gradients never moves. Muon's includes zero."""
-    p = torch.nn.Parameter(torch.full((4,), 2.0))
+    p = torch.nn.Parameter(torch.full((2,), 2.0))
     adam = Adam([dict(params=[p], lr=0.1, betas=(0.9, 0.99), weight_decay=1.0)])
-    p.grad = torch.tensor([0.0, 1.0, -1.0, 0.0])
+    p.grad = torch.tensor([0.0, 1.0])
     adam.step()
-    assert p[0] == p[3] == 2.0
-    assert p[1].item() == pytest.approx(2 - 0.1 - 0.1**2 * 2)
-    assert p[2].item() == pytest.approx(2 + 0.1)
+    assert p.tolist() == pytest.approx([2, 2 - 0.1 - 0.1**2 * 2])
 
 
 # --------------------------------------------------------------- bf16 weights, truncated

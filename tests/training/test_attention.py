@@ -156,7 +156,8 @@ def test_portable_attention_forward_and_backward(case):
     out.backward(grad)
     want.backward(grad.double())
     for x, e in zip(inputs, exact):
-        assert_close(x.grad.double(), e.grad, rtol=1e-4, atol=2e-5)
+        got = x.grad.double()
+        assert_close(got, e.grad, rtol=1e-4, atol=2e-5)
 
 
 class Largest(TorchDispatchMode):
@@ -226,7 +227,10 @@ def rotate(x, head_dim):
     return torch.cat(parts, dim=-1)
 
 
-@pytest.mark.parametrize("head_dim,length", [(128, 300), (64, 1), (32, 2048)])
+@pytest.mark.parametrize(
+    "head_dim,length",
+    [(128, 300), (64, 1), (32, 2048)],
+)
 def test_rotary(head_dim, length):
     rotary = Rotary(head_dim, 2048)
     x = torch.randn(2, length, 3, head_dim)
