@@ -143,14 +143,6 @@ def forkserver():
     return multiprocessing.get_context("forkserver")
 
 
-def wait_until(condition, seconds=300):
-    """Waits until condition() is true. Raises AssertionError if that takes longer."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"the condition is still false after {seconds} s"
-        time.sleep(0.005)
-
-
 # A number for each Job: its port. Those of a test process are outside the range from which the system
 # assigns ports, so that no other process takes one before it is used.
 _ports = itertools.count(10_000 + os.getpid() % 350 * 64)
