@@ -40,8 +40,9 @@ def bigram_row(seq, t, rows):
     if t == 0:
         return rows - 1
     before = rows - 1 if t == 1 else int(seq[t - 1])
-    hashed = c_int32(36313 * int(seq[t])).value ^ c_int32(27191 * before).value
-    return hashed % (rows - 1)
+    now = c_int32(36313 * int(seq[t])).value
+    earlier = c_int32(27191 * before).value
+    return (now ^ earlier) % (rows - 1)
 
 
 def sigmoid_gate(x, weight):
@@ -289,8 +290,9 @@ class Adam:
         self.m = beta1 * self.m + (1 - beta1) * g
         self.v = beta2 * self.v + (1 - beta2) * g * g
         lr = 0.008 * self.mul * schedule
-        lr_t = lr * math.sqrt(1 - beta2**self.t) / (1 - beta1**self.t)
-        update = lr_t * self.m / (self.v.sqrt() + 1e-10)
+        mean = self.m / (1 - beta1**self.t)
+        rms = (self.v.sqrt() + 1e-10) / math.sqrt(1 - beta2**self.t)
+        update = lr * mean / rms
         decay = lr**2 * 0.005 * self.wd * self.weight
         towards_zero = update * self.weight > 0
         self.weight = self.weight - update - decay * towards_zero

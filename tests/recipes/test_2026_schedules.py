@@ -90,8 +90,8 @@ def test_set_schedules(monkeypatch):
             assert model.attn_scale.item() == pytest.approx(scale)
             assert torch.equal(model.rotary.table[0, 5], (5 * freqs).cos().bfloat16())
             assert torch.equal(model.rotary.table[1, 7], (7 * freqs).sin().bfloat16())
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    assert group["lr"] == group["initial_lr"] * get_lr(step, hp)
-            for group in optimizers[1].param_groups:
+            adam, muon = optimizers
+            for group in adam.param_groups + muon.param_groups:
+                assert group["lr"] == group["initial_lr"] * get_lr(step, hp)
+            for group in muon.param_groups:
                 assert group["momentum"] == get_muon_momentum(step, hp)
