@@ -1,8 +1,7 @@
-"""Settings for all tests: the module path, and no compilation unless a test asks for it."""
+"""Settings for all tests: no compilation unless a test asks for it, and no GPU outside tests/gpu."""
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 # Set before torch is imported. Eager code does the same arithmetic and starts at once.
@@ -11,7 +10,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = str(TESTS.parent)  # as the launcher sets it for the commands
-sys.path.insert(0, str(TESTS.parent))
 
 import pytest
 
@@ -21,13 +19,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Reports paths that don't exist. With several processes, pytest doesn't do that."""
     config.addinivalue_line("markers", "slow: takes long; runs with --slow, or when it is named")
-    files = [config.invocation_params.dir / path.split("::")[0] for path in config.args]
-    for path in files:
-        if not path.exists():
-            raise pytest.UsageError(f"file or directory not found: {path}")
-    if not any(path.resolve().is_relative_to(TESTS / "gpu") for path in files):
+    if not any(Path(path).resolve().is_relative_to(TESTS / "gpu") for path in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # only the tests in tests/gpu use a GPU
 
 

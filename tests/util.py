@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import runpy
-import socket
 import struct
 import subprocess
 import sys
@@ -26,14 +25,11 @@ EOT = 256  # end-of-text of the byte-level track
 
 
 # --------------------------------------------------------------- shards, and a tiny model
-def write_shard(path, tokens, magic=20240520, version=1, count=None):
+def write_shard(path, tokens):
     """Writes a shard: a header of 256 int32, then the tokens as uint16, little-endian."""
-    if count is None:
-        count = len(tokens)
-    header = struct.pack("<256i", magic, version, count, *[0] * 253)
+    header = struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
     body = struct.pack(f"<{len(tokens)}H", *tokens)
-    Path(path).write_bytes(header + body)
-    return Path(path)
+    path.write_bytes(header + body)
 
 
 def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
@@ -98,18 +94,14 @@ def in_float32():
 
 # --------------------------------------------------------------- processes
 def env(**extra):
-    """The environment variables of a subprocess: one thread, the loopback network, no rank."""
-    e = dict(os.environ)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        e.pop(name, None)
-    e.update(
+    """The environment variables of a subprocess: one thread, the loopback network, no compilation."""
+    ours = dict(
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
         TORCH_COMPILE_DISABLE="1",
         PYTHONWARNINGS="ignore",
     )
-    e.update(extra)
-    return e
+    return os.environ | ours | extra
 
 
 def rank_env(rank, world_size, port):
@@ -118,14 +110,12 @@ def rank_env(rank, world_size, port):
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
     )
 
 
-def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, stdout=subprocess.PIPE, **extra):
+def run_script(args, cwd, nproc=None, script=SCRIPT, **extra):
     """Runs the script in the folder `cwd`, alone or with `nproc` processes under torchrun. The script
     is a file, or the name of a module, such as recipes.gpt2."""
     command = [sys.executable]
@@ -133,17 +123,8 @@ def run_script(args, cwd, nproc=None, timeout=1200, script=SCRIPT, stdout=subpro
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     if not str(script).endswith(".py"):
         command.append("-m")
-        extra["PYTHONPATH"] = str(ROOT)
     command += [str(script), *map(str, args)]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=env(**extra),
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=timeout,
-    )
+    return subprocess.run(command, cwd=cwd, env=env(**extra), capture_output=True, text=True, timeout=1200)
 
 
 def forkserver():
@@ -156,40 +137,36 @@ def forkserver():
             "torch._inductor.compile_fx",
             "torch.nn.attention.flex_attention",
             "torch.distributed.run",
-            "numpy",
-            "tqdm",
-            "safetensors.torch",
             "pytest",
         ]
     )
     return multiprocessing.get_context("forkserver")
 
 
-def wait_until(condition, seconds=300):
-    """Waits until condition() is true. Raises AssertionError if that takes longer."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"the condition is still false after {seconds} s"
-        time.sleep(0.005)
+# A number for each Job: its port. Those of a test process are outside the range from which the system
+# assigns ports, so that no other process takes one before it is used.
+_ports = itertools.count(10_000 + os.getpid() % 350 * 64)
 
 
 class Job:
     """A script in `nproc` processes, which are forked from the server and started without torchrun.
 
-    With a `hook`, it is main() of `module` after hook(), which may change modules.
+    The script is a file or the name of a module. With a `hook`, it is main() of the module after
+    hook(), which may change modules.
     """
 
-    def __init__(self, args, cwd, nproc=1, script=SCRIPT, hook=None, module="train_gpt", **extra):
+    def __init__(self, args, cwd, nproc=1, script="train_gpt", hook=None, **extra):
         self.argv = [str(script), *map(str, args)]
         self.folder = tempfile.TemporaryDirectory()
-        environments = [env(**extra)]
-        if nproc > 1:
-            port = free_port()
-            environments = [env(**rank_env(rank, nproc, port), **extra) for rank in range(nproc)]
         self.processes = []
-        for rank, environment in enumerate(environments):
-            arguments = (self.argv, str(cwd), environment, f"{self.folder.name}/{rank}")
-            process = forkserver().Process(target=_as_main, args=(*arguments, pickle.dumps(hook), module))
+        port = next(_ports)
+        for rank in range(nproc):
+            environment = env(**extra)
+            if nproc > 1:
+                environment |= rank_env(rank, nproc, port)
+            console = f"{self.folder.name}/{rank}"
+            arguments = (self.argv, str(cwd), environment, console, pickle.dumps(hook))
+            process = forkserver().Process(target=_as_main, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
 
@@ -197,44 +174,27 @@ class Job:
         """What all ranks have written to `stream`, one after the other."""
         return "".join(path.read_text() for path in sorted(Path(self.folder.name).glob(f"*.{stream}")))
 
-    @property
-    def out(self):
-        return self.text("out")
-
-    @property
-    def err(self):
-        return self.text("err")
-
     def wait(self, timeout=300):
-        """Waits until all ranks have ended, or ten seconds after one has failed.
-
-        Returns the first exit status that isn't 0, or 0. Ends the ranks that are left.
-        """
+        """Waits until all ranks have ended. Returns the first exit status that isn't 0, or 0. `out` and
+        `err` are what they have written."""
         end = time.monotonic() + timeout
-        failed = 0
-        while time.monotonic() < end and any(p.is_alive() for p in self.processes):
-            if not failed:
-                failed = next((p.exitcode for p in self.processes if p.exitcode), 0)
-                if failed:
-                    end = time.monotonic() + 10
-            time.sleep(0.01)
-        stuck = [rank for rank, p in enumerate(self.processes) if p.is_alive()]
         for process in self.processes:
-            process.kill()
-            process.join()
-        if stuck and not failed:
-            raise subprocess.TimeoutExpired(self.argv, timeout, f"stuck: {stuck}\n{self.out}", self.err)
-        return failed or next((p.exitcode for p in self.processes if p.exitcode), 0)
+            process.join(end - time.monotonic())
+        self.out = self.text("out")
+        self.err = self.text("err")
+        codes = [process.exitcode for process in self.processes]
+        assert None not in codes, f"exit codes after {timeout} s: {codes}\n{self.out}{self.err}"
+        return next(filter(None, codes), 0)
 
 
-def run_forked(args, cwd, nproc=1, timeout=300, script=SCRIPT, **extra):
+def run_forked(args, cwd, nproc=1, script="train_gpt"):
     """Like run_script(), but as a Job."""
-    job = Job(args, cwd, nproc, script, **extra)
-    status = job.wait(timeout)
+    job = Job(args, cwd, nproc, script)
+    status = job.wait()
     return subprocess.CompletedProcess(job.argv, status, job.out, job.err)
 
 
-def _as_main(argv, cwd, environment, console, hook, module):
+def _as_main(argv, cwd, environment, console, hook):
     """Does what `python argv[0] argv[1] ...` does in that folder and environment, or `python -m argv[0] ...`
     for the name of a module. It runs in a forked process.
     """
@@ -246,39 +206,12 @@ def _as_main(argv, cwd, environment, console, hook, module):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     hook = pickle.loads(hook)  # imports train_gpt, so the environment must be set before
+    script, *arguments = sys.argv = argv
     if hook:
         hook()
-        sys.exit(importlib.import_module(module).main(argv[1:]))
-    # The tests have our folders on their path, but the script must not have them
-    ours = {str(ROOT), *map(str, ROOT.iterdir())}
-    theirs = [p for p in sys.path if p not in ours]
-    sys.argv = argv
-    if argv[0].endswith(".py"):
-        sys.path = [str(Path(argv[0]).parent), *theirs]
-        runpy.run_path(argv[0], run_name="__main__")
-    else:
-        sys.path = [str(ROOT), *theirs]
-        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
-
-
-_first_port = 10_000 + os.getpid() % 350 * 64
-_ports = itertools.cycle(range(_first_port, _first_port + 64))
-
-
-def free_port():
-    """A port that no process listens on.
-
-    Each test process has 64 ports of its own, outside the range from which the system assigns
-    ports. So no other process takes the port before it is used.
-    """
-    for port in itertools.islice(_ports, 64):
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
-    raise OSError("none of 64 ports is free")
+        sys.exit(importlib.import_module(script).main(arguments))
+    run = runpy.run_path if script.endswith(".py") else runpy.run_module
+    run(script, run_name="__main__")
 
 
 def _gloo_child(rank, fn, world_size, store, args):
@@ -294,14 +227,14 @@ def _gloo_child(rank, fn, world_size, store, args):
         dist.destroy_process_group()
 
 
-def start_processes(fn, nprocs, *args):
-    """Runs fn(rank, *args) in `nprocs` processes of the fork server. Raises if one fails."""
-    forkserver()
-    mp.start_processes(fn, args=args, nprocs=nprocs, start_method="forkserver")
-
-
 def spawn(fn, world_size, tmp_path, *args):
-    """Runs fn(rank, world_size, *args) in `world_size` processes of a gloo group."""
+    """Runs fn(rank, world_size, *args) in `world_size` processes of a gloo group. Raises if one fails."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = Path(tmp_path) / f"store_{fn.__name__}_{world_size}"
-    start_processes(_gloo_child, world_size, fn, world_size, str(store), args)
+    store = tmp_path / f"store_{fn.__name__}_{world_size}"
+    forkserver()
+    mp.start_processes(
+        _gloo_child,
+        args=(fn, world_size, str(store), args),
+        nprocs=world_size,
+        start_method="forkserver",
+    )

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ import pytest
 from data import fineweb, gpt2_bpe, shakespeare, shards, wheels
 from data.shards import ShardError
 from test_shards import shard_bytes
-from tests.util import ROOT, env, run_script, wait_until
+from tests.util import ROOT, env, run_script
 
 
 def run(name, *arguments, **environment):
@@ -406,7 +407,10 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     command = f"{sys.executable} -m data.fineweb text a.jsonl --out out --shard_size 50000 --val_tokens 1000"
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command.split(), cwd=tmp_path, env=env(), **pipes)
-    wait_until(lambda: len(list(out.glob("*.bin"))) >= 3)
+    end = time.monotonic() + 300
+    while len(list(out.glob("*.bin"))) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.005)
     process.send_signal(how)
     # communicate() returns when all processes that have the pipes open have ended
     _, errors = process.communicate(timeout=60)

@@ -1,12 +1,11 @@
 """
 Tests of evals/.
 
-They compare the forward passes with a cache with those of the training scripts, and the HellaSwag scores with
-hand-made answers and with transformers. Everything runs on the CPU.
+They compare the forward passes with a cache with those of the training scripts (tests/recipes/test_gpt2.py
+compares these with transformers), and the HellaSwag scores with hand-made answers. Everything runs on the CPU.
 """
 import dataclasses
 import math
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import train_gpt
 from data import gpt2_bpe
-from data.shards import ShardError
 from evals import hellaswag, models, openai_gpt2, sample
 from evals.models import TextModel
 from recipes import gpt2
@@ -265,9 +263,8 @@ def test_models_of_another_version_are_refused(tmp_path):
         ({"model_dim": 64}, "its weights don't fit; saved by another version"),
     ):
         save(path, **changes)
-        with pytest.raises(InputError, match=f"^{path}: {message}") as e:
+        with pytest.raises(InputError, match=f"^{path}: {message}"):
             models.load(str(path))
-        assert "\n" not in str(e.value)
 
 
 class Bomb:
@@ -289,9 +286,8 @@ def test_files_that_are_no_models(tmp_path):
     for content in (b"", cut, bomb, path.read_bytes()):
         for path in (tmp_path / "run.pt", tmp_path / "model.safetensors"):
             path.write_bytes(content)
-            with pytest.raises(InputError, match=f"{path} is damaged or no saved model") as e:
+            with pytest.raises(InputError, match=f"{path} is damaged or no saved model"):
                 models.load(str(path))
-            assert "\n" not in str(e.value)
     assert not (tmp_path / "exploded").exists()
     with pytest.raises(InputError, match="nothing: no such file; the model can be a RUN.pt"):
         models.load("nothing")
@@ -351,8 +347,6 @@ def test_without_a_vocabulary(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpt2_bpe, "fetch_vocabulary", None)
     run_sample(save(tmp_path / "run.pt", vocab_size=50257), "--brief")
     assert capsys.readouterr().err.startswith("can't print a sample: GPT-2's vocabulary isn't in ")
-    with pytest.raises(InputError, match="only bytes and GPT-2's tokens are text, not 300"):
-        run_sample(save(tmp_path / "run.pt", vocab_size=300))
 
 
 def test_encoding():
@@ -366,33 +360,35 @@ def test_encoding():
 # -----------------------------------------------------------------------------
 # HellaSwag
 
-def numbers(text):
-    return [int(word) for word in text.split()]
+def scorer(logits_fn, vocab_size):
+    """What hellaswag.py needs of a TextModel. Tokens are the digits of a text. A space is token 0."""
 
+    def encode(text):
+        return [int(character) for character in text.replace(" ", "0")]
 
-def scorer(logits_fn, vocab_size, context):
-    """What hellaswag.py needs of a TextModel. A text is the numbers of its tokens."""
-    return SimpleNamespace(logits=logits_fn, vocab_size=vocab_size, context=context, encode=numbers)
+    return SimpleNamespace(logits=logits_fn, vocab_size=vocab_size, context=10, encode=encode)
 
 
 def test_endings_are_scored_as_by_hand():
     """The probability of the next token depends on the last one. Column 4 is padding."""
-    probabilities = torch.tensor([
-        [1e-9, 1 / 2, 1 / 4, 1 / 4, 1],
-        [1e-9, 7 / 8, 1 / 8, 1e-9, 1],
-        [1 / 4, 1 / 4, 1 / 4, 1 / 4, 1],
-        [1 / 4, 1 / 4, 1 / 4, 1 / 4, 1],
-    ])
-    model = scorer(lambda ids: probabilities.log()[ids], 4, 10)
-    endings = ["1", "1 1 1 1", "3", "1 2"]
-    sums, means = hellaswag.ending_losses(model, "3 0", endings)
-    # The sums are 0.69, 1.09, 1.39 and 2.77; the means are 0.69, 0.27, 1.39 and 1.39
+    probabilities = torch.tensor(
+        [
+            [1 / 8, 1 / 2, 1 / 8, 1 / 4, 1],
+            [1e-9, 7 / 8, 1 / 8, 1e-9, 1],
+            [1 / 4, 1 / 4, 1 / 4, 1 / 4, 1],
+            [1 / 2, 1 / 6, 1 / 6, 1 / 6, 1],
+        ]
+    )
+    model = scorer(lambda ids: probabilities.log()[ids], 4)
+    endings = ["1", "1111", "3", "12"]
+    sums, means = hellaswag.ending_losses(model, "13", endings)
+    # A space has 1/2 after 3. The sums are 1.39, 1.79, 2.08 and 3.47; the means 0.69, 0.36, 1.04 and 1.16
     log = math.log
-    expected = torch.tensor([log(2), log(2) + 3 * log(8 / 7), log(4), log(2) + log(8)])
+    expected = torch.tensor([2 * log(2), 2 * log(2) + 3 * log(8 / 7), 3 * log(2), 5 * log(2)])
     torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-6)
-    lengths = torch.tensor([1, 4, 1, 2])
+    lengths = torch.tensor([2, 5, 2, 3])
     torch.testing.assert_close(means, expected / lengths, rtol=1e-5, atol=1e-6)
-    items = [("3 0", endings, label) for label in (2, 3, 0, 1, 1)]
+    items = [("13", endings, label) for label in (2, 3, 0, 1, 1)]
     assert hellaswag.score(model, items) == [5, 1, 2]
 
 
@@ -400,11 +396,11 @@ def test_a_loss_that_is_not_finite_has_no_score():
     """The lowest of four losses of NaN would be the first one."""
     logits = torch.zeros(8, 8)
     logits[7] = math.inf  # so its losses are NaN
-    model = scorer(lambda ids: logits[ids], 8, 10)
-    good = ("1 2", ["1", "2", "3", "4"], 0)
+    model = scorer(lambda ids: logits[ids], 8)
+    good = ("12", ["1", "2", "3", "4"], 0)
     assert hellaswag.score(model, [good]) == [1, 1, 1]
     with pytest.raises(InputError, match="^the model's loss isn't finite, so it has no accuracy$"):
-        hellaswag.score(model, [good, ("1 2", ["1", "7 2", "3", "4"], 0)])
+        hellaswag.score(model, [good, ("12", ["1", "72", "3", "4"], 0)])
 
 
 def test_what_is_too_long_loses_its_beginning():
@@ -414,58 +410,11 @@ def test_what_is_too_long_loses_its_beginning():
         seen.extend(ids.tolist())
         return torch.zeros(*ids.shape, 10)
 
-    model = scorer(logits_fn, 10, 3)
-    sums, means = hellaswag.ending_losses(model, "1 2 3", ["4", "4 5 6 7 8 9"])
-    assert seen == [[1, 2, 3], [6, 7, 8]]
-    assert (sums / means).round().tolist() == [1, 3]  # tokens that count
-
-
-def random_items(n):
-    words = "A man is sitting on a roof. He starts pulling up shingles, then he waves below".split()
-    rng = random.Random(1)
-    items = []
-    for i in range(n):
-        context = " ".join(rng.choices(words, k=3 + i % 7))
-        endings = [" ".join(rng.choices(words, k=1 + (i + j) % 5)) for j in range(4)]
-        items.append((context, endings, i % 4))
-    return items
-
-
-def transformers_losses(model, context, endings):
-    """
-    The sums and the means of the loss of each ending, a tensor (2, 4).
-
-    Each ending is evaluated alone and without padding. Labels of -100 leave out the context.
-    """
-    context = list(context.encode())
-    losses = []
-    for ending in endings:
-        tokens = list(f" {ending}".encode())
-        ids = torch.tensor([context + tokens])
-        labels = torch.tensor([[-100] * len(context) + tokens])
-        mean = model(ids, labels=labels).loss.item()
-        losses.append([mean * len(tokens), mean])
-    return torch.tensor(losses).T
-
-
-@torch.no_grad()
-def test_scores_are_those_of_transformers(tmp_path):
-    config = GPT2Config(vocab_size=257, n_positions=128, n_layer=2, n_head=2, n_embd=32)
-    theirs = GPT2LMHeadModel(config).eval()
-    for p in theirs.parameters():
-        p.normal_(std=0.3)
-    theirs.save_pretrained(tmp_path)
-    ours = gpt2.GPT(replace(GPT2_BYTES, block_size=128, pad_vocab=False))
-    openai_gpt2.load_weights(ours, tmp_path / "model.safetensors")
-    model = models.text_model(ours, models.codec(257))
-    items = random_items(24)
-    right = torch.zeros(2, dtype=torch.int64)  # by sum and by mean
-    for context, endings, label in items:
-        expected = transformers_losses(theirs, context, endings)
-        found = hellaswag.ending_losses(model, context, endings)
-        torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
-        right += expected.argmin(1) == label
-    assert hellaswag.score(model, items) == [24, *right.tolist()]
+    model = scorer(logits_fn, 10)
+    model.context = 3
+    sums, means = hellaswag.ending_losses(model, "123", ["4", "456789"])
+    assert seen == [[2, 3, 0], [6, 7, 8]]
+    assert (sums / means).round().tolist() == [2, 3]  # tokens that count
 
 
 def test_summary_has_standard_errors():
@@ -477,10 +426,11 @@ def write_items(path, **changes):
     """Writes 13 items as on the hub, and returns them."""
     import pyarrow
     import pyarrow.parquet
-    items = random_items(13)
+    items = []
     rows = []
-    for context, endings, label in items:
-        rows.append(dict(ctx=context, endings=endings, label=str(label)) | changes)
+    for i in range(13):
+        items.append((f"A man sits {i}", ["on a roof", "pulls up", "shingles", f"{i} times"], i % 4))
+        rows.append(dict(ctx=items[i][0], endings=items[i][1], label=str(i % 4)) | changes)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return items
 
@@ -498,7 +448,7 @@ def test_items(tmp_path):
 
 
 def test_hellaswag_from_the_command_line(trained, tmp_path, capsys):
-    """Two processes count as one. An error is one line."""
+    """Two processes count as one."""
     write_items(tmp_path / "items.parquet")
     args = [str(trained), "--data", str(tmp_path / "items.parquet")]
     two = run_forked(args, cwd=tmp_path, script="evals.hellaswag", nproc=2)
@@ -506,24 +456,19 @@ def test_hellaswag_from_the_command_line(trained, tmp_path, capsys):
     hellaswag.main(args)
     assert two.stdout == capsys.readouterr().out
     assert two.stdout.startswith("hellaswag acc:") and two.stdout.endswith(" items:13\n")
-    assert train_gpt.main([*args, "--data=nothing.parquet"], hellaswag.main) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: rank 0: ") and "nothing.parquet" in error
-    assert error.count("\n") == 1
 
 
 def test_weights_and_items_from_the_hub(tmp_path, monkeypatch, capsys):
-    """The model has OpenAI's vocabulary, but only two thin layers. Another one isn't there."""
+    """The model has OpenAI's vocabulary, but only two thin layers."""
     GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16)).save_pretrained(tmp_path)
-    write_items(tmp_path / "items.parquet")
+    items = tmp_path / "items.parquet"
+    write_items(items)
     files = {
         ("openai-community/gpt2", "model.safetensors"): tmp_path / "model.safetensors",
-        ("Rowan/hellaswag", "data/validation-00000-of-00001.parquet"): tmp_path / "items.parquet",
+        ("Rowan/hellaswag", "data/validation-00000-of-00001.parquet"): items,
     }
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *name, repo_type="model": files[name])
     monkeypatch.setitem(openai_gpt2.SIZES, "gpt2", (2, 2, 16))
     hellaswag.main(["gpt2", "--limit=4"])
     output = capsys.readouterr().out
     assert output.startswith("hellaswag acc:") and output.endswith(" items:4\n")
-    with pytest.raises(ShardError, match=r"can't download gpt2-medium from the .* hub \(KeyError: .*; mend that"):
-        hellaswag.main(["gpt2-medium", "--limit=4"])

@@ -4,29 +4,26 @@ at a time. Nothing here calls the script.
 """
 
 import math
+from ctypes import c_int32
 
 import torch
+import torch.nn.functional as F
 
-WEIGHTS_OF_LOSS = (1.0, 0.5, 0.25)
+from tests.training.test_model import rms_norm
 
 
 # --------------------------------------------------------------- model
-def rms_norm(x):
-    mean_square = x.square().mean(-1, keepdim=True)
-    return x / (mean_square + torch.finfo(torch.float32).eps).sqrt()
-
-
 def rotate(x, positions, freqs):
     """Rotates one head, x (S, D): channel i with channel i + D/4, by -position * frequency."""
     n = len(freqs)
-    turn = torch.exp(-1j * positions.double()[:, None] * freqs.double())
-    y = torch.complex(x[:, :n], x[:, n : 2 * n]) * turn
-    return torch.cat([y.real, y.imag, x[:, 2 * n :]], dim=-1)
+    theta = positions[:, None] * freqs.double()
+    x1, x2, still = x.split([n, n, 2 * n], dim=-1)
+    y = torch.complex(x1, x2) * torch.exp(-1j * theta)
+    return torch.cat([y.real, y.imag, still], dim=-1)
 
 
 def visible(docs, window):
     """(N, N): True where the query at i sees the key at j."""
-    docs = torch.tensor(docs)
     position = torch.arange(len(docs))
     back = position[:, None] - position
     return (docs[:, None] == docs) & (back >= 0) & (back <= window)
@@ -38,41 +35,14 @@ def softmax_attention(q, k, v, mask, scale):
     return scores.softmax(-1) @ v
 
 
-def documents(seq, eot):
-    """The number of the document of each token. The first token always begins one."""
-    docs = []
-    number = 0
-    for i, token in enumerate(seq.tolist()):
-        if i > 0 and token == eot:
-            number += 1
-        docs.append(number)
-    return docs
-
-
 def bigram_row(seq, t, rows):
     """Row of the bigram that ends at t, in int32 arithmetic that overflows."""
-
-    def int32(n):
-        n %= 2**32
-        return n - 2**32 if n >= 2**31 else n
-
     if t == 0:
         return rows - 1
     before = rows - 1 if t == 1 else int(seq[t - 1])
-    return (int32(36313 * int(seq[t])) ^ int32(27191 * before)) % (rows - 1)
-
-
-def heads_of_pairs(seq_len, num_heads):
-    """For each pair of heads, its slots as (token, head): even slots hold the first head."""
-    half = num_heads // 2
-    pairs = []
-    for h in range(half):
-        slots = []
-        for t in range(seq_len):
-            slots.append((t, h))
-            slots.append((t, h + half))
-        pairs.append(slots)
-    return pairs
+    now = c_int32(36313 * int(seq[t])).value
+    earlier = c_int32(27191 * before).value
+    return (now ^ earlier) % (rows - 1)
 
 
 def sigmoid_gate(x, weight):
@@ -84,58 +54,58 @@ def attention(p, hp, layer, x, seq, masks, freqs, scale):
     s = len(seq)
     i = layer if layer < 6 else layer - 1
     paired = layer in (0, 2, 5, 9)
+    long = layer in (3, 10)
     w = p["attn_bank"][i]
     l0 = p["qkv_lambdas"][i]
-    q, k, v = [(x @ (l0 * w[n]).T).view(s, hp.num_heads, -1) for n in range(3)]
+    shape = (s, hp.num_heads, -1)
+    q, k, v = [(l0 * x @ w[n].T).view(shape) for n in range(3)]
     table = {0: 1, 1: 2, 8: 0, 9: 1, 10: 2}.get(layer)
     if table is not None:
         n = (0, 1, 8, 9, 10).index(layer)
-        ve = p[f"value_embeds.{table}"][seq].view(s, hp.num_heads, -1)
-        v = v + 2 * sigmoid_gate(x, p["value_gates"][n])[..., None] * ve
-    turned_q, turned_k = [], []
+        ve = p[f"value_embeds.{table}"][seq].view(shape)
+        amount = 2 * sigmoid_gate(x, p["value_gates"][n])
+        v = v + amount[..., None] * ve
     t = torch.arange(s)
+    heads = []  # q, k and v of each head, (S, D)
     for h in range(hp.num_heads):
         positions = 2 * t + h % 2 if paired else t
-        turned_q.append(rotate(rms_norm(q[:, h]), positions, freqs))
+        query = rotate(rms_norm(q[:, h]), positions, freqs)
         key = rotate(rms_norm(k[:, h]), positions, freqs)
-        if layer in (3, 10):
+        if long:
             half = key.size(1) // 2
-            earlier = torch.stack([key[max(0, n - 1)] for n in range(s)])
-            key = torch.cat([key[:, :half], earlier[:, half:]], dim=1)
-        turned_k.append(key)
-    out = [[None] * hp.num_heads for _ in range(s)]
+            key = key.clone()
+            key[1:, half:] = key[:-1, half:].clone()
+        heads.append((query, key, v[:, h]))
     if paired:
-        for slots in heads_of_pairs(s, hp.num_heads):
-            tokens = torch.tensor([token for token, _ in slots])
-            heads = torch.tensor([head for _, head in slots])
-            y = softmax_attention(
-                torch.stack(turned_q, 1)[tokens, heads],
-                torch.stack(turned_k, 1)[tokens, heads],
-                v[tokens, heads],
-                masks["paired"],
-                scale,
-            )
-            for slot, (token, head) in enumerate(slots):
-                out[token][head] = y[slot]
+        out = paired_attention(heads, masks["paired"], scale)
     else:
-        mask = masks["long" if layer in (3, 10) else "short"]
-        for h in range(hp.num_heads):
-            y = softmax_attention(turned_q[h], turned_k[h], v[:, h], mask, scale)
-            for token in range(s):
-                out[token][h] = y[token]
-    y = torch.stack([torch.stack(row) for row in out])  # (S, H, D)
+        mask = masks["long" if long else "short"]
+        out = [softmax_attention(*head, mask, scale) for head in heads]
+    y = torch.stack(out, dim=1)  # (S, H, D)
     y = y * sigmoid_gate(x, p["attn_gates"][i])[..., None]
-    return y.flatten(1) @ (p["o_lambdas"][i] * w[3]).T
+    return p["o_lambdas"][i] * y.flatten(1) @ w[3].T
+
+
+def paired_attention(heads, mask, scale):
+    """Two heads are one of twice the length: even slots hold the first one's tokens, odd ones the other's."""
+    half = len(heads) // 2
+    first, second = [], []
+    for pair in zip(heads, heads[half:]):
+        slots = [torch.stack(both, dim=1).flatten(0, 1) for both in zip(*pair)]
+        y = softmax_attention(*slots, mask, scale)
+        first.append(y[0::2])
+        second.append(y[1::2])
+    return first + second
 
 
 def capped_logits(p, hp, seq, long, short, freqs, scale):
     """The forward pass of one sequence (S,). Windows are in tokens. Returns (S, V)."""
     seq = seq.long()
-    docs = documents(seq, hp.eot_token)
+    docs = (seq == hp.eot_token).cumsum(0)
     masks = {
         "long": visible(docs, long),
         "short": visible(docs, short),
-        "paired": visible([d for d in docs for _ in range(2)], short),
+        "paired": visible(docs.repeat_interleave(2), short),
     }
     embeds = p["embed"][seq]
     e = [embeds[0]]
@@ -164,18 +134,13 @@ def capped_logits(p, hp, seq, long, short, freqs, scale):
 
 
 def training_loss(z, targets, weights):
-    """The loss of one sequence, position by position. `targets` are the next tokens (S,)."""
+    """The loss of one sequence. `targets` are the next tokens (S,)."""
     total = 0.0
-    lse = z.logsumexp(-1)
-    for i in range(len(z)):
-        for k, weight in enumerate(weights):
-            if i + k < len(targets):
-                total = total + weight * (lse[i] - z[i, targets[i + k]])
+    for k, weight in enumerate(weights):
+        n = len(targets) - k
+        ahead = F.cross_entropy(z[:n], targets[k:], reduction="sum")
+        total = total + weight * ahead
     return total
-
-
-def mean_loss(z, targets):
-    return (z.logsumexp(-1) - z[torch.arange(len(z)), targets]).mean()
 
 
 # --------------------------------------------------------------- packing
@@ -209,21 +174,12 @@ def packed_steps(shards, eot, seq_lens, max_document, num_sequences=8):
 
 # --------------------------------------------------------------- schedules (1,560 steps and 40)
 def tokens_per_sequence(step):
-    if step < 520:
-        return 16384
-    return 32768 if step < 1040 else 49152
+    return (16384, 32768, 49152, 49152)[step // 520]
 
 
 def windows(step):
     """The long and the short window of a training step, in tokens."""
-    if step < 520:
-        n = 3
-    elif step < 1040:
-        n = 7
-    elif step < 1560:
-        n = 11
-    else:
-        n = 13
+    n = (3, 7, 11, 13)[step // 520]
     return 128 * n, 128 * (n // 2)
 
 
@@ -334,8 +290,9 @@ class Adam:
         self.m = beta1 * self.m + (1 - beta1) * g
         self.v = beta2 * self.v + (1 - beta2) * g * g
         lr = 0.008 * self.mul * schedule
-        lr_t = lr * math.sqrt(1 - beta2**self.t) / (1 - beta1**self.t)
-        update = lr_t * self.m / (self.v.sqrt() + 1e-10)
+        mean = self.m / (1 - beta1**self.t)
+        rms = (self.v.sqrt() + 1e-10) / math.sqrt(1 - beta2**self.t)
+        update = lr * mean / rms
+        decay = lr**2 * 0.005 * self.wd * self.weight
         towards_zero = update * self.weight > 0
-        update = update + torch.where(towards_zero, lr**2 * 0.005 * self.wd * self.weight, 0.0)
-        self.weight = self.weight - update
+        self.weight = self.weight - update - decay * towards_zero

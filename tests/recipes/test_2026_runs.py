@@ -1,8 +1,6 @@
 """Whole runs: numbers of processes, kill -9 and resume, validations, errors, the log."""
 
 import functools
-import json
-import os
 import re
 import signal
 
@@ -14,8 +12,10 @@ from tools import launch_checks
 from tools.common import UsageError
 from tools.compare import sources
 from tools.logs import parse_log
-from tools.records import verify
-from tests.util import ROOT, Job, random_tokens, read_log, val_losses, write_shard
+from tools.records.rules import too_small
+from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, succeeds
+from tests.training.test_run import assert_one_line
+from tests.util import ROOT, Job, in_float32, random_tokens, read_log, val_losses, write_shard
 
 # A model that takes milliseconds, for 8 steps. It is tied until step 5. The last validation has a
 # longer window.
@@ -35,7 +35,7 @@ TINY = dict(
     muon_momentum_cooldown=3,
 )
 # Different numbers of processes round differently, and Adam enlarges that in scalars (see test_run.py)
-NO_SCALARS = dict(scalar_lr=0.0)
+IN_FLOAT32 = dict(scalar_lr=0.0, skip_rest="true")
 
 
 def tiny_run(folder, *more, **changes):
@@ -48,65 +48,35 @@ def tiny_run(folder, *more, **changes):
     return ["--track=mini", *(f"--{k}={v}" for k, v in settings.items()), *more]
 
 
-# --------------------------------------------------------------- hooks, which run in the processes
-def in_dtype(dtype):
-    january2026.DTYPE = dtype
-
-
-in_float32 = functools.partial(in_dtype, torch.float32)
-in_bf16 = functools.partial(in_dtype, torch.bfloat16)
-
-
-def kill_in_step_7(dtype):
-    in_dtype(dtype)
-    plain = january2026.train_step
-
-    def train_step(model, optimizers, sequences, step, hp):
-        if step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(model, optimizers, sequences, step, hp)
-
-    january2026.train_step = train_step
-
-
 # --------------------------------------------------------------- runs
+def in_bf16():
+    """A hook, which runs in the processes."""
+    january2026.DTYPE = torch.bfloat16
+
+
 def start(argv, folder, nproc=1, hook=in_bf16):
-    return Job([*argv, "--save_checkpoint"], folder, nproc, hook=hook, module="recipes.january2026")
-
-
-def succeeds(job):
-    assert job.wait() == 0, job.err
-
-
-def checkpoint_of(folder):
-    (path,) = (folder / "logs").glob("*.pt")
-    return torch.load(path, weights_only=True)
-
-
-def assert_near(folder, other):
-    """Two runs have the same losses and weights, except for rounding."""
-    losses = val_losses(read_log(other))
-    assert val_losses(read_log(folder)) == pytest.approx(losses, abs=2e-4)
-    want = checkpoint_of(other)["model"]
-    for name, tensor in checkpoint_of(folder)["model"].items():
-        assert (tensor - want[name]).norm() <= 0.01 * want[name].norm(), name
+    return Job([*argv, "--save_checkpoint"], folder, nproc, "recipes.january2026", hook)
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     """The folder of a run of one process in float32."""
     folder = tmp_path_factory.mktemp("one")
-    succeeds(start(tiny_run(folder, skip_rest="true", **NO_SCALARS), folder, hook=in_float32))
+    succeeds(start(tiny_run(folder, **IN_FLOAT32), folder, hook=in_float32))
     return folder
 
 
 def test_processes_and_warm_up_change_no_loss(one_process, tmp_path):
+    """And no weight, except for rounding."""
     losses = val_losses(read_log(one_process))
     assert list(losses) == [0, 4, 8]
     assert losses[8] < losses[0] - 0.1
-    argv = tiny_run(tmp_path, skip_rest="true", warmup_steps=2, **NO_SCALARS)
+    argv = tiny_run(tmp_path, **IN_FLOAT32, warmup_steps=2)
     succeeds(start(argv, tmp_path, 2, in_float32))
-    assert_near(tmp_path, one_process)
+    assert val_losses(read_log(tmp_path)) == pytest.approx(losses, abs=2e-4)
+    want = load(one_process)["model"]
+    for name, tensor in load(tmp_path)["model"].items():
+        assert (tensor - want[name]).norm() <= 0.01 * want[name].norm(), name
 
 
 # --------------------------------------------------------------- kill -9
@@ -118,28 +88,18 @@ def whole(tmp_path_factory):
     return folder
 
 
-def steps_of(log):
-    return re.findall(r"^(step:.*) train_time", log, re.M)
+def steps_of(folder):
+    return re.findall(r"^(step:.*) train_time", read_log(folder), re.M)
 
 
 def test_killed_and_resumed_is_the_same_run(whole, tmp_path):
-    """It is resumed from step 4, before head and embedding are untied."""
-    kill = functools.partial(kill_in_step_7, torch.bfloat16)
+    """It is killed in step 7, and resumed from step 4, before head and embedding are untied."""
+    kill = functools.partial(kill_in_call, 8, "recipes.january2026", "train_step", in_bf16)
     assert start(tiny_run(tmp_path), tmp_path, hook=kill).wait() == -signal.SIGKILL
-    assert checkpoint_of(tmp_path)["run"]["step"] == 4
+    assert load(tmp_path)["run"]["step"] == 4
     succeeds(start(["--resume=latest"], tmp_path))
-    assert steps_of(read_log(tmp_path)) == steps_of(read_log(whole))
-    got, want = checkpoint_of(tmp_path), checkpoint_of(whole)
-    for part in ("model", "optimizers"):
-        torch.testing.assert_close(got[part], want[part], rtol=0, atol=0)
-
-
-def test_resumed_on_another_number_of_processes(one_process, tmp_path):
-    argv = tiny_run(tmp_path, skip_rest="true", **NO_SCALARS)
-    kill = functools.partial(kill_in_step_7, torch.float32)
-    assert start(argv, tmp_path, nproc=2, hook=kill).wait() == -signal.SIGKILL
-    succeeds(start(["--resume=latest"], tmp_path, hook=in_float32))
-    assert_near(tmp_path, one_process)
+    assert steps_of(tmp_path) == steps_of(whole)
+    assert_same_state(load(tmp_path), load(whole))
 
 
 def test_validations_follow_the_schedules(tmp_path, monkeypatch):
@@ -170,51 +130,28 @@ def test_validations_follow_the_schedules(tmp_path, monkeypatch):
 )
 def test_bad_settings_are_one_line(option, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert january2026.main([*tiny_run(tmp_path), option]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert says in line
+    status = january2026.main([*tiny_run(tmp_path), option])
+    assert_one_line(status, capsys.readouterr().err, says)
     assert not (tmp_path / "logs").exists()
 
 
 # --------------------------------------------------------------- the log
 def test_log(whole):
-    """It begins with both sources, each below its name, and holds all settings."""
-    log = read_log(whole)
+    """It begins with both sources, each below its name, and the tools read it."""
+    (path,) = (whole / "logs").glob("*.txt")
+    text = path.read_text()
     line = "-" * 40
     for name in ("recipes/january2026.py", "train_gpt.py"):
-        heading = f"\n\n{line}\n# {name}\n{line}\n\n"
-        source = heading + (ROOT / name).read_text(encoding="utf-8")
-        assert log.startswith(source)
-        log = log.removeprefix(source)
-    assert log.startswith("\n" + "=" * 100)
-    settings = json.loads(re.search("^hyperparameters: (.*)$", log, re.M)[1])
-    assert settings["seq_lens"] == [128, 128, 256]
-    assert settings["world_size"] == 1
-    assert len(re.findall(r"^step:\d+/8 train_time:\d+ms step_avg:[\d.]+ms$", log, re.M)) == 8
-    tokens = int(re.search(r"([\d,]+) tokens/s", log)[1].replace(",", ""))
-    seconds = float(re.search(r"after ([\d.]+) s, ", log)[1])
+        assert f"\n\n{line}\n# {name}\n{line}\n\n{(ROOT / name).read_text()}" in text
+    log = parse_log(path)
+    assert log.incomplete == ""
+    assert (log.track, log.num_steps) == ("mini", 8)
+    assert log.hyperparameters["seq_lens"] == [128, 128, 256]
+    assert "max_window 80, but" in too_small(log)  # five blocks of 16
+    tokens = int(re.search(r"([\d,]+) tokens/s", text)[1].replace(",", ""))
+    seconds = float(re.search(r"after ([\d.]+) s, ", text)[1])
     # 4 sequences a step: in 5 steps of 128 tokens, and in 3 of 256, with the extension
     assert tokens * seconds == pytest.approx(4 * (5 * 128 + 3 * 256), rel=0.05)
-
-
-def test_tools_read_the_log(whole):
-    (path,) = (whole / "logs").glob("*.txt")
-    parsed = parse_log(path)
-    assert parsed.incomplete == ""
-    assert (parsed.track, parsed.num_steps) == ("mini", 8)
-    assert parsed.step_tokens == [4 * 128, 4 * 256]
-    assert "validated on 1,024 tokens instead of" in verify.wrong_val_tokens(parsed)
-    right = parsed.hyperparameters | dict(bigram_factor=0, windows=[3, 7, 11, 13])
-    for change, says in [
-        ({}, ""),
-        ({"bigram_factor": 5}, "bigram_factor 5, but the track mini has no n-gram tables"),
-        ({"windows": [1, 2, 3, 4]}, "max_window 64"),
-    ]:
-        parsed.hyperparameters = right | change
-        found = verify.out_of_bounds(parsed)
-        assert says in found
-        assert bool(found) == bool(says)
 
 
 def test_compare_reads_the_recipe(tmp_path):

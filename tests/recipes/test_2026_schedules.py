@@ -37,7 +37,11 @@ def test_batches_and_windows():
         long, short = reference.windows(step)
         n = get_window_blocks(step, hp).item()
         assert (hp.window_block * n, hp.window_block * (n // 2)) == (long, short), step
-    assert get_window_blocks(1600, hp) * hp.window_block == 2560  # the last validation
+    # The last validation has a longer window, but the frequencies of the extension
+    assert get_window_blocks(1600, hp) * hp.window_block == 2560
+    assert get_stage(1600, hp) == 3
+    mini = TRACKS["mini"]
+    assert get_window_blocks(mini.num_iterations, mini) == 13
 
 
 def test_rates():
@@ -54,29 +58,17 @@ def test_rates():
     assert tied == [step <= 1041 for step in STEPS]
 
 
-def test_rotary():
-    hp = TRACKS["fineweb"]
-    for stage, step in enumerate((0, 520, 1040, 1560)):
-        want, scale = reference.rotary_and_scale([3, 7, 11, 13][: stage + 1], 128)
-        freqs, got = get_rotary(get_stage(step, hp), hp)
-        assert freqs.shape == (32,)
+@pytest.mark.parametrize("track, head_dim, unit, beta", [("fineweb", 128, 128, 32), ("mini", 64, 16, 4)])
+def test_rotary(track, head_dim, unit, beta):
+    """In mini, YaRN's beta is scaled with the windows, so that the fastest frequency stays 1."""
+    windows = [3, 7, 11, 13]
+    for stage in range(4):
+        want, scale = reference.rotary_and_scale(windows[: stage + 1], head_dim, unit, beta)
+        freqs, got = get_rotary(stage, TRACKS[track])
         torch.testing.assert_close(freqs.double(), want, rtol=2e-6, atol=0)
+        assert freqs[0] == 1
         assert got == pytest.approx(scale, rel=1e-12)
         assert scale == pytest.approx([0.1, 0.116946, 0.127518, 0.131778][stage], abs=5e-7)
-    # the last validation has a longer window, but the frequencies of the extension
-    assert get_stage(1600, hp) == stage
-
-
-def test_rotary_of_mini():
-    """YaRN's beta is scaled with the windows: the fastest frequency doesn't change."""
-    hp = TRACKS["mini"]
-    want, scale = reference.rotary_and_scale([3, 7, 11, 13], 64, unit=16, beta=4)
-    freqs, got = get_rotary(3, hp)
-    torch.testing.assert_close(freqs.double(), want, rtol=2e-6, atol=0)
-    assert got == pytest.approx(scale, rel=1e-12)
-    assert freqs[0] == 1
-    # the last validation has the windows of the extension
-    assert get_window_blocks(hp.num_iterations, hp) == 13
 
 
 def test_set_schedules(monkeypatch):
@@ -98,8 +90,8 @@ def test_set_schedules(monkeypatch):
             assert model.attn_scale.item() == pytest.approx(scale)
             assert torch.equal(model.rotary.table[0, 5], (5 * freqs).cos().bfloat16())
             assert torch.equal(model.rotary.table[1, 7], (7 * freqs).sin().bfloat16())
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    assert group["lr"] == group["initial_lr"] * get_lr(step, hp)
-            for group in optimizers[1].param_groups:
+            adam, muon = optimizers
+            for group in adam.param_groups + muon.param_groups:
+                assert group["lr"] == group["initial_lr"] * get_lr(step, hp)
+            for group in muon.param_groups:
                 assert group["momentum"] == get_muon_momentum(step, hp)

@@ -18,8 +18,9 @@ def blocks(n):
 def random_input(num_seqs, length, eot_every, seed):
     """Tokens (B, S) with an end-of-text every `eot_every` tokens on average."""
     g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, EOT, (num_seqs, length), generator=g, dtype=torch.int32)
-    is_end = torch.rand(num_seqs, length, generator=g) < 1 / eot_every
+    shape = (num_seqs, length)
+    tokens = torch.randint(0, EOT, shape, generator=g, dtype=torch.int32)
+    is_end = torch.rand(shape, generator=g) < 1 / eot_every
     tokens[is_end] = EOT
     return tokens
 
@@ -45,16 +46,20 @@ def dense_mask(tokens, window_blocks):
 
 def dense_attention(q, k, v, mask):
     """softmax(0.12 q k^T + mask) v, in the dtype of q: q, k, v (B, S, H, D) and a mask (T, T)."""
-    queries, keys, values = (t.flatten(0, 1).transpose(0, 1) for t in (q, k, v))  # (H, T, D)
-    scores = 0.12 * queries @ keys.mT
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
-    return (weights @ values).transpose(0, 1).reshape(q.shape)
+    q_rows = q.flatten(0, 1)  # (T, H, D)
+    k_rows = k.flatten(0, 1)
+    v_rows = v.flatten(0, 1)
+    scores = 0.12 * torch.einsum("qhd,khd->hqk", q_rows, k_rows)
+    scores = scores.masked_fill(~mask, -math.inf)
+    weights = scores.softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", weights, v_rows)
+    return out.reshape(q.shape)
 
 
-def qkv(num_seqs, length, heads, dim, seed):
+def qkv(*shape, seed):
     """Three tensors (B, S, H, D)."""
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(num_seqs, length, heads, dim, generator=g) for _ in range(3)]
+    return torch.randn(3, *shape, generator=g).unbind()
 
 
 def assert_close(got, want, rtol, atol):
@@ -91,12 +96,12 @@ def read_lists(counts, columns):
     for t in (counts, columns):
         assert t.is_contiguous()
         assert t.dtype == torch.int32
-    assert columns.min() >= 0
-    assert columns.max() < n
     found = torch.zeros(n, n, dtype=torch.bool)
     for row in range(n):
         count = counts[0, 0, row]
-        found[row, columns[0, 0, row, :count].long()] = True
+        listed = columns[0, 0, row].long()
+        assert 0 <= listed.min() <= listed.max() < n
+        found[row, listed[:count]] = True
     assert found.sum() == counts.sum(), "a block is in a list twice"
     return found
 
@@ -104,17 +109,19 @@ def read_lists(counts, columns):
 def read_block_mask(bm):
     """The (T, T) mask that a BlockMask describes. Entirely visible blocks must be full blocks, which
     take the fast path. The lists of queries, for the backward pass, must agree with those of keys."""
-    assert tuple(bm.BLOCK_SIZE) == (128, 128)
+    assert bm.BLOCK_SIZE == (128, 128)
     partial = read_lists(bm.kv_num_blocks, bm.kv_indices)
     full = read_lists(bm.full_kv_num_blocks, bm.full_kv_indices)
     assert torch.equal(read_lists(bm.q_num_blocks, bm.q_indices), partial.T)
     assert torch.equal(read_lists(bm.full_q_num_blocks, bm.full_q_indices), full.T)
     assert not (partial & full).any()
+    n = len(full)
     tiles = torch.ones(128, 128, dtype=torch.bool)
-    pos = torch.arange(128 * len(full))
+    pos = torch.arange(128 * n)
     visible = bm.mask_mod(0, 0, pos[:, None], pos)
-    mask = torch.kron(full, tiles) | torch.kron(partial, tiles) & visible
-    by_block = mask.view(len(full), 128, len(full), 128)
+    visible &= torch.kron(partial, tiles)
+    mask = torch.kron(full, tiles) | visible
+    by_block = mask.view(n, 128, n, 128)
     assert torch.equal(full, by_block.all(3).all(1))
     return mask
 
@@ -132,9 +139,13 @@ def test_flex_block_mask(case):
 def test_portable_attention_forward_and_backward(case):
     num_seqs, length, every, window = case
     tokens = random_input(num_seqs, length, every, seed=4)
-    inputs = [x.requires_grad_() for x in qkv(num_seqs, length, 2, 16, seed=5)]
+    inputs = qkv(num_seqs, length, 2, 16, seed=5)
+    for x in inputs:
+        x.requires_grad_()
+    docs = document_ids(tokens, EOT)
+    first = 128 * (1 - blocks(window))
     span = window + num_seqs * length % 3
-    mask = portable_mask(document_ids(tokens, EOT), (1 - blocks(window)) * 128, span)
+    mask = portable_mask(docs, first, span)
     out = attention(*inputs, mask)
     assert out.shape == inputs[0].shape
     assert out.dtype == inputs[0].dtype
@@ -145,7 +156,8 @@ def test_portable_attention_forward_and_backward(case):
     out.backward(grad)
     want.backward(grad.double())
     for x, e in zip(inputs, exact):
-        assert_close(x.grad.double(), e.grad, rtol=1e-4, atol=2e-5)
+        got = x.grad.double()
+        assert_close(got, e.grad, rtol=1e-4, atol=2e-5)
 
 
 class Largest(TorchDispatchMode):
@@ -161,14 +173,20 @@ class Largest(TorchDispatchMode):
 
 
 def test_portable_attention_is_linear_in_length():
-    inputs = [x.requires_grad_() for x in qkv(1, 4096, 1, 16, seed=11)]
+    inputs = qkv(1, 4096, 1, 16, seed=11)
+    for x in inputs:
+        x.requires_grad_()
+    docs = torch.ones(4096, dtype=torch.int32)
     with Largest() as largest:
-        mask = portable_mask(torch.ones(4096, dtype=torch.int32), blocks(-128), 2)
+        mask = portable_mask(docs, blocks(-128), 2)
         attention(*inputs, mask).sum().backward()
     assert largest.numel <= 2 * 4096 * 2 * 128 < 4096**2
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+COMPILED = pytest.param(True, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("compiled", [False, COMPILED])
 @torch._dynamo.config.patch(disable=False)
 def test_flex_attention_with_our_block_mask(compiled):
     """Runs the code for CUDA on the CPU, forward only. One compiled graph serves all windows."""
@@ -185,7 +203,8 @@ def test_flex_attention_with_our_block_mask(compiled):
         # uncompiled, FlexAttention ignores the lists of blocks
         for window in (1, 2, 5) if compiled else (8,):
             dense = dense_mask(tokens, window)
-            want = dense_attention(q.double(), k.double(), v.double(), dense)
+            exact = (q.double(), k.double(), v.double())
+            want = dense_attention(*exact, dense)
             got = masked(q, k, v, docs, blocks(window))
             assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
@@ -201,27 +220,29 @@ def rotate(x, head_dim):
     freq = torch.cat([rotated, not_rotated])
     pos = torch.arange(x.shape[1], dtype=torch.float64)
     theta = pos[:, None] * freq
+    turn = torch.exp(-1j * theta)[:, None]
     x1, x2 = x.double().chunk(2, dim=-1)
-    turn = torch.exp(-1j * theta)
-    y = torch.complex(x1, x2) * turn[None, :, None]
+    y = torch.complex(x1, x2) * turn
     parts = [y.real, y.imag]
     return torch.cat(parts, dim=-1)
 
 
-@pytest.mark.parametrize("head_dim,length", [(128, 300), (64, 1), (32, 2048)])
+@pytest.mark.parametrize(
+    "head_dim,length",
+    [(128, 300), (64, 1), (32, 2048)],
+)
 def test_rotary(head_dim, length):
     rotary = Rotary(head_dim, 2048)
     x = torch.randn(2, length, 3, head_dim)
     y = rotary(x)
     assert y.dtype == x.dtype
-    assert y.shape == x.shape
     want = rotate(x, head_dim)
     atol = 2e-3 * length / 2048 + 1e-6
     assert_close(y.double(), want, rtol=0, atol=atol)
     assert torch.equal(y[:, 0], x[:, 0])  # position 0 is not rotated
-    quarter = head_dim // 4
-    first_half = range(quarter, 2 * quarter)
-    second_half = range(3 * quarter, head_dim)
-    still = [*first_half, *second_half]  # half of the pairs are never rotated
-    assert torch.equal(y[..., still], x[..., still])
+    # Half of the pairs are never rotated
+    pairs = (2, 2, head_dim // 4)
+    before = x.unflatten(-1, pairs)
+    after = y.unflatten(-1, pairs)
+    assert torch.equal(before[..., 1, :], after[..., 1, :])
     assert rotary(x.bfloat16()).dtype == torch.bfloat16

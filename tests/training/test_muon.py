@@ -25,11 +25,11 @@ def random_orthogonal(size, g):
 def with_singular_values(rows, cols, values, seed):
     """A (rows, cols) matrix in float64."""
     g = torch.Generator().manual_seed(seed)
-    u = random_orthogonal(rows, g)
-    v = random_orthogonal(cols, g)
     k = len(values)
+    u = random_orthogonal(rows, g)[:, :k]
+    v = random_orthogonal(cols, g)[:, :k]
     s = torch.as_tensor(values, dtype=torch.float64)
-    return u[:, :k] @ torch.diag(s) @ v[:, :k].T
+    return u @ torch.diag(s) @ v.T
 
 
 def quintic(values, steps=5):
@@ -59,7 +59,8 @@ def test_every_singular_value_follows_the_quintic(rows, steps):
     out = zeropower_via_newtonschulz5(g.float(), steps=steps).double()
     want = torch.zeros(rows, dtype=torch.float64)
     want[:6] = torch.from_numpy(quintic(values, steps))
-    torch.testing.assert_close(u.T @ out @ vt.T, want.diag(), rtol=0, atol=1e-4)
+    found = u.T @ out @ vt.T
+    torch.testing.assert_close(found, want.diag(), rtol=0, atol=1e-4)
     assert not zeropower_via_newtonschulz5(torch.zeros(4, 8)).any()
 
 
@@ -158,6 +159,7 @@ def plain_muon(beta2=0.0):
     means = {}
     for step in range(STEPS):
         m = momentum_at(step)
+        lr = lr_at(step)
         for i, p in enumerate(params):
             g = gradient(step, i, p.shape).double()
             momenta[i] = m * momenta[i] + (1 - m) * g
@@ -166,18 +168,22 @@ def plain_muon(beta2=0.0):
             updates = nesterov.reshape(shape)
             matrices = p.view(shape)
             for j, (update, matrix) in enumerate(zip(updates, matrices)):
-                rows, cols = matrix.shape
                 x = orthogonalize(update)
                 if beta2:
-                    x, means[i, j] = normalize(x, means.get((i, j), 0), beta2)
-                matrix -= lr_at(step) * max(1, rows / cols) ** 0.5 * x
+                    mean = means.get((i, j), 0)
+                    x, means[i, j] = normalize(x, mean, beta2)
+                rows, cols = matrix.shape
+                scale = max(1, rows / cols) ** 0.5
+                matrix -= lr * scale * x
     return params
 
 
 @pytest.mark.parametrize("beta2", [0.0, 0.9])
 def test_one_process_equals_the_plain_loop(beta2):
     starts = [initial(i, s).double() for i, s in enumerate(SHAPES)]
-    for got, start, want in zip(run_muon(beta2), starts, plain_muon(beta2)):
+    found = run_muon(beta2)
+    wanted = plain_muon(beta2)
+    for got, start, want in zip(found, starts, wanted):
         moved = want - start
         assert moved.norm() > 0.01
         error = got.double() - want
@@ -197,14 +203,17 @@ def check_state(world_size):
     opt = Muon(params, lr=LR, momentum=MOMENTUM, beta2=0.9)
     for i, p in enumerate(params):
         p.grad = gradient(0, i, p.shape)
-    with counting("all_gather") as gather, counting("zeropower_via_newtonschulz5") as batch:
-        opt.step()
+    with counting("all_gather") as gather:
+        with counting("zeropower_via_newtonschulz5") as batch:
+            opt.step()
     assert gather.call_count == batch.call_count == len(opt.param_groups)
     own = [dict(state) for state in opt.state.values()]
     saved = opt.state_dict()
     for group, numbers, mine in zip(opt.param_groups, saved["param_groups"], own, strict=True):
-        assert len(mine["average"]) == math.ceil(len(group["params"]) / world_size)
-        whole = saved["state"][numbers["params"][0]]
+        share = math.ceil(len(group["params"]) / world_size)
+        assert len(mine["average"]) == share
+        first = numbers["params"][0]
+        whole = saved["state"][first]
         for p, average in zip(group["params"], whole["average"], strict=True):
             torch.testing.assert_close(average, wide((1 - MOMENTUM) * p.grad))
     opt.load_state_dict(saved)
@@ -225,5 +234,6 @@ def test_processes_agree_with_one_process(tmp_path):
     spawn(muon_child, 3, tmp_path, str(tmp_path))
     alone = run_muon(beta2=0.9)
     for rank in range(3):
-        for got, want in zip(torch.load(tmp_path / f"{rank}.pt"), alone, strict=True):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for got, want in zip(found, alone, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=2e-3 * LR)
