@@ -348,6 +348,9 @@ def test_data_are_made_once(machine):
             launch.get_data("python", settings)
         file(launch.ROOT / "data" / "fineweb10B" / f"fineweb_{name}.bin")
     launch.get_data("python", settings)
+    (launch.ROOT / "data" / "fineweb10B" / "fineweb_val_000000.bin").unlink()
+    with pytest.raises(SystemExit, match="1"):
+        launch.get_data("python", settings)
 
 
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TMPDIR"])

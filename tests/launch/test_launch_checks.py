@@ -117,7 +117,7 @@ def test_as_many_processes_as_can_share_the_sequences(gpus, track, processes):
     [
         ({"H100": 80_000, "A100": 23_000}, 24576),
         ({"A100": 12_000, "H100": 80_000}, 12288),
-        ({"H100": 28_000}, 24576),
+        ({"H100": 30_500}, 24576),  # MiB; so many MB are enough for more
         ({"A100": 28_000}, 49152),  # without FP8, the head needs less
         ({"H100": 1_000}, 12288),
     ],

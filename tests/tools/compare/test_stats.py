@@ -211,6 +211,8 @@ def test_more_ideas_need_more_evidence():
     narrow = half_widths(differences, 0.01)
     wide = half_widths(differences, 0.01 / 20)
     assert wide[-1] > narrow[-1]
+    low, high = analyse("x", 1.5 + differences, np.full(60, 1.5), None, None, ideas=20).difference_interval
+    assert (high - low) / 2 == pytest.approx(wide[-1])
 
 
 # -----------------------------------------------------------------------------
@@ -268,6 +270,10 @@ def test_the_ceiling_without_noise(ideas, fewest):
     half = half_widths(np.arange(40.0) % 2, 0.01 / ideas)
     assert np.flatnonzero(np.isfinite(half))[0] + 1 == fewest
     assert most_pairs(1.0, 1e-6, ideas) == fewest + 1
+    # With noise, half of the other pairs give a two-sided z-test a power of 90%
+    shift = math.sqrt((most_pairs(1.0, 100, ideas) - fewest) / 2) / 100
+    limit = stats.norm.isf(0.01 / ideas / 2)
+    assert stats.norm.sf(limit - shift) + stats.norm.cdf(-limit - shift) == pytest.approx(0.9, abs=1e-4)
 
 
 @pytest.mark.parametrize("effect", [-0.02, 0.0])

@@ -126,6 +126,7 @@ def test_what_is_not_one_whole_run(tmp_path):
         (text[:last], "no final validation"),
         (text[: text.index("step:400/600 train")] + "step:400/600 tr", "stopped at step 400 of 600"),
         (text + text[first:], "several runs in one file"),
+        (text[:first] + 2 * text[last:], "several runs in one file"),  # with one validation each
         (text.replace("val_loss:1.4900", "val_loss:nan"), "final val_loss nan"),
         (text.replace("train_time:100000ms", "train_time:0ms"), "no training time"),
         (text[:last] + "step:600/600 val_loss:1.49\n", "no training time"),

@@ -100,6 +100,9 @@ def test_fit_is_least_squares(factors):
     assert [c.difference for c in fitted.factors] == pytest.approx(expected[:factors])
     assert [c.difference for c in fitted.groups] == pytest.approx(expected[factors : factors + 15])
     assert fitted.sd == pytest.approx(math.sqrt(residual[0] / (96 - rank)))
+    # Factors are corrected for their number, groups for that of groups
+    assert fitted.factors[0].half_width == interval_half_width(fitted.sd, 62, 96, factors)
+    assert fitted.groups[0].half_width == interval_half_width(fitted.sd, 62, 96, 15)
 
 
 @pytest.mark.parametrize(
