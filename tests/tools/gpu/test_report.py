@@ -204,11 +204,26 @@ def test_waits_are_counted_within_the_steps_only():
 
 
 # --------------------------------------------------------------- the losses of a CPU
-def test_settings_are_those_of_the_kept_losses(monkeypatch):
+@pytest.fixture
+def older_mini(monkeypatch):
     """The recipe of mini changes, but a GPU must train that of the kept losses."""
     monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
     monkeypatch.setattr(train_gpt, "uses_fp8", lambda hp: False)
     _, hp = train_gpt.parse_arguments(checks.OLDER_MINI.split())
     assert checks.tokens_digest(hp) == checks.TOKENS
-    losses = checks.losses_of_seeds(replace(hp, num_iterations=2), [0])
+    return hp
+
+
+def test_settings_are_those_of_the_kept_losses(older_mini):
+    losses = checks.losses_of_seeds(replace(older_mini, num_iterations=2), [0])
     assert losses[0] == pytest.approx([5.950651, 5.446752], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_kept_losses_can_be_made_again(older_mini, monkeypatch):
+    """Those of steps 11 to 20."""
+    first = list(checks.batches(older_mini))[:20]
+    monkeypatch.setattr(checks, "batches", lambda hp: first)
+    losses = torch.tensor(list(checks.losses_of_seeds(older_mini, range(5)).values()))
+    steps, mean, _ = checks.MINI_LOSSES["steps 11 to 20"]
+    assert losses[:, steps].mean().item() == pytest.approx(mean, abs=2e-3)
