@@ -214,24 +214,7 @@ def special_path(folder):
 
 
 # --------------------------------------------------------------------------------------------------
-# Cores and variables
-def half_a_core(folder):
-    version_1 = Path("/sys/fs/cgroup/cpu").is_dir()
-    group = Path("/sys/fs/cgroup", "cpu" if version_1 else ".", folder.name)
-    try:
-        group.mkdir()
-        if version_1:
-            (group / "cpu.cfs_quota_us").write_text("50000")
-        else:
-            (group / "cpu.max").write_text("50000 100000")
-    except OSError as e:
-        raise SkipTest(f"no quota can be set here: {e}")
-    prefix = ["sh", "-c", f'echo $$ >{group}/cgroup.procs && exec "$@"', "sh"]
-    done = train(folder, *prefix, TORCH_COMPILE_DISABLE=1)
-    group.rmdir()
-    return trained(done, "processes: 1")
-
-
+# Variables
 def strange_variables(folder):
     junk = folder / "junk"
     junk.mkdir()
@@ -253,6 +236,5 @@ CASES = [
     Case("no network", "a line", no_network),
     Case("read-only disk", "a line", read_only),
     Case("the system's Python has PyTorch", "trains", system_pytorch),
-    Case("half a core by quota", "trains", half_a_core),
     Case("C locale, junk in Python's variables", "trains", strange_variables),
 ]

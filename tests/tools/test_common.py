@@ -35,7 +35,6 @@ def version_1(quota, period):
         ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),  # half a core
         ({V2: "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2),
         ({V2: "0::/a.slice/b\n", "sys/fs/cgroup/a.slice/cpu.max": "300000 100000\n"}, 3),
-        ({V2: "0::/a.slice/b\n", "sys/fs/cgroup/a.slice/c/cpu.max": "300000 100000\n"}, 8),
         ({V2: "0::/../../b\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
         (version_1("150000\n", "50000\n"), 3),
         (version_1("-1\n", "100000\n"), 8),

@@ -31,7 +31,6 @@ class Hyperparameters:
     noise: float = 0.002    # standard deviation that is shared by all variants with a seed
     own_noise: float = 0.001
     slower: float = 1.0     # factor of a step's time
-    jitter: float = 0.0     # of a step's time
     takes: float = 0.0      # seconds of a run, apart from its steps
     crash: int = -1         # the seed that fails
     kill: int = -1          # the seed that is killed the first time
@@ -96,8 +95,7 @@ def run(hp, log_dir):
     n = hp.num_iterations
     started = time.perf_counter()
     for step in range(1, n + 1):
-        seconds = 0.001 * hp.slower * math.exp(random.gauss(0, hp.jitter))
-        time.sleep(seconds)
+        time.sleep(0.001 * hp.slower)
         ms = 1000 * (time.perf_counter() - started)
         print(f"step:{step}/{n} train_time:{ms:.3f}ms step_avg:{ms / step:.2f}ms", flush=True)
     last = f"step:{n}/{n} val_loss:{final_loss(hp):.4f} train_time:{ms:.0f}ms step_avg:{ms / n:.2f}ms"

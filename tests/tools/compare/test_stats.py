@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -95,14 +94,16 @@ def test_p_value_of_one_look_agrees_with_its_interval():
     unclear = rng.normal(0.001, 0.008, 12)
     differences = np.concatenate([clear, unclear])
     base = np.full(24, 1.5)
-    assert analyse("x", base[:12] + clear, base[:12], None, None).p < 0.01
+    first = analyse("x", base[:12] + clear, base[:12], None, None)
+    assert first.p < 0.01
     effect = analyse("x", base + differences, base, None, None)
     low, high = effect.difference_interval
     assert low < 0 < high
     assert effect.p == pytest.approx(1 / bayes_factor(differences), rel=1e-3)
     assert effect.p > 0.01
     several_looks = analyse("x", base + differences, base, None, 0.02)
-    assert several_looks.n < 24 and several_looks.p < 0.01
+    assert several_looks.n < 24
+    assert several_looks.p < 0.01
 
 
 def test_slope_against_scipy():
@@ -127,8 +128,10 @@ def test_slope_with_a_known_spread_is_least_squares():
     levels = np.tile(np.eye(3), (2, 1))
     log_steps = np.repeat([-math.log(1.25), math.log(1.25)], 3)
     matrix = np.column_stack([levels, log_steps])
-    solution = np.linalg.lstsq(matrix, np.array(fewer + more), rcond=None)[0]
-    covariance = 0.004**2 * np.linalg.inv(matrix.T @ matrix)
+    losses = np.array(fewer + more)
+    solution = np.linalg.lstsq(matrix, losses, rcond=None)[0]
+    information = matrix.T @ matrix
+    covariance = 0.004**2 * np.linalg.inv(information)
     assert found.value == pytest.approx(solution[3])
     assert abs(found.value) * found.error == pytest.approx(math.sqrt(covariance[3, 3]))
     assert found.half_width() == pytest.approx(found.error * stats.t.ppf(0.995, 62))
@@ -211,6 +214,9 @@ def test_more_ideas_need_more_evidence():
     narrow = half_widths(differences, 0.01)
     wide = half_widths(differences, 0.01 / 20)
     assert wide[-1] > narrow[-1]
+    effect = analyse("x", 1.5 + differences, np.full(60, 1.5), None, None, ideas=20)
+    low, high = effect.difference_interval
+    assert (high - low) / 2 == pytest.approx(wide[-1])
 
 
 # -----------------------------------------------------------------------------
@@ -268,6 +274,12 @@ def test_the_ceiling_without_noise(ideas, fewest):
     half = half_widths(np.arange(40.0) % 2, 0.01 / ideas)
     assert np.flatnonzero(np.isfinite(half))[0] + 1 == fewest
     assert most_pairs(1.0, 1e-6, ideas) == fewest + 1
+    # With noise, half of the other pairs give a two-sided z-test a power of 90%
+    pairs = (most_pairs(1.0, 100, ideas) - fewest) / 2
+    shift = math.sqrt(pairs) / 100
+    limit = stats.norm.isf(0.01 / ideas / 2)
+    power = stats.norm.sf(limit - shift) + stats.norm.cdf(-limit - shift)
+    assert power == pytest.approx(0.9, abs=1e-4)
 
 
 @pytest.mark.parametrize("effect", [-0.02, 0.0])
@@ -317,10 +329,3 @@ def test_intervals_hold_the_truth():
     fewest = stats.binom.ppf(0.001, trials, 0.99)
     for name, count in held.items():
         assert count >= fewest, (name, count / trials)
-
-
-def test_intervals_are_less_than_twice_as_wide_as_those_for_a_single_look():
-    differences = np.random.default_rng(10).normal(0, SD, 60)
-    interval = stats.ttest_1samp(differences, 0).confidence_interval(0.99)
-    half = (interval.high - interval.low) / 2
-    assert half < half_widths(differences, 0.01)[-1] < 2 * half

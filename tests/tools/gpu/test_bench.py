@@ -1,19 +1,17 @@
 """Tests of tools/gpu/bench.py and measure.py on a CPU: FLOPs, tables, errors, a whole benchmark."""
 
 import json
-import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.util import ROOT, env, random_tokens
+import train_gpt
+from tests.util import random_tokens
 from tools.gpu import bench, measure
-from train_gpt import GPT, TRACKS, InputError, build_optimizers, document_ids
+from train_gpt import GPT, TRACKS, build_optimizers, document_ids
 
 TINY = replace(
     TRACKS["fineweb"],
@@ -99,38 +97,33 @@ def cells(text, name, shape=""):
     return [float(cell.replace(",", "")) for cell in row.split()]
 
 
-def test_whole_benchmark(tmp_path):
+def test_whole_benchmark(tmp_path, monkeypatch, capsys):
     """What it prints agrees with its JSON file, and the figures with each other."""
-    command = [sys.executable, "-m", "tools.gpu.bench", *SMALL.split(), f"--json={tmp_path}/o.json"]
-    done = subprocess.run(command, cwd=ROOT, env=env(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    text = done.stdout
+    monkeypatch.setattr(measure, "matmul_peak", lambda: 50.0)  # GFLOP/s
+    monkeypatch.setattr(train_gpt, "init_processes", lambda: None)
+    bench.bench([*SMALL.split(), f"--json={tmp_path}/o.json"])
+    text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
     figures = json.loads((tmp_path / "o.json").read_text())
     assert min(figures["first step s"], figures["allocated MiB"]) > 0
     assert figures["tokens/s"] == pytest.approx(512 / figures["step ms"] * 1000)
     assert figures["MFU %"] == pytest.approx(100 * figures["model TFLOP/s"])  # of --peak_tflops 1
     assert "mini: 4 layers, width 32; 512 tokens a step, 2 micro-steps of 256\n" in text
-    assert f"speed: {figures['tokens/s']:,.0f} tokens/s; first step, with compilation: " in text
     assert f"MFU {figures['MFU %']:.2f} %\n" in text
     micro_step = 1000 * figures["step model TFLOP"] / 2
     muon = 1000 * figures["optimizer TFLOP"]
     for part, name, gflop in [
         ("forward", "forward ms", micro_step / 3),
         ("backward", "backward ms", micro_step * 2 / 3),
-        ("forward+backward", "forward+backward ms", micro_step),
         ("optimizers", "optimizer ms", muon),
         ("whole step", "step ms", 2 * micro_step + muon),
     ]:
         ms, shown, rate, percent = cells(text, part)
-        assert ms == pytest.approx(figures[name], abs=1e-3)
-        assert shown == pytest.approx(gflop, abs=1e-3)
+        assert (ms, shown) == pytest.approx((figures[name], gflop), abs=1e-3)
         expected = gflop / figures[name] * 1000
         assert rate == pytest.approx(expected, abs=0.6)
-        assert percent == pytest.approx(100 * expected / bench.higher_peak(figures), abs=0.6)
-    for row, shape in [("attention in", (256, 32, 48)), ("head", (256, 32, 320))]:
-        gflop = cells(text, row, " x ".join(map(str, shape)))[1]
-        assert gflop == pytest.approx(2e-9 * math.prod(shape), abs=1e-3)
+        assert percent == pytest.approx(100 * expected / 50, abs=0.6)
+    assert cells(text, "head", "256 x 32 x 320")[1] == pytest.approx(2e-9 * 256 * 32 * 320, abs=1e-3)
     times = [float(row.split()[0]) for row in text.splitlines()[-3:]]  # of kernels
     assert times == sorted(times, reverse=True)
     assert times[-1] > 0
@@ -138,12 +131,6 @@ def test_whole_benchmark(tmp_path):
 
 # -----------------------------------------------------------------------------
 # Options
-
-
-def test_bad_options():
-    for option, value in [("--train_seq_len", "100"), ("--no_such_option", "1")]:
-        with pytest.raises(InputError, match=option):
-            bench.read_options([option, value])
 
 
 def test_fineweb_on_a_cpu_takes_short_steps():

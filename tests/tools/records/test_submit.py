@@ -15,9 +15,9 @@ from tests.tools.records.makers import (
     SOURCE,
     cpu,
     everything,
+    is_png,
     make_runs,
     our_log,
-    png_size,
     run,
     unwrapped,
 )
@@ -66,7 +66,6 @@ def test_records_are_filed(filed):
     assert "The first record of the `tiny` track on this hardware." in texts[0]
     assert "(../2026-01-02_FirstRecord/)" in texts[1]
     assert "- saved: 9.950 s (9.95%)" in texts[1]
-    assert "- previous record: mean 100.050 s, 4 runs" in texts[1]
     assert "Only *it*." in texts[2]
     assert f"--against records/tiny/{FOLDERS[1]} --same-ml\n" in texts[2]
     assert "The first record" in texts[3]
@@ -75,10 +74,8 @@ def test_records_are_filed(filed):
     rows = [line for line in page.splitlines() if re.match(r"\| [1234] \| \S+ \| \[", line)]
     assert [row.split(" | ")[1] for row in rows] == ["100.05", "90.10", "**80.00**", "**200.55**"]
     assert "First \\| record" in rows[0]
-    assert "waived" in rows[2]
-    assert "8x NVIDIA H100 80GB HBM3" in rows[3]
     for picture in ("history.png", "tiny/leaderboard.png", *(f"tiny/{n}/curves.png" for n in FOLDERS)):
-        png_size(filed / picture)
+        assert is_png(filed / picture)
 
 
 def test_pages_are_made_anew(filed, tmp_path):
@@ -124,7 +121,6 @@ def test_records_are_refused(tmp_path, filed, change, reason):
 @pytest.mark.parametrize(
     "name, options, reason",
     [
-        ("x", ["--date", "2026-13-01"], "2026-13-01"),
         ("!", [], "--name"),
         ("first record", [], "exists already"),
         ("x", ["nothing"], "nothing: "),
