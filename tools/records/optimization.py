@@ -122,8 +122,7 @@ def t_test(name: str, test, *groups: list[float], **options) -> tuple[float | No
         return None, "one run has no standard deviation"
     if all(min(losses) == max(losses) for losses in groups):
         return None, "all runs of a recipe have the same loss"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # almost equal losses
+    with warnings.catch_warnings(action="ignore"):  # almost equal losses
         return float(test(*groups, alternative="less", **options).pvalue), name
 
 

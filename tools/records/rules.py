@@ -141,8 +141,7 @@ def p_faster(ours: list[float], theirs: list[float]) -> tuple[float | None, str]
     # A single run has no spread of its own: assume that of the other side
     single = min(len(ours), len(theirs)) == 1
     name = "Student's t-test, because one side has a single run" if single else "Welch's t-test"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # equal times
+    with warnings.catch_warnings(action="ignore"):  # equal times
         p = float(stats.ttest_ind(ours, theirs, equal_var=single, alternative="less").pvalue)
     return (None if math.isnan(p) else p), name
 
