@@ -189,9 +189,10 @@ def print_decision(recipes: list[Recipe], decision: Decision) -> None:
         print(f"{recipe.name:<7} {summary(recipe)}")
     print(f"rule    {decision.formula} = {decision.score:.6f}, needs {float(THRESHOLD)} or more")
     print(f"        {ASSUMPTION}")
-    p = "none:" if decision.p_value is None else f"p = {decision.p_value:.2g}"
-    test = decision.test if decision.p_value is None else f"({decision.test})"
-    print(f"t-test  {p} {test}")
+    test = f"none: {decision.test}"
+    if decision.p_value is not None:
+        test = f"p = {decision.p_value:.2g} ({decision.test})"
+    print(f"t-test  {test}")
     print(f"\n{verdict_text(decision, len(recipes) > 1)}")
 
 

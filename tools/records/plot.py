@@ -9,10 +9,9 @@ too. If a label has several runs, the plot shows their mean and a band of one st
 Exit status: 0 written, 2 bad input.
 """
 
-import argparse
 from pathlib import Path
 
-from tools.common import LogError, run_command
+from tools.common import LogError, command_parser, run_command
 from tools.logs import Log, read_logs
 from tools.records.curves import X_LABELS, plot_curves
 
@@ -36,11 +35,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="./run.sh plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("plot", __doc__)
     add = parser.add_argument
     add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
     add("-o", "--output", type=Path, required=True, metavar="FILE.png", help="the picture to write")

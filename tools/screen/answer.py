@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.common import goal, percent, percent_interval, plural, short, table
-from tools.compare.answer import STEPS_UNKNOWN, slope_in_words
+from tools.compare.answer import slope_in_words
 from tools.compare.stats import Slope
 from tools.screen.blocks import Block, Factor
 from tools.screen.design import (
@@ -158,7 +158,7 @@ def facts_in_words(result: Result) -> str:
         words += f"The mean loss of all configurations is {result.mean_loss():.4f}. That of the base is "
         words += f"about {result.base_loss():.4f}, estimated from its runs with fewer and with more steps. "
         words += "If the base's is lower, the best values may lie between low and high. "
-    words += slope_in_words(result.slope) or STEPS_UNKNOWN
+    words += slope_in_words(result.slope)
     return f"{words} Runs on {'; '.join(machines)}."
 
 
