@@ -305,3 +305,11 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
             except LogError as e:
                 errors.append(str(e))
     return logs, errors
+
+
+def read_all_logs(paths: list[str | Path]) -> list[Log]:
+    """Like read_logs, but raises LogError if there is a file or a folder that can't be read."""
+    logs, errors = read_logs(paths)
+    if errors:
+        raise LogError(errors[0])
+    return logs

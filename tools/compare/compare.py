@@ -220,7 +220,7 @@ def measure_times(c: Comparison) -> None:
             c.log_ratios[idea.name] = ratios
         except (RunError, FileError, OSError) as e:
             say(c)
-            print(e, file=sys.stderr, flush=True)
+            print(e, file=sys.stderr)
             c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
 
 
@@ -312,7 +312,7 @@ def compare(argv: list[str]) -> int:
         fewest = fewest_pairs(len(c.ideas))
         if args.runs and args.runs < fewest and not args.gate:
             warning = f"warning: too few to say helps or hurts; use --runs {fewest} or more"
-            print(warning, file=sys.stderr, flush=True)
+            print(warning, file=sys.stderr)
         try:
             make_pairs(c)
             identical = all(effect.verdict == "identical" for effect in c.effects())

@@ -206,7 +206,7 @@ def read_idea(folder: Path) -> dict:
     """The idea.json of an idea's folder. Raises UsageError and OSError."""
     file = folder / "idea.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_bytes())
     except ValueError as e:
         raise UsageError(f"{file}: not JSON ({e})") from None
 

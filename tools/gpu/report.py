@@ -72,7 +72,7 @@ def run_stage(name, seconds):
                     os.killpg(process.pid, signal.SIGKILL)
         seconds = time.monotonic() - started
         if figures.exists():
-            return result_of("done", seconds, json.loads(figures.read_text(encoding="utf-8")))
+            return result_of("done", seconds, json.loads(figures.read_bytes()))
         return result_of(status, seconds, error=end_of(output.read_text(errors="replace")) or status)
 
 
@@ -80,7 +80,7 @@ def kept_stages(path, conditions):
     """The stages of an earlier run that succeeded under the same conditions."""
     if not path.exists():
         return {}
-    old = json.loads(path.read_text(encoding="utf-8"))
+    old = json.loads(path.read_bytes())
     if old["conditions"] | {"date": conditions["date"]} != conditions:
         return {}
     return {name: result for name, result in old["stages"].items() if result["status"] == "done"}

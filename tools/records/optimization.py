@@ -25,7 +25,7 @@ from pathlib import Path
 from scipy import stats
 
 from tools.common import LogError, plural
-from tools.logs import Log, read_logs
+from tools.logs import Log, read_all_logs
 
 TARGET = 3.28  # nats per token
 THRESHOLD = Fraction("0.004")  # nats per token
@@ -81,9 +81,7 @@ def read_recipe(name: str, paths: list[Path]) -> Recipe:
     Raises LogError if a log can't be read, if a run has no final loss, if two logs are copies, or if
     runs have different numbers of steps.
     """
-    logs, errors = read_logs(paths)
-    if errors:
-        raise LogError(errors[0])
+    logs = read_all_logs(paths)
     first = logs[0]
     seen = {}
     for log in logs:

@@ -11,8 +11,8 @@ Exit status: 0 written, 2 bad input.
 
 from pathlib import Path
 
-from tools.common import LogError, command_parser, run_command
-from tools.logs import Log, read_logs
+from tools.common import command_parser, run_command
+from tools.logs import Log, read_all_logs
 from tools.records.curves import X_LABELS, plot_curves
 
 
@@ -24,9 +24,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
         if Path(argument).exists():
             label = ""
             path = argument
-        logs, errors = read_logs([path])
-        if errors:
-            raise LogError(errors[0])
+        logs = read_all_logs([path])
         if not label and Path(path).is_dir():
             label = Path(path).resolve().name
         for log in logs:
