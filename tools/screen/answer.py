@@ -68,13 +68,8 @@ def low_and_high(factor: Factor) -> tuple[str, str]:
     return ("off", "on") if factor.is_switch else (side(factor.low), side(factor.high))
 
 
-def sides(factor: Factor) -> str:
-    """As text: "0.04, 0.06"."""
-    return ", ".join(low_and_high(factor))
-
-
 def label(factor: Factor) -> str:
-    return factor.name if factor.is_switch else f"{factor.name} ({sides(factor)})"
+    return factor.name if factor.is_switch else f"{factor.name} ({', '.join(low_and_high(factor))})"
 
 
 def table_of_factors(result: Result) -> list[str]:
@@ -85,7 +80,7 @@ def table_of_factors(result: Result) -> list[str]:
         bounds = contrast.steps_interval
         row = (
             short(factor.name, 20),
-            short(sides(factor), 14),
+            short(", ".join(low_and_high(factor)), 14),
             f"{contrast.difference:+.4f}",
             percent(contrast.steps),
             percent_interval(bounds) if bounds else "-",
