@@ -38,7 +38,6 @@ import argparse
 import math
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 
