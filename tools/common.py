@@ -159,6 +159,16 @@ def run_command(main, *more_errors: type[Exception]) -> None:
 # Options, numbers in words, tables, JSON
 
 
+def command_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a command of run.sh, whose --help shows the description as it is."""
+    return argparse.ArgumentParser(
+        prog=f"./run.sh {command}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def whole_number(text: str) -> int:
     """An option's value that must be at least 1. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:

@@ -53,12 +53,6 @@ HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
 NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# ([\w./-]+)\n-{20,}\n\n")
 
 
-def short_name(path: Path) -> str:
-    """The file's name, for tables. A UUID is shortened to its first 8 digits."""
-    uuid = r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-    return re.sub(uuid, r"\1", path.stem)
-
-
 @dataclass
 class Validation:
     """One line of a log with a validation loss."""
@@ -95,7 +89,9 @@ class Log:
 
     @property
     def name(self) -> str:
-        return short_name(self.path)
+        """The file's name, for tables. A UUID is shortened to its first 8 digits."""
+        uuid = r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+        return re.sub(uuid, r"\1", self.path.stem)
 
     @property
     def final(self) -> Validation | None:
@@ -222,7 +218,7 @@ def find_hyperparameters(header: str) -> dict:
     line = re.search(r"^hyperparameters: (\{.*\})\r?$", header, re.MULTILINE)
     try:
         found = json.loads(line[1]) if line else {}
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     kinds = {"track": str, "val_tokens": int, "target_val_loss": (int, float)}
     for name, kind in kinds.items():
@@ -309,3 +305,11 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
             except LogError as e:
                 errors.append(str(e))
     return logs, errors
+
+
+def read_all_logs(paths: list[str | Path]) -> list[Log]:
+    """Like read_logs, but raises LogError if there is a file or a folder that can't be read."""
+    logs, errors = read_logs(paths)
+    if errors:
+        raise LogError(errors[0])
+    return logs

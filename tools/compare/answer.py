@@ -1,24 +1,17 @@
 """The answer of compare.py: in words, as a table, as JSON and as a plot."""
 
-import io
 import math
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from tools.common import goal, p_text, percent, percent_interval, short, table, write_file
+from tools.common import goal, p_text, percent, percent_interval, short, table
 from tools.compare.stats import P_VALUE, Effect, Slope, fewest_pairs, half_widths, log_steps
 
 WIDTH = 80
-STEPS_UNKNOWN = "Steps are unknown: they take more runs of the base with fewer and with more steps."
 NEEDS_PAIRS = "an idea needs two pairs of runs"
 NO_INTERVAL = f"no interval before {fewest_pairs(1)} pairs"
-
-
-def steps_in_words(steps: float) -> str:
-    return f"{abs(steps):.1%} {'fewer' if steps < 0 else 'more'} steps"
 
 
 # -----------------------------------------------------------------------------
@@ -31,7 +24,10 @@ def headline(effect: Effect, until: float | None) -> str:
     if effect.verdict == "identical":
         return f"{name}: the losses are identical in all {effect.n} pairs."
     known = effect.steps is not None
-    needs = f" It needs {steps_in_words(effect.steps)} for the same loss." if known else ""
+    needs = ""
+    if known:
+        more = "fewer" if effect.steps < 0 else "more"
+        needs = f" It needs {abs(effect.steps):.1%} {more} steps for the same loss."
     if effect.verdict == "helps":
         return f"{name} helps.{needs}"
     if effect.verdict == "hurts":
@@ -135,14 +131,10 @@ def answer_for_many(
 
 def slope_in_words(slope: Slope | None) -> str:
     if slope is None:
-        return ""
+        return "Steps are unknown: they take more runs of the base with fewer and with more steps."
     one_percent = abs(slope.value) * -math.log1p(-0.01)
     words = f"If the base trains 1% fewer steps, its loss rises by {one_percent:.5f}"
     return f"{words} (standard error {slope.error:.0%})."
-
-
-def effect_as_json(effect: Effect, until: float | None) -> dict:
-    return {**asdict(effect), "words": headline(effect, until)}
 
 
 # -----------------------------------------------------------------------------
@@ -169,10 +161,9 @@ def plot_answer(
     path: Path,
 ) -> None:
     """Draws the intervals as they narrow. Raises FileError."""
-    from matplotlib.figure import Figure  # slow to import, and only needed here
+    from tools.figures import plt, save_figure  # slow to import, and only needed here
 
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
-    ax = figure.subplots()
+    figure, ax = plt.subplots(figsize=(8, 4.8))
     for effect in effects:
         d = differences[effect.name][: effect.n]
         draw_narrowing(ax, d, short(effect.name, 20), slope, len(effects))
@@ -184,6 +175,4 @@ def plot_answer(
     ax.set_xlabel("pairs of runs")
     ax.set_ylabel("steps to the same loss, %")
     ax.legend(fontsize=9)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    write_file(path, image.getvalue())
+    save_figure(figure, path)

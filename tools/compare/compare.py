@@ -37,7 +37,7 @@ Exit status: 0 the comparison was made, 1 a run failed, 2 another error, 130 int
 import argparse
 import math
 import sys
-from pathlib import Path
+from dataclasses import asdict
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from tools.common import (
     FileError,
     UsageError,
     as_json,
+    command_parser,
     fraction,
     output_file,
     plural,
@@ -57,10 +58,9 @@ from tools.common import (
 from tools.compare import runs as compare_runs
 from tools.compare.answer import (
     NEEDS_PAIRS,
-    STEPS_UNKNOWN,
     answer_for_many,
     answer_for_one,
-    effect_as_json,
+    headline,
     plot_answer,
     slope_in_words,
 )
@@ -89,12 +89,7 @@ def fail(message: str):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="./run.sh compare",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("compare", __doc__)
     parser.error = fail
     add = parser.add_argument
     source = "[NAME=]SOURCE"
@@ -224,7 +219,7 @@ def measure_times(c: Comparison) -> None:
             c.log_ratios[idea.name] = ratios
         except (RunError, FileError, OSError) as e:
             say(c)
-            print(e, file=sys.stderr, flush=True)
+            print(e, file=sys.stderr)
             c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
 
 
@@ -244,7 +239,7 @@ def facts_in_words(c: Comparison) -> list[str]:
     facts = c.pool.facts
     per = "run" if facts["processes"] == 1 else "process"
     threads = f"{plural(facts['threads'], 'thread')} per {per}"
-    sentences = [slope_in_words(c.slope()) or STEPS_UNKNOWN]
+    sentences = [slope_in_words(c.slope())]
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for idea in c.ideas:
@@ -265,19 +260,16 @@ def answer_as_json(c: Comparison) -> bytes:
     facts = c.pool.facts
     runs = {}
     for name, logs in c.pool.runs.items():
-        runs[name] = []
-        for seed, log in sorted(logs.items()):
-            final = log.final
-            run = {"path": str(log.path), "seed": seed, "val_loss": final.val_loss}
-            runs[name].append({**run, "step_avg_ms": final.step_avg_ms})
+        seeds = sorted(logs)
+        runs[name] = [{"path": str(logs[s].path), "seed": s, **asdict(logs[s].final)} for s in seeds]
     slope = c.slope()
     answer = {
         **{name: facts[name] for name in ("machine", "torch", "threads", "processes")},
         "jobs": c.pool.jobs,
         "until": c.until(),
         "base": c.base.name,
-        "slope": slope and {"value": slope.value, "error": slope.error, "n": slope.n},
-        "ideas": [effect_as_json(effect, c.args.until) for effect in c.effects()],
+        "slope": slope and asdict(slope),
+        "ideas": [{**asdict(e), "words": headline(e, c.args.until)} for e in c.effects()],
         "log_ratios": c.log_ratios,
         "minutes": c.pool.minutes(),
         "runs_made": c.pool.made,
@@ -319,7 +311,7 @@ def compare(argv: list[str]) -> int:
         fewest = fewest_pairs(len(c.ideas))
         if args.runs and args.runs < fewest and not args.gate:
             warning = f"warning: too few to say helps or hurts; use --runs {fewest} or more"
-            print(warning, file=sys.stderr, flush=True)
+            print(warning, file=sys.stderr)
         try:
             make_pairs(c)
             identical = all(effect.verdict == "identical" for effect in c.effects())

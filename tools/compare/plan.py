@@ -30,7 +30,7 @@ from tools.compare.stats import (
 
 # Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
 USUAL_SD = 0.005
-USUAL_SLOPE = Slope(-0.123, 0.05, FEWEST_SLOPES, FEWEST_SLOPES - 1)
+USUAL_SLOPE = -0.123
 MOST_SLOPES = 24  # seeds
 
 
@@ -110,8 +110,8 @@ def undecided(c: Comparison) -> list[Variant]:
 
 def goal_in_loss(c: Comparison) -> float:
     """The loss that --until is worth."""
-    slope = c.slope() or USUAL_SLOPE
-    return abs(slope.value) * -np.log1p(-c.args.until)
+    slope = c.slope()
+    return abs(slope.value if slope else USUAL_SLOPE) * -np.log1p(-c.args.until)
 
 
 def pairs_expected(c: Comparison) -> int:

@@ -101,7 +101,7 @@ def show_line(text: str = "") -> None:
     if sys.stderr.isatty():
         print(f"{text:79}\r", end="", file=sys.stderr, flush=True)
     elif text:
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------

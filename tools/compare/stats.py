@@ -75,8 +75,24 @@ class Effect:
 # The anytime-valid t-test
 
 
-def log_e_values(differences: np.ndarray, prior: float = PRIOR) -> np.ndarray:
-    """The logarithm of the e-value against a mean of zero, after each pair.
+def log_e_value(n, ratio):
+    """The logarithm of the e-value against a mean of zero, after n pairs. `ratio` is t^2 / (n - 1)."""
+    shrinkage = PRIOR / (PRIOR + n)
+    return (np.log(shrinkage) + n * (np.log1p(ratio) - np.log1p(shrinkage * ratio))) / 2
+
+
+def widest_ratio(evidence: float, weight, freedom):
+    """The t^2 / freedom whose e-value is `evidence`; infinite if none is as large.
+
+    `weight` is the variance of the noise over that of the estimate: the number of pairs for a mean."""
+    shrinkage = PRIOR / (PRIOR + weight)
+    bound = np.exp((2 * math.log(evidence) - np.log(shrinkage)) / (freedom + 1))
+    ratio = (bound - 1) / (1 - bound * shrinkage)
+    return np.where(bound * shrinkage < 1, ratio, np.inf)
+
+
+def log_e_values(differences: np.ndarray) -> np.ndarray:
+    """log_e_value after each pair.
 
     `differences` has shape (..., n), and so has the result. The first value is 0: one pair tells
     nothing.
@@ -84,18 +100,14 @@ def log_e_values(differences: np.ndarray, prior: float = PRIOR) -> np.ndarray:
     n = np.arange(1, differences.shape[-1] + 1)
     mean = np.cumsum(differences, axis=-1) / n
     squares = np.cumsum(differences**2, axis=-1) - n * mean**2  # sum of squared deviations
-    shrinkage = prior / (prior + n)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = n * mean**2 / squares  # t^2 / (n - 1)
-        gain = np.log1p(ratio) - np.log1p(shrinkage * ratio)
-    # No spread: the limit of large t, or nothing at all if all differences are zero
-    gain = np.where(squares <= 0, np.where(mean == 0, 0, -np.log(shrinkage)), gain)
-    log_e = (np.log(shrinkage) + n * gain) / 2
+    # Without any spread, the ratio is huge, or 0 if all differences are 0
+    log_e = log_e_value(n, n * mean**2 / np.maximum(squares, 1e-200))
     log_e[..., 0] = 0
     return log_e
 
 
-def half_widths(differences: np.ndarray, alpha: float, prior: float = PRIOR) -> np.ndarray:
+@np.errstate(invalid="ignore")  # an infinite ratio times no spread
+def half_widths(differences: np.ndarray, alpha: float) -> np.ndarray:
     """Half of the confidence interval of the mean after each pair; infinite for the first few.
 
     `differences` has shape (n,). The interval has all means whose e-value is below 1 / alpha.
@@ -103,14 +115,8 @@ def half_widths(differences: np.ndarray, alpha: float, prior: float = PRIOR) -> 
     n = np.arange(1, len(differences) + 1)
     mean = np.cumsum(differences) / n
     squares = np.maximum(np.cumsum(differences**2) - n * mean**2, 0)
-    shrinkage = prior / (prior + n)
-    # Solves log_e = log(1 / alpha) for t^2 / (n - 1)
-    bound = np.exp((2 * math.log(1 / alpha) - np.log(shrinkage)) / n)
-    finite = bound * shrinkage < 1
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = (bound - 1) / (1 - bound * shrinkage)
-        half = np.sqrt(ratio * squares / n)
-    return np.where(finite, half, np.inf)
+    ratio = widest_ratio(1 / alpha, n, n - 1)
+    return np.where(ratio < np.inf, np.sqrt(ratio * squares / n), np.inf)
 
 
 def fewest_pairs(ideas: int) -> int:
@@ -276,12 +282,8 @@ def add_times(effect: Effect, log_ratios: np.ndarray, slope: Slope | None) -> No
 def pairs_for(effect: float, sd: float, ideas: int = 1) -> int:
     """About how many pairs show an effect of this size, or exclude it if there is none."""
     n = 2
-    while n < 1_000_000:
-        shrinkage = PRIOR / (PRIOR + n)
-        ratio = n / (n - 1) * (effect / sd) ** 2
-        log_e = (math.log(shrinkage) + n * (math.log1p(ratio) - math.log1p(shrinkage * ratio))) / 2
-        if log_e >= math.log(ideas / P_VALUE):
-            return n
+    needed = math.log(ideas / P_VALUE)
+    while n < 1_000_000 and log_e_value(n, n / (n - 1) * (effect / sd) ** 2) < needed:
         n += max(1, n // 100)
     return n
 

@@ -86,7 +86,7 @@ def measure_rounds(pool: Pool, base: Variant, idea: Variant, show) -> list[float
     """
     file = compare_runs.FOLDER / "times" / f"{pool.key(base)}_{pool.key(idea)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    ratios = json.loads(file.read_text()) if file.exists() else []
+    ratios = json.loads(file.read_bytes()) if file.exists() else []
     steps = min(base.num_iterations(), idea.num_iterations() or base.num_iterations())
     while len(ratios) < ROUNDS:
         before = len(ratios)

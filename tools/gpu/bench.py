@@ -28,14 +28,22 @@ has the matrix products of activations with weights in the forward pass of one m
 MFU (model FLOPs utilization) is the model's FLOP/s divided by the dense bf16 peak in the GPU's
 datasheet, even if the head runs in FP8.
 """
-import argparse
 import math
 import os
 import sys
 import time
 from pathlib import Path
 
-from tools.common import as_json, environment, plural, run_command, table, whole_number, write_file
+from tools.common import (
+    as_json,
+    command_parser,
+    environment,
+    plural,
+    run_command,
+    table,
+    whole_number,
+    write_file,
+)
 
 if __name__ == "__main__" and not environment().items() <= os.environ.items():
     os.execve(sys.executable, sys.orig_argv, os.environ | environment())  # as ./run.sh trains on a CPU
@@ -144,9 +152,7 @@ def read_options(argv):
 
     Raises InputError.
     """
-    parser = argparse.ArgumentParser("./run.sh bench", description=__doc__, allow_abbrev=False,
-                                     epilog="All other options go to train_gpt.py.",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("bench", __doc__)
     add = parser.add_argument
     add("--repeats", type=whole_number, default=20, metavar="N",
         help="timed repetitions, after half as many untimed ones (default: 20)")

@@ -20,7 +20,6 @@ stage. If a stage fails, the page says so, and the other stages still run. If th
 interrupted, run the same command again to continue: finished stages are kept if the GPU, the source
 and PyTorch's version are the same. --stage NAME runs only that stage, even if it has a result.
 """
-import argparse
 import contextlib
 import hashlib
 import json
@@ -34,7 +33,7 @@ from pathlib import Path
 
 import train_gpt
 from tools import launch
-from tools.common import ROOT, as_json, run_command, stop_on_signals, write_file
+from tools.common import ROOT, as_json, command_parser, run_command, stop_on_signals, write_file
 from tools.gpu.checks import STAGES
 from tools.gpu.page import page
 from train_gpt import InputError
@@ -73,7 +72,7 @@ def run_stage(name, seconds):
                     os.killpg(process.pid, signal.SIGKILL)
         seconds = time.monotonic() - started
         if figures.exists():
-            return result_of("done", seconds, json.loads(figures.read_text(encoding="utf-8")))
+            return result_of("done", seconds, json.loads(figures.read_bytes()))
         return result_of(status, seconds, error=end_of(output.read_text(errors="replace")) or status)
 
 
@@ -81,7 +80,7 @@ def kept_stages(path, conditions):
     """The stages of an earlier run that succeeded under the same conditions."""
     if not path.exists():
         return {}
-    old = json.loads(path.read_text(encoding="utf-8"))
+    old = json.loads(path.read_bytes())
     if old["conditions"] | {"date": conditions["date"]} != conditions:
         return {}
     return {name: result for name, result in old["stages"].items() if result["status"] == "done"}
@@ -119,8 +118,7 @@ def make_report(folder, only, minutes):
 
 
 def gpu_report(argv):
-    parser = argparse.ArgumentParser("./run.sh gpu-report", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("gpu-report", __doc__)
     add = parser.add_argument
     add("--stage", action="append", choices=STAGES, help="run only this stage; can be given several times")
     add("--out", type=Path, default=ROOT / "logs" / "report", metavar="DIR",

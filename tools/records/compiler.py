@@ -23,8 +23,7 @@ def compiler_settings(source: bytes) -> list[str]:
     tree is searched. If this Python can't parse it, the only line says so.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(source.decode("utf-8", "replace"))
     except SyntaxError as e:
         return [f"syntax that this Python can't parse in source line {e.lineno}"]

@@ -109,7 +109,7 @@ def read_screens(folder: Path) -> dict[str, dict]:
     """
     screens = {}
     for file in sorted(folder.glob("*/result.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))[0]
+        found = json.loads(file.read_bytes())[0]
         effects = {}
         for factor in found["factors"]:
             if factor["patch"].startswith(PATCHES) and factor["steps"] is not None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from scipy import stats
 
 from tools.common import LogError, plural
-from tools.logs import Log, read_logs
+from tools.logs import Log, read_all_logs
 
 TARGET = 3.28  # nats per token
 THRESHOLD = Fraction("0.004")  # nats per token
@@ -81,9 +81,7 @@ def read_recipe(name: str, paths: list[Path]) -> Recipe:
     Raises LogError if a log can't be read, if a run has no final loss, if two logs are copies, or if
     runs have different numbers of steps.
     """
-    logs, errors = read_logs(paths)
-    if errors:
-        raise LogError(errors[0])
+    logs = read_all_logs(paths)
     first = logs[0]
     seen = {}
     for log in logs:
@@ -122,8 +120,7 @@ def t_test(name: str, test, *groups: list[float], **options) -> tuple[float | No
         return None, "one run has no standard deviation"
     if all(min(losses) == max(losses) for losses in groups):
         return None, "all runs of a recipe have the same loss"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # almost equal losses
+    with warnings.catch_warnings(action="ignore"):  # almost equal losses
         return float(test(*groups, alternative="less", **options).pvalue), name
 
 
@@ -190,9 +187,10 @@ def print_decision(recipes: list[Recipe], decision: Decision) -> None:
         print(f"{recipe.name:<7} {summary(recipe)}")
     print(f"rule    {decision.formula} = {decision.score:.6f}, needs {float(THRESHOLD)} or more")
     print(f"        {ASSUMPTION}")
-    p = "none:" if decision.p_value is None else f"p = {decision.p_value:.2g}"
-    test = decision.test if decision.p_value is None else f"({decision.test})"
-    print(f"t-test  {p} {test}")
+    test = f"none: {decision.test}"
+    if decision.p_value is not None:
+        test = f"p = {decision.p_value:.2g} ({decision.test})"
+    print(f"t-test  {test}")
     print(f"\n{verdict_text(decision, len(recipes) > 1)}")
 
 

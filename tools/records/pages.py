@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.common import ROOT, LogError, p_text, write_file
 from tools.figures import COLORS, plt, save_figure
-from tools.logs import Log, read_logs
+from tools.logs import Log, read_all_logs
 from tools.records.curves import plot_curves
 from tools.records.report import COLUMNS, summary_lines, table_rows
 from tools.records.rules import P_VALUE, Summary, judge, summarize
@@ -54,12 +54,10 @@ class Record:
 
 def read_record(folder: Path) -> Record:
     """Raises LogError."""
-    logs, errors = read_logs([folder])
-    if errors:
-        raise LogError(errors[0])
+    logs = read_all_logs([folder])
     file = folder / "record.json"
     try:
-        return Record(folder, logs, **json.loads(file.read_text(encoding="utf-8")))
+        return Record(folder, logs, **json.loads(file.read_bytes()))
     except (TypeError, ValueError) as e:
         raise LogError(f"{file}: it doesn't describe a record ({e})") from None
 

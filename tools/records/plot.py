@@ -9,11 +9,10 @@ too. If a label has several runs, the plot shows their mean and a band of one st
 Exit status: 0 written, 2 bad input.
 """
 
-import argparse
 from pathlib import Path
 
-from tools.common import LogError, run_command
-from tools.logs import Log, read_logs
+from tools.common import command_parser, run_command
+from tools.logs import Log, read_all_logs
 from tools.records.curves import X_LABELS, plot_curves
 
 
@@ -25,9 +24,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
         if Path(argument).exists():
             label = ""
             path = argument
-        logs, errors = read_logs([path])
-        if errors:
-            raise LogError(errors[0])
+        logs = read_all_logs([path])
         if not label and Path(path).is_dir():
             label = Path(path).resolve().name
         for log in logs:
@@ -36,11 +33,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="./run.sh plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("plot", __doc__)
     add = parser.add_argument
     add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
     add("-o", "--output", type=Path, required=True, metavar="FILE.png", help="the picture to write")

@@ -8,14 +8,13 @@ Gets the sources of a run out of its log, byte for byte. It runs none of them.
 Exit status: 0 written, 2 bad input.
 """
 
-import argparse
 import difflib
 import re
 import shlex
 import sys
 from pathlib import Path
 
-from tools.common import FileError, LogError, run_command, write_file
+from tools.common import FileError, LogError, command_parser, run_command, write_file
 from tools.logs import Log, parse_log
 
 
@@ -90,11 +89,7 @@ def command_to_run(log: Log, folder: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="./run.sh replay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("replay", __doc__)
     parser.add_argument("log", type=Path, metavar="LOG")
     options = parser.add_mutually_exclusive_group()
     into = "write all sources into this folder, which is new"

@@ -141,8 +141,7 @@ def p_faster(ours: list[float], theirs: list[float]) -> tuple[float | None, str]
     # A single run has no spread of its own: assume that of the other side
     single = min(len(ours), len(theirs)) == 1
     name = "Student's t-test, because one side has a single run" if single else "Welch's t-test"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # equal times
+    with warnings.catch_warnings(action="ignore"):  # equal times
         p = float(stats.ttest_ind(ours, theirs, equal_var=single, alternative="less").pvalue)
     return (None if math.isnan(p) else p), name
 
@@ -271,12 +270,9 @@ def check_sources(logs: list[Log]):
 
 
 def check_hyperparameters(logs: list[Log]):
-    names = set().union(*(log.hyperparameters for log in logs)) - PER_RUN
-    first = logs[0].hyperparameters
-    differ = []
-    for name in sorted(names):
-        if any(log.hyperparameters.get(name) != first.get(name) for log in logs):
-            differ.append(name)
+    runs = [log.hyperparameters for log in logs]
+    names = sorted(set().union(*runs) - PER_RUN)
+    differ = [name for name in names if any(run.get(name) != runs[0].get(name) for run in runs)]
     if differ:
         yield f"the runs differ in their hyperparameters: {', '.join(differ)}"
 
@@ -368,13 +364,10 @@ def check_same_training(logs: list[Log], prior: list[Log]):
         yield f"{listed(steps)} steps, but the prior record has {listed(prior_steps)}; {TEST_LOSSES}"
     ours = logs[0].hyperparameters
     theirs = prior[0].hyperparameters
-    differ = []
-    for name in sorted(set(ours) - PER_RUN - SPEED_ONLY):
-        if name not in theirs or ours[name] != theirs[name]:
-            differ.append(name)
+    names = sorted(set(ours) - PER_RUN - SPEED_ONLY)
+    differ = ", ".join(name for name in names if ours[name] != theirs.get(name))
     if theirs and differ:
-        names = ", ".join(differ)
-        yield f"the prior record has other hyperparameters: {names}; {TEST_LOSSES}"
+        yield f"the prior record has other hyperparameters: {differ}; {TEST_LOSSES}"
 
 
 def judge_same_ml(logs: list[Log], prior: list[Log], target: float):

@@ -25,8 +25,8 @@ import socket
 import tempfile
 from pathlib import Path
 
-from tools.common import FileError, LogError, UsageError, plural, run_command, write_file
-from tools.logs import Log, read_logs
+from tools.common import FileError, UsageError, command_parser, plural, run_command, write_file
+from tools.logs import Log, read_all_logs
 from tools.records import idea_pages
 from tools.records.pages import RECORDS, Record, read_records, record_to_beat, write_pages
 from tools.records.report import print_reasons, print_summary, print_table
@@ -163,11 +163,7 @@ def folder_name(name: str) -> str:
 # Command line
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="./run.sh submit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("submit", __doc__)
     add = parser.add_argument
     add("logs", nargs="*", type=Path, metavar="LOG_OR_FOLDER")
     add("--track", help="the track of the record: fineweb, mini, or your own")
@@ -192,9 +188,7 @@ def main(argv: list[str]) -> int:
         regenerate(args.records_dir)
         return 0
 
-    logs, errors = read_logs(args.logs)
-    if errors:
-        raise LogError(errors[0])
+    logs = read_all_logs(args.logs)
     tracks = read_records(args.records_dir)
     prior = record_to_beat(tracks.get(args.track, []), logs[0].hardware)
     if args.same_ml and prior is None:

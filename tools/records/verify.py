@@ -33,7 +33,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tools.common import finite, run_command
+from tools.common import command_parser, finite, run_command
 from tools.logs import Log, read_logs
 from tools.records import optimization
 from tools.records.report import print_reasons, print_summary, print_table
@@ -76,11 +76,7 @@ def print_answer(logs: list[Log], verdict: Verdict | None, errors: list[str]) ->
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="./run.sh verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("verify", __doc__)
     add = parser.add_argument
     paths = "LOG_OR_FOLDER"
     target = "the mean loss must be below this (default: the target in the logs, or 3.28)"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.common import goal, percent, percent_interval, plural, short, table
-from tools.compare.answer import STEPS_UNKNOWN, slope_in_words
+from tools.compare.answer import slope_in_words
 from tools.compare.stats import Slope
 from tools.screen.blocks import Block, Factor
 from tools.screen.design import (
@@ -68,13 +68,8 @@ def low_and_high(factor: Factor) -> tuple[str, str]:
     return ("off", "on") if factor.is_switch else (side(factor.low), side(factor.high))
 
 
-def sides(factor: Factor) -> str:
-    """As text: "0.04, 0.06"."""
-    return ", ".join(low_and_high(factor))
-
-
 def label(factor: Factor) -> str:
-    return factor.name if factor.is_switch else f"{factor.name} ({sides(factor)})"
+    return factor.name if factor.is_switch else f"{factor.name} ({', '.join(low_and_high(factor))})"
 
 
 def table_of_factors(result: Result) -> list[str]:
@@ -85,7 +80,7 @@ def table_of_factors(result: Result) -> list[str]:
         bounds = contrast.steps_interval
         row = (
             short(factor.name, 20),
-            short(sides(factor), 14),
+            short(", ".join(low_and_high(factor)), 14),
             f"{contrast.difference:+.4f}",
             percent(contrast.steps),
             percent_interval(bounds) if bounds else "-",
@@ -158,7 +153,7 @@ def facts_in_words(result: Result) -> str:
         words += f"The mean loss of all configurations is {result.mean_loss():.4f}. That of the base is "
         words += f"about {result.base_loss():.4f}, estimated from its runs with fewer and with more steps. "
         words += "If the base's is lower, the best values may lie between low and high. "
-    words += slope_in_words(result.slope) or STEPS_UNKNOWN
+    words += slope_in_words(result.slope)
     return f"{words} Runs on {'; '.join(machines)}."
 
 

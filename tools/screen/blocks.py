@@ -253,7 +253,7 @@ def write_block(screen: Screen, block: Block) -> None:
 def read_block(path: Path) -> Block:
     """Raises UsageError."""
     try:
-        return Block(**json.loads(path.read_text(encoding="utf-8")))
+        return Block(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         raise UsageError(
             f"{path}: this block is damaged; delete the file, and make the block again with --blocks"

@@ -23,12 +23,12 @@ from scipy.linalg import hadamard
 
 from tools.compare.stats import (
     P_VALUE,
-    PRIOR,
     Bounds,
     Slope,
     log_steps,
     relative,
     relative_interval,
+    widest_ratio,
 )
 
 FEWEST_FACTORS = 5  # with fewer, configurations repeat
@@ -112,12 +112,7 @@ def interval_half_width(sd: float, freedom: int, runs: int, contrasts: int) -> f
     mean of half of the `runs` minus that of the other half.
     """
     weight = runs / 4  # the variance of a contrast is sd^2 / weight
-    shrinkage = PRIOR / (PRIOR + weight)
-    log_bound = 2 * math.log(contrasts / P_VALUE) - math.log(shrinkage)
-    bound = math.exp(log_bound / (freedom + 1))
-    if bound * shrinkage >= 1:
-        return math.inf
-    t_squared = freedom * (bound - 1) / (1 - bound * shrinkage)
+    t_squared = freedom * widest_ratio(contrasts / P_VALUE, weight, freedom)
     return sd * math.sqrt(t_squared / weight)
 
 

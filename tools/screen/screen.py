@@ -27,6 +27,7 @@ import numpy as np
 
 from tools.common import (
     as_json,
+    command_parser,
     fraction,
     output_file,
     plural,
@@ -59,12 +60,7 @@ BLOCKS_AT_ONCE = 2  # a process makes the runs of this many seeds, because only 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="./run.sh screen",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("screen", __doc__)
     add = parser.add_argument
     add("definition", type=Path, metavar="SCREEN.toml", help="defines the screen")
     blocks = "make blocks until there are N with this source, data type and PyTorch version; without it, "
