@@ -218,7 +218,7 @@ def find_hyperparameters(header: str) -> dict:
     line = re.search(r"^hyperparameters: (\{.*\})\r?$", header, re.MULTILINE)
     try:
         found = json.loads(line[1]) if line else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     kinds = {"track": str, "val_tokens": int, "target_val_loss": (int, float)}
     for name, kind in kinds.items():
