@@ -194,15 +194,6 @@ def test_a_python_without_ensurepip(machine, monkeypatch, has_pip):
             launch.make_environment()
 
 
-def test_a_path_with_a_colon(tmp_path, monkeypatch, capsys):
-    (tmp_path / "a:b").mkdir()
-    monkeypatch.setattr(launch, "VENV", tmp_path / "a:b" / ".venv")
-    monkeypatch.setattr(launch, "launch", lambda argv: launch.make_environment())
-    monkeypatch.setattr(launch, "handle_signals", lambda handler: None)
-    assert launch.main([]) == 2
-    assert "contains the PATH separator" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name, link", [("a b", True), ("a", False)])
 def test_a_special_path_gets_a_link(machine, monkeypatch, tmp_path, name, link):
     monkeypatch.setattr(launch, "VENV", file(tmp_path / name / ".venv" / "ours").parent)

@@ -217,13 +217,3 @@ def older_mini(monkeypatch):
 def test_settings_are_those_of_the_kept_losses(older_mini):
     losses = checks.losses_of_seeds(replace(older_mini, num_iterations=2), [0])
     assert losses[0] == pytest.approx([5.950651, 5.446752], abs=1e-4)
-
-
-@pytest.mark.slow
-def test_the_kept_losses_can_be_made_again(older_mini, monkeypatch):
-    """Those of steps 11 to 20."""
-    first = list(checks.batches(older_mini))[:20]
-    monkeypatch.setattr(checks, "batches", lambda hp: first)
-    losses = torch.tensor(list(checks.losses_of_seeds(older_mini, range(5)).values()))
-    steps, mean, _ = checks.MINI_LOSSES["steps 11 to 20"]
-    assert losses[:, steps].mean().item() == pytest.approx(mean, abs=2e-3)
