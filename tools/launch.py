@@ -53,7 +53,8 @@ usage: ./run.sh [OPTIONS]            train; first, install packages and get data
        ./run.sh data NAME            get shakespeare, fineweb, edu or text
        ./run.sh bench | levers       time a step's parts; time GPT-2's speedups
        ./run.sh gpu-report           check and time training on a GPU
-       ./run.sh test [machines]      run the tests; imitate other machines
+       ./run.sh test [--slow]        run the tests; with --slow, all of them
+       ./run.sh test machines        imitate other machines
 With --device cpu, GPUs aren't used. --help after a command lists its options.
 """
 PATHS = ["log_dir", "train_files", "val_files", "resume"]  # options of trainings
