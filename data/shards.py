@@ -10,10 +10,11 @@ import hashlib
 import os
 import signal
 import sys
-import uuid
 from pathlib import Path
 
 import numpy as np
+
+from tools.common import atomic_write
 
 MAGIC = 20240520
 VERSION = 1
@@ -41,27 +42,6 @@ def from_hub(what):
 # -----------------------------------------------------------------------------
 # Writing
 
-@contextlib.contextmanager
-def atomic_write(path):
-    """Opens a binary file for writing. It is written to a temporary file, fsynced, and then
-    renamed to `path`, so `path` is never incomplete."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The temporary file is in the same folder because a rename is atomic only within a file
-    # system. Its name doesn't match *.bin, so no reader takes it for a shard. The name is chosen
-    # here and not by tempfile, so that an interrupt can't come between creating and naming it.
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def has_sha256(content, expected):
     return hashlib.sha256(content).hexdigest() == expected
 
@@ -80,7 +60,8 @@ def write_shard(path, tokens, sha256=None):
             f"{path}: not written, because its SHA-256 would not be {sha256}; if you have changed the "
             "data scripts, undo that, otherwise please report this error"
         )
-    with atomic_write(path) as f:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(Path(path)) as f:
         f.write(content)
 
 

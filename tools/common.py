@@ -3,13 +3,16 @@ What several commands use: errors, files, signals, cores, and text for the termi
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import signal
 import sys
-import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parent.parent  # the repository
 
@@ -90,32 +93,38 @@ def environment(processes: int = 1) -> dict[str, str]:
 # --------------------------------------------------------------------------------------------------
 # For the commands
 
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Opens a binary file for writing. It is written to a temporary file, fsynced, and then
+    renamed to `path`, so `path` is never incomplete. Raises OSError."""
+    # The temporary file is in the same folder because a rename is atomic only within a file
+    # system. Its name doesn't match *.bin, so no reader takes it for a shard. The name is chosen
+    # here and not by tempfile, so that an interrupt can't come between creating and naming it.
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_file(name: str | Path, data: bytes) -> None:
-    """Writes to a temporary file, fsyncs it, and renames it. Raises FileError.
+    """Writes a file with atomic_write. Raises FileError.
 
     If the name is a symbolic link, the file that it points to is replaced. A device or a pipe, such as
     /dev/stdout, can't be replaced, so this writes into it."""
-    temporary = None
     try:
         if os.path.exists(name) and not os.path.isfile(name):
             with open(name, "wb") as f:
                 f.write(data)
             return
-        path = Path(name).resolve()
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent,
-            prefix=f".{path.name}.",
-            delete=False,
-        ) as f:
-            temporary = f.name
+        with atomic_write(Path(name).resolve()) as f:
             f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
     except OSError as e:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
         raise FileError(f"cannot write {name}: {(e.strerror or str(e)).lower()}") from None
 
 
