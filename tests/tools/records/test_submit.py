@@ -104,7 +104,7 @@ def test_pages_are_made_anew(filed, tmp_path):
         (dict(track="fineweb"), "of the track fineweb"),
         (dict(extra="saved to /home/jane/x.pt"), "/home/jane/x.pt; run again with"),
         (dict(train_files="/mnt/disk/x_*.bin"), "absolute path: /mnt/disk/x_"),
-        (dict(extra="'/root/x'"), "absolute path: /root/x"),
+        (dict(extra="'/Users/x'"), "absolute path: /Users/x"),
         (dict(every=100), "all runs: 6 validations after step 0, but a record needs 8; run it with"),
     ],
 )
