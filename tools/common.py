@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -242,6 +242,17 @@ def table(rows: list[tuple[str, ...]], alignment: str) -> list[str]:
         cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths)]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def markdown_table(rows: list[dict[str, str]], right: Collection[str] = ()) -> str:
+    """The keys are the header. `right` names the columns to align to the right."""
+    header = list(rows[0])
+    alignment = ["---:" if name in right else "---" for name in header]
+    lines = []
+    for cells in [header, alignment, *(row.values() for row in rows)]:
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return "\n".join(lines)
 
 
 def finite(value):

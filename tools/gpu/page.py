@@ -4,6 +4,8 @@ The page that tools/gpu/report.py writes, and what its figures say about records
 Results are {stage: {"status", "seconds", "figures", "error"}}.
 """
 
+from tools.common import markdown_table
+
 # Measured without a GPU, in MiB: the table of records/HARDWARE.md
 # (head, tokens, training, validation)
 PEAKS = [
@@ -96,13 +98,12 @@ def number(value):
 
 
 def cell(value):
-    return "-" if value in (None, "") else number(value).replace("|", "\\|")
+    return "-" if value in (None, "") else number(value)
 
 
 def table(header, rows):
-    """Lines, the first one empty."""
-    cells = [header, ["---"] * len(header), *([cell(value) for value in row] for row in rows)]
-    return ["", *("| " + " | ".join(row) + " |" for row in cells)]
+    """A table in Markdown, below an empty line."""
+    return ["", markdown_table([dict(zip(header, map(cell, row))) for row in rows])]
 
 
 def stage_lines(name, result):

@@ -24,9 +24,8 @@ import json
 import textwrap
 from pathlib import Path
 
-from tools.common import LogError, goal, percent, percent_interval
+from tools.common import LogError, goal, markdown_table, percent, percent_interval
 from tools.compare import sources as compare_sources
-from tools.records.pages import markdown_table
 
 PATCHES = "records/mini/ideas/"  # how the patch of an idea begins in a screen's definition
 FIELDS = ("part", "change", "does", "records", "field")

@@ -9,11 +9,10 @@ import csv
 import datetime
 import json
 import textwrap
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common import ROOT, LogError, p_text, write_file
+from tools.common import ROOT, LogError, markdown_table, p_text, write_file
 from tools.figures import COLORS, plt, save_figure
 from tools.logs import Log, read_all_logs
 from tools.records.curves import plot_curves
@@ -127,17 +126,6 @@ with a later PyTorch. The last two are slower, so the curve rises there.
 ![record time by date](history.png)
 
 """
-
-
-def markdown_table(rows: list[dict[str, str]], right: Collection[str] = ()) -> str:
-    """The keys are the header. `right` names the columns to align to the right."""
-    header = list(rows[0])
-    alignment = ["---:" if name in right else "---" for name in header]
-    lines = []
-    for cells in [header, alignment, *(row.values() for row in rows)]:
-        escaped = [cell.replace("|", "\\|") for cell in cells]
-        lines.append(f"| {' | '.join(escaped)} |")
-    return "\n".join(lines)
 
 
 def commands_to_repeat(record: Record, prior: Record | None) -> str:
