@@ -39,14 +39,21 @@ class Trainer:
         if variant.settings is not None:
             options += ["--val_loss_every", "0"]
         self.child = start_script(pool, variant, options, usable_cores(), self.console)
+        self.output = open(self.console, "rb")
+        self.found = []  # see times()
 
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, number)
 
     def times(self) -> list[float]:
-        """The training time after each step so far, in ms."""
-        return [float(ms) for ms in STEP.findall(self.console.read_bytes())]
+        """The training time after each step so far, in ms. This runs while steps are timed, so it reads only
+        the lines that are new."""
+        new = self.output.read()
+        end = new.rfind(b"\n") + 1  # the last line may still grow
+        self.output.seek(end - len(new), os.SEEK_CUR)
+        self.found += map(float, STEP.findall(new[:end]))
+        return self.found
 
     def run(self, steps: int) -> bool:
         """Runs until there are this many steps in all, and stops. False if the script ends before."""
@@ -69,6 +76,7 @@ class Trainer:
     def close(self) -> None:
         self.send(signal.SIGKILL)
         self.child.wait()
+        self.output.close()
 
 
 def measure_round(trainers: list[Trainer], number: int) -> float | None:
