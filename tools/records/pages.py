@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.common import ROOT, LogError, markdown_table, p_text, write_file
+from tools.curves import plot_curves
 from tools.figures import COLORS, plt, save_figure
 from tools.logs import Log, read_all_logs
-from tools.records.curves import plot_curves
 from tools.records.report import COLUMNS, summary_lines, table_rows
-from tools.records.rules import P_VALUE, Summary, judge, summarize
+from tools.records.rules import final_losses, final_times, judge
+from tools.summary import P_VALUE, Summary, summarize
 
 RECORDS = ROOT / "records"
 
@@ -48,7 +49,7 @@ class Record:
 
     @property
     def summary(self) -> Summary:
-        return summarize(self.logs, self.target)
+        return summarize(final_losses(self.logs), final_times(self.logs), self.target)
 
 
 def read_record(folder: Path) -> Record:

@@ -12,8 +12,8 @@ Exit status: 0 written, 2 bad input.
 from pathlib import Path
 
 from tools.common import command_parser, run_command
+from tools.curves import X_LABELS, plot_curves
 from tools.logs import Log, read_all_logs
-from tools.records.curves import X_LABELS, plot_curves
 
 
 def read_groups(arguments: list[str]) -> dict[str, list[Log]]:

@@ -7,7 +7,8 @@ import textwrap
 
 from tools.common import p_text, plural, short, table
 from tools.logs import Log
-from tools.records.rules import CONFIDENCE, P_VALUE, Comparison, Verdict
+from tools.records.rules import Comparison, Verdict
+from tools.summary import CONFIDENCE, P_VALUE
 
 WIDTH = 80  # columns of the output
 COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "machine", "complete")

@@ -1,21 +1,19 @@
 """
-The rules of a record, as far as they show in logs, and the statistics behind them.
+The rules of a record, as far as they show in logs.
 """
 
 import itertools
 import math
 import re
 import statistics
-import warnings
 from dataclasses import dataclass, field
 
 from scipy import stats
 
 from tools.logs import Log
 from tools.records.compiler import compiler_settings
+from tools.summary import P_VALUE, Summary, p_below, p_faster, summarize
 
-P_VALUE = 0.01
-CONFIDENCE = 0.95
 FINEWEB_VAL_TOKENS = 10_485_760
 # Values that a track fixes, so that losses can be compared
 FIXED = {
@@ -50,21 +48,6 @@ TEST_LOSSES = "make enough runs to test your own losses, and drop --same-ml"
 
 
 @dataclass
-class Summary:
-    """Statistics of the complete runs. Losses are in nats per token, times in seconds.
-
-    A number is None if there are too few runs for it.
-    """
-
-    n: int
-    loss_mean: float | None = None
-    loss_std: float | None = None  # of the sample (n - 1)
-    p_value: float | None = None  # of the mean being below the target
-    time_mean: float | None = None
-    time_interval: tuple[float, float] | None = None  # 95% confidence
-
-
-@dataclass
 class Comparison:
     """Training time compared with another record, in seconds."""
 
@@ -90,13 +73,6 @@ class Verdict:
 # -----------------------------------------------------------------------------
 # Statistics
 
-def p_below(losses: list[float], target: float) -> float | None:
-    """One-sided one-sample t-test of mean(losses) < target. None if the losses have no spread."""
-    if len(set(losses)) < 2:
-        return None
-    return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
-
-
 def p_above(losses: list[float], prior: list[float]) -> float:
     """One-sided t-test of mean(losses) > mean(prior), with the standard deviation of `prior`.
 
@@ -117,39 +93,10 @@ def final_times(logs: list[Log]) -> list[float]:
     return [log.final.train_time_ms / 1000 for log in logs if not log.incomplete]
 
 
-def summarize(logs: list[Log], target: float) -> Summary:
-    """Statistics of those logs that are complete."""
-    losses = final_losses(logs)
-    times = final_times(logs)
-    summary = Summary(len(losses))
-    if losses:
-        summary.loss_mean = statistics.fmean(losses)
-        summary.time_mean = statistics.fmean(times)
-    if len(losses) > 1:
-        summary.loss_std = statistics.stdev(losses)
-        summary.p_value = p_below(losses, target)
-        standard_error = statistics.stdev(times) / math.sqrt(len(times))
-        half = standard_error * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(times) - 1))
-        summary.time_interval = (summary.time_mean - half, summary.time_mean + half)
-    return summary
-
-
-def p_faster(ours: list[float], theirs: list[float]) -> tuple[float | None, str]:
-    """Tests whether our times are lower. Returns the p-value, or None, and the name of the test."""
-    if len(ours) + len(theirs) < 3:
-        return None, "no test: one run on each side"
-    # A single run has no spread of its own: assume that of the other side
-    single = min(len(ours), len(theirs)) == 1
-    name = "Student's t-test, because one side has a single run" if single else "Welch's t-test"
-    with warnings.catch_warnings(action="ignore"):  # equal times
-        p = float(stats.ttest_ind(ours, theirs, equal_var=single, alternative="less").pvalue)
-    return (None if math.isnan(p) else p), name
-
-
 def compare(logs: list[Log], prior: list[Log], target: float) -> Comparison:
     """Compares the training times. Both sides need at least one complete run."""
     ours = final_times(logs)
-    before = summarize(prior, target)
+    before = summarize(final_losses(prior), final_times(prior), target)
     saved = before.time_mean - statistics.fmean(ours)
     p, test = p_faster(ours, final_times(prior))
     return Comparison(before, saved, saved / before.time_mean, p, test)
@@ -409,7 +356,8 @@ def judge(
         assumed = not all("target_val_loss" in log.hyperparameters for log in logs)
         if len(targets) > 1:
             reasons.append(f"the runs have different targets: {listed(targets)}")
-    verdict = Verdict(target, same_ml, summarize(logs, target), assumed, reasons=reasons)
+    summary = summarize(final_losses(logs), final_times(logs), target)
+    verdict = Verdict(target, same_ml, summary, assumed, reasons=reasons)
     if not same_ml:
         reasons += judge_losses(verdict.summary, target)
     if prior:

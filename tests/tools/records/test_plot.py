@@ -7,7 +7,7 @@ import pytest
 
 from tools.common import LogError
 from tools.logs import parse_log, read_logs
-from tools.records import curves
+from tools import curves
 from tools.records import pages as record_pages
 from tools.records import plot
 from tests.tools.records.makers import (
