@@ -3,29 +3,36 @@ Reads logs of training runs: ours, and any other in the format of the NanoGPT sp
 
 A log contains the sources that made the run, a line of `=`, a description of the machine, and lines
 about the run (`step:S/N val_loss:L train_time:Tms step_avg:Ams`, and others that are ignored here).
-Other people's logs vary: a line of `=` above the source or between two, times in seconds or no
-times, `step_avg:nan`, no line with the peak memory.
+Other people's logs vary: several runs below one source, losses printed twice, a line of `=` above the
+source or between two, times in seconds or no times, `step_avg:nan`, no line with the peak memory,
+Windows line ends.
 
 Only this module knows the format. It judges nothing.
 """
 
+import codecs
+import itertools
 import json
 import math
 import re
+import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.common import LogError
 
 SUFFIXES = (".txt", ".log")  # of the logs in a folder
+BESIDE_LOGS = (".md", ".png", ".json")  # other files in the folder of a record
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
 NUMBER = r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)"
 TIMES = rf"(?:.* )?train_time:{NUMBER}(ms|s) step_avg:{NUMBER}ms"
+# Each number has something behind it, because a log may be cut inside its last number
 VALIDATION = re.compile(
-    rf"^step:(\d{{1,12}})/\d{{1,12}} val_loss:{NUMBER}(?: {TIMES}|\s|$)", re.MULTILINE
+    rf"^step:(\d{{1,12}})/\d{{1,12}} val_loss:{NUMBER}(?: {TIMES}|\s)", re.MULTILINE
 )
-STEP = re.compile(r"^step:(\d{1,12})/(\d{1,12}) ", re.MULTILINE)
+STEP = re.compile(r"^step:(\d{1,12})/(\d{1,12}) (?:val_loss:(\S+)\s)?", re.MULTILINE)
 PEAK_MEMORY = re.compile(r"^peak memory (?:allocated|consumption): (\d{1,12}) MiB", re.MULTILINE)
 TORCH = re.compile(r"\bpytorch (\d[\w.+]*)", re.IGNORECASE)
 CPU = re.compile(r"^CPU: *(.*?),? *\b(\d+) cores?\b(?:.*instruction sets: (.*))?", re.MULTILINE)
@@ -46,7 +53,7 @@ GPU_ROW = re.compile(
 GPU_LINE = re.compile(r"\b(NVIDIA [\w -]+?) with world[ _]size[ =](\d+)")
 COMPILER = re.compile(r"\nCompiler: [^\n]*; flags: ([^\n]*); model compiled: (?:yes|no)")
 UNCOMPILED = "model compiled: no"  # in the line about the compiler
-SEPARATOR = re.compile(rb"^={100,}[ \r]*(?:\n|\Z)", re.MULTILINE)  # below each source
+SEPARATOR = re.compile(rb"^={100,} *(?:\n|\Z)", re.MULTILINE)  # below each source
 # The first line below the sources
 HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
 # The heading of a source with its name. A log of a single script has none.
@@ -65,12 +72,13 @@ class Validation:
 
 @dataclass
 class Log:
-    """What a log says. A value that it doesn't say is None, or empty."""
+    """What a log says about one run. A value that it doesn't say is None, or empty."""
 
     path: Path
+    trial: int | None  # 1, 2, ... if the file has several runs
     # (name, text byte for byte) of each source, first the script. A name is only what the log says.
     sources: list[tuple[str, bytes]]
-    run: str  # everything below the sources
+    run: str  # everything below the sources, but for the file's other runs
     hyperparameters: dict  # includes track and seed; {} if not ours
     hardware: str  # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC with AVX2, 2 cores"
     resumed_on: list[str]  # other hardware of later parts of the run
@@ -89,31 +97,44 @@ class Log:
 
     @property
     def name(self) -> str:
-        """The file's name, for tables. A UUID is shortened to its first 8 digits."""
+        """For tables: the file's name, with a UUID shortened to its first 8 digits, like "abc#3"."""
         uuid = r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-        return re.sub(uuid, r"\1", self.path.stem)
+        name = re.sub(uuid, r"\1", self.path.stem)
+        return f"{name}#{self.trial}" if self.trial else name
 
     @property
-    def final(self) -> Validation | None:
-        """The validation after the last step."""
-        if self.validations and self.validations[-1].step == self.num_steps:
+    def end(self) -> Validation | None:
+        """The validation after the last step in the log, where the run may have been stopped."""
+        if self.validations and self.validations[-1].step == self.last_step:
             return self.validations[-1]
         return None
 
     @property
-    def incomplete(self) -> str:
-        """Why this is not the log of one whole run; "" if it is."""
-        steps = [v.step for v in self.validations]
-        if steps != sorted(set(steps)):
-            return "several runs in one file"
+    def final(self) -> Validation | None:
+        """The validation after the last step of the schedule."""
+        return self.end if self.last_step == self.num_steps else None
+
+    @property
+    def unfinished(self) -> str:
+        """Why there is no final loss; "" if there is one."""
         if self.last_step < self.num_steps:
             return f"stopped at step {self.last_step} of {self.num_steps}"
         if self.final is None:
             return "no final validation"
         if not math.isfinite(self.final.val_loss):
             return f"final val_loss {self.final.val_loss}"
+        return ""
+
+    @property
+    def incomplete(self) -> str:
+        """Why this can't be a run of a record; "" if it can."""
+        if self.unfinished:
+            return self.unfinished
         if not 0 < self.final.train_time_ms < math.inf:
             return "no training time"
+        times = [v.train_time_ms for v in self.validations]
+        if any(later < earlier for earlier, later in itertools.pairwise(times)):
+            return "its clock goes back"
         if not self.source:
             return "no source above the run"
         return ""
@@ -215,7 +236,7 @@ def find_later_hardware(run: str, first: str) -> list[str]:
 
 def find_hyperparameters(header: str) -> dict:
     """The settings in our logs. {} for other people's logs, and if the line is damaged."""
-    line = re.search(r"^hyperparameters: (\{.*\})\r?$", header, re.MULTILINE)
+    line = re.search(r"^hyperparameters: (\{.*\})$", header, re.MULTILINE)
     try:
         found = json.loads(line[1]) if line else {}
     except (ValueError, RecursionError):
@@ -231,7 +252,7 @@ def find_hyperparameters(header: str) -> dict:
 # The run
 
 def read_log_file(path: Path) -> bytes:
-    """Raises LogError if the file can't be read or can't be a log."""
+    """What Windows adds, a byte-order mark and its line ends, is left out. Raises LogError."""
     try:
         data = path.read_bytes()
     except OSError as e:
@@ -242,54 +263,114 @@ def read_log_file(path: Path) -> bytes:
         raise LogError(
             f"{path}: a binary file, or a log damaged by a crash (contains zero bytes); leave it out"
         )
+    data = data.removeprefix(codecs.BOM_UTF8)
+    if data.count(b"\n") == data.count(b"\r\n"):  # else they are those of a source
+        data = data.replace(b"\r\n", b"\n")
     return data
 
 
+def find_starts(text: str) -> list[int]:
+    """Where each run begins: at a step before the last one, or with another loss at the same step.
+
+    A loss may be printed twice, at once or again below the run. That begins no run, except at step 0,
+    where all runs have about the same loss.
+    """
+    starts = []
+    last = math.inf
+    losses = {}  # of the current run, by step
+    for line in STEP.finditer(text):
+        step = int(line[1])
+        loss = line[3]
+        if loss and step and losses.get(step) == loss:
+            continue
+        if step < last or (loss and losses.get(step, loss) != loss):
+            starts.append(line.start())
+            losses = {}
+        if loss:
+            losses[step] = loss
+        last = step
+    return starts
+
+
 def find_validations(run: str) -> list[Validation]:
-    """In the order of the log."""
-    found = []
+    """In the order of the log, each once."""
+    found = {}
     for step, val_loss, time, unit, step_avg in VALIDATION.findall(run):
         milliseconds = float(time or "nan") * (1000 if unit == "s" else 1)
-        found.append(Validation(int(step), float(val_loss), milliseconds, float(step_avg or "nan")))
-    return found
+        validation = Validation(int(step), float(val_loss), milliseconds, float(step_avg or "nan"))
+        found.setdefault(validation.step, validation)
+    return list(found.values())
 
 
-def parse_log(path: str | Path) -> Log:
-    """Reads a log, also one of a run that did not finish (see Log.incomplete). Raises LogError."""
+def parse_trials(path: str | Path) -> list[Log]:
+    """Reads the runs in a file, also if they did not finish (see Log.incomplete). Raises LogError."""
     path = Path(path)
     sources, rest = split_sources(read_log_file(path))
-    run = rest.decode("utf-8", "replace")
-    steps = STEP.findall(run)
-    if not steps:
+    text = rest.decode("utf-8", "replace")
+    starts = find_starts(text)
+    if not starts:
         raise LogError(
             f"{path}: it isn't a log, or the run never got to step 0; leave it out (no line starts "
             "with step:S/N)"
         )
-    header = run[: run.find("\nstep:") + 1]
+    header = text[: starts[0]]
+    logs = []
+    for trial, (start, end) in enumerate(itertools.pairwise([*starts, len(text)]), 1):
+        logs.append(make_log(path, sources, header, text[start:end]))
+        if len(starts) > 1:
+            logs[-1].trial = trial
+    return logs
+
+
+def make_log(path: Path, sources: list[tuple[str, bytes]], header: str, steps: str) -> Log:
+    """Of the run that begins with `steps`. The header stands below the sources."""
+    run = header + steps
+    counts = STEP.findall(steps)
     hardware = find_hardware(header)
     torch = TORCH.findall(header)
     peaks = PEAK_MEMORY.findall(run)
     return Log(
         path=path,
+        trial=None,
         sources=sources,
         run=run,
         hyperparameters=find_hyperparameters(header),
         hardware=hardware,
-        resumed_on=find_later_hardware(run[len(header) :], hardware),
+        resumed_on=find_later_hardware(steps, hardware),
         torch=torch[0] if torch else "",
         peak_memory_mib=int(peaks[-1]) if peaks else None,
         compiler_flags=list(dict.fromkeys(COMPILER.findall(run))),
         uncompiled=UNCOMPILED in run,
         validations=find_validations(run),
-        last_step=int(steps[-1][0]),
-        num_steps=int(steps[-1][1]),
+        last_step=max(int(step) for step, *_ in counts),
+        num_steps=int(counts[-1][1]),
     )
+
+
+def parse_log(path: str | Path) -> Log:
+    """Reads a log of one run. Raises LogError."""
+    logs = parse_trials(path)
+    if len(logs) > 1:
+        raise LogError(f"{path}: {len(logs)} runs in one file; this needs a log of one run")
+    return logs[0]
+
+
+def ignored_files(folder: Path) -> str:
+    """The names of what read_logs leaves out, because logs may be among it: "" if it is nothing."""
+    names = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            names.append(f"{path.name}/")
+        elif path.suffix not in (*SUFFIXES, *BESIDE_LOGS):
+            names.append(path.name)
+    return textwrap.shorten(", ".join(names), 200, placeholder=" ...")
 
 
 def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
     """Reads files, and the .txt and .log files of folders.
 
-    Returns the logs, and one line for each file or folder that can't be read.
+    Returns a log for each run, and one line for each file or folder that can't be read. Prints what it
+    ignores in a folder.
     """
     logs = []
     errors = []
@@ -297,11 +378,13 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
         files = [path]
         if path.is_dir():
             files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+            if ignored := ignored_files(path):
+                print(f"{path}: ignored: {ignored}", file=sys.stderr)
         if not files:
             errors.append(f"{path}: no .txt or .log file in this folder")
         for file in files:
             try:
-                logs.append(parse_log(file))
+                logs += parse_trials(file)
             except LogError as e:
                 errors.append(str(e))
     return logs, errors

@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 from tools.common import FileError, LogError, command_parser, run_command, write_file
-from tools.logs import Log, parse_log
+from tools.logs import Log, parse_trials
 
 
 def read_log(path: Path) -> Log:
-    """Raises LogError if the log contains no source."""
-    log = parse_log(path)
+    """The first run of a log, because all have its sources. Raises LogError if there are none."""
+    log = parse_trials(path)[0]
     if not log.sources:
         raise LogError(f"{path}: no source in this log; it should come first, above a line of = signs")
     return log

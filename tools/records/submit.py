@@ -112,7 +112,8 @@ def reasons_to_refuse(
     targets |= {log.target for log in logs if "target_val_loss" in log.hyperparameters}
     for other in sorted(targets - {target}):
         reasons.append(f"the target is {other:g}, not {target:g}")
-    if len({log.path.stem for log in logs}) < len(logs):
+    files = {log.path for log in logs}
+    if len({file.stem for file in files}) < len(files):
         reasons.append("two logs have the same file name; rename one")
     return reasons
 

@@ -43,6 +43,7 @@ from tools.records.rules import Verdict, judge, val_tokens
 def log_as_json(log: Log) -> dict:
     return {
         "path": str(log.path),
+        "trial": log.trial,
         "final": asdict(log.final) if log.final else None,
         "last_step": log.last_step,
         "num_steps": log.num_steps,

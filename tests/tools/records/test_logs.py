@@ -1,6 +1,8 @@
 """Tests of tools/logs.py: our logs and those of others are read rightly, and damaged ones are refused."""
 
+import codecs
 import json
+import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -121,19 +123,75 @@ def test_what_is_not_one_whole_run(tmp_path):
     text = path.read_text()
     first = text.index("step:0/600")
     last = text.index("step:600/600 val_loss")
-    for changed, why in [
-        (text, ""),
-        (text[:last], "no final validation"),
-        (text[: text.index("step:400/600 train")] + "step:400/600 tr", "stopped at step 400 of 600"),
-        (text + text[first:], "several runs in one file"),
-        (text[:first] + 2 * text[last:], "several runs in one file"),  # with one validation each
-        (text.replace("val_loss:1.4900", "val_loss:nan"), "final val_loss nan"),
-        (text.replace("train_time:100000ms", "train_time:0ms"), "no training time"),
-        (text[:last] + "step:600/600 val_loss:1.49\n", "no training time"),
-        (text[first:], "no source above the run"),
+    for changed, why, unfinished in [
+        (text, "", False),
+        (text[:last], "no final validation", True),
+        (text[: text.index("step:400/600 train")] + "step:400/600 tr", "stopped at step 400 of 600", True),
+        (text[: last + 24], "no final validation", True),  # cut in 1.4900
+        (text.replace("val_loss:1.4900", "val_loss:nan"), "final val_loss nan", True),
+        (text.replace("train_time:100000ms", "train_time:0ms"), "no training time", False),
+        (text[:last] + "step:600/600 val_loss:1.49\n", "no training time", False),
+        (text.replace("train_time:50000ms", "train_time:90000ms"), "its clock goes back", False),
+        (text[first:], "no source above the run", False),
     ]:
         path.write_text(changed)
-        assert parse_log(path).incomplete == why
+        log = parse_log(path)
+        assert (log.incomplete, bool(log.unfinished)) == (why, unfinished)
+        assert (log.final is None) == (unfinished and "nan" not in why)
+
+
+VALIDATIONS = re.compile("step:.* val_loss:.*\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: run,
+        lambda run: VALIDATIONS.sub(r"\g<0>\g<0>", run),  # each printed twice
+        lambda run: run + "".join(VALIDATIONS.findall(run)[-3:]),  # again below the run
+        lambda run: "".join(VALIDATIONS.findall(run)),
+    ],
+)
+def test_several_runs_in_one_file(tmp_path, change):
+    """Each is read as if it had a file of its own, also one that was stopped."""
+    logs = []
+    parts = []
+    for i in range(3):
+        path = our_log(tmp_path / f"{i}.txt", loss=1.48 + i / 100, time_ms=90_000 + i)
+        if i == 1:
+            path.write_text(path.read_text().split("step:400/600 train")[0])
+        logs.append(parse_log(path))
+        header, steps = path.read_text().split("\nstep:0/")
+        parts.append(change(f"step:0/{steps}"))
+    path = tmp_path / "all.txt"
+    path.write_text("\n".join([header, *parts]))
+    found, errors = read_logs([path])
+    assert errors == []
+    assert [log.name for log in found] == ["all#1", "all#2", "all#3"]
+    for ours, log in zip(found, logs):
+        assert (ours.sources, ours.hardware) == (log.sources, log.hardware)
+        assert ours.validations == log.validations
+        assert ours.incomplete == log.incomplete
+    with pytest.raises(LogError, match="all.txt: 3 runs in one file"):
+        parse_log(path)
+
+
+def test_what_windows_adds_makes_no_other_log(tmp_path):
+    path = our_log(tmp_path / "a.txt")
+    log = parse_log(path)
+    data = path.read_bytes()
+    for changed in (codecs.BOM_UTF8 + data, codecs.BOM_UTF8 + data.replace(b"\n", b"\r\n")):
+        path.write_bytes(changed)
+        assert parse_log(path) == log
+
+
+def test_what_is_ignored_in_a_folder_is_named(tmp_path, capsys):
+    our_log(tmp_path / "runs" / "a.txt")
+    for name in ("README.md", "curves.png", "b.txt.gz"):
+        (tmp_path / "runs" / name).touch()
+    (tmp_path / "runs" / "more").mkdir()
+    read_logs([tmp_path / "runs"])
+    assert capsys.readouterr().err == f"{tmp_path}/runs: ignored: b.txt.gz, more/\n"
 
 
 def test_what_is_no_log(tmp_path):

@@ -185,7 +185,7 @@ QUOTED = 'print("step:9/9 val_loss:1.0")\n"""\nstep:9/9 val_loss:1.0\n"""\n'
     "options",
     [
         {},
-        {"times": False, "end": ""},
+        {"times": False},
         {"end": "\npeak memory allocated: 30724 MiB\n"},
         {"end": "\nstep:3500/3500 train_time:700.000s step_avg:200.00ms\n"},
         {"source": QUOTED},  # an old loss in the source is not that of the run
