@@ -23,7 +23,7 @@ from pathlib import Path
 from tools.common import LogError
 
 SUFFIXES = (".txt", ".log")  # of the logs in a folder
-BESIDE_LOGS = (".md", ".png", ".json")  # other files in the folder of a record
+BESIDE_LOGS = (".md", ".png", ".json", ".py")  # what is often in a folder of logs, and never a log
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
 NUMBER = r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)"
@@ -97,10 +97,14 @@ class Log:
 
     @property
     def name(self) -> str:
-        """For tables: the file's name, with a UUID shortened to its first 8 digits, like "abc#3"."""
+        """For tables: that of the file, like "abc" or "abc#3". A UUID is shortened to 8 digits."""
         uuid = r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-        name = re.sub(uuid, r"\1", self.path.stem)
-        return f"{name}#{self.trial}" if self.trial else name
+        return re.sub(uuid, r"\1", self.path.stem) + self.number
+
+    @property
+    def number(self) -> str:
+        """Of the run in its file: "#3", or "" if it is the only one."""
+        return f"#{self.trial}" if self.trial else ""
 
     @property
     def end(self) -> Validation | None:
@@ -297,8 +301,7 @@ def find_validations(run: str) -> list[Validation]:
     found = {}
     for step, val_loss, time, unit, step_avg in VALIDATION.findall(run):
         milliseconds = float(time or "nan") * (1000 if unit == "s" else 1)
-        validation = Validation(int(step), float(val_loss), milliseconds, float(step_avg or "nan"))
-        found.setdefault(validation.step, validation)
+        found[step] = Validation(int(step), float(val_loss), milliseconds, float(step_avg or "nan"))
     return list(found.values())
 
 
@@ -315,10 +318,10 @@ def parse_trials(path: str | Path) -> list[Log]:
         )
     header = text[: starts[0]]
     logs = []
-    for trial, (start, end) in enumerate(itertools.pairwise([*starts, len(text)]), 1):
+    for start, end in itertools.pairwise([*starts, len(text)]):
         logs.append(make_log(path, sources, header, text[start:end]))
         if len(starts) > 1:
-            logs[-1].trial = trial
+            logs[-1].trial = len(logs)
     return logs
 
 
@@ -355,17 +358,6 @@ def parse_log(path: str | Path) -> Log:
     return logs[0]
 
 
-def ignored_files(folder: Path) -> str:
-    """The names of what read_logs leaves out, because logs may be among it: "" if it is nothing."""
-    names = []
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            names.append(f"{path.name}/")
-        elif path.suffix not in (*SUFFIXES, *BESIDE_LOGS):
-            names.append(path.name)
-    return textwrap.shorten(", ".join(names), 200, placeholder=" ...")
-
-
 def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
     """Reads files, and the .txt and .log files of folders.
 
@@ -378,7 +370,9 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
         files = [path]
         if path.is_dir():
             files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
-            if ignored := ignored_files(path):
+            names = sorted(p.name for p in path.iterdir() if p.suffix not in SUFFIXES + BESIDE_LOGS)
+            if names:
+                ignored = textwrap.shorten(", ".join(names), 200, placeholder=" ...")
                 print(f"{path}: ignored: {ignored}", file=sys.stderr)
         if not files:
             errors.append(f"{path}: no .txt or .log file in this folder")

@@ -5,13 +5,16 @@ A result of n runs is accepted when
 
     (3.28 - mean loss) * sqrt(n) >= 0.004
 
-and a new recipe is better than an old one when
+at a step that all of them validated. The first such step counts, also if it isn't the last one: the
+track allows to choose it afterwards, if it is the same for all runs. A new recipe is better than an old
+one when
 
     (dloss + dsteps * 0.0045 / 100) / sqrt(1/n1 + 1/n2) >= 0.004
 
-where dloss says how much lower its mean loss is, and dsteps how many steps fewer it takes. Both are
-one-sided z-tests at p < 0.001 for losses with a standard deviation of about 0.0013. The t-test that
-is printed beside them uses the standard deviation of the runs instead.
+where dloss says how much lower its mean loss is, and dsteps how many steps fewer it takes, each at the
+step that counts, or at the last one if none is accepted. Both are one-sided z-tests at p < 0.001 for
+losses with a standard deviation of about 0.0013. The t-test that is printed beside them uses the
+standard deviation of the runs instead.
 """
 
 import json
@@ -24,34 +27,28 @@ from pathlib import Path
 
 from scipy import stats
 
-from tools.common import LogError, plural
+from tools.common import LogError, plural, table
 from tools.logs import Log, read_all_logs
+from tools.records.report import print_wrapped
+from tools.records.rules import check_repeats
 
 TARGET = 3.28  # nats per token
 THRESHOLD = Fraction("0.004")  # nats per token
 LOSS_PER_STEP = Fraction("0.0045") / 100  # by which each step less raises the final loss
+SHOWN = 10  # results in the table
 ASSUMPTION = "the rule assumes a standard deviation of about 0.0013 (p < 0.001)"
 
 
 @dataclass
-class Recipe:
-    """The finished runs of one recipe, all with the same number of steps. Losses in nats per token."""
+class Result:
+    """All runs of a recipe at one step. Losses in nats per token."""
 
-    name: str
-    runs: list[Log]
+    step: int
+    losses: list[float]
 
     @property
     def n(self) -> int:
-        return len(self.runs)
-
-    @property
-    def steps(self) -> int:
-        """Of each run."""
-        return self.runs[0].num_steps
-
-    @property
-    def losses(self) -> list[float]:
-        return [run.final.val_loss for run in self.runs]
+        return len(self.losses)
 
     @property
     def mean(self) -> Fraction:
@@ -62,6 +59,34 @@ class Recipe:
     def std(self) -> float | None:
         """Of the sample (n - 1). None for a single run."""
         return statistics.stdev(self.losses) if self.n > 1 else None
+
+    @property
+    def gap(self) -> Fraction:
+        """How far the mean is below the target."""
+        return Fraction(str(TARGET)) - self.mean
+
+    @property
+    def score(self) -> float:
+        """Left side of the rule."""
+        return float(self.gap) * math.sqrt(self.n)
+
+    @property
+    def accepted(self) -> bool:
+        return passes(self.gap, Fraction(1, self.n))
+
+
+@dataclass
+class Recipe:
+    """The runs of one recipe, all with the same number of steps."""
+
+    name: str
+    runs: list[Log]
+    results: list[Result]  # at each step that all runs validated, in order
+
+    @property
+    def result(self) -> Result:
+        """The one that counts: the first that the rule accepts, or the last if it accepts none."""
+        return next((r for r in self.results if r.accepted), self.results[-1])
 
 
 @dataclass
@@ -78,29 +103,36 @@ class Decision:
 def read_recipe(name: str, paths: list[Path]) -> Recipe:
     """Reads the runs of one recipe, at least one.
 
-    Raises LogError if a log can't be read, if a run has no final loss, if two logs are copies, or if
-    runs have different numbers of steps.
+    Raises LogError if a log can't be read, if runs have different numbers of steps, or if a run counts
+    twice. A run that ended before the others doesn't matter below the step that the rule accepts. If
+    there is none, this raises LogError, too.
     """
-    logs = read_all_logs(paths)
-    first = logs[0]
-    seen = {}
-    for log in logs:
-        if log.final is None or not math.isfinite(log.final.val_loss):
+    runs = read_all_logs(paths)
+    first = runs[0]
+    for run in runs:
+        if run.num_steps != first.num_steps:
             raise LogError(
-                f"{log.path}: no finite val_loss at the last step, {log.num_steps}; let the run finish, or "
-                "leave this log out"
-            )
-        if log.num_steps != first.num_steps:
-            raise LogError(
-                f"{log.path}: a run of {log.num_steps} steps, but {first.path} has "
+                f"{run.name}: a run of {run.num_steps} steps, but {first.name} has "
                 f"{first.num_steps}; all runs must have the same number"
             )
-        copy = seen.setdefault((*log.sources, log.run), log)
-        if copy is not log:
+    for repeat in check_repeats(runs):
+        raise LogError(repeat)
+    losses = [finite_losses(run) for run in runs]
+    results = []
+    for step in sorted(set.intersection(*map(set, losses))):
+        results.append(Result(step, [found[step] for found in losses]))
+    end = max(run.last_step for run in runs)
+    for run, found in zip(runs, losses):
+        if end not in found and not any(result.accepted for result in results):
             raise LogError(
-                f"{log.path}: a copy of {copy.path}; each run counts once, so leave one out"
+                f"{run.name}: no finite val_loss at step {end}, the last of these runs; let it finish"
             )
-    return Recipe(name, logs)
+    return Recipe(name, runs, results)
+
+
+def finite_losses(run: Log) -> dict[int, float]:
+    """By step."""
+    return {v.step: v.val_loss for v in run.validations if math.isfinite(v.val_loss)}
 
 
 # -----------------------------------------------------------------------------
@@ -124,20 +156,17 @@ def t_test(name: str, test, *groups: list[float], **options) -> tuple[float | No
         return float(test(*groups, alternative="less", **options).pvalue), name
 
 
-def judge_result(recipe: Recipe) -> Decision:
+def judge_result(result: Result) -> Decision:
     """Is the mean loss low enough below the target?"""
-    gap = Fraction(str(TARGET)) - recipe.mean
-    spread = Fraction(1, recipe.n)
-    score = float(gap) / math.sqrt(spread)
-    formula = f"({TARGET} - {float(recipe.mean):.6f}) * sqrt({recipe.n})"
+    formula = f"({TARGET} - {float(result.mean):.6f}) * sqrt({result.n})"
     name = f"one-sided, mean below {TARGET}"
-    p, test = t_test(name, stats.ttest_1samp, recipe.losses, popmean=TARGET)
-    return Decision(passes(gap, spread), score, formula, p, test)
+    p, test = t_test(name, stats.ttest_1samp, result.losses, popmean=TARGET)
+    return Decision(result.accepted, result.score, formula, p, test)
 
 
-def judge_pair(new: Recipe, old: Recipe) -> Decision:
+def judge_pair(new: Result, old: Result) -> Decision:
     """Is the new recipe better? A step saved is worth LOSS_PER_STEP."""
-    fewer_steps = old.steps - new.steps
+    fewer_steps = old.step - new.step
     worth = fewer_steps * LOSS_PER_STEP
     lower_loss = old.mean - new.mean
     gap = lower_loss + worth
@@ -155,53 +184,67 @@ def judge_pair(new: Recipe, old: Recipe) -> Decision:
 # -----------------------------------------------------------------------------
 # Output
 
-def print_runs(recipe: Recipe) -> None:
-    """One line for each run."""
-    print(f"{recipe.name + ' log':<20}  val_loss")
-    for run in recipe.runs:
-        print(f"{run.name[:20]:<20}  {run.final.val_loss:8.5f}")
+def print_recipe(recipe: Recipe) -> None:
+    """The results around the one that counts, or the last ones, and the losses of each run."""
+    results = recipe.results
+    result = recipe.result
+    print(f"{recipe.name}: {plural(result.n, 'run')} of {recipe.runs[0].num_steps} steps\n")
+
+    start = max(0, min(results.index(result) - 1, len(results) - SHOWN))
+    rows = [("step", "runs", "mean", "statistic", "verdict")]
+    for r in results[start : start + SHOWN]:
+        verdict = "passes" if r.accepted else "fails"
+        if r is result and r.accepted:
+            verdict = "passes: the first"
+        rows.append((str(r.step), str(r.n), f"{float(r.mean):.6f}", f"{r.score:.6f}", verdict))
+    print("\n".join(table(rows, ">>>><")))
+
+    std = f"{result.std:.6f}" if result.n > 1 else "unknown"
+    print(f"\nLosses at step {result.step}, standard deviation {std}:")
+    losses = [f"{run.name}={loss:.5f}" for run, loss in zip(recipe.runs, result.losses)]
+    print_wrapped(" ".join(losses), "  ", "  ")
     print()
 
 
-def summary(recipe: Recipe) -> str:
-    """Like "4 runs of 3500 steps, mean 3.277500, observed standard deviation 0.000900"."""
-    std = "no observed standard deviation"
-    if recipe.std is not None:
-        std = f"observed standard deviation {recipe.std:.6f}"
-    runs = plural(recipe.n, "run")
-    return f"{runs} of {recipe.steps} steps, mean {float(recipe.mean):.6f}, {std}"
-
-
-def verdict_text(decision: Decision, against: bool) -> str:
-    if not against:
-        return "accepted" if decision.accepted else "NOT ACCEPTED"
+def verdict_text(recipes: list[Recipe], decision: Decision) -> str:
+    steps = " against step ".join(str(recipe.result.step) for recipe in recipes)
+    if len(recipes) == 1:
+        return f"accepted at step {steps}" if decision.accepted else "NOT ACCEPTED at any step"
     if decision.accepted:
-        return "accepted: the new recipe is better"
-    return "NOT ACCEPTED: these runs don't show that the new recipe is better"
+        return f"accepted: the new recipe is better, at step {steps}"
+    return f"NOT ACCEPTED: the runs don't show that the new recipe is better, at step {steps}"
 
 
 def print_decision(recipes: list[Recipe], decision: Decision) -> None:
     for recipe in recipes:
-        print_runs(recipe)
-    for recipe in recipes:
-        print(f"{recipe.name:<7} {summary(recipe)}")
-    print(f"rule    {decision.formula} = {decision.score:.6f}, needs {float(THRESHOLD)} or more")
-    print(f"        {ASSUMPTION}")
+        print_recipe(recipe)
+    rule = f"{decision.formula} = {decision.score:.6f}, needs {float(THRESHOLD)} or more; {ASSUMPTION}"
     test = f"none: {decision.test}"
     if decision.p_value is not None:
         test = f"p = {decision.p_value:.2g} ({decision.test})"
-    print(f"t-test  {test}")
-    print(f"\n{verdict_text(decision, len(recipes) > 1)}")
+    for text, start in [(rule, "rule    "), (test, "t-test  ")]:
+        print_wrapped(text, start, " " * 8)
+    print()
+    print_wrapped(verdict_text(recipes, decision))
 
 
 def print_json(recipes: list[Recipe], decision: Decision) -> None:
     answer = {"rule": "optimization", "assumption": ASSUMPTION} | asdict(decision)
     for recipe in recipes:
+        result = recipe.result
         answer[recipe.name] = {
-            "steps": recipe.steps,
-            "mean": float(recipe.mean),
-            "std": recipe.std,
-            "losses": {str(run.path): run.final.val_loss for run in recipe.runs},
+            "steps": recipe.runs[0].num_steps,
+            "step": result.step,  # that counts
+            "n": result.n,
+            "mean": float(result.mean),
+            "std": result.std,
+            "losses": {
+                f"{run.path}{run.number}": loss for run, loss in zip(recipe.runs, result.losses)
+            },
+            "results": [
+                {"step": r.step, "mean": float(r.mean), "score": r.score, "accepted": r.accepted}
+                for r in recipe.results
+            ],
         }
     print(json.dumps(answer, indent=2))
 
@@ -212,11 +255,10 @@ def decide(logs: list[Path], against: list[Path], as_json: bool = False) -> int:
     Returns the exit status: 0 accepted, 1 not. Raises LogError if the logs can't be used.
     """
     recipes = [read_recipe("new", logs)]
+    decision = judge_result(recipes[0].result)
     if against:
         recipes.append(read_recipe("old", against))
-        decision = judge_pair(*recipes)
-    else:
-        decision = judge_result(*recipes)
+        decision = judge_pair(*[recipe.result for recipe in recipes])
     show = print_json if as_json else print_decision
     show(recipes, decision)
     return 0 if decision.accepted else 1

@@ -12,9 +12,8 @@ import pytest
 from scipy import stats
 
 from tools.common import LogError
-from tools.logs import parse_log
 from tools.records import optimization
-from tests.tools.records.makers import LINE, RECORDS, run
+from tests.tools.records.makers import LINE, run, unwrapped
 
 NEW = [3.27794, 3.27816, 3.28146, 3.27847, 3.2788]
 OLD = [3.2799, 3.2781, 3.2805, 3.2787]
@@ -22,7 +21,7 @@ OLD = [3.2799, 3.2781, 3.2805, 3.2787]
 
 def field_log(path: Path, loss, steps=3500, times=True, source="import torch\n", end="\n") -> Path:
     """A log like those of the optimization track: a source, facts between separators, losses."""
-    lines = [source, LINE, "Running PyTorch 2.9.0+cu128 compiled for CUDA 12.8", LINE]
+    lines = [source, LINE, f"Running PyTorch 2.9.0+cu128 in {path}", LINE]
     for step, value in [(125, 4.5), (steps - 25, 3.3), (steps, loss)]:
         line = f"step:{step}/{steps} val_loss:{value}"
         if times:
@@ -34,17 +33,17 @@ def field_log(path: Path, loss, steps=3500, times=True, source="import torch\n",
 
 
 def folder_of(path: Path, losses, steps=3500) -> Path:
-    """A folder of logs. Each source has another seed, because copies of a log are refused."""
-    for seed, loss in enumerate(losses):
-        field_log(path / f"{seed}.txt", loss, steps, source=f"SEED = {seed}\n")
+    """A folder of logs."""
+    for i, loss in enumerate(losses):
+        field_log(path / f"{i}.txt", loss, steps)
     return path
 
 
 def decide(folder: Path, against: Path | None = None) -> optimization.Decision:
-    new = optimization.read_recipe("new", [folder])
+    new = optimization.read_recipe("new", [folder]).result
     if against is None:
         return optimization.judge_result(new)
-    return optimization.judge_pair(new, optimization.read_recipe("old", [against]))
+    return optimization.judge_pair(new, optimization.read_recipe("old", [against]).result)
 
 
 # -----------------------------------------------------------------------------
@@ -136,30 +135,36 @@ def test_the_command(tmp_path):
     score = (dloss + 0.0045) / math.sqrt(1 / 5 + 1 / 4)
     p = stats.ttest_ind(NEW, np.add(OLD, 0.0045), equal_var=False, alternative="less").pvalue
     expected = f"""\
-new log               val_loss
-0                      3.27794
-1                      3.27816
-2                      3.28146
-3                      3.27847
-4                      3.27880
+new: 5 runs of 3400 steps
 
-old log               val_loss
-0                      3.27990
-1                      3.27810
-2                      3.28050
-3                      3.27870
+step  runs      mean  statistic  verdict
+ 125     5  4.500000  {(3.28 - 4.5) * 5**0.5:.6f}  fails
+3375     5  3.300000  {-0.02 * 5**0.5:.6f}  fails
+3400     5  {np.mean(NEW):.6f}   {(3.28 - np.mean(NEW)) * 5**0.5:.6f}  fails
 
-new     5 runs of 3400 steps, mean {np.mean(NEW):.6f}, \
-observed standard deviation {np.std(NEW, ddof=1):.6f}
-old     4 runs of 3500 steps, mean {np.mean(OLD):.6f}, \
-observed standard deviation {np.std(OLD, ddof=1):.6f}
-rule    ({dloss:.6f} + 100 * 0.0045 / 100) / sqrt(1/5 + 1/4) = {score:.6f}, needs 0.004 or more
-        the rule assumes a standard deviation of about 0.0013 (p < 0.001)
-t-test  p = {p:.2g} (Welch's, one-sided, old losses adjusted to the new number of steps)
+Losses at step 3400, standard deviation {np.std(NEW, ddof=1):.6f}:
+  0=3.27794 1=3.27816 2=3.28146 3=3.27847 4=3.27880
 
-accepted: the new recipe is better
+old: 4 runs of 3500 steps
+
+step  runs      mean  statistic  verdict
+ 125     4  4.500000  -2.440000  fails
+3475     4  3.300000  -0.040000  fails
+3500     4  {np.mean(OLD):.6f}   {(3.28 - np.mean(OLD)) * 2:.6f}  fails
+
+Losses at step 3500, standard deviation {np.std(OLD, ddof=1):.6f}:
+  0=3.27990 1=3.27810 2=3.28050 3=3.27870
+
+rule    ({dloss:.6f} + 100 * 0.0045 / 100) / sqrt(1/5 + 1/4) = {score:.6f}, needs
+        0.004 or more; the rule assumes a standard deviation of about 0.0013 (p
+        < 0.001)
+t-test  p = {p:.2g} (Welch's, one-sided, old losses adjusted to the new number of
+        steps)
+
+accepted: the new recipe is better, at step 3400 against step 3500
 """
-    assert done.stdout.decode() == expected
+    assert unwrapped(done.stdout) == unwrapped(expected.encode())
+    assert max(map(len, done.stdout.decode().splitlines())) <= 80
     done = run(*command, "before", "--against", "mine", cwd=tmp_path)
     assert done.returncode == 1
     assert b"\n\nNOT ACCEPTED: " in done.stdout
@@ -171,9 +176,42 @@ accepted: the new recipe is better
     assert list(answer["new"]["losses"].values()) == NEW
     assert answer["new"]["std"] == pytest.approx(np.std(NEW, ddof=1))
     assert answer["old"]["losses"] == {"before/0.txt": OLD[0]}
+    assert answer["old"]["results"][-1]["score"] == pytest.approx(3.28 - OLD[0])
     done = run(*command, "mine", "--target", "3.3", cwd=tmp_path)
     assert done.returncode == 2
     assert b"drop --target and --same-ml" in done.stderr
+
+
+def test_the_first_step_that_passes(tmp_path):
+    """The track has worked this out. All runs are in one file, and none is finished."""
+    text = ""
+    for i in range(20):
+        text += f"step:0/2900 val_loss:10.8\nstep:125/2900 val_loss:4.5{i:02}\n"
+        text += f"step:2745/2900 val_loss:{3.27925 + (i < 8) * 0.00001:.5f}\n"  # mean 3.279254
+        text += f"step:2750/2900 val_loss:{3.27885 + (i < 12) * 0.00001:.5f}\n"  # mean 3.278856
+    (tmp_path / "all.txt").write_text(text)
+    done = run("verify", "--rule", "optimization", "all.txt", cwd=tmp_path)
+    assert done.returncode == 0
+    *_, before, first = done.stdout.decode().partition("\n\nLosses at step 2750,")[0].splitlines()
+    assert before.split() == ["2745", "20", "3.279254", f"{0.000746 * 20**0.5:.6f}", "fails"]
+    assert first.split()[3:] == [f"{0.001144 * 20**0.5:.6f}", "passes:", "the", "first"]
+    assert done.stdout.endswith(b"\n\naccepted at step 2750\n")
+    assert max(map(len, done.stdout.decode().splitlines())) <= 80
+
+
+@pytest.mark.parametrize("loss, step", [(3.27, 3475), (3.3, None)])
+def test_a_run_that_ends_before_the_others(tmp_path, loss, step):
+    """It must have the step that counts."""
+    whole, cut = folder_of(tmp_path, [3.27, 3.27]).iterdir()
+    for path in (whole, cut):
+        path.write_text(path.read_text().replace("val_loss:3.3 ", f"val_loss:{loss} "))
+    cut.write_text(cut.read_text().partition("step:3500/")[0])
+    if step:
+        result = optimization.read_recipe("new", [tmp_path]).result
+        assert result == optimization.Result(step, [loss, loss])
+    else:
+        with pytest.raises(LogError, match="no finite val_loss at step 3500, the last of these runs"):
+            optimization.read_recipe("new", [tmp_path])
 
 
 # -----------------------------------------------------------------------------
@@ -196,27 +234,20 @@ def test_logs_of_the_field(tmp_path, options):
     for newline in ("\n", "\r\n"):
         path.write_bytes(path.read_text().replace("\n", newline).encode())
         recipe = optimization.read_recipe("new", [path])
-        assert (recipe.n, recipe.steps, recipe.losses) == (1, 3500, [3.2785])
-
-
-def test_our_logs():
-    """The final losses are those that verify reads for a record."""
-    folder = RECORDS / "mini" / "2026-11-22_385Steps"
-    recipe = optimization.read_recipe("new", [folder])
-    assert recipe.losses == [parse_log(path).final.val_loss for path in sorted(folder.glob("*.txt"))]
-    assert recipe.n > 1 and recipe.steps == 385
+        assert recipe.result == optimization.Result(3500, [3.2785])
 
 
 def test_bad_input(tmp_path):
     good = field_log(tmp_path / "good.txt", 3.2785)
-    cut = field_log(tmp_path / "cut.txt", 3.2785)
-    cut.write_text(cut.read_text().replace("step:3500/3500", "step:3499/3500"))
+    cut = field_log(tmp_path / "cut.txt", 3.27, end="")  # 3.27 may be the beginning of 3.2785
+    cut.write_text(cut.read_text().split(" train_time:700.000s")[0])
+    last = "no finite val_loss at step 3500, the last of these runs; let it finish"
     for paths, words in [
-        ([field_log(tmp_path / "crash.txt", "tensor(3.27)")], "crash.txt: no finite val_loss at the last"),
-        ([field_log(tmp_path / "nan.txt", "nan")], "nan.txt: no finite val_loss at the last step, 3500;"),
-        ([cut], "cut.txt: no finite val_loss at the last step, 3500; let the run finish, or"),
-        ([good, field_log(tmp_path / "1.txt", 3.27, 3400)], "1.txt: a run of 3400 steps, but "),
-        ([good, good], "each run counts once, so leave one out"),
+        ([field_log(tmp_path / "crash.txt", "tensor(3.27)")], f"crash: {last}"),
+        ([field_log(tmp_path / "nan.txt", "nan")], f"nan: {last}"),
+        ([cut], f"cut: {last}"),
+        ([good, field_log(tmp_path / "1.txt", 3.27, 3400)], "1: a run of 3400 steps, but good has 3500"),
+        ([good, good], "good: the same log as good; each run counts once, so leave one out"),
     ]:
         with pytest.raises(LogError) as error:
             optimization.read_recipe("new", paths)
