@@ -98,7 +98,7 @@ class Log:
     @property
     def name(self) -> str:
         """For tables: that of the file, like "abc" or "abc#3". A UUID is shortened to 8 digits."""
-        uuid = r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+        uuid = r"([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
         return re.sub(uuid, r"\1", self.path.stem) + self.number
 
     @property
@@ -370,7 +370,8 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
         files = [path]
         if path.is_dir():
             files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
-            names = sorted(p.name for p in path.iterdir() if p.suffix not in SUFFIXES + BESIDE_LOGS)
+            others = [p for p in path.iterdir() if p.suffix not in SUFFIXES + BESIDE_LOGS]
+            names = sorted(p.name + "/" * p.is_dir() for p in others)
             if names:
                 ignored = textwrap.shorten(", ".join(names), 200, placeholder=" ...")
                 print(f"{path}: ignored: {ignored}", file=sys.stderr)

@@ -5,6 +5,8 @@ Checks whether the logs of several runs make a valid record.
                            [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
                            [--rule optimization]
 
+A log has one run or several, one after the other. Of a folder, the .txt and .log files are read.
+
 The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01).
 verify also checks those rules of tools/README.md that can be checked in a log. With --against,
 the runs must also be faster than another record: one-sided Welch's t-test on the training times,
@@ -20,7 +22,8 @@ the record's losses must not show it at p < 0.01. With ten runs in the record, a
 up to three standard deviations above their mean.
 
 --rule optimization checks only the rule of modded-nanogpt's optimization track: without --against,
-whether these runs reach the target; with --against, whether this recipe is better than the other.
+whether these runs reach 3.28, and at which step first; with --against, whether this recipe is better
+than the other. The runs may have been stopped before the end of their schedule.
 
 Exit status: 0 valid, 1 not valid, or not faster than the --against record (the reasons are listed),
 2 bad input.
