@@ -1,6 +1,5 @@
 """Tests of tools/logs.py: our logs and those of others are read rightly, and damaged ones are refused."""
 
-import codecs
 import json
 import re
 
@@ -179,9 +178,9 @@ def test_several_runs_in_one_file(tmp_path, change):
 def test_what_windows_adds_makes_no_other_log(tmp_path):
     path = our_log(tmp_path / "a.txt")
     log = parse_log(path)
-    data = path.read_bytes()
-    for changed in (codecs.BOM_UTF8 + data, codecs.BOM_UTF8 + data.replace(b"\n", b"\r\n")):
-        path.write_bytes(changed)
+    text = path.read_text()
+    for newline in ("\n", "\r\n"):
+        path.write_text(text, encoding="utf-8-sig", newline=newline)
         assert parse_log(path) == log
 
 
