@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from scipy import stats
 
+from tools.logs import Log
+
 P_VALUE = 0.01
 CONFIDENCE = 0.95
 
@@ -62,3 +64,17 @@ def p_faster(ours: list[float], theirs: list[float]) -> tuple[float | None, str]
     with warnings.catch_warnings(action="ignore"):  # equal times
         p = float(stats.ttest_ind(ours, theirs, equal_var=single, alternative="less").pvalue)
     return (None if math.isnan(p) else p), name
+
+
+def check_repeats(logs: list[Log]):
+    """Two runs must not have the same log or the same seed."""
+    seen = {}
+    for log in logs:
+        for what, key in [("log", log.run), ("seed", log.hyperparameters.get("seed"))]:
+            earlier = seen.setdefault((what, key), log)
+            if earlier is not log and key is not None:
+                yield (
+                    f"{log.name}: the same {what} as {earlier.name}; each run counts once, so leave "
+                    "one out"
+                )
+                break

@@ -30,7 +30,7 @@ from scipy import stats
 from tools.common import LogError, plural, table
 from tools.logs import Log, read_all_logs
 from tools.records.report import print_wrapped
-from tools.records.rules import check_repeats
+from tools.summary import check_repeats
 
 TARGET = 3.28  # nats per token
 THRESHOLD = Fraction("0.004")  # nats per token

@@ -12,7 +12,7 @@ from scipy import stats
 
 from tools.logs import Log
 from tools.records.compiler import compiler_settings
-from tools.summary import P_VALUE, Summary, p_below, p_faster, summarize
+from tools.summary import P_VALUE, Summary, check_repeats, p_below, p_faster, summarize
 
 FINEWEB_VAL_TOKENS = 10_485_760
 # Values that a track fixes, so that losses can be compared
@@ -228,20 +228,6 @@ def check_hardware(logs: list[Log]):
     hardware = list(dict.fromkeys(log.hardware for log in logs))
     if hardware == [""] or len(hardware) > 1:
         yield f"all runs must be on the same known hardware; these are on {listed(hardware)}"
-
-
-def check_repeats(logs: list[Log]):
-    """Two runs must not have the same log or the same seed."""
-    seen = {}
-    for log in logs:
-        for what, key in [("log", log.run), ("seed", log.hyperparameters.get("seed"))]:
-            earlier = seen.setdefault((what, key), log)
-            if earlier is not log and key is not None:
-                yield (
-                    f"{log.name}: the same {what} as {earlier.name}; each run counts once, so leave "
-                    "one out"
-                )
-                break
 
 
 def broken_rules(logs: list[Log]) -> list[str]:
