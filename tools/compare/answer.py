@@ -8,6 +8,8 @@ import numpy as np
 
 from tools.common import goal, p_text, percent, percent_interval, short, table
 from tools.compare.stats import P_VALUE, Effect, Slope, fewest_pairs, half_widths, log_steps
+from tools.logs import Log
+from tools.summary import Summary, p_faster, summarize
 
 WIDTH = 80
 NEEDS_PAIRS = "an idea needs two pairs of runs"
@@ -52,6 +54,13 @@ def time_conflict(effect: Effect) -> str:
     return ""
 
 
+def ratio_row(name: str, effect: Effect, factor: float) -> tuple[str, str, str]:
+    """The step time, times a factor, as a row of `numbers`."""
+    low, high = effect.step_time_interval
+    interval = percent_interval((factor * low - 1, factor * high - 1)) if low > 0 else NO_INTERVAL
+    return name, percent(factor * effect.step_time - 1), interval
+
+
 def numbers(effect: Effect) -> list[str]:
     """A line for each number, with its interval."""
     low, high = effect.difference_interval
@@ -63,8 +72,9 @@ def numbers(effect: Effect) -> list[str]:
     if effect.steps is not None:
         rows.append(("steps", percent(effect.steps), interval_in_steps))
     if effect.step_time is not None:
-        bounds = (effect.step_time_interval[0] - 1, effect.step_time_interval[1] - 1)
-        rows.append(("time of a step", percent(effect.step_time - 1), percent_interval(bounds)))
+        rows.append(ratio_row("time of a step", effect, 1))
+        if effect.own_steps != 1:
+            rows.append(ratio_row("time of a run", effect, effect.own_steps))
     if effect.time is not None:
         interval = percent_interval(effect.time_interval) if effect.has_interval() else NO_INTERVAL
         rows.append(("time", percent(effect.time), interval))
@@ -134,7 +144,61 @@ def slope_in_words(slope: Slope | None) -> str:
         return "Steps are unknown: they take more runs of the base with fewer and with more steps."
     one_percent = abs(slope.value) * -math.log1p(-0.01)
     words = f"If the base trains 1% fewer steps, its loss rises by {one_percent:.5f}"
-    return f"{words} (standard error {slope.error:.0%})."
+    return f"{words} ({f'standard error {slope.error:.0%}' if slope.n else 'as given'})."
+
+
+# -----------------------------------------------------------------------------
+# What a record needs
+
+
+def end_losses(logs: list[Log]) -> list[float]:
+    """Where each run ended, in nats per token."""
+    return [log.end.val_loss for log in logs]
+
+
+def end_times(logs: list[Log]) -> list[float]:
+    """Training times in seconds; [] if a log has none."""
+    times = [log.end.train_time_ms / 1000 for log in logs]
+    return times if all(0 < time < math.inf for time in times) else []
+
+
+def step_time(log: Log) -> float:
+    """In ms; nan if the log has no times."""
+    return log.end.train_time_ms / max(1, log.end.step)
+
+
+def summary_of(logs: list[Log], target: float) -> Summary:
+    return summarize(end_losses(logs), end_times(logs), target)
+
+
+def record_table(sides: dict[str, list[Log]], target: float) -> list[str]:
+    """A row for each side, with its p-value for a mean loss below the target."""
+    rows = [("", "runs", "mean loss", "sd", f"p (below {target:g})", "time")]
+    for name, logs in sides.items():
+        found = summary_of(logs, target)
+        sd = "-" if found.loss_std is None else f"{found.loss_std:.4f}"
+        time = "-" if found.time_mean is None else f"{found.time_mean:.3f} s"
+        mean = f"{found.loss_mean:.4f}"
+        rows.append((f"  {short(name, 16)}", str(found.n), mean, sd, p_text(found.p_value), time))
+    return table(rows, "<>>>>>")
+
+
+def record_in_words(
+    name: str, logs: list[Log], base: list[Log], target: float, timed: bool = True
+) -> str:
+    """Whether the runs show what a record needs. `timed`: the times can be compared."""
+    found = summary_of(logs, target)
+    p_loss = found.p_value
+    reached = p_loss is not None and p_loss < P_VALUE
+    loss = f"the mean loss is {'' if reached else 'not '}below {target:g} (p = {p_text(p_loss)})"
+    if not (timed and end_times(logs) and end_times(base)):
+        return f"{name}: {loss}."
+    saved = summary_of(base, target).time_mean - found.time_mean
+    p_time = p_faster(end_times(logs), end_times(base))[0]
+    faster = p_time is not None and p_time < P_VALUE
+    record = "has what a record needs" if reached and faster else "isn't a record"
+    time = f"a run takes {abs(saved):.3f} s {'less' if saved > 0 else 'more'} (p = {p_text(p_time)})"
+    return f"{name} {record}: {loss}, and {time}."
 
 
 # -----------------------------------------------------------------------------

@@ -25,6 +25,21 @@ unless you pass --track.
 The script is train_gpt.py, --recipe NAME, or what the base names: recipes/NAME.py, or
 REVISION:recipes/NAME.py. It runs in a copy of the repository's files, so later edits change no run.
 
+With --command, compare trains anyone's script, for example the current one of modded-nanogpt:
+
+    ./run.sh compare --command "torchrun --standalone --nproc_per_node=1 train_gpt.py"
+                     --base ../modded-nanogpt --idea ../modded-nanogpt@my-branch
+
+SOURCE is then PATH, a folder of a git repository, or PATH@REVISION, or a patch to the base, with or
+without options. The command runs in a copy of that folder. What git ignores in data/ is linked. A run
+is one command. Its log is the file that it writes below logs/, or else its output. Its losses are the
+lines step:S/N val_loss:L, and its times are train_time:Tms in the same lines. {seed} in the command
+becomes the seed.
+
+--base_logs and --idea_logs compare finished runs, with Welch's t-test:
+
+    ./run.sh compare --base_logs logs/before --idea_logs logs/after --plot both.png
+
 Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
 You may look as often as you like: that doesn't make a wrong answer more likely. Finished runs are
 kept in logs/compare/runs/, which you may delete. Later comparisons reuse those with the same source,
@@ -37,7 +52,9 @@ Exit status: 0 the comparison was made, 1 a run failed, 2 another error, 130 int
 import argparse
 import math
 import sys
+import textwrap
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 
@@ -58,12 +75,17 @@ from tools.common import (
 from tools.compare import runs as compare_runs
 from tools.compare.answer import (
     NEEDS_PAIRS,
+    WIDTH,
     answer_for_many,
     answer_for_one,
     headline,
     plot_answer,
+    record_in_words,
+    record_table,
     slope_in_words,
+    step_time,
 )
+from tools.compare.finished import compare_finished
 from tools.compare.plan import Comparison, next_task, plan_in_words, progress, undecided
 from tools.compare.runs import RunError, make_runs, on_gpu, open_pool, show_line
 from tools.compare.sources import (
@@ -102,6 +124,18 @@ def make_parser() -> argparse.ArgumentParser:
     until = "the smallest saving of steps that matters; default: 2%%"
     add("--until", type=fraction, default=0.02, metavar="X%", help=until)
     add("--hours", type=float, default=1e9, metavar="H", help="stop after H hours; default: no limit")
+    command = "train with this shell command instead of train_gpt.py"
+    add("--command", metavar="COMMAND", help=command)
+    timeout = "end compare if a run takes longer than this; default: no limit"
+    add("--run_timeout", type=positive, default=math.inf, metavar="MINUTES", help=timeout)
+    slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the number "
+    slope += "of steps can be set by --num_iterations"
+    add("--loss_per_100_steps", type=positive, metavar="LOSS", help=slope)
+    target = "the loss that a record needs; default: that of the logs, or 3.28"
+    add("--target", type=positive, metavar="LOSS", help=target)
+    for side in ("base", "idea"):
+        logs = f"logs of finished runs of the {side}, or folders of them"
+        add(f"--{side}_logs", nargs="+", type=Path, metavar="LOGS", help=logs)
     runs = "make N pairs and look only once, at the end; never says \"not worth it\". A pair is one run of "
     runs += "the base and one of the idea, with the same seed"
     add("--runs", type=whole_number, metavar="N", help=runs)
@@ -114,6 +148,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=output_file, metavar="FILE", help="write all numbers")
     add("--plot", type=output_file, metavar="FILE.png", help="draw how the intervals narrow")
     return parser
+
+
+def positive(text: str) -> float:
+    """An option's value above zero. Raises ArgumentTypeError."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be more than zero")
+    return value
 
 
 def join_values(argv: list[str]) -> list[str]:
@@ -138,13 +180,21 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             )
     if args.gate and len(args.idea or []) > 1:
         fail("--gate judges one idea; give one --idea")
+    if args.command and (args.recipe or args.nproc_per_node > 1):
+        fail("--command says what to run; leave out --recipe and --nproc_per_node")
+    if bool(args.base_logs) != bool(args.idea_logs):
+        fail("finished runs need both --base_logs and --idea_logs")
+    if args.base_logs and (args.command or args.base or args.idea or common):
+        fail("finished runs train nothing; leave out --command, --base, --idea and options of the script")
     return args, common
 
 
-def base_of_ideas(ideas: list[str] | None) -> str:
+def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
     """The base if --base isn't given. Raises UsageError."""
     if not ideas:
-        return "HEAD"
+        return "@HEAD" if command else "HEAD"
+    if command:
+        return "."
     commits = {idea_commit(text) for text in ideas} - {""}
     if len(commits) > 1:
         fail("these ideas were made for different commits; compare them one at a time, or give --base")
@@ -157,8 +207,12 @@ def base_of_ideas(ideas: list[str] | None) -> str:
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UsageError."""
     script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"
-    tree = Variant("worktree", copy_tree(compare_runs.FOLDER / "working"), script, [])
-    base = read_variant(args.base or base_of_ideas(args.idea), tree, common)
+    scratch = compare_runs.FOLDER / "working"
+    if args.command:
+        tree = Variant("none", scratch / "none", "", [], command=args.command)
+    else:
+        tree = Variant("worktree", copy_tree(scratch), script, [])
+    base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
     check_settings(variants, args.nproc_per_node)
@@ -169,11 +223,14 @@ def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
 
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison:
     """Raises UsageError."""
-    base, *ideas = read_variants(args, common)
-    fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
-    more = with_steps(base, SLOPE_FACTOR, ideas)
-    variants = [base, *ideas, fewer, more]
+    base, *ideas = variants = read_variants(args, common)
+    fewer = more = None
+    if not args.loss_per_100_steps and not (args.command and base.num_iterations() is None):
+        fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
+        more = with_steps(base, SLOPE_FACTOR, ideas)
+        variants = [*variants, fewer, more]
     pool = open_pool(variants, lock, args.jobs, args.nproc_per_node)
+    pool.timeout = args.run_timeout
     check_data(variants)
     return Comparison(args, pool, base, ideas, fewer, more)
 
@@ -209,13 +266,9 @@ def measure_times(c: Comparison) -> None:
     for idea in c.ideas:
         name = short(idea.name, 30)
         try:
-            # The step times are in the runs' logs where two runs don't fit side by side
-            if on_gpu([c.base]) or c.args.nproc_per_node > 1:
-                ratios = ratios_of_runs(c, idea)
-            else:
-                ratios = measure_rounds(
-                    c.pool, c.base, idea, lambda n: say(c, f"step times of {name}: {n} of {ROUNDS} rounds")
-                )
+            ratios = measure_rounds(
+                c.pool, c.base, idea, lambda n: say(c, f"step times of {name}: {n} of {ROUNDS} rounds")
+            )
             c.log_ratios[idea.name] = ratios
         except (RunError, FileError, OSError) as e:
             say(c)
@@ -223,11 +276,17 @@ def measure_times(c: Comparison) -> None:
             c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
 
 
-def ratios_of_runs(c: Comparison, idea: Variant) -> list[float]:
-    """log(idea's step time / base's) at each seed, from whole runs."""
-    logs, base_logs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
-    seeds = sorted(logs.keys() & base_logs.keys())
-    return [math.log(logs[s].final.step_avg_ms / base_logs[s].final.step_avg_ms) for s in seeds]
+def times_are_in_logs(c: Comparison) -> bool:
+    """True where two runs don't fit side by side."""
+    return on_gpu([c.base]) or c.args.nproc_per_node > 1 or bool(c.args.command)
+
+
+def read_times(c: Comparison) -> None:
+    """The step times of all ideas from whole runs: log(idea's / base's) of each pair."""
+    for idea in c.ideas:
+        logs, base_logs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
+        pairs = [(step_time(logs[s]), step_time(base_logs[s])) for s in sorted(logs.keys() & base_logs.keys())]
+        c.log_ratios[idea.name] = [math.log(time / base) for time, base in pairs if time > 0 and base > 0]
 
 
 # -----------------------------------------------------------------------------
@@ -240,12 +299,15 @@ def facts_in_words(c: Comparison) -> list[str]:
     per = "run" if facts["processes"] == 1 else "process"
     threads = f"{plural(facts['threads'], 'thread')} per {per}"
     sentences = [slope_in_words(c.slope())]
+    if c.fewer is None and c.slope() is None:
+        sentences = ["Steps are unknown: give --loss_per_100_steps, or --num_iterations in the command."]
+    if c.args.command and "{seed}" not in c.args.command:
+        sentences.append("The runs of a pair share no seed.")
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for idea in c.ideas:
-        steps = idea.num_iterations()
-        if steps != c.base.num_iterations():
-            sentences.append(f"{idea.name} trains {steps} steps, the base {c.base.num_iterations()}.")
+        if c.steps(idea) != c.steps(c.base):
+            sentences.append(f"{idea.name} trains {c.steps(idea)} steps, the base {c.steps(c.base)}.")
     if any(log.uncompiled for runs in c.pool.runs.values() for log in runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
     if len(c.ideas) > 1 and not all(effect.has_interval() for effect in c.effects()):
@@ -261,7 +323,7 @@ def answer_as_json(c: Comparison) -> bytes:
     runs = {}
     for name, logs in c.pool.runs.items():
         seeds = sorted(logs)
-        runs[name] = [{"path": str(logs[s].path), "seed": s, **asdict(logs[s].final)} for s in seeds]
+        runs[name] = [{"path": str(logs[s].path), "seed": s, **asdict(logs[s].end)} for s in seeds]
     slope = c.slope()
     answer = {
         **{name: facts[name] for name in ("machine", "torch", "threads", "processes")},
@@ -285,8 +347,21 @@ def answer(c: Comparison, effects: list[Effect]) -> list[str]:
         return [f"Too early for an answer: {NEEDS_PAIRS}."]
     facts = facts_in_words(c)
     if len(c.ideas) == 1:
-        return answer_for_one(effects[0], c.until(), facts)
-    return answer_for_many(effects, [idea.name for idea in c.ideas], c.until(), facts)
+        lines = answer_for_one(effects[0], c.until(), facts)
+    else:
+        lines = answer_for_many(effects, [idea.name for idea in c.ideas], c.until(), facts)
+    return [*lines, "", *record_lines(c)] if c.args.command else lines
+
+
+def record_lines(c: Comparison) -> list[str]:
+    """Whether the ideas would be records."""
+    sides = {variant.name: list(c.pool.runs[variant.name].values()) for variant in [c.base, *c.ideas]}
+    base = sides[c.base.name]
+    target = c.args.target or base[0].target
+    lines = record_table(sides, target)
+    for idea in c.ideas:
+        lines += textwrap.wrap(record_in_words(idea.name, sides[idea.name], base, target), WIDTH)
+    return lines
 
 
 def report(c: Comparison) -> None:
@@ -305,6 +380,8 @@ def report(c: Comparison) -> None:
 
 def compare(argv: list[str]) -> int:
     args, common = read_arguments(argv)
+    if args.base_logs:
+        return compare_finished(args)
     status = 0
     with compare_runs.locked_folder() as lock:
         c = set_up(args, common, lock)
@@ -315,11 +392,13 @@ def compare(argv: list[str]) -> int:
         try:
             make_pairs(c)
             identical = all(effect.verdict == "identical" for effect in c.effects())
-            if not (args.no_times or args.gate or identical):
+            if not (args.no_times or args.gate or identical or times_are_in_logs(c)):
                 measure_times(c)
         except KeyboardInterrupt:
             status = 130
             c.notes.append("Interrupted; run the same command again to continue.")
+        if times_are_in_logs(c) and not args.no_times:
+            read_times(c)
         say(c)
         report(c)
     if args.gate and status == 0:

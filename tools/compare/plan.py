@@ -4,6 +4,9 @@ What compare.py knows so far, and what it runs next.
 Runs are planned in chunks of eight seeds, because a process makes eight runs. The first chunk of the
 base and of each idea comes first. Then the base runs with fewer and more steps, to measure what a loss
 is worth in steps. Then come further chunks of the ideas that are still undecided, and of the base.
+
+A command makes one run, so its chunks have one. Which variant is first alternates from chunk to chunk, so
+that slow drifts of the machine cancel in the times.
 """
 
 import argparse
@@ -19,10 +22,13 @@ from tools.compare.sources import Variant, log_ratio_of_steps
 from tools.compare.stats import (
     FEWEST_SLOPES,
     LARGEST_SLOPE_ERROR,
+    P_VALUE,
     Effect,
     Slope,
     add_times,
     analyse,
+    given_slope,
+    half_widths,
     measure_slope,
     most_pairs,
     pairs_for,
@@ -42,8 +48,8 @@ class Comparison:
     pool: Pool
     base: Variant
     ideas: list[Variant]
-    fewer: Variant  # the base with fewer steps
-    more: Variant
+    fewer: Variant | None = None  # the base with fewer steps; None if its runs don't measure the slope
+    more: Variant | None = None
     log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> rounds
     notes: list[str] = field(default_factory=list)
 
@@ -55,9 +61,19 @@ class Comparison:
         """Final losses of the seeds from the first one on, up to the first that is missing."""
         logs = self.pool.runs[variant.name]
         seeds = itertools.takewhile(logs.__contains__, itertools.count(self.args.seed))
-        return [logs[seed].final.val_loss for seed in seeds]
+        return [logs[seed].end.val_loss for seed in seeds]
+
+    def steps(self, variant: Variant) -> int | None:
+        """Of each of its runs; None if that isn't known yet."""
+        logs = list(self.pool.runs[variant.name].values())
+        return logs[0].end.step if logs else variant.num_iterations()
 
     def slope(self) -> Slope | None:
+        if self.args.loss_per_100_steps:
+            steps = self.steps(self.base)
+            return steps and given_slope(self.args.loss_per_100_steps, steps)
+        if self.fewer is None:
+            return None
         width = log_ratio_of_steps(self.fewer, self.more)
         return measure_slope(self.losses(self.fewer), self.losses(self.more), width)
 
@@ -75,11 +91,10 @@ class Comparison:
             if pairs.shape[1] < 2:
                 continue
             effect = analyse(idea.name, *pairs, slope, self.until(), len(self.ideas))
-            steps = self.base.num_iterations()
-            effect.own_steps = (idea.num_iterations() or steps) / steps
-            ratios = self.log_ratios.get(idea.name)
-            if ratios:
-                add_times(effect, np.array(ratios), slope)
+            effect.own_steps = self.steps(idea) / self.steps(self.base)
+            ratios = np.array(self.log_ratios.get(idea.name, []))
+            if len(ratios):
+                add_times(effect, float(ratios.mean()), half_widths(ratios, P_VALUE)[-1], slope)
             found.append(effect)
         return found
 
@@ -101,11 +116,18 @@ def undecided(c: Comparison) -> list[Variant]:
             most = c.args.runs
         elif effect.verdict == "identical":
             most = RUNS_A_PROCESS
+        elif effect.verdict == "undecided" and not has_goal(c):
+            most = 1_000_000
         elif effect.verdict == "undecided":
             most = most_pairs(goal_in_loss(c), max(effect.sd, 1e-6), len(c.ideas))
         if c.pairs(idea).shape[1] < most:
             waiting.append(idea)
     return waiting
+
+
+def has_goal(c: Comparison) -> bool:
+    """False if nothing turns --until into a loss. Then there is no maximum number of pairs."""
+    return bool(c.args.runs or c.args.loss_per_100_steps or c.fewer)
 
 
 def goal_in_loss(c: Comparison) -> float:
@@ -123,6 +145,8 @@ def pairs_expected(c: Comparison) -> int:
 
 def slope_runs(c: Comparison) -> list[tuple[Variant, range]]:
     """The runs of the base with fewer and with more steps that the slope needs."""
+    if c.fewer is None:
+        return []
     n = min(len(c.losses(c.fewer)), len(c.losses(c.more)))
     slope = c.slope()
     precise = slope is not None and slope.error <= LARGEST_SLOPE_ERROR
@@ -141,14 +165,20 @@ def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
     first = c.args.seed
     last = first + (c.args.runs or 1_000_000)
     done = min((c.pairs(idea).shape[1] for idea in waiting), default=0)
-    chunk = first + done - done % RUNS_A_PROCESS
+    size = 1 if c.base.command else RUNS_A_PROCESS
+    chunk = first + done - done % size
     # At most one chunk ahead of the one that isn't complete
-    for start in (chunk, chunk + RUNS_A_PROCESS):
-        if start > first:
+    for start in (chunk, chunk + size):
+        if start >= first + RUNS_A_PROCESS:
             yield from slope_runs(c)
-        for variant in [c.base, *waiting]:
-            yield variant, range(start, min(start + RUNS_A_PROCESS, last))
+        for variant in in_turn([c.base, *waiting], start, size):
+            yield variant, range(start, min(start + size, last))
     yield from slope_runs(c)
+
+
+def in_turn(variants: list[Variant], start: int, size: int) -> list[Variant]:
+    """Turned around for every other command, so that each variant is as often first as last."""
+    return variants[::-1] if size == 1 and start % 2 else variants
 
 
 def next_task(c: Comparison) -> Task | None:
@@ -159,6 +189,8 @@ def next_task(c: Comparison) -> Task | None:
             if worker.task.variant is variant:
                 taken.update(worker.task.seeds)
         missing = [seed for seed in seeds if seed not in taken]
+        if missing and variant.command:
+            return Task(variant, missing[:1])
         if missing:
             # Those that follow each other, for one process
             return Task(variant, [seed for i, seed in enumerate(missing) if seed == missing[0] + i])
@@ -176,7 +208,9 @@ def runs_to_make(c: Comparison) -> int:
         return 0
     expected = pairs_expected(c)
     runs = sum(max(0, expected - len(c.losses(variant))) for variant in [c.base, *waiting])
-    slopes = sum(max(0, FEWEST_SLOPES - len(c.losses(variant))) for variant in (c.fewer, c.more))
+    slopes = 0
+    if c.fewer:
+        slopes = sum(max(0, FEWEST_SLOPES - len(c.losses(variant))) for variant in (c.fewer, c.more))
     return runs + slopes
 
 
@@ -184,6 +218,8 @@ def plan_in_words(c: Comparison) -> str:
     """What is to come, before the first run."""
     expected = pairs_expected(c)
     kept = sum(len(logs) for logs in c.pool.runs.values())
+    if not has_goal(c):
+        return f"pairs of runs until the loss is clearly lower or higher, or Ctrl-C: {kept} runs kept"
     words = f"about {expected} pairs show a saving of {goal(c.args.until)}"
     if c.args.runs:
         words = f"{expected} pairs"
@@ -193,6 +229,10 @@ def plan_in_words(c: Comparison) -> str:
 def progress(c: Comparison) -> str:
     """The idea with the fewest pairs of those that are still undecided, and the time."""
     left = c.pool.time_left(runs_to_make(c))
+    of = f" of about {pairs_expected(c)}"
+    if not has_goal(c):
+        left = f"{c.pool.minutes() / 60:.1f} h so far"
+        of = ""
     effects = [effect for effect in c.effects() if effect.verdict == "undecided"]
     if not effects:
         return f"{plural(c.pool.made, 'run')} made, {left}"
@@ -200,4 +240,4 @@ def progress(c: Comparison) -> str:
     number = f"loss {effect.difference:+.4f}"
     if effect.steps is not None and effect.has_interval():
         number = f"steps {percent_interval(effect.steps_interval)}"
-    return f"{short(effect.name, 14)}: {effect.n} of about {pairs_expected(c)} pairs, {number}, {left}"
+    return f"{short(effect.name, 14)}: {effect.n}{of} pairs, {number}, {left}"

@@ -5,7 +5,9 @@ A run is kept under everything that its loss depends on: source, settings, data,
 PyTorch, threads and processes. Its log is logs/compare/runs/KEY/seedN.txt, where KEY is a hash of all
 that. Later comparisons use it. You may delete these folders at any time.
 
-A process makes several runs, because only the first one has to compile.
+A process of our scripts makes several runs, because only the first one has to compile. A command (see
+compare --command) makes one. It runs in a fresh copy of its folder, and its log is the file that it writes
+below logs/, or else its output.
 """
 
 import contextlib
@@ -14,9 +16,11 @@ import glob
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,7 +33,7 @@ from pathlib import Path
 from tools import launch
 from tools.common import ROOT, LogError, UsageError, short, usable_cores
 from tools.compare.sources import Variant, link_data, script_environment
-from tools.logs import Log, parse_log
+from tools.logs import SUFFIXES, Log, parse_log
 
 FOLDER = ROOT / "logs" / "compare"
 RUNS_A_PROCESS = 8
@@ -57,6 +61,7 @@ class Worker:
     task: Task
     child: subprocess.Popen
     folder: Path
+    started: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -66,6 +71,7 @@ class Pool:
     facts: dict  # what losses depend on, apart from the source and its settings
     jobs: int    # processes at a time
     lock: int    # file descriptor that runs inherit: the folder stays locked while one is alive
+    timeout: float = math.inf  # minutes that a process may take
     runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
     workers: list[Worker] = field(default_factory=list)
     undone: list[Task] = field(default_factory=list)  # what killed processes left
@@ -135,7 +141,14 @@ def locked_folder() -> Iterator[int]:
 # What a loss depends on
 
 
+def are_commands(variants: list[Variant]) -> bool:
+    return any(variant.command for variant in variants)
+
+
 def on_gpu(variants: list[Variant]) -> bool:
+    """A command may always use the machine's GPU."""
+    if are_commands(variants):
+        return launch.gpu_maker() != ""
     return any(v.settings is not None and v.settings["device"] == "cuda" for v in variants)
 
 
@@ -165,13 +178,16 @@ def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict
         machine = "; ".join((gpus or "a GPU").strip().splitlines())
     compiler = os.environ.get("CXX", "g++").split()[:1]
     version = launch.output_of(*compiler, "--version") or ""
+    names = COMPILER_VARIABLES
+    if are_commands(variants):
+        names += ("DATA_PATH",)  # where modded-nanogpt's scripts find their data
     return {
         "machine": machine,
         "instruction sets": hashlib.sha256(flags.encode()).hexdigest()[:16] if flags else "",
         "torch": importlib.metadata.version("torch"),
         "numpy": importlib.metadata.version("numpy"),
         "compiler": version.strip().splitlines()[:1],
-        "environment": {name: os.environ.get(name) for name in COMPILER_VARIABLES},
+        "environment": {name: os.environ.get(name) for name in names},
         "threads": threads,
         "processes": processes,
     }
@@ -205,16 +221,18 @@ def data_facts(variants: list[Variant]) -> dict[str, str]:
 def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, processes: int = 1) -> Pool:
     """Gets the data of the variants, and finds the runs that are kept. `processes` are those of a run.
 
-    On a CPU, the default is a job per core, because that gives the most runs an hour. On GPUs, and with
-    several processes per run, there is one run at a time. Raises UsageError.
+    On a CPU, the default is a job per core, because that gives the most runs an hour, and one job for
+    commands, which may use all cores. On GPUs, and with several processes per run, there is one run at a
+    time. Raises UsageError.
     """
     for variant in variants:
         if "train_files" in (variant.settings or {}):
             launch.get_data(sys.executable, variant.settings)
-        link_data(variant.folder)
+        if not variant.command:
+            link_data(variant.folder / "data")
     if on_gpu(variants) or processes > 1:
         jobs = 1
-    jobs = jobs or usable_cores()
+    jobs = jobs or (1 if are_commands(variants) else usable_cores())
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdigit() else max(1, usable_cores() // (jobs * processes))
     facts = machine_facts(variants, threads, processes)
@@ -230,11 +248,14 @@ def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, proce
 # Kept runs
 
 
-def complete_log(path: Path) -> Log | None:
+def complete_log(path: Path, variant: Variant) -> Log | None:
+    """A command may stop before the end of its schedule, and needs no times and no source in its log."""
     try:
         log = parse_log(path)
     except LogError:
         return None
+    if variant.command:
+        return log if log.end and math.isfinite(log.end.val_loss) else None
     return None if log.incomplete else log
 
 
@@ -242,7 +263,7 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     """The runs of a variant that are kept, by seed."""
     found = {}
     for path in pool.folder(variant).glob("seed*.txt"):
-        log = complete_log(path)
+        log = complete_log(path, variant)
         if log is not None:
             found[int(path.stem.removeprefix("seed"))] = log
     return found
@@ -272,25 +293,44 @@ def check_compiled(pool: Pool) -> None:
 # Processes
 
 
-def start_script(
-    pool: Pool, variant: Variant, options: list[str], threads: int, console: Path
-) -> subprocess.Popen:
-    """Starts a script with more options than those of the variant. Its output goes into a new file."""
-    command = [sys.executable]
-    processes = pool.facts["processes"]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+def start_process(pool: Pool, command: str | list[str], console: Path, **more) -> subprocess.Popen:
+    """Its output goes into a new file. `more` are options of Popen."""
     with open(console, "wb") as output:
         return subprocess.Popen(
-            [*command, "-m", variant.module(), *variant.options, *options],
-            cwd=variant.folder,
-            env=script_environment() | {"OMP_NUM_THREADS": str(threads)},
+            command,
             pass_fds=[pool.lock],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
+            **more,
         )
+
+
+def start_script(
+    pool: Pool, variant: Variant, options: list[str], threads: int, console: Path
+) -> subprocess.Popen:
+    """Starts a script with more options than those of the variant."""
+    command = [sys.executable]
+    processes = pool.facts["processes"]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command += ["-m", variant.module(), *variant.options, *options]
+    env = script_environment() | {"OMP_NUM_THREADS": str(threads)}
+    return start_process(pool, command, console, cwd=variant.folder, env=env)
+
+
+def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subprocess.Popen:
+    """Starts a command in a fresh copy of its folder. `python` and `torchrun` are those of our environment."""
+    copy = folder / "copy"
+    shutil.copytree(variant.folder, copy, symlinks=True)
+    shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
+    command = f"{variant.command} {shlex.join(variant.options)}".replace("{seed}", str(seed))
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
+    env.pop("PYTHONPATH", None)
+    if pool.jobs > 1:
+        env["OMP_NUM_THREADS"] = str(pool.facts["threads"])
+    return start_process(pool, command, folder / "console.txt", shell=True, cwd=copy, env=env)
 
 
 def start(pool: Pool, task: Task) -> None:
@@ -298,6 +338,10 @@ def start(pool: Pool, task: Task) -> None:
     folder = FOLDER / "working" / f"{pool.key(variant)}_seed{task.seeds[0]}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    if variant.command:
+        child = start_command(pool, variant, task.seeds[0], folder)
+        pool.workers.append(Worker(task, child, folder))
+        return
     options = ["--log_dir", str(folder / "logs"), "--seed", str(task.seeds[0])]
     if len(task.seeds) > 1:
         options += ["--num_runs", str(len(task.seeds))]
@@ -309,9 +353,9 @@ def start(pool: Pool, task: Task) -> None:
 
 def stop(pool: Pool, worker: Worker) -> None:
     """Ends a process at once. Torchrun's workers have sessions of their own, so it must end them."""
-    if pool.facts["processes"] > 1:
+    if pool.facts["processes"] > 1 or worker.task.variant.command:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            worker.child.terminate()
+            os.killpg(worker.child.pid, signal.SIGTERM)
             worker.child.wait(40)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.child.pid, signal.SIGKILL)
@@ -326,31 +370,72 @@ def last_lines(console: Path) -> str:
     return "\n".join(re.split(r"\n.* failed \(exitcode", text)[0].splitlines()[-12:])
 
 
+def fail(worker: Worker, reason: str):
+    task = worker.task
+    raise RunError(
+        f"{last_lines(worker.folder / 'console.txt')}\nerror: a run failed: {task.variant.name}, seed "
+        f"{task.seeds[0]} ({reason}). Above are the last lines that it printed"
+    )
+
+
+def log_of_command(pool: Pool, worker: Worker) -> Log:
+    """The log of a command that has ended with status 0. Raises RunError."""
+    variant = worker.task.variant
+    files = (worker.folder / "copy" / "logs").rglob("*")
+    logs = [file for file in files if file.suffix in SUFFIXES]
+    if len(logs) > 1:
+        fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
+    try:
+        log = parse_log(logs[0] if logs else worker.folder / "console.txt")
+    except LogError as e:
+        fail(worker, f"no log below logs/, and its output is none: {e}")
+    if complete_log(log.path, variant) is None:
+        fail(worker, "its log has no finite val_loss after the last step")
+    earlier = list(pool.runs[variant.name].values())
+    if earlier and earlier[0].end.step != log.end.step:
+        fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
+    losses = {run.end.val_loss for run in [log, *earlier]}
+    if len(earlier) >= 2 and len(losses) == 1:
+        fail(worker, "all runs end at the same loss; write {seed} where the command sets its seed")
+    return log
+
+
+def finished_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
+    """Those that don't grow any more. Raises RunError."""
+    variant = worker.task.variant
+    if variant.command:
+        if status == 0:
+            yield log_of_command(pool, worker)
+        return
+    paths = sorted((worker.folder / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
+    if status is None:
+        paths = paths[:-1]
+    for path in paths:
+        log = complete_log(path, variant)
+        if log is None:
+            return
+        yield log
+
+
 def collect(pool: Pool, worker: Worker) -> None:
     """Keeps the runs that a process has finished, and removes the process if it has ended.
 
-    Raises RunError if runs are missing. If a signal killed the process, they are made again, once.
+    Raises RunError if runs are missing, or take too long. If a signal killed the process, they are made
+    again, once.
     """
     status = worker.child.poll()
     task = worker.task
-    logs = sorted((worker.folder / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
-    if status is None:
-        logs = logs[:-1]  # the last one may still grow
-    for path in logs:
-        log = complete_log(path)
-        if log is None:
-            break
+    for log in finished_logs(pool, worker, status):
         keep_log(pool, task, log)
+        worker.started = time.monotonic()
     if status is None:
+        if time.monotonic() - worker.started > 60 * pool.timeout:
+            fail(worker, f"it took more than --run_timeout {pool.timeout:g} minutes")
         return
     if task.seeds and status < 0 and not task.second_try:
         pool.undone.append(Task(task.variant, task.seeds, second_try=True))
     elif task.seeds:
-        reason = f"exit status {status}" if status else "its log is incomplete"
-        raise RunError(
-            f"{last_lines(worker.folder / 'console.txt')}\nerror: a run failed: {task.variant.name}, seed "
-            f"{task.seeds[0]} ({reason}). Above are the last lines that it printed"
-        )
+        fail(worker, f"exit status {status}" if status else "its log is incomplete")
     stop(pool, worker)
 
 

@@ -1,10 +1,10 @@
 """
 What compare.py compares: a script with its options. It is read from options, an idea's folder, a
-patch, a file, a revision or the working tree, and checked before anything runs.
+patch, a file, a revision or the working tree, and checked before anything runs. With --command, it is
+a command in a folder of any git repository.
 
-A script runs in a copy of the repository's files, so that no later edit changes a run. Copies lie side
-by side in one scratch folder. An idea's folder has idea.patch and idea.json, whose fields
-idea_pages.py explains.
+A script runs in a copy of the repository's files, so that no later edit changes a run. Copies lie in
+one scratch folder. An idea's folder has idea.patch and idea.json, whose fields idea_pages.py explains.
 """
 
 import ast
@@ -72,6 +72,7 @@ class Variant:
     options: list[str]
     settings: dict | None = None   # the hyperparameters; None for scripts that can't be asked
     code: list[str] | None = None  # hashes of the script and of what it imports from its folder
+    command: str = ""              # a shell command that runs instead of the script
 
     def module(self) -> str:
         """The name of the script for python -m, which finds imports in the folder."""
@@ -86,13 +87,13 @@ class Variant:
             settings = self.options
         else:
             settings = {k: v for k, v in self.settings.items() if k not in NO_EFFECT_ON_LOSS}
-        facts = [*self.code, settings, 1]  # 1: as in finished screens
+        facts = [*self.code, settings, self.command or 1]  # 1: as in finished screens
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def num_iterations(self) -> int | None:
         if self.settings is not None:
             return self.settings.get("num_iterations")
-        found = re.findall(r"--num_iterations[ =](\d+)", " ".join(self.options))
+        found = re.findall(r"--num_iterations[ =](\d+)", " ".join([self.command, *self.options]))
         return int(found[-1]) if found else None
 
 
@@ -111,36 +112,40 @@ def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
     return done.stdout
 
 
-def link_data(folder: Path) -> None:
-    """Links the folders with data, which git ignores."""
-    for entry in (ROOT / "data").glob("[!_.]*/"):
-        link = folder / "data" / entry.name
-        link.parent.mkdir(exist_ok=True)
-        if not link.exists():
-            link.symlink_to(entry)
+def link_data(copy: Path, data: Path | None = None) -> None:
+    """Links what the folder `data` has and its copy lacks: data, which git ignores."""
+    for entry in (data or ROOT / "data").glob("[!_.]*"):
+        link = copy / entry.name
+        if entry.is_dir() and link.is_dir() and not link.is_symlink():
+            link_data(link, entry)
+        elif not link.exists():
+            copy.mkdir(exist_ok=True)
+            link.symlink_to(entry.resolve())
 
 
-def copy_tree(scratch: Path) -> Path:
+def copy_tree(scratch: Path, repository: Path | None = None) -> Path:
     """The working tree's files as they are now, but those that git ignores. Raises UsageError."""
+    repository = repository or ROOT
     folder = scratch / "worktree"
-    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=repository)
     for name in os.fsdecode(names).split("\0"):
-        if (ROOT / name).is_file():
+        if (repository / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+            shutil.copy(repository / name, folder / name)
     return folder
 
 
-def copy_commit(revision: str, scratch: Path) -> Path:
+def copy_commit(revision: str, scratch: Path, repository: Path | None = None) -> Path:
     """The files of a commit. Raises UsageError."""
     try:
-        commit = git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
+        name = f"{revision}^{{commit}}"
+        commit = git("rev-parse", "--verify", "--end-of-options", name, cwd=repository).decode().strip()
     except UsageError as e:
         hint = "in a shallow clone, run git fetch --unshallow"
         raise UsageError(f"no file or commit is called {revision} ({e}); {hint}") from None
     folder = scratch / commit
     if not folder.exists():
-        with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as archive:
+        with tarfile.open(fileobj=io.BytesIO(git("archive", commit, cwd=repository))) as archive:
             archive.extractall(folder)
     return folder
 
@@ -194,6 +199,45 @@ def hash_code(folder: Path, script: str) -> list[str]:
 
 
 # -----------------------------------------------------------------------------
+# Folders in which a command runs
+
+
+def copy_folder(kind: str, scratch: Path) -> Path:
+    """A copy of PATH or PATH@REVISION, any folder of a git repository, with its data linked. Raises
+    UsageError and OSError."""
+    path, at, revision = kind, "", ""
+    if not Path(kind).is_dir():
+        path, at, revision = kind.partition("@")
+    source = Path(path).resolve()
+    if not source.is_dir():
+        raise UsageError(f"there is no folder {path}; with --command, give PATH, PATH@REVISION or options")
+    scratch = scratch / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
+    folder = copy_commit(revision, scratch, source) if at else copy_tree(scratch, source)
+    if not folder.is_dir():
+        raise UsageError(f"git knows no file in {source}; it may ignore this folder")
+    link_data(folder / "data", source / "data")
+    return folder
+
+
+def is_changed(folder: Path) -> bool:
+    """Whether a folder has changes that aren't committed. Raises UsageError."""
+    try:
+        return git("status", "--porcelain", ".", cwd=folder) != b""
+    except UsageError as e:
+        raise UsageError(f"{folder}: {e}") from None
+
+
+def hash_folder(folder: Path) -> str:
+    """The SHA-256 of all files. Links, which lead to data, don't count."""
+    found = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and not file.is_symlink():
+            found.update(f"{file.relative_to(folder)}\n{file.stat().st_size}\n".encode())
+            found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+# -----------------------------------------------------------------------------
 # Sources
 
 
@@ -221,13 +265,15 @@ def idea_commit(text: str) -> str:
 
 
 def read_source(kind: str, base: Variant) -> tuple[Path, str]:
-    """The folder and the script that a file, a revision, a revision's file (REVISION:PATH) or "." names.
-    Files change the base's folder.
+    """The folder and the script that a file, a revision, a revision's file (REVISION:PATH) or "." names;
+    with --command, the folder that PATH or PATH@REVISION names. Files change the base's folder.
 
     Raises UsageError and OSError.
     """
     file = Path(kind)
     script = base.script
+    if base.command and file.suffix not in (".patch", ".diff"):
+        return copy_folder(kind, base.folder.parent), script
     if kind in (".", "worktree"):
         return base.folder.with_name("worktree"), script
     if file.suffix in (".py", ".patch", ".diff") and (":" not in kind or file.exists()):
@@ -241,8 +287,10 @@ def read_source(kind: str, base: Variant) -> tuple[Path, str]:
 def default_name(kind: str, options: list[str]) -> str:
     if kind == ".":
         kind = "worktree"
-    elif is_idea(kind):
+    elif is_idea(kind) or "@" in kind:
         kind = Path(kind).name
+    elif kind and Path(kind).is_dir():
+        kind = Path(kind).resolve().name + "-dirty" * is_changed(Path(kind))
     elif Path(kind).suffix in (".py", ".patch", ".diff"):
         kind = Path(kind).stem
     words = [kind] + [word.lstrip("-") for word in options]
@@ -267,10 +315,12 @@ def split_source(text: str) -> tuple[str, str, list[str]]:
 def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError and OSError."""
     name, kind, options = split_source(text)
-    name = name or default_name(kind, options)
+    usual_name = default_name(kind, options)
     if is_idea(kind):
         options = read_idea(Path(kind)).get("options", "").split() + options
         kind = os.path.join(kind, "idea.patch")
+    if not base.folder.is_dir():
+        kind = kind or "."  # options alone, for the base of a command
     folder, script = base.folder, base.script
     try:
         if kind:
@@ -279,10 +329,10 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
         raise UsageError(f"{text}: {e}") from None
     for word in common + options:
         option = word.split("=")[0]
-        if option in OURS:
+        if option in OURS and not base.command:
             raise UsageError(f"{option}: compare sets this option for each run; remove it")
-    name = re.sub(r"[^\w.+-]+", "_", name).strip("_.")
-    return Variant(name[:60] or "idea", folder, script, common + options)
+    name = re.sub(r"[^\w.+-]+", "_", name or usual_name).strip("_.")
+    return Variant(name[:60] or "idea", folder, script, common + options, command=base.command)
 
 
 # -----------------------------------------------------------------------------
@@ -326,9 +376,14 @@ def ask(code: str, variants: list[Variant], *more: str) -> list:
 def check_settings(variants: list[Variant], processes: int) -> None:
     """Lets each script check its options, and fills in the settings and the code. Raises UsageError.
 
-    Scripts without our functions can't be asked: their runs show whether they know the options."""
+    Commands, and scripts without our functions, can't be asked: their runs show whether they know the
+    options."""
     for group in by_script(variants):
         first = group[0]
+        if first.command:
+            for variant in group:
+                variant.code = [hash_folder(first.folder)]
+            continue
         if not (first.folder / first.script).is_file():
             raise UsageError(f"{first.name}: there is no file {first.script}")
         if all(check in first.source() for check in CHECKS):

@@ -171,6 +171,11 @@ def measure_slope(
     return slope
 
 
+def given_slope(loss_per_100_steps: float, steps: int) -> Slope:
+    """The slope where the last 100 steps lower the loss by so much."""
+    return Slope(-loss_per_100_steps / 100 * steps, error=0.0, n=0, freedom=1)
+
+
 def log_steps(difference, half_width, slope: Slope):
     """A difference in loss and half of its interval, as a change of log(steps to the base's loss)."""
     center = difference / abs(slope.value)
@@ -222,6 +227,39 @@ def decide(
     return ("helps" if differences[:pairs].mean() < 0 else "hurts"), pairs
 
 
+def welch(name: str, losses: list[float], base_losses: list[float], slope: Slope | None) -> Effect:
+    """The effect in finished runs, by Welch's t-test at p < 0.01. It looks once, and needs no pairs.
+
+    Each side needs two losses or more, and not all the same."""
+    test = stats.ttest_ind(losses, base_losses, equal_var=False)
+    interval = test.confidence_interval(1 - P_VALUE)
+    mean = statistics.fmean(losses) - statistics.fmean(base_losses)
+    verdict = "undecided"
+    if test.pvalue < P_VALUE:
+        verdict = "helps" if mean < 0 else "hurts"
+    effect = Effect(
+        name=name,
+        n=min(len(losses), len(base_losses)),
+        loss=statistics.fmean(losses),
+        base_loss=statistics.fmean(base_losses),
+        difference=mean,
+        difference_interval=(float(interval.low), float(interval.high)),
+        sd=math.nan,
+        p=float(test.pvalue),
+        verdict=verdict,
+    )
+    add_steps(effect, slope)
+    return effect
+
+
+def add_steps(effect: Effect, slope: Slope | None) -> None:
+    if slope is not None:
+        half = effect.difference_interval[1] - effect.difference
+        center, half_steps = log_steps(effect.difference, half, slope)
+        effect.steps = relative(center)
+        effect.steps_interval = relative_interval(center, half_steps)
+
+
 def analyse(
     name: str,
     losses: list[float],
@@ -250,20 +288,15 @@ def analyse(
         p=p_value(differences, looks_once=until is None),
         verdict=verdict,
     )
-    if slope is not None:
-        center, half_steps = log_steps(mean, half, slope)
-        effect.steps = relative(center)
-        effect.steps_interval = relative_interval(center, half_steps)
+    add_steps(effect, slope)
     return effect
 
 
-def add_times(effect: Effect, log_ratios: np.ndarray, slope: Slope | None) -> None:
+def add_times(effect: Effect, center: float, half: float, slope: Slope | None) -> None:
     """Adds the step time, and the time to the base's loss.
 
-    log_ratios: log(idea's step time / base's), one for each round of alternating bursts.
+    The 99% interval of log(idea's step time / base's) is center - half to center + half.
     """
-    center = float(np.mean(log_ratios))
-    half = float(half_widths(log_ratios, P_VALUE)[-1])
     effect.step_time = math.exp(center)
     effect.step_time_interval = (math.exp(center - half), math.exp(min(center + half, 700)))
     if slope is None or effect.verdict == "identical":

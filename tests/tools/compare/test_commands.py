@@ -1,0 +1,249 @@
+"""compare with anyone's scripts, and with finished logs."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tools.compare import compare
+from tools.compare import runs as compare_runs
+from tests.tools.helpers import git, patch_of, run_main
+
+# Like the field's scripts: no options, no seed, a log below logs/
+SCRIPT = """
+import os, random, sys, uuid
+EFFECT = 0.0
+os.makedirs("logs/deep", exist_ok=True)
+assert os.path.getsize("data/tokens/train.bin") and not os.listdir("logs/deep")
+with open(__file__) as source, open(f"logs/deep/{uuid.uuid4()}.txt", "w") as log:
+    loss = 3.2 + EFFECT + random.gauss(0, 0.001)
+    print(source.read(), "=" * 100, "Running PyTorch 2.13.0", "=" * 100, sep="\\n", file=log)
+    print("step:0/100 val_loss:10.8258 train_time:0ms step_avg:nanms", file=log)
+    print(f"step:90/100 val_loss:{loss:.4f} train_time:900ms step_avg:10.0ms", file=log)
+"""
+COMMAND = ["--command", "python train.py"]
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """Another repository, with a branch `better`. Its data are ignored by git."""
+    folder = tmp_path / "theirs"
+    (folder / "data" / "tokens").mkdir(parents=True)
+    (folder / "data" / "tokens" / "train.bin").write_bytes(b"tokens")
+    (folder / "data" / "get.py").write_text("")
+    (folder / ".gitignore").write_text("logs/\ntokens/\n")
+    (folder / "train.py").write_text(SCRIPT.replace("EFFECT = 0.0", "EFFECT = -0.01"))
+    git(folder, "init", "-q")
+    git(folder, "checkout", "-qb", "better")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "one")
+    git(folder, "checkout", "-qb", "main")
+    (folder / "train.py").write_text(SCRIPT)
+    git(folder, "commit", "-qam", "two")
+    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "compare")
+    monkeypatch.setattr(compare_runs.launch, "gpu_maker", lambda: "")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def run(*arguments) -> tuple[int, str, str]:
+    return run_main(compare.main, *arguments)
+
+
+# -----------------------------------------------------------------------------
+# Commands
+
+
+def test_a_command(theirs, monkeypatch):
+    """The idea is a branch, and runs end before their schedule. The order of a pair's runs alternates, and
+    finished runs are kept."""
+    order = []
+    start_command = compare_runs.start_command
+
+    def start(pool, variant, *more):
+        order.append(variant.name)
+        return start_command(pool, variant, *more)
+
+    monkeypatch.setattr(compare_runs, "start_command", start)
+    (theirs / "note.txt").write_text("not committed")
+    arguments = [*COMMAND, "--base", "theirs", "--idea", "theirs@better", "--json", "o.json"]
+    status, out, err = run(*arguments, "--loss_per_100_steps", "0.05")
+    assert status == 0, err
+    assert out.startswith("theirs_better helps.") and max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    assert "The runs of a pair share no seed. The base is theirs-dirty." in words
+    assert "theirs_better isn't a record: the mean loss is below 3.28 (p = " in words
+    assert "a run takes 0.000 s more" in words and "time of a step +0.0%" in words
+    assert order[:6] == ["theirs-dirty", "theirs_better", "theirs_better", "theirs-dirty", *order[:2]]
+    found = json.loads(Path("o.json").read_text())
+    losses = {name: [r["val_loss"] for r in group] for name, group in found["runs"].items()}
+    (idea,) = found["ideas"]
+    n = idea["n"]
+    difference = np.subtract(losses["theirs_better"][:n], losses["theirs-dirty"][:n]).mean()
+    assert idea["difference"] == pytest.approx(difference) == pytest.approx(-0.01, abs=0.003)
+    assert idea["steps"] == pytest.approx(math.expm1(difference / (0.05 / 100 * 90)))
+    run(*arguments)
+    again = json.loads(Path("o.json").read_text())
+    assert (again["runs_made"], again["ideas"][0]["p"]) == (0, idea["p"])
+    assert again["slope"] is None and "Steps are unknown" in " ".join(run(*arguments)[1].split())
+
+
+def test_a_command_with_seeds(theirs):
+    """Its output is the log. The number of steps can be set, so steps are measured."""
+    script = """
+import math, random, sys
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+steps = int(options["--num_iterations"])
+loss = 3 + 0.1 * math.log(100 / steps) + float(options.get("--effect", 0))
+loss += random.Random(sys.argv[1]).gauss(0, 0.001)
+print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
+"""
+    (theirs / "train.py").write_text(script)
+    command = ["--command", "exec python train.py {seed} --num_iterations 100", "--base", "theirs"]
+    status, out, err = run(*command, "--idea", "--effect 0.1", "--runs", "3", "--json", "o.json")
+    assert status == 0, err
+    found = json.loads(Path("o.json").read_text())
+    (idea,) = found["ideas"]
+    assert idea["difference"] == pytest.approx(0.1) and idea["sd"] < 1e-4
+    assert found["slope"]["value"] == pytest.approx(-0.1, abs=0.005)
+    assert "share no seed" not in out and "time of a step" not in out
+    patch = patch_of("train.py", script, script.replace("steps = ", "more = 1\nsteps = "))
+    Path("more.patch").write_text(patch)
+    assert run(*command, "--idea", "more.patch", "--runs", "2", "--gate") == (1, "identical\n", "")
+
+
+TROUBLE = [
+    ("import sys; sys.exit('out of memory')", "out of memory\nerror: a run failed: bad, seed 0 (exit status 1)"),
+    ("import time; print('now', flush=True); time.sleep(60)", "now\nerror: a run failed: bad, seed 0 (it took"),
+    ("print('hello')", "hello\nerror: a run failed: bad, seed 0 (no log below logs/"),
+    (SCRIPT + "open('logs/b.txt', 'w')", "(it wrote 2 logs below logs/"),
+    (SCRIPT.replace("step:90/100 val", "step:90/100 train"), "(its log has no finite val_loss after the last"),
+    (SCRIPT.replace("step:90", "step:{random.choice(range(1, 90))}"), "(it ended at step"),
+    (SCRIPT.replace("0.001)", "0)"), "(all runs end at the same loss; write {seed}"),
+]
+
+
+def test_commands_in_trouble(theirs):
+    """One line, below the end of the output. Finished runs are kept."""
+    arguments = [*COMMAND, "--base", "theirs@better", "--run_timeout", "0.05", "--runs", "9"]
+    for number, (script, message) in enumerate(TROUBLE):
+        (theirs / "train.py").write_text(f"{script}\n# {number}\n")
+        started = time.monotonic()
+        status, out, err = run(*arguments, "--idea", "bad=theirs")
+        assert (status, out) == (1, "") and message in err, err
+        assert time.monotonic() - started < 30
+    kept = {len(list(folder.iterdir())) for folder in Path("compare/runs").iterdir()}
+    assert max(kept) >= 2 and not Path("compare/working").exists()
+
+
+BAD = [
+    (["--base", "nowhere"], "nowhere: there is no folder nowhere; with --command, give PATH, PATH@REVISION"),
+    (["--base", "plain"], "plain: not a git repository"),
+    (["--base", "theirs@gone"], "theirs@gone: no file or commit is called gone"),
+    (["--base", "theirs", "--idea", "theirs@main"], "theirs_main has the same source and settings as theirs"),
+    (["--base", "theirs/data/tokens"], "git knows no file in"),
+    (["--recipe", "gpt2"], "leave out --recipe and --nproc_per_node"),
+    (["--base_logs", "a", "--idea_logs", "b"], "leave out --command, --base, --idea"),
+    (["--base_logs", "a"], "finished runs need both --base_logs and --idea_logs"),
+    (["--run_timeout", "0"], "argument --run_timeout: 0: must be more than zero"),
+]
+
+
+def test_bad_input_of_commands(theirs, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(theirs.parent))
+    Path("plain").mkdir()
+    for arguments, message in BAD:
+        status, out, err = run(*COMMAND, *arguments)
+        assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1, (message, err)
+    assert not Path("compare/runs").exists()
+
+
+# -----------------------------------------------------------------------------
+# Finished logs
+
+GPU = "|   0  NVIDIA H100 80GB HBM3          On  |\n"
+
+
+def write_logs(folder: str, losses: list[float], times: list[float], steps: int = 100, gpu: str = GPU) -> str:
+    """Logs of the field's kind, with times in seconds."""
+    Path(folder).mkdir()
+    for i, (loss, seconds) in enumerate(zip(losses, times)):
+        head = "import torch\n" + "=" * 100 + f"\nRunning PyTorch 2.10.0\n{gpu}" + "=" * 100 + "\n"
+        first = f"step:0/{steps} val_loss:10.8258 train_time:0.000s step_avg:nanms\n"
+        last = f"step:{steps}/{steps} val_loss:{loss} train_time:{seconds}s step_avg:1.0ms\n"
+        Path(folder, f"{i}.txt").write_text(head + first + last)
+    return folder
+
+
+@pytest.fixture
+def logs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(1)
+    sides = {}
+    for side, loss, seconds in (("base", 3.2775, 81), ("idea", 3.2780, 80)):
+        sides[side] = (rng.normal(loss, 0.0015, 12).round(4).tolist(), rng.normal(seconds, 0.1, 12).round(3).tolist())
+        write_logs(side, *sides[side])
+    return sides
+
+
+def test_finished_logs(logs):
+    """Each number as scipy has it."""
+    status, out, err = run("--base_logs", "base", "--idea_logs", "idea", "--json", "o.json", "--plot", "o.png")
+    assert (status, err) == (0, "") and Path("o.png").read_bytes()[:4] == b"\x89PNG"
+    (base, base_times), (idea, times) = logs["base"], logs["idea"]
+    found = json.loads(Path("o.json").read_text())
+    test = stats.ttest_ind(idea, base, equal_var=False)
+    bounds = test.confidence_interval(0.99)
+    assert found["effect"]["p"] == pytest.approx(test.pvalue)
+    assert found["effect"]["difference_interval"] == pytest.approx([bounds.low, bounds.high])
+    test = stats.ttest_ind(np.log(times), np.log(base_times), equal_var=False)
+    bounds = test.confidence_interval(0.99)
+    expected = np.exp([bounds.low, bounds.high]).tolist()
+    assert found["effect"]["step_time_interval"] == pytest.approx(expected)
+    p = stats.ttest_1samp(idea, 3.28, alternative="less").pvalue
+    assert found["idea"]["p_value"] == pytest.approx(p)
+    words = " ".join(out.split())
+    saved = np.mean(base_times) - np.mean(times)
+    assert words.startswith("idea has what a record needs: the mean loss is below 3.28 (p = ")
+    assert f"and a run takes {saved:.3f} s less (p = " in words and "idea: undecided." in words
+    assert "All runs were on 1x NVIDIA H100 80GB HBM3. These numbers hold for one look" in words
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_finished_logs_of_fewer_steps(logs):
+    """Saved steps count in the time of a run. Other machines' times aren't compared."""
+    write_logs("fewer", *logs["idea"], steps=90)
+    arguments = ["--base_logs", "base", "--loss_per_100_steps", "0.1"]
+    status, out, err = run(*arguments, "--idea_logs", "fewer")
+    assert "The idea trains 90 steps, the base 100." in " ".join(out.split())
+    ratio = np.exp(np.log(logs["idea"][1]).mean() - np.log(logs["base"][1]).mean())
+    assert f"time of a run {ratio - 1:+.1%}" in " ".join(out.split())
+    assert f"time of a step {ratio * 100 / 90 - 1:+.1%}" in " ".join(out.split())
+    write_logs("slow", *logs["idea"], gpu=GPU.replace("H100", "A100"))
+    words = " ".join(run(*arguments, "--idea_logs", "slow")[1].split())
+    assert "on 1x NVIDIA A100 80GB HBM3 and 1x NVIDIA H100 80GB HBM3" in words and "time of a" not in words
+
+
+def test_finished_logs_that_cannot_be_compared(logs):
+    same = write_logs("same", [3.27, 3.27], [80, 81])
+    one = write_logs("one", [3.27], [80])
+    (Path(write_logs("mixed", *logs["idea"], steps=90)) / "0.txt").unlink()
+    Path("mixed/x.txt").write_bytes(Path("idea/0.txt").read_bytes())
+    for folder, message in [
+        (same, "the idea needs two runs or more, with different losses"),
+        (one, "the idea needs two runs or more, with different losses"),
+        ("mixed", "x ends at step 100, 1 at 90; all runs of the idea must end at the same step"),
+        ("nowhere", "nowhere: no such file or directory"),
+    ]:
+        status, out, err = run("--base_logs", "base", "--idea_logs", folder)
+        assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1, err
+    text = Path("idea/0.txt").read_text()
+    settings = 'Running PyTorch 2.10.0\nhyperparameters: {"target_val_loss": 1.5}'
+    Path("idea/0.txt").write_text(text.replace("Running PyTorch 2.10.0", settings))
+    status, out, err = run("--base_logs", "base", "--idea_logs", "idea")
+    assert status == 2 and "the logs have different targets ([1.5, 3.28]); give one with --target" in err
+    assert run("--base_logs", "base", "--idea_logs", "idea", "--target", "3.2", "--gate") == (1, "undecided\n", "")

@@ -1,0 +1,118 @@
+"""
+Compares finished runs, which compare.py didn't make: anyone's logs of a base and of an idea.
+
+Each side is a sample of independent runs, so the test is Welch's t-test. If you make more runs because
+the answer wasn't clear, and look again, its p-values and intervals no longer hold.
+"""
+
+import argparse
+import math
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+
+from tools.common import LogError, as_json, write_file
+from tools.compare.answer import (
+    WIDTH,
+    end_losses,
+    end_times,
+    headline,
+    numbers,
+    record_in_words,
+    record_table,
+    step_time,
+    summary_of,
+    what_steps_are,
+)
+from tools.compare.stats import Effect, add_times, given_slope, welch
+from tools.logs import Log, read_all_logs
+from tools.summary import check_repeats
+
+ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
+
+
+def read_side(side: str, paths: list[Path]) -> list[Log]:
+    """The runs of the base or of the idea. Raises LogError if they can't be compared."""
+    logs = read_all_logs(paths)
+    first = logs[0]
+    for log in logs:
+        if log.end is None or not math.isfinite(log.end.val_loss):
+            raise LogError(f"{log.path}: {log.name} has no val_loss after its last step; leave it out")
+        if log.end.step != first.end.step:
+            raise LogError(
+                f"{log.path}: {log.name} ends at step {log.end.step}, {first.name} at {first.end.step}; all runs "
+                f"of the {side} must end at the same step"
+            )
+    for repeat in check_repeats(logs):
+        raise LogError(repeat)
+    if len(set(end_losses(logs))) < 2:
+        raise LogError(f"the {side} needs two runs or more, with different losses")
+    return logs
+
+
+def machines(base: list[Log], idea: list[Log]) -> tuple[bool, str]:
+    """Whether the times can be compared, and a sentence about it."""
+    hardware = sorted({log.hardware or "an unknown machine" for log in [*base, *idea]})
+    where = " and ".join(hardware)
+    if not end_times(base) or not end_times(idea):
+        return False, "Times aren't compared, because not all logs have them."
+    if len(hardware) > 1 or hardware == ["an unknown machine"]:
+        return False, f"Times aren't compared, because the runs were on {where}."
+    return True, f"All runs were on {where}."
+
+
+def find_effect(base: list[Log], idea: list[Log], loss_per_100_steps: float | None, timed: bool) -> Effect:
+    steps = base[0].end.step
+    slope = loss_per_100_steps and given_slope(loss_per_100_steps, steps)
+    effect = welch("idea", end_losses(idea), end_losses(base), slope)
+    effect.own_steps = idea[0].end.step / steps
+    if timed:
+        log_times = [[math.log(step_time(log)) for log in logs] for logs in (idea, base)]
+        times = welch("times", *log_times, None)
+        add_times(effect, times.difference, times.difference_interval[1] - times.difference, slope)
+    return effect
+
+
+def facts_in_words(base: list[Log], idea: list[Log], effect: Effect) -> list[str]:
+    facts = [f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."]
+    if effect.steps is not None:
+        facts.append(what_steps_are(effect.time is not None))
+    for side, logs in (("base", base), ("idea", idea)):
+        count = len({tuple(log.sources) for log in logs})
+        if count > 1:
+            facts.append(f"The logs of the {side} have {count} different sources.")
+    if effect.own_steps != 1:
+        facts.append(f"The idea trains {idea[0].end.step} steps, the base {base[0].end.step}.")
+    facts.append(machines(base, idea)[1])
+    return [*facts, ONE_LOOK]
+
+
+def compare_finished(args: argparse.Namespace) -> int:
+    """Prints the answer, and writes what was asked for. Returns the exit status. Raises LogError and FileError."""
+    base = read_side("base", args.base_logs)
+    idea = read_side("idea", args.idea_logs)
+    targets = {log.target for log in [*base, *idea]}
+    if args.target is None and len(targets) > 1:
+        raise LogError(f"the logs have different targets ({sorted(targets)}); give one with --target")
+    target = args.target or targets.pop()
+    timed = machines(base, idea)[0]
+    effect = find_effect(base, idea, args.loss_per_100_steps, timed)
+    if args.gate:
+        print(effect.verdict)
+    else:
+        lines = textwrap.wrap(record_in_words("idea", idea, base, target, timed), WIDTH)
+        lines += record_table({"base": base, "idea": idea}, target)
+        lines += ["", headline(effect, None), *numbers(effect)]
+        lines += textwrap.wrap(" ".join(facts_in_words(base, idea, effect)), WIDTH)
+        print("\n".join(lines))
+    if args.json:
+        found = {"effect": asdict(effect), "target": target}
+        for side, logs in (("base", base), ("idea", idea)):
+            runs = [{"path": str(log.path), "trial": log.trial, **asdict(log.end)} for log in logs]
+            found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
+        write_file(args.json, as_json(found))
+    if args.plot:
+        from tools.curves import plot_curves  # slow to import, and only needed here
+
+        plot_curves({"base": base, "idea": idea}, args.plot, "time" if timed else "step", target)
+    return int(args.gate and effect.verdict != "helps")
