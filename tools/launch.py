@@ -249,12 +249,13 @@ def missing_packages(path, folders):
     return [line for line in requirements if not version_of(line.partition("==")[0], path)]
 
 
-def install(folders):
-    """Installs what is missing of the folders' requirements.txt. Returns the environment's Python."""
+def install(folders, theirs=False):
+    """Installs what is missing of the folders' requirements.txt. Returns the environment's Python. The
+    scripts of others may need an older PyTorch than train_gpt.py."""
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     if active and not (Path(active) == VENV and (VENV / "ours").exists()):
         require(
-            has_pytorch(sys.path) or not version_of("torch", sys.path),
+            theirs or has_pytorch(sys.path) or not version_of("torch", sys.path),
             f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
             "the environment",
         )
@@ -558,8 +559,9 @@ def launch(argv):
     if wants_help and name == "train":
         print(USAGE, flush=True)
     script, folders = COMMANDS[name]
+    theirs = any(word.startswith(("--command", "--base_logs")) for word in words)  # of compare
     with setup_lock():
-        python = install(folders)
+        python = install(folders, theirs)
     choose_code_folder()
     if script == "train_gpt":
         module = f"recipes.{args.recipe}" if args.recipe else script
@@ -569,7 +571,7 @@ def launch(argv):
         command = [python, "-m", module, *words, *plan["options"]]
         return prepare(command, plan) if name == "prepare" else train(command, plan)
     command = command_line(name, python, words)
-    if name in ("compare", "screen") and not wants_help:
+    if name in ("compare", "screen") and not (wants_help or theirs):
         check_machine(python, name)
     if name == "hellaswag":
         count = output_of(python, "-c", "import torch; print(torch.cuda.device_count())")

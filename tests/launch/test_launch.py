@@ -160,6 +160,7 @@ def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
     machine.versions["torch"] = "2.9.1"
     with pytest.raises(LaunchError, match="of the active environment .* is older than 2.11; update it"):
         launch.install([])
+    assert launch.install([], theirs=True) == sys.executable
     machine.versions.clear()
     launch.install([])
     assert not launch.VENV.exists()
@@ -373,7 +374,7 @@ def training(machine, monkeypatch, tmp_path):
             os.utime(path, (0, time.time() + machine.written - age))
         return machine.status
 
-    def install(folders):
+    def install(folders, theirs):
         machine.folders = folders
         return "python"
 
@@ -444,6 +445,7 @@ def test_a_check_that_fails_ends_the_run(machine):
         ("test machines --list", ["tools", "data", "evals", "tests"], "-P -m tests.machines --list"),
         ("test x.py::a --slow", ["tools", "data", "evals", "tests"], "-m pytest ... ../x.py::a --slow"),
         ("compare --device cpu --runs 2", ["tools"], "-P -m tools.compare.compare --runs 2"),
+        ("compare --command=x", ["tools"], "-P -m tools.compare.compare --command=x"),
         ("hellaswag x", ["evals"], "-P -m evals.hellaswag x"),
     ],
 )
@@ -459,7 +461,7 @@ def test_the_command_line_of_a_command(training, words, folders, command):
     assert (Path.cwd() == launch.ROOT) == (words[:6] == "test x")
     assert (os.environ.get("CUDA_VISIBLE_DEVICES") == "") == ("--device cpu" in words)
     name = words.split()[0]
-    assert training.checked == ([name] if name in ("compare", "screen") else [])
+    assert training.checked == ([name] if name in ("compare", "screen") and "=x" not in words else [])
     if name == "hellaswag":
         assert training.processes == 2  # one for each GPU
 
