@@ -1,6 +1,7 @@
 """The answer of compare.py: in words, as a table, as JSON and as a plot."""
 
 import math
+import statistics
 import textwrap
 from pathlib import Path
 
@@ -184,17 +185,19 @@ def record_table(sides: dict[str, list[Log]], target: float) -> list[str]:
 
 
 def record_in_words(
-    name: str, logs: list[Log], base: list[Log], target: float, timed: bool = True
+    name: str, logs: list[Log], target: float, timed: list[Log], timed_base: list[Log]
 ) -> str:
-    """Whether the runs show what a record needs. `timed`: the times can be compared."""
+    """Whether the runs show what a record needs. `timed` are those whose times can be compared with the
+    base's; empty if there are none."""
     found = summary_of(logs, target)
     p_loss = found.p_value
     reached = p_loss is not None and p_loss < P_VALUE
     loss = f"the mean loss is {'' if reached else 'not '}below {target:g} (p = {p_text(p_loss)})"
-    if not (timed and end_times(logs) and end_times(base)):
+    times, base_times = end_times(timed), end_times(timed_base)
+    if not (times and base_times):
         return f"{name}: {loss}."
-    saved = summary_of(base, target).time_mean - found.time_mean
-    p_time = p_faster(end_times(logs), end_times(base))[0]
+    saved = statistics.fmean(base_times) - statistics.fmean(times)
+    p_time = p_faster(times, base_times)[0]
     faster = p_time is not None and p_time < P_VALUE
     record = "has what a record needs" if reached and faster else "isn't a record"
     time = f"a run takes {abs(saved):.3f} s {'less' if saved > 0 else 'more'} (p = {p_text(p_time)})"

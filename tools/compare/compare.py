@@ -50,6 +50,7 @@ Exit status: 0 the comparison was made, 1 a run failed, 2 another error, 130 int
 """
 
 import argparse
+import json
 import math
 import sys
 import textwrap
@@ -100,7 +101,7 @@ from tools.compare.sources import (
     with_steps,
 )
 from tools.compare.stats import SLOPE_FACTOR, Effect, fewest_pairs
-from tools.compare.steps import ROUNDS, measure_rounds
+from tools.compare.steps import ROUNDS, measure_rounds, times_file
 
 # -----------------------------------------------------------------------------
 # Arguments
@@ -282,11 +283,20 @@ def times_are_in_logs(c: Comparison) -> bool:
 
 
 def read_times(c: Comparison) -> None:
-    """The step times of all ideas from whole runs: log(idea's / base's) of each pair."""
+    """The step times of all ideas from whole runs: log(idea's / base's) of each pair. Only pairs count whose
+    runs took turns. A run that is kept from another comparison met the machine at another time."""
     for idea in c.ideas:
+        file = times_file(c.pool, c.base, idea)
+        ratios = json.loads(file.read_bytes()) if file.exists() else {}
         logs, base_logs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
-        pairs = [(step_time(logs[s]), step_time(base_logs[s])) for s in sorted(logs.keys() & base_logs.keys())]
-        c.log_ratios[idea.name] = [math.log(time / base) for time, base in pairs if time > 0 and base > 0]
+        for seed in sorted(logs.keys() & base_logs.keys()):
+            time, base_time = step_time(logs[seed]), step_time(base_logs[seed])
+            took_turns = {(idea.name, seed), (c.base.name, seed)} <= c.pool.new
+            if took_turns and time > 0 and base_time > 0:
+                ratios[str(seed)] = math.log(time / base_time)
+        write_file(file, json.dumps(ratios).encode())
+        c.log_ratios[idea.name] = list(ratios.values())
+        c.timed[idea.name] = [int(seed) for seed in ratios]
 
 
 # -----------------------------------------------------------------------------
@@ -308,6 +318,8 @@ def facts_in_words(c: Comparison) -> list[str]:
     for idea in c.ideas:
         if c.steps(idea) != c.steps(c.base):
             sentences.append(f"{idea.name} trains {c.steps(idea)} steps, the base {c.steps(c.base)}.")
+        if 0 < len(c.timed.get(idea.name, [])) < c.pairs(idea).shape[1]:
+            sentences.append(f"Only {len(c.timed[idea.name])} pairs of {idea.name} took turns, and were timed.")
     if any(log.uncompiled for runs in c.pool.runs.values() for log in runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
     if len(c.ideas) > 1 and not all(effect.has_interval() for effect in c.effects()):
@@ -360,7 +372,10 @@ def record_lines(c: Comparison) -> list[str]:
     target = c.args.target or base[0].target
     lines = record_table(sides, target)
     for idea in c.ideas:
-        lines += textwrap.wrap(record_in_words(idea.name, sides[idea.name], base, target), WIDTH)
+        pairs = [(c.pool.runs[idea.name][s], c.pool.runs[c.base.name][s]) for s in c.timed.get(idea.name, [])]
+        timed, timed_base = list(zip(*pairs)) or ([], [])
+        words = record_in_words(idea.name, sides[idea.name], target, timed, timed_base)
+        lines += textwrap.wrap(words, WIDTH)
     return lines
 
 

@@ -100,7 +100,7 @@ def compare_finished(args: argparse.Namespace) -> int:
     if args.gate:
         print(effect.verdict)
     else:
-        lines = textwrap.wrap(record_in_words("idea", idea, base, target, timed), WIDTH)
+        lines = textwrap.wrap(record_in_words("idea", idea, target, *([idea, base] if timed else [[], []])), WIDTH)
         lines += record_table({"base": base, "idea": idea}, target)
         lines += ["", headline(effect, None), *numbers(effect)]
         lines += textwrap.wrap(" ".join(facts_in_words(base, idea, effect)), WIDTH)

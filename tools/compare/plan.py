@@ -50,7 +50,8 @@ class Comparison:
     ideas: list[Variant]
     fewer: Variant | None = None  # the base with fewer steps; None if its runs don't measure the slope
     more: Variant | None = None
-    log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> rounds
+    log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> rounds, or timed pairs
+    timed: dict[str, list[int]] = field(default_factory=dict)  # idea -> seeds of the timed pairs
     notes: list[str] = field(default_factory=list)
 
     def until(self) -> float | None:

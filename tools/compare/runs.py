@@ -76,6 +76,7 @@ class Pool:
     workers: list[Worker] = field(default_factory=list)
     undone: list[Task] = field(default_factory=list)  # what killed processes left
     made: int = 0  # runs in this session
+    new: set[tuple[str, int]] = field(default_factory=set)  # their variants' names and seeds
     started: float = field(default_factory=time.monotonic)
 
     def key(self, variant: Variant) -> str:
@@ -277,6 +278,7 @@ def keep_log(pool: Pool, task: Task, log: Log) -> None:
     log.path = log.path.replace(folder / f"seed{seed}.txt")
     pool.runs[task.variant.name][seed] = log
     pool.made += 1
+    pool.new.add((task.variant.name, seed))
 
 
 def check_compiled(pool: Pool) -> None:

@@ -433,7 +433,7 @@ def tell_apart(variants: list[Variant]) -> None:
             if variant.digest() == other.digest():
                 raise UsageError(
                     f"{variant.name} has the same source and settings as {other.name}, so there is "
-                    "nothing to compare; edit train_gpt.py, or pass an --idea that changes the training"
+                    "nothing to compare; edit the script, or pass an --idea that changes the training"
                 )
         while variant.name in [other.name for other in earlier]:
             variant.name += "_2"

@@ -87,13 +87,19 @@ def measure_round(trainers: list[Trainer], number: int) -> float | None:
     return math.log(idea / base) if base and idea else None
 
 
+def times_file(pool: Pool, base: Variant, idea: Variant) -> Path:
+    """Where their ratios of times are kept."""
+    file = compare_runs.FOLDER / "times" / f"{pool.key(base)}_{pool.key(idea)}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
 def measure_rounds(pool: Pool, base: Variant, idea: Variant, show) -> list[float]:
     """Returns log(idea's step time / base's) of all rounds, those kept from before included.
 
     Calls show(number) after each round. Raises RunError.
     """
-    file = compare_runs.FOLDER / "times" / f"{pool.key(base)}_{pool.key(idea)}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = times_file(pool, base, idea)
     ratios = json.loads(file.read_bytes()) if file.exists() else []
     steps = min(base.num_iterations(), idea.num_iterations() or base.num_iterations())
     while len(ratios) < ROUNDS:

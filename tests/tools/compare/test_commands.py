@@ -89,7 +89,11 @@ def test_a_command(theirs, monkeypatch):
     run(*arguments)
     again = json.loads(Path("o.json").read_text())
     assert (again["runs_made"], again["ideas"][0]["p"]) == (0, idea["p"])
-    assert again["slope"] is None and "Steps are unknown" in " ".join(run(*arguments)[1].split())
+    words = " ".join(run(*arguments)[1].split())
+    assert again["slope"] is None and "Steps are unknown" in words and "time of a step +0.0%" in words
+    # The base's runs are kept, so they didn't take turns with those of another idea
+    words = run(*COMMAND, "--base", "theirs", "--idea", "theirs@better --more", "--runs", "2")[1]
+    assert "below 3.28" in words and "time of a step" not in words and "a run takes" not in words
 
 
 def test_a_command_with_seeds(theirs):
