@@ -185,6 +185,14 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def positive(text: str) -> float:
+    """An option's value above zero. Raises ArgumentTypeError."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be more than zero")
+    return value
+
+
 def fraction(text: str) -> float:
     """A percentage as an option's value: "2%" or "2" as 0.02. Raises ArgumentTypeError."""
     try:

@@ -1,5 +1,6 @@
 """
-Statistics of finished runs: their losses against a target, and their times against those of other runs.
+Finished runs together: their losses against a target, their times against those of other runs, and
+whether one counts twice.
 """
 
 import math

@@ -67,6 +67,7 @@ from tools.common import (
     fraction,
     output_file,
     plural,
+    positive,
     run_command,
     short,
     stop_on_signals,
@@ -129,8 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--command", metavar="COMMAND", help=command)
     timeout = "end compare if a run takes longer than this; default: no limit"
     add("--run_timeout", type=positive, default=math.inf, metavar="MINUTES", help=timeout)
-    slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the number "
-    slope += "of steps can be set by --num_iterations"
+    slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the "
+    slope += "number of steps can be set by --num_iterations"
     add("--loss_per_100_steps", type=positive, metavar="LOSS", help=slope)
     target = "the loss that a record needs; default: that of the logs, or 3.28"
     add("--target", type=positive, metavar="LOSS", help=target)
@@ -149,14 +150,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=output_file, metavar="FILE", help="write all numbers")
     add("--plot", type=output_file, metavar="FILE.png", help="draw how the intervals narrow")
     return parser
-
-
-def positive(text: str) -> float:
-    """An option's value above zero. Raises ArgumentTypeError."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be more than zero")
-    return value
 
 
 def join_values(argv: list[str]) -> list[str]:
@@ -283,8 +276,8 @@ def times_are_in_logs(c: Comparison) -> bool:
 
 
 def read_times(c: Comparison) -> None:
-    """The step times of all ideas from whole runs: log(idea's / base's) of each pair. Only pairs count whose
-    runs took turns. A run that is kept from another comparison met the machine at another time."""
+    """The step times of all ideas from whole runs: log(idea's / base's) of each pair. Only pairs count
+    whose runs took turns. A run that is kept from another comparison met the machine at another time."""
     for idea in c.ideas:
         file = times_file(c.pool, c.base, idea)
         ratios = json.loads(file.read_bytes()) if file.exists() else {}
@@ -316,10 +309,12 @@ def facts_in_words(c: Comparison) -> list[str]:
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for idea in c.ideas:
-        if c.steps(idea) != c.steps(c.base):
-            sentences.append(f"{idea.name} trains {c.steps(idea)} steps, the base {c.steps(c.base)}.")
-        if 0 < len(c.timed.get(idea.name, [])) < c.pairs(idea).shape[1]:
-            sentences.append(f"Only {len(c.timed[idea.name])} pairs of {idea.name} took turns, and were timed.")
+        steps = c.steps(idea)
+        if steps != c.steps(c.base):
+            sentences.append(f"{idea.name} trains {steps} steps, the base {c.steps(c.base)}.")
+        timed = len(c.timed.get(idea.name, []))
+        if 0 < timed < c.pairs(idea).shape[1]:
+            sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
     if any(log.uncompiled for runs in c.pool.runs.values() for log in runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
     if len(c.ideas) > 1 and not all(effect.has_interval() for effect in c.effects()):
@@ -367,13 +362,15 @@ def answer(c: Comparison, effects: list[Effect]) -> list[str]:
 
 def record_lines(c: Comparison) -> list[str]:
     """Whether the ideas would be records."""
-    sides = {variant.name: list(c.pool.runs[variant.name].values()) for variant in [c.base, *c.ideas]}
+    names = [variant.name for variant in [c.base, *c.ideas]]
+    sides = {name: list(c.pool.runs[name].values()) for name in names}
     base = sides[c.base.name]
     target = c.args.target or base[0].target
     lines = record_table(sides, target)
     for idea in c.ideas:
-        pairs = [(c.pool.runs[idea.name][s], c.pool.runs[c.base.name][s]) for s in c.timed.get(idea.name, [])]
-        timed, timed_base = list(zip(*pairs)) or ([], [])
+        seeds = c.timed.get(idea.name, [])
+        timed = [c.pool.runs[idea.name][seed] for seed in seeds]
+        timed_base = [c.pool.runs[c.base.name][seed] for seed in seeds]
         words = record_in_words(idea.name, sides[idea.name], target, timed, timed_base)
         lines += textwrap.wrap(words, WIDTH)
     return lines

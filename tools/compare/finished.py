@@ -24,7 +24,7 @@ from tools.compare.answer import (
     summary_of,
     what_steps_are,
 )
-from tools.compare.stats import Effect, add_times, given_slope, welch
+from tools.compare.stats import Effect, add_time_ratio, given_slope, welch
 from tools.logs import Log, read_all_logs
 from tools.summary import check_repeats
 
@@ -40,8 +40,8 @@ def read_side(side: str, paths: list[Path]) -> list[Log]:
             raise LogError(f"{log.path}: {log.name} has no val_loss after its last step; leave it out")
         if log.end.step != first.end.step:
             raise LogError(
-                f"{log.path}: {log.name} ends at step {log.end.step}, {first.name} at {first.end.step}; all runs "
-                f"of the {side} must end at the same step"
+                f"{log.path}: {log.name} ends at step {log.end.step}, {first.name} at {first.end.step}; "
+                f"all runs of the {side} must end at the same step"
             )
     for repeat in check_repeats(logs):
         raise LogError(repeat)
@@ -61,7 +61,9 @@ def machines(base: list[Log], idea: list[Log]) -> tuple[bool, str]:
     return True, f"All runs were on {where}."
 
 
-def find_effect(base: list[Log], idea: list[Log], loss_per_100_steps: float | None, timed: bool) -> Effect:
+def find_effect(
+    base: list[Log], idea: list[Log], loss_per_100_steps: float | None, timed: bool
+) -> Effect:
     steps = base[0].end.step
     slope = loss_per_100_steps and given_slope(loss_per_100_steps, steps)
     effect = welch("idea", end_losses(idea), end_losses(base), slope)
@@ -69,7 +71,8 @@ def find_effect(base: list[Log], idea: list[Log], loss_per_100_steps: float | No
     if timed:
         log_times = [[math.log(step_time(log)) for log in logs] for logs in (idea, base)]
         times = welch("times", *log_times, None)
-        add_times(effect, times.difference, times.difference_interval[1] - times.difference, slope)
+        half = times.difference_interval[1] - times.difference
+        add_time_ratio(effect, times.difference, half, slope)
     return effect
 
 
@@ -83,34 +86,42 @@ def facts_in_words(base: list[Log], idea: list[Log], effect: Effect) -> list[str
             facts.append(f"The logs of the {side} have {count} different sources.")
     if effect.own_steps != 1:
         facts.append(f"The idea trains {idea[0].end.step} steps, the base {base[0].end.step}.")
-    facts.append(machines(base, idea)[1])
-    return [*facts, ONE_LOOK]
+    return facts
+
+
+def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float) -> bytes:
+    found = {"effect": asdict(effect), "target": target}
+    for side, logs in (("base", base), ("idea", idea)):
+        runs = [{"path": str(log.path), "trial": log.trial, **asdict(log.end)} for log in logs]
+        found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
+    return as_json(found)
 
 
 def compare_finished(args: argparse.Namespace) -> int:
-    """Prints the answer, and writes what was asked for. Returns the exit status. Raises LogError and FileError."""
+    """Prints the answer, and writes what was asked for. Returns the exit status.
+
+    Raises LogError and FileError.
+    """
     base = read_side("base", args.base_logs)
     idea = read_side("idea", args.idea_logs)
     targets = {log.target for log in [*base, *idea]}
     if args.target is None and len(targets) > 1:
         raise LogError(f"the logs have different targets ({sorted(targets)}); give one with --target")
     target = args.target or targets.pop()
-    timed = machines(base, idea)[0]
+    timed, where = machines(base, idea)
     effect = find_effect(base, idea, args.loss_per_100_steps, timed)
     if args.gate:
         print(effect.verdict)
     else:
-        lines = textwrap.wrap(record_in_words("idea", idea, target, *([idea, base] if timed else [[], []])), WIDTH)
+        record = record_in_words("idea", idea, target, idea if timed else [], base)
+        lines = textwrap.wrap(record, WIDTH)
         lines += record_table({"base": base, "idea": idea}, target)
         lines += ["", headline(effect, None), *numbers(effect)]
-        lines += textwrap.wrap(" ".join(facts_in_words(base, idea, effect)), WIDTH)
+        facts = [*facts_in_words(base, idea, effect), where, ONE_LOOK]
+        lines += textwrap.wrap(" ".join(facts), WIDTH)
         print("\n".join(lines))
     if args.json:
-        found = {"effect": asdict(effect), "target": target}
-        for side, logs in (("base", base), ("idea", idea)):
-            runs = [{"path": str(log.path), "trial": log.trial, **asdict(log.end)} for log in logs]
-            found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
-        write_file(args.json, as_json(found))
+        write_file(args.json, answer_as_json(base, idea, effect, target))
     if args.plot:
         from tools.curves import plot_curves  # slow to import, and only needed here
 

@@ -17,18 +17,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tools.common import goal, percent_interval, plural, short
-from tools.compare.runs import RUNS_A_PROCESS, Pool, Task
+from tools.compare.runs import RUNS_A_PROCESS, Pool, Task, runs_a_process
 from tools.compare.sources import Variant, log_ratio_of_steps
 from tools.compare.stats import (
     FEWEST_SLOPES,
     LARGEST_SLOPE_ERROR,
-    P_VALUE,
     Effect,
     Slope,
     add_times,
     analyse,
     given_slope,
-    half_widths,
     measure_slope,
     most_pairs,
     pairs_for,
@@ -93,9 +91,9 @@ class Comparison:
                 continue
             effect = analyse(idea.name, *pairs, slope, self.until(), len(self.ideas))
             effect.own_steps = self.steps(idea) / self.steps(self.base)
-            ratios = np.array(self.log_ratios.get(idea.name, []))
-            if len(ratios):
-                add_times(effect, float(ratios.mean()), half_widths(ratios, P_VALUE)[-1], slope)
+            ratios = self.log_ratios.get(idea.name)
+            if ratios:
+                add_times(effect, np.array(ratios), slope)
             found.append(effect)
         return found
 
@@ -166,7 +164,7 @@ def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
     first = c.args.seed
     last = first + (c.args.runs or 1_000_000)
     done = min((c.pairs(idea).shape[1] for idea in waiting), default=0)
-    size = 1 if c.base.command else RUNS_A_PROCESS
+    size = runs_a_process(c.base)
     chunk = first + done - done % size
     # At most one chunk ahead of the one that isn't complete
     for start in (chunk, chunk + size):
@@ -190,11 +188,10 @@ def next_task(c: Comparison) -> Task | None:
             if worker.task.variant is variant:
                 taken.update(worker.task.seeds)
         missing = [seed for seed in seeds if seed not in taken]
-        if missing and variant.command:
-            return Task(variant, missing[:1])
         if missing:
             # Those that follow each other, for one process
-            return Task(variant, [seed for i, seed in enumerate(missing) if seed == missing[0] + i])
+            run = [seed for i, seed in enumerate(missing) if seed == missing[0] + i]
+            return Task(variant, run[: runs_a_process(variant)])
     return None
 
 

@@ -75,8 +75,7 @@ class Pool:
     runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
     workers: list[Worker] = field(default_factory=list)
     undone: list[Task] = field(default_factory=list)  # what killed processes left
-    made: int = 0  # runs in this session
-    new: set[tuple[str, int]] = field(default_factory=set)  # their variants' names and seeds
+    new: set[tuple[str, int]] = field(default_factory=set)  # runs of this session: variant's name, seed
     started: float = field(default_factory=time.monotonic)
 
     def key(self, variant: Variant) -> str:
@@ -85,6 +84,11 @@ class Pool:
 
     def folder(self, variant: Variant) -> Path:
         return FOLDER / "runs" / self.key(variant)
+
+    @property
+    def made(self) -> int:
+        """Runs in this session."""
+        return len(self.new)
 
     def minutes(self) -> float:
         """Since the start."""
@@ -140,6 +144,10 @@ def locked_folder() -> Iterator[int]:
 
 # -----------------------------------------------------------------------------
 # What a loss depends on
+
+
+def runs_a_process(variant: Variant) -> int:
+    return 1 if variant.command else RUNS_A_PROCESS
 
 
 def are_commands(variants: list[Variant]) -> bool:
@@ -249,15 +257,19 @@ def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, proce
 # Kept runs
 
 
-def complete_log(path: Path, variant: Variant) -> Log | None:
+def is_complete(log: Log, variant: Variant) -> bool:
     """A command may stop before the end of its schedule, and needs no times and no source in its log."""
+    if variant.command:
+        return log.end is not None and math.isfinite(log.end.val_loss)
+    return not log.incomplete
+
+
+def complete_log(path: Path, variant: Variant) -> Log | None:
     try:
         log = parse_log(path)
     except LogError:
         return None
-    if variant.command:
-        return log if log.end and math.isfinite(log.end.val_loss) else None
-    return None if log.incomplete else log
+    return log if is_complete(log, variant) else None
 
 
 def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
@@ -277,7 +289,6 @@ def keep_log(pool: Pool, task: Task, log: Log) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     log.path = log.path.replace(folder / f"seed{seed}.txt")
     pool.runs[task.variant.name][seed] = log
-    pool.made += 1
     pool.new.add((task.variant.name, seed))
 
 
@@ -340,16 +351,15 @@ def start(pool: Pool, task: Task) -> None:
     folder = FOLDER / "working" / f"{pool.key(variant)}_seed{task.seeds[0]}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if variant.command:
-        child = start_command(pool, variant, task.seeds[0], folder)
-        pool.workers.append(Worker(task, child, folder))
-        return
     options = ["--log_dir", str(folder / "logs"), "--seed", str(task.seeds[0])]
     if len(task.seeds) > 1:
         options += ["--num_runs", str(len(task.seeds))]
     if "val_loss_every" in (variant.settings or {}):
         options += ["--val_loss_every", "0"]
-    child = start_script(pool, variant, options, pool.facts["threads"], folder / "console.txt")
+    if variant.command:
+        child = start_command(pool, variant, task.seeds[0], folder)
+    else:
+        child = start_script(pool, variant, options, pool.facts["threads"], folder / "console.txt")
     pool.workers.append(Worker(task, child, folder))
 
 
@@ -391,7 +401,7 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
         log = parse_log(logs[0] if logs else worker.folder / "console.txt")
     except LogError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")
-    if complete_log(log.path, variant) is None:
+    if not is_complete(log, variant):
         fail(worker, "its log has no finite val_loss after the last step")
     earlier = list(pool.runs[variant.name].values())
     if earlier and earlier[0].end.step != log.end.step:

@@ -205,9 +205,10 @@ def hash_code(folder: Path, script: str) -> list[str]:
 def copy_folder(kind: str, scratch: Path) -> Path:
     """A copy of PATH or PATH@REVISION, any folder of a git repository, with its data linked. Raises
     UsageError and OSError."""
-    path, at, revision = kind, "", ""
-    if not Path(kind).is_dir():
-        path, at, revision = kind.partition("@")
+    path, at, revision = kind.partition("@")
+    if Path(kind).is_dir():
+        path = kind
+        at = ""
     source = Path(path).resolve()
     if not source.is_dir():
         raise UsageError(f"there is no folder {path}; with --command, give PATH, PATH@REVISION or options")

@@ -292,11 +292,17 @@ def analyse(
     return effect
 
 
-def add_times(effect: Effect, center: float, half: float, slope: Slope | None) -> None:
+def add_times(effect: Effect, log_ratios: np.ndarray, slope: Slope | None) -> None:
     """Adds the step time, and the time to the base's loss.
 
-    The 99% interval of log(idea's step time / base's) is center - half to center + half.
+    log_ratios: log(idea's step time / base's), one for each round of alternating bursts.
     """
+    half = float(half_widths(log_ratios, P_VALUE)[-1])
+    add_time_ratio(effect, float(np.mean(log_ratios)), half, slope)
+
+
+def add_time_ratio(effect: Effect, center: float, half: float, slope: Slope | None) -> None:
+    """Like add_times. The 99% interval of log(idea's step time / base's) is center - half to center + half."""
     effect.step_time = math.exp(center)
     effect.step_time_interval = (math.exp(center - half), math.exp(min(center + half, 700)))
     if slope is None or effect.verdict == "identical":

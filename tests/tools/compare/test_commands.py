@@ -54,13 +54,26 @@ def run(*arguments) -> tuple[int, str, str]:
     return run_main(compare.main, *arguments)
 
 
+def words_of(*arguments) -> str:
+    """The answer as one line."""
+    return " ".join(run(*arguments)[1].split())
+
+
+def check_one_line(arguments: list[str], message: str) -> None:
+    """Bad input ends with this error."""
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
 # -----------------------------------------------------------------------------
 # Commands
 
 
 def test_a_command(theirs, monkeypatch):
-    """The idea is a branch, and runs end before their schedule. The order of a pair's runs alternates, and
-    finished runs are kept."""
+    """The idea is a branch, and runs end before their schedule. The order of a pair's runs alternates,
+    and finished runs are kept."""
     order = []
     start_command = compare_runs.start_command
 
@@ -73,27 +86,34 @@ def test_a_command(theirs, monkeypatch):
     arguments = [*COMMAND, "--base", "theirs", "--idea", "theirs@better", "--json", "o.json"]
     status, out, err = run(*arguments, "--loss_per_100_steps", "0.05")
     assert status == 0, err
-    assert out.startswith("theirs_better helps.") and max(map(len, out.splitlines())) <= 80
+    assert out.startswith("theirs_better helps.")
+    assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
     assert "The runs of a pair share no seed. The base is theirs-dirty." in words
     assert "theirs_better isn't a record: the mean loss is below 3.28 (p = " in words
-    assert "a run takes 0.000 s more" in words and "time of a step +0.0%" in words
-    assert order[:6] == ["theirs-dirty", "theirs_better", "theirs_better", "theirs-dirty", *order[:2]]
+    assert "a run takes 0.000 s more" in words
+    assert "time of a step +0.0%" in words
+    first = ["theirs-dirty", "theirs_better"]
+    assert order[:6] == [*first, *first[::-1], *first]
     found = json.loads(Path("o.json").read_text())
-    losses = {name: [r["val_loss"] for r in group] for name, group in found["runs"].items()}
     (idea,) = found["ideas"]
-    n = idea["n"]
-    difference = np.subtract(losses["theirs_better"][:n], losses["theirs-dirty"][:n]).mean()
-    assert idea["difference"] == pytest.approx(difference) == pytest.approx(-0.01, abs=0.003)
+    base_losses, losses = [[r["val_loss"] for r in found["runs"][name][: idea["n"]]] for name in first]
+    difference = np.subtract(losses, base_losses).mean()
+    assert idea["difference"] == pytest.approx(difference)
+    assert difference == pytest.approx(-0.01, abs=0.003)
     assert idea["steps"] == pytest.approx(math.expm1(difference / (0.05 / 100 * 90)))
     run(*arguments)
     again = json.loads(Path("o.json").read_text())
     assert (again["runs_made"], again["ideas"][0]["p"]) == (0, idea["p"])
-    words = " ".join(run(*arguments)[1].split())
-    assert again["slope"] is None and "Steps are unknown" in words and "time of a step +0.0%" in words
+    assert again["slope"] is None
+    words = words_of(*arguments)
+    assert "Steps are unknown" in words
+    assert "time of a step +0.0%" in words
     # The base's runs are kept, so they didn't take turns with those of another idea
-    words = run(*COMMAND, "--base", "theirs", "--idea", "theirs@better --more", "--runs", "2")[1]
-    assert "below 3.28" in words and "time of a step" not in words and "a run takes" not in words
+    words = words_of(*COMMAND, "--base", "theirs", "--idea", "theirs@better --more", "--runs", "2")
+    assert "below 3.28" in words
+    assert "time of a step" not in words
+    assert "a run takes" not in words
 
 
 def test_a_command_with_seeds(theirs):
@@ -112,20 +132,26 @@ print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
     assert status == 0, err
     found = json.loads(Path("o.json").read_text())
     (idea,) = found["ideas"]
-    assert idea["difference"] == pytest.approx(0.1) and idea["sd"] < 1e-4
+    assert idea["difference"] == pytest.approx(0.1)
+    assert idea["sd"] < 1e-4
     assert found["slope"]["value"] == pytest.approx(-0.1, abs=0.005)
-    assert "share no seed" not in out and "time of a step" not in out
+    assert "share no seed" not in out
+    assert "time of a step" not in out
     patch = patch_of("train.py", script, script.replace("steps = ", "more = 1\nsteps = "))
     Path("more.patch").write_text(patch)
     assert run(*command, "--idea", "more.patch", "--runs", "2", "--gate") == (1, "identical\n", "")
 
 
+FAILED = "\nerror: a run failed: bad, seed 0"
 TROUBLE = [
-    ("import sys; sys.exit('out of memory')", "out of memory\nerror: a run failed: bad, seed 0 (exit status 1)"),
-    ("import time; print('now', flush=True); time.sleep(60)", "now\nerror: a run failed: bad, seed 0 (it took"),
-    ("print('hello')", "hello\nerror: a run failed: bad, seed 0 (no log below logs/"),
+    ("import sys; sys.exit('out of memory')", f"out of memory{FAILED} (exit status 1)"),
+    ("import time; print('now', flush=True); time.sleep(60)", f"now{FAILED} (it took"),
+    ("print('hello')", f"hello{FAILED} (no log below logs/"),
     (SCRIPT + "open('logs/b.txt', 'w')", "(it wrote 2 logs below logs/"),
-    (SCRIPT.replace("step:90/100 val", "step:90/100 train"), "(its log has no finite val_loss after the last"),
+    (
+        SCRIPT.replace("step:90/100 val", "step:90/100 train"),
+        "(its log has no finite val_loss after the last",
+    ),
     (SCRIPT.replace("step:90", "step:{random.choice(range(1, 90))}"), "(it ended at step"),
     (SCRIPT.replace("0.001)", "0)"), "(all runs end at the same loss; write {seed}"),
 ]
@@ -138,17 +164,25 @@ def test_commands_in_trouble(theirs):
         (theirs / "train.py").write_text(f"{script}\n# {number}\n")
         started = time.monotonic()
         status, out, err = run(*arguments, "--idea", "bad=theirs")
-        assert (status, out) == (1, "") and message in err, err
+        assert (status, out) == (1, "")
+        assert message in err
         assert time.monotonic() - started < 30
     kept = {len(list(folder.iterdir())) for folder in Path("compare/runs").iterdir()}
-    assert max(kept) >= 2 and not Path("compare/working").exists()
+    assert max(kept) >= 2
+    assert not Path("compare/working").exists()
 
 
 BAD = [
-    (["--base", "nowhere"], "nowhere: there is no folder nowhere; with --command, give PATH, PATH@REVISION"),
+    (
+        ["--base", "nowhere"],
+        "nowhere: there is no folder nowhere; with --command, give PATH, PATH@REVISION",
+    ),
     (["--base", "plain"], "plain: not a git repository"),
     (["--base", "theirs@gone"], "theirs@gone: no file or commit is called gone"),
-    (["--base", "theirs", "--idea", "theirs@main"], "theirs_main has the same source and settings as theirs"),
+    (
+        ["--base", "theirs", "--idea", "theirs@main"],
+        "theirs_main has the same source and settings as theirs",
+    ),
     (["--base", "theirs/data/tokens"], "git knows no file in"),
     (["--recipe", "gpt2"], "leave out --recipe and --nproc_per_node"),
     (["--base_logs", "a", "--idea_logs", "b"], "leave out --command, --base, --idea"),
@@ -161,18 +195,18 @@ def test_bad_input_of_commands(theirs, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(theirs.parent))
     Path("plain").mkdir()
     for arguments, message in BAD:
-        status, out, err = run(*COMMAND, *arguments)
-        assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1, (message, err)
+        check_one_line([*COMMAND, *arguments], message)
     assert not Path("compare/runs").exists()
 
 
 # -----------------------------------------------------------------------------
 # Finished logs
 
+SIDES = ["--base_logs", "base", "--idea_logs", "idea"]
 GPU = "|   0  NVIDIA H100 80GB HBM3          On  |\n"
 
 
-def write_logs(folder: str, losses: list[float], times: list[float], steps: int = 100, gpu: str = GPU) -> str:
+def write_logs(folder: str, losses, times, steps: int = 100, gpu: str = GPU) -> str:
     """Logs of the field's kind, with times in seconds."""
     Path(folder).mkdir()
     for i, (loss, seconds) in enumerate(zip(losses, times)):
@@ -189,16 +223,20 @@ def logs(tmp_path, monkeypatch):
     rng = np.random.default_rng(1)
     sides = {}
     for side, loss, seconds in (("base", 3.2775, 81), ("idea", 3.2780, 80)):
-        sides[side] = (rng.normal(loss, 0.0015, 12).round(4).tolist(), rng.normal(seconds, 0.1, 12).round(3).tolist())
+        losses = rng.normal(loss, 0.0015, 12).round(4)
+        times = rng.normal(seconds, 0.1, 12).round(3)
+        sides[side] = (losses.tolist(), times.tolist())
         write_logs(side, *sides[side])
     return sides
 
 
 def test_finished_logs(logs):
     """Each number as scipy has it."""
-    status, out, err = run("--base_logs", "base", "--idea_logs", "idea", "--json", "o.json", "--plot", "o.png")
-    assert (status, err) == (0, "") and Path("o.png").read_bytes()[:4] == b"\x89PNG"
-    (base, base_times), (idea, times) = logs["base"], logs["idea"]
+    status, out, err = run(*SIDES, "--json", "o.json", "--plot", "o.png")
+    assert (status, err) == (0, "")
+    assert Path("o.png").read_bytes()[:4] == b"\x89PNG"
+    base, base_times = logs["base"]
+    idea, times = logs["idea"]
     found = json.loads(Path("o.json").read_text())
     test = stats.ttest_ind(idea, base, equal_var=False)
     bounds = test.confidence_interval(0.99)
@@ -213,7 +251,8 @@ def test_finished_logs(logs):
     words = " ".join(out.split())
     saved = np.mean(base_times) - np.mean(times)
     assert words.startswith("idea has what a record needs: the mean loss is below 3.28 (p = ")
-    assert f"and a run takes {saved:.3f} s less (p = " in words and "idea: undecided." in words
+    assert f"and a run takes {saved:.3f} s less (p = " in words
+    assert "idea: undecided." in words
     assert "All runs were on 1x NVIDIA H100 80GB HBM3. These numbers hold for one look" in words
     assert max(map(len, out.splitlines())) <= 80
 
@@ -222,14 +261,15 @@ def test_finished_logs_of_fewer_steps(logs):
     """Saved steps count in the time of a run. Other machines' times aren't compared."""
     write_logs("fewer", *logs["idea"], steps=90)
     arguments = ["--base_logs", "base", "--loss_per_100_steps", "0.1"]
-    status, out, err = run(*arguments, "--idea_logs", "fewer")
-    assert "The idea trains 90 steps, the base 100." in " ".join(out.split())
+    words = words_of(*arguments, "--idea_logs", "fewer")
+    assert "The idea trains 90 steps, the base 100." in words
     ratio = np.exp(np.log(logs["idea"][1]).mean() - np.log(logs["base"][1]).mean())
-    assert f"time of a run {ratio - 1:+.1%}" in " ".join(out.split())
-    assert f"time of a step {ratio * 100 / 90 - 1:+.1%}" in " ".join(out.split())
+    assert f"time of a run {ratio - 1:+.1%}" in words
+    assert f"time of a step {ratio * 100 / 90 - 1:+.1%}" in words
     write_logs("slow", *logs["idea"], gpu=GPU.replace("H100", "A100"))
-    words = " ".join(run(*arguments, "--idea_logs", "slow")[1].split())
-    assert "on 1x NVIDIA A100 80GB HBM3 and 1x NVIDIA H100 80GB HBM3" in words and "time of a" not in words
+    words = words_of(*arguments, "--idea_logs", "slow")
+    assert "on 1x NVIDIA A100 80GB HBM3 and 1x NVIDIA H100 80GB HBM3" in words
+    assert "time of a" not in words
 
 
 def test_finished_logs_that_cannot_be_compared(logs):
@@ -243,11 +283,9 @@ def test_finished_logs_that_cannot_be_compared(logs):
         ("mixed", "x ends at step 100, 1 at 90; all runs of the idea must end at the same step"),
         ("nowhere", "nowhere: no such file or directory"),
     ]:
-        status, out, err = run("--base_logs", "base", "--idea_logs", folder)
-        assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1, err
+        check_one_line(["--base_logs", "base", "--idea_logs", folder], message)
     text = Path("idea/0.txt").read_text()
     settings = 'Running PyTorch 2.10.0\nhyperparameters: {"target_val_loss": 1.5}'
     Path("idea/0.txt").write_text(text.replace("Running PyTorch 2.10.0", settings))
-    status, out, err = run("--base_logs", "base", "--idea_logs", "idea")
-    assert status == 2 and "the logs have different targets ([1.5, 3.28]); give one with --target" in err
-    assert run("--base_logs", "base", "--idea_logs", "idea", "--target", "3.2", "--gate") == (1, "undecided\n", "")
+    check_one_line(SIDES, "the logs have different targets ([1.5, 3.28]); give one with --target")
+    assert run(*SIDES, "--target", "3.2", "--gate") == (1, "undecided\n", "")

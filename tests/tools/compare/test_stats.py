@@ -161,7 +161,7 @@ def test_steps_and_time_by_hand():
     assert 1 / (1 + effect.steps) == pytest.approx(1.02, abs=1e-4)
     effect.own_steps = 0.96
     log_ratios = rng.normal(math.log(1.05), 1e-6, 30)
-    add_times(effect, log_ratios.mean(), half_widths(log_ratios, 0.01)[-1], SLOPE)
+    add_times(effect, log_ratios, SLOPE)
     assert effect.step_time == pytest.approx(1.05, rel=1e-4)
     assert 1 + effect.time == pytest.approx(0.96 * 1.05 / 1.02, rel=1e-3)
 
@@ -320,7 +320,7 @@ def test_intervals_hold_the_truth():
         slope = measure_slope(fewer, more, WIDTH)
         effect = analyse("x", idea, base, slope, 0.02)
         log_ratios = rng.normal(math.log(1.01), 0.02, 30)
-        add_times(effect, log_ratios.mean(), half_widths(log_ratios, 0.01)[-1], slope)
+        add_times(effect, log_ratios, slope)
         truths = {"difference": gain, "steps": -0.03, "time": 0.97 * 1.01 - 1}
         for name, truth in truths.items():
             low, high = getattr(effect, f"{name}_interval")
