@@ -3,6 +3,7 @@ Draws the validation losses of runs: whole runs on the left, their end on the ri
 """
 
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def curve(logs: list[Log], x: str) -> Curve:
     if not steps:
         raise LogError(f"{logs[0].path}: no validation, or none in common with its label's other runs")
     table = np.array([[run[step] for step in steps] for run in runs])
-    places, losses = table.mean(axis=0).T
+    places = table[:, :, 0].mean(axis=0)
+    losses = np.array([statistics.fmean(column) for column in table[:, :, 1].T])  # as tables have it
     degrees = max(1, len(runs) - 1)  # of freedom; the spread of a single run is 0
     spread = table[:, :, 1].std(axis=0, ddof=len(runs) - degrees)
     return Curve(places, losses, spread, len(runs))

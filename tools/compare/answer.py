@@ -22,7 +22,11 @@ NO_INTERVAL = f"no interval before {fewest_pairs(1)} pairs"
 
 
 def headline(effect: Effect, until: float | None) -> str:
-    """The verdict as a sentence."""
+    """The verdict as a sentence, and a second one if the time says something else."""
+    return f"{verdict_in_words(effect, until)} {time_conflict(effect)}".strip()
+
+
+def verdict_in_words(effect: Effect, until: float | None) -> str:
     name = short(effect.name, 30)
     if effect.verdict == "identical":
         return f"{name}: the losses are identical in all {effect.n} pairs."
@@ -87,9 +91,6 @@ def answer_for_one(effect: Effect, until: float | None, facts: list[str]) -> lis
     lines = textwrap.wrap(headline(effect, until), WIDTH)
     if effect.verdict == "identical":
         return lines
-    conflict = time_conflict(effect)
-    if conflict:
-        lines.append(conflict)
     lines += numbers(effect)
     about = f"{effect.n} pairs of runs, p = {p_text(effect.p)}. In parentheses: 99% confidence intervals."
     if effect.steps is not None:
@@ -129,7 +130,7 @@ def answer_for_many(
     """`names` are those of all ideas; `effects` has the ideas with at least two pairs of runs."""
     lines = [*table(table_rows(effects), "<>>>>>>"), ""]
     for effect in effects:
-        lines += textwrap.wrap(" ".join([headline(effect, until), time_conflict(effect)]), WIDTH)
+        lines += textwrap.wrap(headline(effect, until), WIDTH)
     known = [effect.name for effect in effects]
     for name in names:
         if name not in known:
@@ -138,6 +139,16 @@ def answer_for_many(
     about = f"n: pairs of runs. Intervals have 99% confidence for all {len(names)} ideas together. "
     about += what_steps_are(timed)
     return lines + textwrap.wrap(" ".join([about, *facts]), WIDTH)
+
+
+def other_steps(name: str, steps: int | None, base_steps: int, slope: Slope | None) -> list[str]:
+    """What to know if the idea trains another number of steps than the base."""
+    if steps in (None, base_steps):
+        return []
+    sentence = f"{short(name, 30)} trains {steps} steps, the base {base_steps}"
+    if slope is None:
+        return [f"{sentence}; without --loss_per_100_steps, only their last losses are compared."]
+    return [f"{sentence}."]
 
 
 def slope_in_words(slope: Slope | None) -> str:
@@ -172,6 +183,13 @@ def summary_of(logs: list[Log], target: float) -> Summary:
     return summarize(end_losses(logs), end_times(logs), target)
 
 
+def target_of(given: float | None, logs: list[Log]) -> tuple[float, list[str]]:
+    """The target, and what to say if nobody named it."""
+    assumed = given is None and "target_val_loss" not in logs[0].hyperparameters
+    target = given or logs[0].target
+    return target, [f"The target {target:g} is assumed; --target changes it."] if assumed else []
+
+
 def record_table(sides: dict[str, list[Log]], target: float) -> list[str]:
     """A row for each side, with its p-value for a mean loss below the target."""
     rows = [("", "runs", "mean loss", "sd", f"p (below {target:g})", "time")]
@@ -199,7 +217,8 @@ def record_in_words(
     saved = statistics.fmean(base_times) - statistics.fmean(times)
     p_time = p_faster(times, base_times)[0]
     faster = p_time is not None and p_time < P_VALUE
-    record = "has what a record needs" if reached and faster else "isn't a record"
+    one_source = len({tuple(log.sources) for log in logs}) == 1
+    record = "has what a record needs" if reached and faster and one_source else "isn't a record"
     time = f"a run takes {abs(saved):.3f} s {'less' if saved > 0 else 'more'} (p = {p_text(p_time)})"
     return f"{name} {record}: {loss}, and {time}."
 
@@ -208,13 +227,13 @@ def record_in_words(
 # Plot
 
 
-def draw_narrowing(ax, differences: np.ndarray, name: str, slope: Slope, ideas: int) -> None:
+def draw_narrowing(ax, differences: np.ndarray, effect: Effect, slope: Slope, ideas: int) -> None:
     """The estimate and its interval after each pair, in percent of the steps."""
     n = np.arange(1, len(differences) + 1)
-    center = np.cumsum(differences) / n
-    center, half = log_steps(center, half_widths(differences, P_VALUE / ideas), slope)
+    mean = np.cumsum(differences) / n
+    center, half = log_steps(mean, half_widths(differences, P_VALUE / ideas), slope, effect.own_steps)
     shown = np.isfinite(half)
-    line = ax.plot(n, 100 * np.expm1(center), linewidth=1.5, label=name)[0]
+    line = ax.plot(n, 100 * np.expm1(center), linewidth=1.5, label=short(effect.name, 20))[0]
     low = 100 * np.expm1(center - half)
     high = 100 * np.expm1(np.minimum(center + half, 5))
     ax.fill_between(n[shown], low[shown], high[shown], alpha=0.2, color=line.get_color(), linewidth=0)
@@ -233,7 +252,7 @@ def plot_answer(
     figure, ax = plt.subplots(figsize=(8, 4.8))
     for effect in effects:
         d = differences[effect.name][: effect.n]
-        draw_narrowing(ax, d, short(effect.name, 20), slope, len(effects))
+        draw_narrowing(ax, d, effect, slope, len(effects))
     widest = max(abs(bound) for e in effects for bound in e.steps_interval if math.isfinite(bound))
     limit = 100 * min(max(2 * widest, 2 * until), 0.5)
     ax.set_ylim(-limit, limit)

@@ -81,11 +81,13 @@ from tools.compare.answer import (
     answer_for_many,
     answer_for_one,
     headline,
+    other_steps,
     plot_answer,
     record_in_words,
     record_table,
     slope_in_words,
     step_time,
+    target_of,
 )
 from tools.compare.finished import compare_finished
 from tools.compare.plan import Comparison, next_task, plan_in_words, progress, undecided
@@ -309,9 +311,7 @@ def facts_in_words(c: Comparison) -> list[str]:
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for idea in c.ideas:
-        steps = c.steps(idea)
-        if steps != c.steps(c.base):
-            sentences.append(f"{idea.name} trains {steps} steps, the base {c.steps(c.base)}.")
+        sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), c.slope())
         timed = len(c.timed.get(idea.name, []))
         if 0 < timed < c.pairs(idea).shape[1]:
             sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
@@ -365,8 +365,8 @@ def record_lines(c: Comparison) -> list[str]:
     names = [variant.name for variant in [c.base, *c.ideas]]
     sides = {name: list(c.pool.runs[name].values()) for name in names}
     base = sides[c.base.name]
-    target = c.args.target or base[0].target
-    lines = record_table(sides, target)
+    target, assumed = target_of(c.args.target, base)
+    lines = [*record_table(sides, target), *assumed]
     for idea in c.ideas:
         seeds = c.timed.get(idea.name, [])
         timed = [c.pool.runs[idea.name][seed] for seed in seeds]

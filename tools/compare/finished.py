@@ -18,10 +18,12 @@ from tools.compare.answer import (
     end_times,
     headline,
     numbers,
+    other_steps,
     record_in_words,
     record_table,
     step_time,
     summary_of,
+    target_of,
     what_steps_are,
 )
 from tools.compare.stats import Effect, add_time_ratio, given_slope, welch
@@ -45,8 +47,10 @@ def read_side(side: str, paths: list[Path]) -> list[Log]:
             )
     for repeat in check_repeats(logs):
         raise LogError(repeat)
+    if len(logs) < 2:
+        raise LogError(f"the {side} has one run; give two or more")
     if len(set(end_losses(logs))) < 2:
-        raise LogError(f"the {side} needs two runs or more, with different losses")
+        raise LogError(f"the losses of the {side} are all equal, so there is no test")
     return logs
 
 
@@ -66,11 +70,10 @@ def find_effect(
 ) -> Effect:
     steps = base[0].end.step
     slope = loss_per_100_steps and given_slope(loss_per_100_steps, steps)
-    effect = welch("idea", end_losses(idea), end_losses(base), slope)
-    effect.own_steps = idea[0].end.step / steps
+    effect = welch("idea", end_losses(idea), end_losses(base), slope, idea[0].end.step / steps)
     if timed:
         log_times = [[math.log(step_time(log)) for log in logs] for logs in (idea, base)]
-        times = welch("times", *log_times, None)
+        times = welch("times", *log_times)
         half = times.difference_interval[1] - times.difference
         add_time_ratio(effect, times.difference, half, slope)
     return effect
@@ -84,9 +87,7 @@ def facts_in_words(base: list[Log], idea: list[Log], effect: Effect) -> list[str
         count = len({tuple(log.sources) for log in logs})
         if count > 1:
             facts.append(f"The logs of the {side} have {count} different sources.")
-    if effect.own_steps != 1:
-        facts.append(f"The idea trains {idea[0].end.step} steps, the base {base[0].end.step}.")
-    return facts
+    return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, effect.steps)
 
 
 def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float) -> bytes:
@@ -107,7 +108,7 @@ def compare_finished(args: argparse.Namespace) -> int:
     targets = {log.target for log in [*base, *idea]}
     if args.target is None and len(targets) > 1:
         raise LogError(f"the logs have different targets ({sorted(targets)}); give one with --target")
-    target = args.target or targets.pop()
+    target, assumed = target_of(args.target, base)
     timed, where = machines(base, idea)
     effect = find_effect(base, idea, args.loss_per_100_steps, timed)
     if args.gate:
@@ -117,7 +118,7 @@ def compare_finished(args: argparse.Namespace) -> int:
         lines = textwrap.wrap(record, WIDTH)
         lines += record_table({"base": base, "idea": idea}, target)
         lines += ["", headline(effect, None), *numbers(effect)]
-        facts = [*facts_in_words(base, idea, effect), where, ONE_LOOK]
+        facts = [*facts_in_words(base, idea, effect), where, *assumed, ONE_LOOK]
         lines += textwrap.wrap(" ".join(facts), WIDTH)
         print("\n".join(lines))
     if args.json:

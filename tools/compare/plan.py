@@ -89,8 +89,8 @@ class Comparison:
             pairs = self.pairs(idea)
             if pairs.shape[1] < 2:
                 continue
-            effect = analyse(idea.name, *pairs, slope, self.until(), len(self.ideas))
-            effect.own_steps = self.steps(idea) / self.steps(self.base)
+            own_steps = self.steps(idea) / self.steps(self.base)
+            effect = analyse(idea.name, *pairs, slope, self.until(), len(self.ideas), own_steps)
             ratios = self.log_ratios.get(idea.name)
             if ratios:
                 add_times(effect, np.array(ratios), slope)

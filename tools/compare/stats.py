@@ -55,7 +55,7 @@ class Effect:
     difference: float
     difference_interval: Bounds  # may be infinite
     sd: float  # of the differences
-    p: float   # not corrected for the number of ideas
+    p: float   # of the losses at equal steps; not corrected for the number of ideas
     verdict: str  # helps, hurts, not worth it, undecided, or identical
     # Steps and time to the base's loss, compared with the base's: -0.04 is 4% less
     steps: float | None = None
@@ -176,12 +176,22 @@ def given_slope(loss_per_100_steps: float, steps: int) -> Slope:
     return Slope(-loss_per_100_steps / 100 * steps, error=0.0, n=0, freedom=1)
 
 
-def log_steps(difference, half_width, slope: Slope):
-    """A difference in loss and half of its interval, as a change of log(steps to the base's loss)."""
+def log_steps(difference, half_width, slope: Slope, own_steps: float = 1.0):
+    """A difference in loss and half of its interval, as a change of log(steps to the base's loss).
+
+    `own_steps` are those of the idea, as a fraction of the base's.
+    """
     center = difference / abs(slope.value)
     from_loss = half_width / abs(slope.value)
     from_slope = center * slope.half_width()
-    return center, np.hypot(from_loss, from_slope)
+    return center + math.log(own_steps), np.hypot(from_loss, from_slope)
+
+
+def at_equal_steps(differences: np.ndarray, slope: Slope | None, own_steps: float) -> np.ndarray:
+    """The differences in loss if the idea trained the base's number of steps. Unchanged without a slope."""
+    if slope is None:
+        return differences
+    return differences + abs(slope.value) * math.log(own_steps)
 
 
 def relative(log_change: float) -> float:
@@ -198,7 +208,11 @@ def relative_interval(center: float, half: float) -> Bounds:
 
 
 def decide(
-    differences: np.ndarray, slope: Slope | None, until: float | None, ideas: int
+    differences: np.ndarray,
+    slope: Slope | None,
+    until: float | None,
+    ideas: int,
+    own_steps: float = 1.0,
 ) -> tuple[str, int]:
     """Returns the first verdict, and after how many pairs it stood.
 
@@ -207,16 +221,20 @@ def decide(
     """
     alpha = P_VALUE / ideas
     n = len(differences)
-    if n >= 2 and not differences.any():
+    equal = at_equal_steps(differences, slope, own_steps)
+    if n >= 2 and not equal.any():
         return "identical", n
-    found = log_e_values(differences) >= math.log(1 / alpha)
+    found = log_e_values(equal) >= math.log(1 / alpha)
     worthless = np.zeros(n, dtype=bool)
+    if slope is not None:
+        mean = np.cumsum(differences) / np.arange(1, n + 1)
+        center, half = log_steps(mean, half_widths(differences, alpha), slope, own_steps)
+        if own_steps != 1:
+            found &= np.abs(center) > half  # because the slope's error is in equal, too
+        if until is not None:
+            worthless = center - half > math.log1p(-until)
     if until is None:
         found[:-1] = False
-    elif slope is not None:
-        mean = np.cumsum(differences) / np.arange(1, n + 1)
-        center, half = log_steps(mean, half_widths(differences, alpha), slope)
-        worthless = center - half > math.log1p(-until)
     decided = np.flatnonzero(found | worthless)
     if len(decided) == 0:
         return "undecided", n
@@ -224,19 +242,26 @@ def decide(
     pairs = first + 1
     if not found[first]:
         return "not worth it", pairs
-    return ("helps" if differences[:pairs].mean() < 0 else "hurts"), pairs
+    return ("helps" if equal[:pairs].mean() < 0 else "hurts"), pairs
 
 
-def welch(name: str, losses: list[float], base_losses: list[float], slope: Slope | None) -> Effect:
+def welch(
+    name: str,
+    losses: list[float],
+    base_losses: list[float],
+    slope: Slope | None = None,
+    own_steps: float = 1.0,
+) -> Effect:
     """The effect in finished runs, by Welch's t-test at p < 0.01. It looks once, and needs no pairs.
 
-    Each side needs two losses or more, and not all the same."""
-    test = stats.ttest_ind(losses, base_losses, equal_var=False)
-    interval = test.confidence_interval(1 - P_VALUE)
+    Each side needs two losses or more, and not all the same. The slope must be a given one."""
+    equal = at_equal_steps(np.array(losses), slope, own_steps)
+    test = stats.ttest_ind(equal, base_losses, equal_var=False)
+    interval = stats.ttest_ind(losses, base_losses, equal_var=False).confidence_interval(1 - P_VALUE)
     mean = statistics.fmean(losses) - statistics.fmean(base_losses)
     verdict = "undecided"
     if test.pvalue < P_VALUE:
-        verdict = "helps" if mean < 0 else "hurts"
+        verdict = "helps" if test.statistic < 0 else "hurts"
     effect = Effect(
         name=name,
         n=min(len(losses), len(base_losses)),
@@ -247,6 +272,7 @@ def welch(name: str, losses: list[float], base_losses: list[float], slope: Slope
         sd=math.nan,
         p=float(test.pvalue),
         verdict=verdict,
+        own_steps=own_steps,
     )
     add_steps(effect, slope)
     return effect
@@ -255,7 +281,7 @@ def welch(name: str, losses: list[float], base_losses: list[float], slope: Slope
 def add_steps(effect: Effect, slope: Slope | None) -> None:
     if slope is not None:
         half = effect.difference_interval[1] - effect.difference
-        center, half_steps = log_steps(effect.difference, half, slope)
+        center, half_steps = log_steps(effect.difference, half, slope, effect.own_steps)
         effect.steps = relative(center)
         effect.steps_interval = relative_interval(center, half_steps)
 
@@ -267,13 +293,14 @@ def analyse(
     slope: Slope | None,
     until: float | None,
     ideas: int = 1,
+    own_steps: float = 1.0,
 ) -> Effect:
     """The effect of one of `ideas` ideas. Losses are of the same seeds, two or more of them.
 
     Pairs after the one that decided are left out.
     """
     differences = np.subtract(losses, base_losses)
-    verdict, n = decide(differences, slope, until, ideas)
+    verdict, n = decide(differences, slope, until, ideas, own_steps)
     differences = differences[:n]
     mean = float(differences.mean())
     half = float(half_widths(differences, P_VALUE / ideas)[-1])
@@ -285,8 +312,9 @@ def analyse(
         difference=mean,
         difference_interval=(mean - half, mean + half),
         sd=float(differences.std(ddof=1)),
-        p=p_value(differences, looks_once=until is None),
+        p=p_value(at_equal_steps(differences, slope, own_steps), looks_once=until is None),
         verdict=verdict,
+        own_steps=own_steps,
     )
     add_steps(effect, slope)
     return effect
@@ -308,8 +336,8 @@ def add_time_ratio(effect: Effect, center: float, half: float, slope: Slope | No
     if slope is None or effect.verdict == "identical":
         return
     half_loss = effect.difference_interval[1] - effect.difference
-    steps, half_steps = log_steps(effect.difference, half_loss, slope)
-    whole = steps + center + math.log(effect.own_steps)
+    steps, half_steps = log_steps(effect.difference, half_loss, slope, effect.own_steps)
+    whole = steps + center
     effect.time = relative(whole)
     effect.time_interval = relative_interval(whole, math.hypot(half_steps, half))
 

@@ -348,7 +348,8 @@ def judge(
         reasons += judge_losses(verdict.summary, target)
     if prior:
         reasons += judge_prior(logs, prior, same_ml)
-        if final_times(logs) and final_times(prior):
+        same_hardware = {log.hardware for log in logs} == {log.hardware for log in prior}
+        if same_hardware and final_times(logs) and final_times(prior):
             verdict.comparison = compare(logs, prior, target)
             reasons += judge_times(verdict.comparison)
     if prior and same_ml:

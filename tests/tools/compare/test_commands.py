@@ -253,7 +253,7 @@ def test_finished_logs(logs):
     assert words.startswith("idea has what a record needs: the mean loss is below 3.28 (p = ")
     assert f"and a run takes {saved:.3f} s less (p = " in words
     assert "idea: undecided." in words
-    assert "All runs were on 1x NVIDIA H100 80GB HBM3. These numbers hold for one look" in words
+    assert "All runs were on 1x NVIDIA H100 80GB HBM3. The target 3.28 is assumed;" in words
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -263,6 +263,14 @@ def test_finished_logs_of_fewer_steps(logs):
     arguments = ["--base_logs", "base", "--loss_per_100_steps", "0.1"]
     words = words_of(*arguments, "--idea_logs", "fewer")
     assert "The idea trains 90 steps, the base 100." in words
+    equal = np.array(logs["idea"][0]) + 0.1 * np.log(0.9)
+    test = stats.ttest_ind(equal, logs["base"][0], equal_var=False)
+    low, high = np.expm1(test.confidence_interval(0.99))
+    saved = -np.expm1((np.mean(equal) - np.mean(logs["base"][0])) / 0.1)
+    assert f"idea helps. It needs {saved:.1%} fewer steps for the same loss." in words
+    words_alone = words_of("--base_logs", "base", "--idea_logs", "fewer")
+    assert "idea: undecided." in words_alone
+    assert "without --loss_per_100_steps, only their last losses are compared." in words_alone
     ratio = np.exp(np.log(logs["idea"][1]).mean() - np.log(logs["base"][1]).mean())
     assert f"time of a run {ratio - 1:+.1%}" in words
     assert f"time of a step {ratio * 100 / 90 - 1:+.1%}" in words
@@ -278,8 +286,8 @@ def test_finished_logs_that_cannot_be_compared(logs):
     (Path(write_logs("mixed", *logs["idea"], steps=90)) / "0.txt").unlink()
     Path("mixed/x.txt").write_bytes(Path("idea/0.txt").read_bytes())
     for folder, message in [
-        (same, "the idea needs two runs or more, with different losses"),
-        (one, "the idea needs two runs or more, with different losses"),
+        (same, "the losses of the idea are all equal, so there is no test"),
+        (one, "the idea has one run; give two or more"),
         ("mixed", "x ends at step 100, 1 at 90; all runs of the idea must end at the same step"),
         ("nowhere", "nowhere: no such file or directory"),
     ]:

@@ -159,7 +159,8 @@ def test_steps_and_time_by_hand():
     assert effect.verdict == "helps"
     assert effect.difference == pytest.approx(-gain, abs=1e-5)
     assert 1 / (1 + effect.steps) == pytest.approx(1.02, abs=1e-4)
-    effect.own_steps = 0.96
+    effect = analyse("x", idea, base, SLOPE, 0.01, own_steps=0.96)
+    assert 1 + effect.steps == pytest.approx(0.96 / 1.02, abs=1e-4)
     log_ratios = rng.normal(math.log(1.05), 1e-6, 30)
     add_times(effect, log_ratios, SLOPE)
     assert effect.step_time == pytest.approx(1.05, rel=1e-4)
@@ -304,6 +305,23 @@ def test_two_percent_are_decided_nine_times_in_ten(effect):
     assert 0.8 * expected < np.mean(pairs) < 1.2 * expected
 
 
+def test_fewer_steps_are_no_gain():
+    """An idea that only trains 0.9 times the steps. Its loss is clearly higher, but it neither helps nor hurts."""
+    rng = np.random.default_rng(4)
+    longer = 0.123 * math.log(1.25)
+    wrong = 0
+    trials = 500
+    for _ in range(trials):
+        base = rng.normal(1.5, 0.003, 60)
+        idea = rng.normal(1.5 - 0.123 * math.log(0.9), 0.003, 60)
+        slope = measure_slope(*rng.normal([[1.5 + longer], [1.5 - longer]], 0.003, (2, 5)), WIDTH)
+        alone = analyse("x", idea, base, None, 0.02, own_steps=0.9)
+        effect = analyse("x", idea, base, slope, 0.02, own_steps=0.9)
+        assert alone.verdict == "hurts"
+        wrong += effect.verdict in ("helps", "hurts")
+    assert wrong <= stats.binom.ppf(0.999, trials, 0.01)
+
+
 def test_intervals_hold_the_truth():
     """Loss, steps and time, at the moment when the verdict stands."""
     rng = np.random.default_rng(9)
@@ -318,10 +336,10 @@ def test_intervals_hold_the_truth():
         fewer = rng.normal(level[:5] + longer, 0.003)
         more = rng.normal(level[:5] - longer, 0.003)
         slope = measure_slope(fewer, more, WIDTH)
-        effect = analyse("x", idea, base, slope, 0.02)
+        effect = analyse("x", idea, base, slope, 0.02, own_steps=0.9)
         log_ratios = rng.normal(math.log(1.01), 0.02, 30)
         add_times(effect, log_ratios, slope)
-        truths = {"difference": gain, "steps": -0.03, "time": 0.97 * 1.01 - 1}
+        truths = {"difference": gain, "steps": 0.97 * 0.9 - 1, "time": 0.97 * 0.9 * 1.01 - 1}
         for name, truth in truths.items():
             low, high = getattr(effect, f"{name}_interval")
             if low <= truth <= high:
