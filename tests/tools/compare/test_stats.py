@@ -305,16 +305,25 @@ def test_two_percent_are_decided_nine_times_in_ten(effect):
     assert 0.8 * expected < np.mean(pairs) < 1.2 * expected
 
 
+def some_slope(rng: np.random.Generator, level: np.ndarray) -> Slope:
+    """As it is measured with five seeds, where the loss falls by 0.123 * log(steps)."""
+    longer = 0.123 * math.log(1.25)
+    fewer = rng.normal(level[:5] + longer, 0.003)
+    more = rng.normal(level[:5] - longer, 0.003)
+    return measure_slope(fewer, more, WIDTH)
+
+
 def test_fewer_steps_are_no_gain():
     """An idea that only trains 0.9 times the steps. Its loss is clearly higher, but it neither helps nor hurts."""
     rng = np.random.default_rng(4)
-    longer = 0.123 * math.log(1.25)
+    level = np.full(60, 1.5)
+    higher = -0.123 * math.log(0.9)
     wrong = 0
     trials = 500
     for _ in range(trials):
-        base = rng.normal(1.5, 0.003, 60)
-        idea = rng.normal(1.5 - 0.123 * math.log(0.9), 0.003, 60)
-        slope = measure_slope(*rng.normal([[1.5 + longer], [1.5 - longer]], 0.003, (2, 5)), WIDTH)
+        base = rng.normal(level, 0.003)
+        idea = rng.normal(level + higher, 0.003)
+        slope = some_slope(rng, level)
         alone = analyse("x", idea, base, None, 0.02, own_steps=0.9)
         effect = analyse("x", idea, base, slope, 0.02, own_steps=0.9)
         assert alone.verdict == "hurts"
@@ -328,14 +337,11 @@ def test_intervals_hold_the_truth():
     held = {"difference": 0, "steps": 0, "time": 0}
     trials = 1500
     gain = 0.123 * math.log1p(-0.03)
-    longer = 0.123 * math.log(1.25)
     for _ in range(trials):
         level = rng.normal(1.5, 0.003, 60)
         base = rng.normal(level, 0.003)
         idea = rng.normal(level + gain, 0.003)
-        fewer = rng.normal(level[:5] + longer, 0.003)
-        more = rng.normal(level[:5] - longer, 0.003)
-        slope = measure_slope(fewer, more, WIDTH)
+        slope = some_slope(rng, level)
         effect = analyse("x", idea, base, slope, 0.02, own_steps=0.9)
         log_ratios = rng.normal(math.log(1.01), 0.02, 30)
         add_times(effect, log_ratios, slope)
