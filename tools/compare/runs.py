@@ -379,7 +379,10 @@ def stop(pool: Pool, worker: Worker) -> None:
 def last_lines(console: Path) -> str:
     """The end of what a process printed, without what torchrun adds."""
     text = console.read_text(encoding="utf-8", errors="replace").strip()
-    return "\n".join(re.split(r"\n.* failed \(exitcode", text)[0].splitlines()[-12:])
+    lines = re.split(r"\n.* failed \(exitcode", text)[0].splitlines()
+    # where torch.compile fails, the error comes long before the end
+    errors = [line for line in lines[:-12] if re.match(r"[\w.]+Error: ", line)]
+    return "\n".join(errors[-1:] + lines[-12:])
 
 
 def fail(worker: Worker, reason: str):

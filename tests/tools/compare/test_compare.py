@@ -534,6 +534,11 @@ def test_a_run_that_fails(place):
     assert "error: a run failed: bad, seed 1 (exit status 1)" in err
     kept = [path.name for path in place.glob("logs/compare/runs/*/seed*")]
     assert sorted(kept) == ["seed0.txt", "seed0.txt", "seed1.txt", "seed2.txt"]
+    compile_error = "torch._dynamo.exc.TorchRuntimeError: no such kernel\n\nfrom user code:\n"
+    (place / "console").write_text("Traceback ...\n" + compile_error + "  File ...\n" * 20)
+    shown = compare_runs.last_lines(place / "console").splitlines()
+    assert shown[0] == compile_error.splitlines()[0]
+    assert shown[1:] == ["  File ..."] * 12
     (place / "short.py").write_text(STANDIN.read_text().replace("step:{n}/{n}", "step:{n - 1}/{n}"))
     status, out, err = run("--base", "v1", "--idea", "short.py", "--runs", "2")
     assert status == 1 and "its log is incomplete" in err
