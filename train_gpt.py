@@ -72,11 +72,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 # torchrun sets these variables
-RANK = int(os.getenv("RANK", 0))
-LOCAL_RANK = int(os.getenv("LOCAL_RANK", 0))  # among the processes of this machine
-WORLD_SIZE = int(os.getenv("WORLD_SIZE", 1))
+RANK = int(os.getenv("RANK") or 0)
+LOCAL_RANK = int(os.getenv("LOCAL_RANK") or 0)  # among the processes of this machine
+WORLD_SIZE = int(os.getenv("WORLD_SIZE") or 1)
 ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda", LOCAL_RANK) if ON_GPU else torch.device("cpu")
+DEVICE = torch.device(f"cuda:{LOCAL_RANK}" if ON_GPU else "cpu")
 BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence lengths
 
 CPUINFO = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
@@ -138,10 +138,10 @@ def head_loss_op(
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
         x_f8, w_f8.T, scale_a=as_scale(x_s, x), scale_b=as_scale(W_SCALE, x),
-        out_dtype=torch.bfloat16, use_fast_accum=True,
+        out_dtype=torch.bfloat16, use_fast_accum=True
     )
     # logsumexp without subtracting the maximum: soft-capped logits are at most 30
-    lse = softcap(logits, w.size(1)).exp().sum(dim=-1).log()
+    lse = softcap(logits, w.size(1)).exp().sum(-1).log()
     target_logits = softcap(logits.gather(1, targets[:, None]), w.size(1))[:, 0]
     return (lse - target_logits).sum(), logits, lse, x_f8, w_f8
 
@@ -173,11 +173,11 @@ def head_loss_backward_op(
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
         grad_f8, w_f8.T.contiguous().T, scale_a=grad_scale, scale_b=as_scale(W_SCALE, grad),
-        out_dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16
     )
     grad_w = torch._scaled_mm(
         grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=grad_scale, scale_b=as_scale(x_s, grad),
-        out_dtype=torch.float32,
+        out_dtype=torch.float32
     )
     return grad_x, grad_w
 
@@ -266,11 +266,10 @@ class Muon(torch.optim.Optimizer):
     it keeps their momentum and computes their updates. The all-gather of one group's updates
     overlaps with computing the next group's. With beta2 > 0 this is NorMuon (section 5)."""
 
-    def __init__(self, params, lr, momentum, ns_steps=5, beta2=0.0):
+    def __init__(self, params, **defaults):  # lr, momentum, ns_steps, beta2
         groups = collections.defaultdict(list)
         for p in params:  # a shape and its transpose share a group: one batched matmul
             groups[wide(p).shape].append(p)
-        defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, beta2=beta2)
         super().__init__([dict(params=group) for group in groups.values()], defaults)
 
     def updates(self, group):
@@ -346,10 +345,10 @@ class Rotary(nn.Module):
 
     def forward(self, x):  # (B, S, H, D)
         cos, sin = self.rotations[:, : x.size(1), None]  # each (S, 1, D/2)
-        x1, x2 = x.float().chunk(2, dim=-1)
+        x1, x2 = x.float().chunk(2, -1)
         y1 = x1 * cos + x2 * sin
         y2 = x2 * cos - x1 * sin
-        return torch.cat([y1, y2], dim=-1).type_as(x)
+        return torch.cat([y1, y2], -1).type_as(x)
 
 
 # The mask (#12, @KoszarskyB; #13, @fernbear.bsky.social; #16, @YouJiacheng). A query attends to a key if
@@ -371,10 +370,10 @@ def block_lists(visible):
     """Converts a matrix of blocks, bool (N, N), to FlexAttention's lists: for each row the number
     of True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
     n = len(visible)
-    counts = visible.sum(dim=-1, dtype=torch.int32)
+    counts = visible.sum(-1, dtype=torch.int32)
     # Row True False True has count 2 and columns 0 2 0. Its True entries go to places 0 and 1 of the
     # list, the False one to place n = 3, which is cut off. (Sorting does the same, but compiles for minutes.)
-    places = torch.where(visible, visible.cumsum(dim=-1) - 1, n)
+    places = torch.where(visible, visible.cumsum(-1) - 1, n)
     columns = torch.arange(n, dtype=torch.int32, device=visible.device).expand(n, n)
     lists = visible.new_zeros(n, n + 1, dtype=torch.int32).scatter(-1, places, columns)
     lists = lists[:, :n].contiguous()  # FlexAttention's kernels read rows as contiguous memory
@@ -409,8 +408,16 @@ def flex_block_mask(docs, window_blocks):
         *block_lists(partial.T),  # q_num_blocks, q_indices: query blocks of each key block (backward)
         *block_lists(full.T),     # full_q_num_blocks, full_q_indices
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
-        mask_mod=document_causal,
+        mask_mod=document_causal
     )
+
+
+def make_mask(docs, window_blocks, span):
+    """Makes the mask of docs (T,) for attention. Only on a CPU, the window is at most span blocks."""
+    if docs.is_cuda:
+        return flex_block_mask(docs, window_blocks)
+    # the second argument is the window's first key, counted from the start of the query's block
+    return portable_mask(docs, (1 - window_blocks) * BLOCK_SIZE, span)
 
 
 def attention(q, k, v, mask, scale=0.12):
@@ -527,15 +534,9 @@ class GPT(nn.Module):
 
     def masks(self, docs, window_blocks):
         """Returns each layer's mask: the long window or half of it (#20, @leloykun and others)."""
-        short_blocks = (window_blocks // 2).clamp_min(1)
-        if docs.is_cuda:
-            long = flex_block_mask(docs, window_blocks)
-            short = flex_block_mask(docs, short_blocks)
-        else:
-            span = math.ceil(self.hp.max_window / BLOCK_SIZE)
-            # the second argument is the window's first key, counted from the start of the query's block
-            long = portable_mask(docs, (1 - window_blocks) * BLOCK_SIZE, span)
-            short = portable_mask(docs, (1 - short_blocks) * BLOCK_SIZE, max(1, span // 2))
+        span = math.ceil(self.hp.max_window / BLOCK_SIZE)  # the longest window in blocks
+        long = make_mask(docs, window_blocks, span)
+        short = make_mask(docs, (window_blocks // 2).clamp_min(1), max(1, span // 2))
         return [long if i in self.hp.long_window_layers else short for i in range(self.hp.num_layers)]
 
     def forward(self, input_seq, target_seq, window_blocks):
@@ -595,8 +596,8 @@ def exclusive_self_attention(y, v, weights):
     """XSA (Shuangfei Zhai, https://arxiv.org/abs/2603.09078; #82, @djdumpling): subtracts a fraction
     of y's component along the token's own value. The fraction is tanh(weight), learned for each
     head. y, v (B, S, H, D), weights (H,) -> (B, S, H, D)."""
-    dot = (y * v).sum(dim=-1, keepdim=True)  # (B, S, H, 1)
-    square = (v * v).sum(dim=-1, keepdim=True).clamp_min(1e-8)  # avoids 0 / 0
+    dot = (y * v).sum(-1, keepdim=True)  # (B, S, H, 1)
+    square = (v * v).sum(-1, keepdim=True).clamp_min(1e-8)  # avoids 0 / 0
     fraction = weights.tanh().type_as(y)[:, None]  # (H, 1)
     return y - fraction * (dot / square) * v
 
@@ -622,9 +623,9 @@ def split_blocks(t):
 def with_previous_blocks(t, span):
     """(B, S, H, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier blocks."""
     blocks = split_blocks(t)
-    padded = F.pad(blocks, (0, 0, 0, 0, 0, 0, span - 1, 0))  # blocks of zeros in front
+    padded = F.pad(blocks, (0,) * 6 + (span - 1, 0))  # blocks of zeros in front
     shifted = [padded[i : i + len(blocks)] for i in range(span)]
-    return torch.cat(shifted, dim=2)
+    return torch.cat(shifted, 2)
 
 
 def portable_mask(docs, first_key, span):
@@ -649,7 +650,7 @@ def portable_attention(q, k, v, mask, scale):
     scores = split_blocks(q * scale) @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()
     y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
-    y = y / weights.sum(dim=-1, keepdim=True, dtype=torch.float32)
+    y = y / weights.sum(-1, keepdim=True, dtype=torch.float32)
     return y.type_as(v).transpose(1, 2).reshape(q.shape)
 
 
@@ -666,15 +667,19 @@ def find_shards(pattern):
 
 def shard_length(file):
     """Returns the number of tokens in a shard."""
-    header = np.fromfile(file, dtype="<i4", count=256)
+    header = np.fromfile(file, "<i4", 3).tolist()
     expected = [20240520, 1, (os.path.getsize(file) - 1024) / 2]
-    require(header[:3].tolist() == expected, f"{file} is not a valid shard; make it again")
-    return int(header[2])
+    require(
+        header == expected,
+        f"{file} is cut off, or no shard of uint16 tokens: its magic, version and number of tokens are "
+        f"{header}, not {expected}; copy it again, or make shards with the scripts in data/"
+    )
+    return header[2]
 
 
 def read_tokens(file, start, count, vocab_size):
     """Reads tokens (count,) int32."""
-    tokens = np.fromfile(file, dtype="<u2", count=count, offset=1024 + 2 * start)
+    tokens = np.fromfile(file, "<u2", count, offset=1024 + 2 * start)
     last = tokens.max(initial=0)  # a shard may be empty
     require(last < vocab_size, f"{file} has token {last}, outside the vocabulary of {vocab_size}")
     return torch.from_numpy(tokens.astype(np.int32))
@@ -699,7 +704,7 @@ def check_shards(pattern, batch_size, steps, vocab_size):
     require(
         count == steps,
         f"{pattern} has {count} batches of {batch_size} tokens, and the run needs {steps}; "
-        "add shards, or lower --num_iterations or --val_tokens",
+        "add shards, or lower --num_iterations or --val_tokens"
     )
     return checksum
 
@@ -713,7 +718,8 @@ SETTINGS = dict(
     track=("fineweb", "mini", "set of defaults: fineweb or mini"),
     # data
     train_files=(
-        "data/fineweb10B/fineweb_train_*.bin", "data/shakespeare/shakespeare_train_*.bin", "training shards"
+        "data/fineweb10B/fineweb_train_*.bin", "data/shakespeare/shakespeare_train_*.bin",
+        "training shards, read in the order of their names"
     ),
     val_files=(
         "data/fineweb10B/fineweb_val_*.bin", "data/shakespeare/shakespeare_val_*.bin", "validation shards"
@@ -781,7 +787,7 @@ def check_hyperparameters(hp, world_size):
         require(
             length > 0 and length % BLOCK_SIZE == 0 and total > 0 and total % (world_size * length) == 0,
             f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
-            f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
+            f"--{seq_len} {length}, and that one of {BLOCK_SIZE}"
         )
     require(
         hp.num_iterations > 0 and hp.adam_eps > 0, "--num_iterations and --adam_eps must be more than 0"
@@ -802,7 +808,9 @@ def parse_arguments(argv, settings=SETTINGS, tracks=TRACKS):
     parser = argparse.ArgumentParser(usage="%(prog)s [--NAME VALUE ...]", allow_abbrev=False)
 
     def fail(message):
-        raise InputError(f"{message}; --help lists all options")
+        raise InputError(
+            f"{message}; --help lists all options; a bool is true or false, and a pattern with * needs quotes"
+        )
 
     parser.error = fail
     parser.register("type", bool, parse_bool)
@@ -815,12 +823,13 @@ def parse_arguments(argv, settings=SETTINGS, tracks=TRACKS):
     for name, (*defaults, text) in settings.items():
         add(
             f"--{name}", default=argparse.SUPPRESS, type=type(defaults[0]),
-            help=f"{text} {dict(zip(tracks, defaults))}",
+            help=f"{text} {dict(zip(tracks, defaults))}"
         )
-    args = parser.parse_args(argv)
+    # as the shell does, except after =
+    args = parser.parse_args([word.replace("=~/", f"={os.path.expanduser('~')}/") for word in argv])
     require(
         args.num_runs == 1 if args.resume else args.num_runs > 0,
-        f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume",
+        f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume"
     )
     args.given = {name: value for name, value in vars(args).items() if name in settings}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
@@ -860,7 +869,9 @@ def build_optimizers(model, hp):
     adam = torch.optim.Adam(
         groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True
     )
-    muon = Muon(matrices, hp.muon_lr, hp.muon_momentum, hp.ns_steps, hp.muon_beta2)
+    muon = Muon(
+        matrices, lr=hp.muon_lr, momentum=hp.muon_momentum, ns_steps=hp.ns_steps, beta2=hp.muon_beta2
+    )
     for group in adam.param_groups + muon.param_groups:
         group["initial_lr"] = group["lr"]
     return [adam, muon]
@@ -934,9 +945,8 @@ class GradientBuckets:
 
     def wait(self):
         assert len(self.ready) == len(self.bucket_of), "a parameter got no gradient"
-        for handle in self.handles:
-            handle.wait()
-        self.handles.clear()
+        while self.handles:
+            self.handles.pop().wait()
         self.ready.clear()
 
 
@@ -1006,10 +1016,6 @@ def warm_up(model, optimizers, buckets, hp):
 
 def init_processes():
     """Joins torchrun's process group: NCCL on GPUs, gloo on CPUs, none for a single process."""
-    require(
-        RANK < WORLD_SIZE and (WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ),
-        "RANK or WORLD_SIZE is set, but not by torchrun; use torchrun, or unset both",
-    )
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
     else:  # without this, threads sum gradients of embeddings in varying order
@@ -1078,6 +1084,12 @@ class Run:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"another process is writing {path}; wait until it ends")
+        old = path.read_bytes()
+        new = self.log.encode()
+        require(
+            old.startswith(new) or new.startswith(old),
+            f"{path} is in the way: it isn't the log of this checkpoint; move it or rename it"
+        )
         self.file.truncate(0)
         self.file.write(self.log)
         print(f"track {hp.track} on {DEVICE.type}; log: {path}", flush=True)
@@ -1094,7 +1106,7 @@ class Run:
         self.write(
             f"step:{self.step}/{self.hp.num_iterations}{val_loss} train_time:{self.train_ms:.0f}ms "
             f"step_avg:{self.train_ms / max(self.step, 1):.2f}ms",
-            end,
+            end
         )
 
     def write_validation(self, val_loss):
@@ -1134,14 +1146,15 @@ def save_checkpoint(run, model, optimizers):
 def is_finished(path):
     """True if the log beside this checkpoint has its final validation, step:N/N."""
     log = Path(path).with_suffix(".txt")
-    return log.exists() and re.search(r"^step:(\d+)/\1 val_loss", log.read_text(encoding="utf-8"), re.MULTILINE)
+    return log.exists() and re.search(rb"^step:(\d+)/\1 val_loss", log.read_bytes(), re.MULTILINE)
 
 
 def load_checkpoint(args, source):
     """Returns the checkpoint of --resume, or None if there is none. Raises InputError if it can't
     be resumed with this source and these options."""
     if args.resume == "latest":
-        unfinished = [path for path in glob.glob(f"{args.log_dir}/*.pt") if not is_finished(path)]
+        pattern = f"{glob.escape(args.log_dir or '.')}/*.pt"
+        unfinished = [path for path in glob.glob(pattern) if not is_finished(path)]
         args.resume = max(unfinished, key=os.path.getmtime, default=None)
         if RANK == 0 and not args.resume:
             print(f"--resume: there is no unfinished run in {args.log_dir}, so a new one begins")
@@ -1165,7 +1178,7 @@ def start_run(args, hp, source, data_checksums, checkpoint):
     """Returns a new run, or that of the checkpoint, with its log open."""
     run = Run(**checkpoint["run"]) if checkpoint else Run(log_header(source, hp), data_checksums)
     require(run.data_checksums == data_checksums, "--resume: the shards have changed; use the old ones")
-    run.open(Path(args.resume or f"{args.log_dir}/{uuid.uuid4()}").with_suffix(".txt"), hp)
+    run.open(Path(args.resume or f"{args.log_dir or '.'}/{uuid.uuid4()}").with_suffix(".txt"), hp)
     return run
 
 
@@ -1207,22 +1220,28 @@ def train(run, hp, model, optimizers, buckets, save):
     run.write_result(val_loss, hp.batch_tokens * run.step)
 
 
-def check_overlap(hp):
-    for train_file, val_file in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
+def check_files(hp, eot_token):
+    """Refuses shards of another tokenizer, and training shards that begin like a validation shard."""
+    for files in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
+        train, val = (read_tokens(file, 0, 65536, hp.vocab_size) for file in files)
         require(
-            not os.path.samefile(train_file, val_file),
-            f"{train_file} is also a validation shard; change --train_files",
+            not train.equal(val),
+            f"{files[0]} is also a validation shard, or a copy of one; change --train_files"
+        )
+        require(
+            eot_token in val, f"{files[1]} begins without token {eot_token}; is it of another tokenizer?"
         )
 
 
 def check_inputs(args, hp):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
-    check_overlap(hp)
-    return [
+    checksums = [
         check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size),
-        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size),
+        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size)
     ]
+    check_files(hp, hp.eot_token)
+    return checksums
 
 
 def train_runs(argv):
@@ -1251,10 +1270,14 @@ def train_runs(argv):
 def main(argv, work=train_runs):
     """Runs work(argv). Returns the exit status: 0, or 2 after a user error. Recipes have their own work."""
     try:
+        require(
+            RANK < WORLD_SIZE and (WORLD_SIZE == 1 or "MASTER_PORT" in os.environ),
+            "RANK or WORLD_SIZE is set, but not by torchrun; use torchrun, or unset both"
+        )
         work(argv)
         return 0
     except InputError as e:
-        if LOCAL_RANK > 0:
+        if LOCAL_RANK and WORLD_SIZE > 1:
             return 2  # every rank raises it; one on each machine prints it
         message = str(e)
     except OSError as e:

@@ -368,6 +368,7 @@ def check_inputs(args, hp):
         steps = min(steps, max(once, 1))
     if steps:
         checksums[0] = train_gpt.check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size)
+        train_gpt.check_files(hp, hp.vocab_size - 1)  # the last token is end-of-text
     return checksums
 
 

@@ -809,12 +809,13 @@ def check_hyperparameters(hp, world_size):
 def check_inputs(args, hp):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
-    train_gpt.check_overlap(hp)
     val_steps = hp.val_tokens // hp.val_seq_len
-    return [
+    checksums = [
         check_training_shards(hp),
         train_gpt.check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size),
     ]
+    train_gpt.check_files(hp, hp.eot_token)
+    return checksums
 
 
 # -----------------------------------------------------------------------------

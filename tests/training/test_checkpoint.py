@@ -164,6 +164,7 @@ def test_full_disk_leaves_the_checkpoint_whole(whole, stopped):
     assert line.startswith("error: ")
     assert "File too large" in line
     assert checkpoint_of(stopped).read_bytes() == before
+    os.truncate(checkpoint_of(stopped).with_suffix(".txt"), 100)  # what of the log reached the disk
     succeeds(resume(stopped))
     assert_same_run(stopped, whole)
 
@@ -171,7 +172,8 @@ def test_full_disk_leaves_the_checkpoint_whole(whole, stopped):
 # --------------------------------------------------------------- which run is resumed
 def test_latest_is_the_newest_unfinished_run(whole, stopped, capsys):
     """The newest file is that of a finished run, the oldest of another unfinished one."""
-    newest = checkpoint_of(stopped)
+    name = checkpoint_of(stopped).name
+    newest = (stopped / "logs").rename(stopped / "runs[1]") / name
     for copy, source, time in (("older", newest, 1), ("finished", checkpoint_of(whole), 3)):
         for suffix in (".txt", ".pt"):
             shutil.copy(source.with_suffix(suffix), newest.with_name(copy + suffix))
@@ -179,7 +181,7 @@ def test_latest_is_the_newest_unfinished_run(whole, stopped, capsys):
     os.utime(newest, (2, 2))
     with open(newest.with_suffix(".txt"), "a") as log:
         log.write("step:12/12 train_time:9ms step_avg:1ms\n")  # only the final validation is missing
-    args, _ = train_gpt.parse_arguments(["--resume=latest"])
+    args, _ = train_gpt.parse_arguments(["--resume=latest", "--log_dir=runs[1]"])
     train_gpt.load_checkpoint(args, train_gpt.SOURCE)
     assert Path(args.resume) == newest.relative_to(stopped)
     args, _ = train_gpt.parse_arguments(["--resume=latest", "--log_dir=other"])
@@ -210,6 +212,9 @@ def test_other_runs_are_refused(whole, stopped, monkeypatch, capsys):
     argv = ["--resume=latest", "--head_lr=0.1", "--muon_lr=0.125"]  # head_lr is the same
     refused(argv, "--muon_lr is 0.05", stopped, capsys)
     refused(["--resume=latest", "--num_runs=2"], "--num_runs", stopped, capsys)
+    copy = shutil.copy(checkpoint_of(stopped), "copy.pt")
+    Path("copy.txt").write_bytes(b"\xff\xfen\0o\0t\0e\0s\0")
+    refused([f"--resume={copy}"], "copy.txt is in the way", stopped, capsys)
     monkeypatch.setattr(train_gpt, "SOURCE", train_gpt.SOURCE.replace("Muon", "Neon", 1))
     refused(["--resume=latest"], "source", stopped, capsys)
 

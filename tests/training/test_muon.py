@@ -200,7 +200,7 @@ def check_state(world_size):
     """A rank keeps its share of the state, and saves and loads all of it. A step makes one batch and
     one all-gather per shape."""
     params = [torch.nn.Parameter(initial(i, s)) for i, s in enumerate(SHAPES)]
-    opt = Muon(params, lr=LR, momentum=MOMENTUM, beta2=0.9)
+    opt = Muon(params, lr=LR, momentum=MOMENTUM, ns_steps=5, beta2=0.9)
     for i, p in enumerate(params):
         p.grad = gradient(0, i, p.shape)
     with counting("all_gather") as gather:

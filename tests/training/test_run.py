@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -234,8 +235,10 @@ def test_options():
     changes = dict(muon_lr=0.125, fp8=False, attn_free_layers=(1, 2), train_files="x_*.bin")
     assert hp == dataclasses.replace(TRACKS["fineweb"], **changes)
     assert args.save_checkpoint
-    _, hp = train_gpt.parse_arguments(["--track=fineweb", "--attn_free_layers=none"])
+    home = os.path.expanduser("~")
+    args, hp = train_gpt.parse_arguments(["--track=fineweb", "--attn_free_layers=none", "--log_dir=~/a"])
     assert hp == dataclasses.replace(TRACKS["fineweb"], attn_free_layers=())
+    assert args.log_dir == f"{home}/a"
 
 
 def test_help_shows_the_defaults_of_both_tracks(monkeypatch, capsys):
@@ -268,6 +271,10 @@ def link(folder):
     (folder / "tiny_val_000000.bin").symlink_to(folder / "tiny_train_000000.bin")
 
 
+def copy(folder):
+    shutil.copy(folder / "tiny_val_000001.bin", folder / "tiny_train_000002.bin")
+
+
 def cut(folder):
     os.truncate(folder / "tiny_train_000001.bin", 5000)
 
@@ -278,15 +285,17 @@ ERRORS = {
     "too few training tokens": (dict(num_iterations=13), nothing, "12 batches"),
     "too few validation tokens": (dict(val_tokens=17 * 128), nothing, "16 batches"),
     "another track's shards": (dict(vocab_size=256, eot_token=0), nothing, "token 256"),
+    "bytes on fineweb": (dict(vocab_size=50257, eot_token=50256), nothing, "without token 50256"),
     "cut shard": ({}, cut, "tiny_train_000001.bin"),
     "trained on its validation": ({}, link, "tiny_train_000000.bin is also a validation shard"),
+    "trained on a copy": ({}, copy, "tiny_train_000002.bin is also a validation shard, or a copy"),
     "training length": (dict(train_seq_len=64), nothing, "--train_seq_len 64"),
     "tokens of a step": (dict(batch_tokens=1000), nothing, "--batch_tokens 1000"),
     "validation tokens": (dict(val_tokens=1000), nothing, "--val_tokens 1000"),
     "no steps": (dict(num_iterations=0), nothing, "--num_iterations"),
     "a word for a number": (dict(num_iterations="many"), nothing, "many"),
-    "a word for a flag": (dict(fp8="perhaps"), nothing, "perhaps"),
-    "unknown option": (dict(num_iteration=3), nothing, "--num_iteration"),
+    "a word for a flag": (dict(fp8="0"), nothing, "'0'; --help lists all options; a bool is true or false"),
+    "unknown option": (dict(num_iteration=3), nothing, "--num_iteration=3; --help"),
     "track": (dict(track="nosuch"), nothing, "fineweb, mini"),
     "no runs": (dict(num_runs=0), nothing, "--num_runs"),
     "log folder": (dict(log_dir="tiny_val_000000.bin"), nothing, "File exists"),
@@ -316,13 +325,15 @@ def test_errors_are_one_line(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "environment, words",
     [
-        (dict(RANK="2", WORLD_SIZE="2"), "use torchrun"),
-        (dict(WORLD_SIZE="2"), "use torchrun"),
-        (dict(WORLD_SIZE="3"), "multiple of 3 (processes)"),
+        (dict(RANK="1"), "use torchrun"),
+        (dict(WORLD_SIZE="0"), "use torchrun"),
+        (dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), "use torchrun"),
+        (dict(WORLD_SIZE="3", MASTER_PORT="1"), "multiple of 3 (processes)"),
+        (dict(RANK="", LOCAL_RANK="1", WORLD_SIZE=""), "multiple of 1 (processes)"),  # RANK is as good as unset
     ],
 )
 def test_impossible_processes_are_one_line(environment, words, tmp_path):
-    job = Job(tiny_run(tmp_path), tmp_path, **environment)
+    job = Job(tiny_run(tmp_path, train_seq_len=384), tmp_path, **environment)
     assert_one_line(job.wait(), job.err, words)
     assert job.out == ""
 
