@@ -184,7 +184,7 @@ def muon_case(*shape):
     """Checks the weights after three steps."""
     rng = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
-    optimizer = train_gpt.Muon([p], lr=1.0, momentum=0.9)
+    optimizer = train_gpt.Muon([p], lr=1.0, momentum=0.9, ns_steps=5, beta2=0.0)
     scale = max(1, shape[-2] / shape[-1])**0.5
     buffer = want = torch.zeros(shape, dtype=torch.float64)
     for _ in range(3):
