@@ -12,6 +12,7 @@ The 10,042 validation items come from the Hugging Face hub (Rowan/hellaswag). --
 a copy of its file instead. It is a parquet file, which needs pyarrow.
 """
 import argparse
+import os
 import sys
 
 import train_gpt  # before torch: it sets variables that torch reads
@@ -41,7 +42,7 @@ def load_items(path, limit=None):
     """Returns the first `limit` items, or all: (context, four endings, number of the right one)."""
     import pyarrow.parquet
     try:
-        rows = pyarrow.parquet.read_table(path, columns=["ctx", "endings", "label"]).to_pylist()
+        rows = pyarrow.parquet.read_table(os.path.expanduser(path), columns=["ctx", "endings", "label"]).to_pylist()
         return [(row["ctx"], row["endings"], int(row["label"])) for row in rows[:limit]]
     except ValueError as e:  # also pyarrow's errors; the items of the test set have no labels
         raise InputError(f"{path} has no HellaSwag items with labels ({type(e).__name__})")
@@ -108,6 +109,7 @@ def main(argv):
     add("--limit", type=int, metavar="N", help="score only the first N items; default: all")
     add("--data", metavar="FILE", help="a parquet file; default: download it")
     args = parser.parse_args(argv)
+    require(args.limit is None or args.limit > 0, f"--limit {args.limit}: must be at least 1")
     items = load_items(args.data or download_items(), args.limit)
     model = models.load(args.model)
     init_processes()

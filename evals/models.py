@@ -230,11 +230,12 @@ def read_file(name):
 
 
 def export(name, target):
-    """Writes a saved model as safetensors, with its settings as JSON metadata."""
+    """Writes a saved model as safetensors, with its settings as JSON metadata. The file must be new."""
     import safetensors.torch
     settings, weights = read_file(name)
     metadata = {"settings": json.dumps(settings)}
-    Path(target).write_bytes(safetensors.torch.save(weights, metadata))
+    with open(Path(target).expanduser(), "xb") as file:
+        file.write(safetensors.torch.save(weights, metadata))
 
 
 def load(name, offline=False):

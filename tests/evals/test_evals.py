@@ -234,6 +234,9 @@ def test_a_checkpoint_loads_and_can_be_exported(trained, tmp_path, monkeypatch):
     exported = tmp_path / "mine.safetensors"
     run_sample(trained, "--export", exported)
     torch.testing.assert_close(load_file(exported), dict(weights), rtol=0, atol=0)
+    for existing in (trained, exported):
+        with pytest.raises(FileExistsError):
+            run_sample(trained, "--export", existing)
     monkeypatch.setattr(train_gpt, "DTYPE", torch.bfloat16)  # as on GPUs; evals/ use float32
     for path in (trained, exported):
         model = models.load(str(path))
@@ -469,6 +472,8 @@ def test_weights_and_items_from_the_hub(tmp_path, monkeypatch, capsys):
     }
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *name, repo_type="model": files[name])
     monkeypatch.setitem(openai_gpt2.SIZES, "gpt2", (2, 2, 16))
+    with pytest.raises(InputError, match="--limit -4: must be at least 1"):
+        hellaswag.main(["gpt2", "--limit=-4"])
     hellaswag.main(["gpt2", "--limit=4"])
     output = capsys.readouterr().out
     assert output.startswith("hellaswag acc:") and output.endswith(" items:4\n")

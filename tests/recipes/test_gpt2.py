@@ -194,6 +194,7 @@ def test_mini_is_the_mini_of_train_gpt():
         (dict(n_head=3), "--n_embd 32: must be a multiple of --n_head 3"),
         (dict(num_iterations=8, repeat_data="false"), "has 7 batches .*, and the run needs 8"),
         (dict(batch_tokens=4096), "has 0 batches .*, and the run needs 1"),
+        (dict(train_files="*.bin"), "val.bin is also a validation shard"),
         (dict(init_from="gpt3"), "--init_from gpt3: must be one of scratch, gpt2, "),
         (dict(init_from="gpt2"), "needs --track fineweb or edu"),
     ],
