@@ -8,7 +8,6 @@ with a plain loop.
 import math
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,32 +16,16 @@ from train_gpt import Muon, wide, zeropower_via_newtonschulz5
 from tests.util import spawn
 
 
-def random_orthogonal(size, g):
-    gaussian = torch.randn(size, size, dtype=torch.float64, generator=g)
-    return torch.linalg.qr(gaussian).Q
+def orthogonalize(x, steps=5):
+    """The iteration by its definition, of matrices in float64.
 
-
-def with_singular_values(rows, cols, values, seed):
-    """A (rows, cols) matrix in float64."""
-    g = torch.Generator().manual_seed(seed)
-    k = len(values)
-    u = random_orthogonal(rows, g)[:, :k]
-    v = random_orthogonal(cols, g)[:, :k]
-    s = torch.as_tensor(values, dtype=torch.float64)
-    return u @ torch.diag(s) @ v.T
-
-
-def quintic(values, steps=5):
-    """The singular values after the iteration.
-
-    It divides them by the Frobenius norm, then repeats s -> a s + b s^3 + c s^5.
+    It divides by the Frobenius norm, then repeats s -> a s + b s^3 + c s^5 for each singular value.
     """
-    s = np.asarray(values, dtype=np.float64)
-    norm = np.sqrt((s**2).sum())
-    s = s / (norm + 1e-7)
+    u, s, vt = torch.linalg.svd(x, full_matrices=False)
+    s = s / (s.norm(dim=-1, keepdim=True) + 1e-7)
     for _ in range(steps):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return s
+    return u @ torch.diag_embed(s) @ vt
 
 
 @pytest.fixture(autouse=True)
@@ -50,31 +33,16 @@ def in_float32(monkeypatch):
     monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
 
 
-@pytest.mark.parametrize("rows, steps", [(6, 5), (10, 1), (10, 5)])
-def test_every_singular_value_follows_the_quintic(rows, steps):
-    """The singular vectors stay: U^T out V is diagonal. Nothing is divided by zero."""
-    values = np.array([3.0, 2.0, 1.0, 0.5, 0.2, 0.001])
-    g = with_singular_values(rows, 10, values, seed=3)
-    u, _, vt = torch.linalg.svd(g, full_matrices=False)
-    out = zeropower_via_newtonschulz5(g.float(), steps=steps).double()
-    want = torch.zeros(rows, dtype=torch.float64)
-    want[:6] = torch.from_numpy(quintic(values, steps))
-    found = u.T @ out @ vt.T
-    torch.testing.assert_close(found, want.diag(), rtol=0, atol=1e-4)
+@pytest.mark.parametrize("shape, steps", [((6, 10), 5), ((10, 10), 1), ((2, 3, 10, 10), 5)])
+def test_every_singular_value_follows_the_quintic(shape, steps):
+    """Nothing is divided by zero. tests/tools/gpu/test_report.py compares Muon in bf16."""
+    g = torch.randn(shape)
+    out = zeropower_via_newtonschulz5(g, steps)
+    want = orthogonalize(g.double(), steps)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-4)
     assert not zeropower_via_newtonschulz5(torch.zeros(4, 8)).any()
-
-
-@pytest.mark.parametrize("shape", [(48, 48), (32, 96), (1, 16)])
-def test_singular_values_end_near_one(shape):
-    g = torch.randn(2, 3, *shape)
     with mock.patch.object(train_gpt, "DTYPE", torch.bfloat16):
-        out = zeropower_via_newtonschulz5(g)
-    assert out.dtype == torch.bfloat16
-    before = torch.linalg.svdvals(g.double())
-    after = torch.linalg.svdvals(out.double())
-    # Five steps don't lift the few tiny singular values of a square Gaussian matrix
-    lifted = after[before > 0.02 * before.norm(dim=-1, keepdim=True)]
-    assert 0.5 < lifted.min() < after.max() < 1.5
+        assert zeropower_via_newtonschulz5(g).dtype == torch.bfloat16
 
 
 # Shapes of a small model: stacked QKV, projections, an MLP. For some shapes, there are fewer
@@ -127,16 +95,6 @@ def run_muon(beta2=0.0):
             p.grad = gradient(step, i, p.shape)
         opt.step()
     return [p.detach() for p in params]
-
-
-def orthogonalize(x):
-    """Newton-Schulz of one matrix, by its definition."""
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        a = x @ x.T
-        b = -4.7750 * a + 2.0315 * a @ a
-        x = 3.4445 * x + b @ x
-    return x
 
 
 def normalize(x, mean, beta2):
