@@ -21,6 +21,7 @@ from evals import hellaswag, models, openai_gpt2, sample
 from evals.models import TextModel
 from recipes import gpt2
 from train_gpt import InputError
+from tests.training.test_checkpoint import Hostile
 from tests.util import run_forked, tiny_run
 
 GPT2_BYTES = replace(gpt2.TRACKS["mini"], block_size=64, n_layer=2, n_head=2, n_embd=32)
@@ -270,20 +271,11 @@ def test_models_of_another_version_are_refused(tmp_path):
             models.load(str(path))
 
 
-class Bomb:
-    """Unpickling it creates a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-def test_files_that_are_no_models(tmp_path):
+def test_files_that_are_no_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = save(tmp_path / "run.pt")
     cut = path.read_bytes()[:-100]
-    torch.save(Bomb(tmp_path / "exploded"), path)
+    torch.save(Hostile(), path)
     bomb = path.read_bytes()
     save_file({"a": torch.zeros(1)}, path, {"model": "resnet"})
     for content in (b"", cut, bomb, path.read_bytes()):
@@ -291,7 +283,7 @@ def test_files_that_are_no_models(tmp_path):
             path.write_bytes(content)
             with pytest.raises(InputError, match=f"{path} is damaged or no saved model"):
                 models.load(str(path))
-    assert not (tmp_path / "exploded").exists()
+    assert not (tmp_path / "victim").exists()
     with pytest.raises(InputError, match="nothing: no such file; the model can be a RUN.pt"):
         models.load("nothing")
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import train_gpt
+from recipes import january2026
 from tools import common, launch, launch_checks
+from tools.gpu.page import PEAKS
 from train_gpt import TRACKS
 from tests.util import ROOT, env, random_tokens, run_forked, write_shard
 
@@ -110,10 +112,16 @@ def test_compare_needs_one_gpu(cards, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "gpus, track, processes", [(8, "fineweb", 8), (6, "fineweb", 4), (3, "mini", 2)]
+    "script, track, gpus, processes",
+    [
+        (train_gpt, "fineweb", 8, 8),
+        (train_gpt, "fineweb", 6, 4),
+        (train_gpt, "mini", 3, 2),
+        (january2026, "mini", 8, 4),
+    ],
 )
-def test_as_many_processes_as_can_share_the_sequences(gpus, track, processes):
-    assert launch_checks.most_processes(train_gpt, TRACKS[track], gpus) == processes
+def test_as_many_processes_as_can_share_the_sequences(script, track, gpus, processes):
+    assert launch_checks.most_processes(script, script.TRACKS[track], gpus) == processes
 
 
 @pytest.mark.parametrize(
@@ -159,22 +167,11 @@ def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, fo
     assert plan["options"] == ([] if found else ["--train_seq_len=12288"])
 
 
-# The peak of the allocator in MiB, measured with PyTorch 2.13: (FP8 head, tokens) -> MiB
-PEAKS = {
-    (True, 49152): 29_580,
-    (True, 24576): 16_362,
-    (True, 12288): 9_753,
-    (False, 49152): 24_893,
-    (False, 24576): 14_051,
-    (False, 12288): 8_582,
-}
-
-
-@pytest.mark.parametrize("fp8, seq_len", PEAKS)
-def test_the_length_that_fits_leaves_room_for_other_libraries(fp8, seq_len):
+@pytest.mark.parametrize("head, seq_len, peak, _", PEAKS)  # as measured with PyTorch 2.13, in MiB
+def test_the_length_that_fits_leaves_room_for_other_libraries(head, seq_len, peak, _):
     """The least memory in which a length is chosen is 500 to 1,700 MiB more than its peak."""
     hp = TRACKS["fineweb"]
-    peak = PEAKS[fp8, seq_len]
+    fp8 = head == "FP8"
     if seq_len > 12288:
         assert launch_checks.fitted(hp, peak + 500, fp8).train_seq_len < seq_len
     fitted = launch_checks.fitted(hp, peak + 1700, fp8)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from recipes import january2026
-from tools import launch_checks
 from tools.common import UsageError
 from tools.compare import sources
 from tools.logs import parse_log
@@ -164,8 +163,3 @@ def test_compare_reads_the_recipe(tmp_path):
     wrong = sources.read_variant("--max_window 256", base, ["--track", "mini"])
     with pytest.raises(UsageError, match="max_window"):
         sources.check_settings([wrong], 1)
-
-
-def test_as_many_processes_as_fit():
-    for track, processes in (("mini", 4), ("fineweb", 8)):
-        assert launch_checks.most_processes(january2026, january2026.TRACKS[track], 8) == processes
