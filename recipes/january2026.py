@@ -242,7 +242,8 @@ class Muon(torch.optim.Optimizer):
         # NorMuon: divide each row by its running RMS, and keep the norm of the matrix
         exact = updates.float()
         mean_squares = state["mean_squares"]
-        mean_squares.lerp_(exact.square().mean(dim=-1, keepdim=True), 1 - group["beta2"])
+        squares = exact.square().mean(dim=-1, keepdim=True)
+        mean_squares.lerp_(squares, 1 - group["beta2"])
         inverse_rms = mean_squares.clamp_min(1e-10).rsqrt()
         old_norm = exact.norm(dim=(-2, -1), keepdim=True)
         new_norm = (exact * inverse_rms).norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10)
@@ -531,8 +532,9 @@ class GPT(nn.Module):
     def smeared_embeddings(self, tokens):
         """tokens (B, S) -> (B, S, C). Each one but a sequence's first gets some of the one before."""
         x = F.embedding(tokens, self.embed)
-        smear = self.smear_lambda * gate(x[:, 1:], self.smear_gate) * x[:, :-1]
-        return torch.cat([x[:, :1], x[:, 1:] + smear], dim=1)
+        amount = self.smear_lambda * gate(x[:, 1:], self.smear_gate)
+        smeared = x[:, 1:] + amount * x[:, :-1]
+        return torch.cat([x[:, :1], smeared], dim=1)
 
     def bigram_rows(self, tokens):
         """tokens (B, S) int64 -> the row of each token and the one before in the table of bigrams.
