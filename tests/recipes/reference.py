@@ -9,7 +9,7 @@ from ctypes import c_int32
 import torch
 import torch.nn.functional as F
 
-from tests.training.test_model import rms_norm
+from tests.training.test_model import reference_smear, rms_norm
 
 
 # --------------------------------------------------------------- model
@@ -108,11 +108,8 @@ def capped_logits(p, hp, seq, long, short, freqs, scale):
         "paired": visible(docs.repeat_interleave(2), short),
     }
     embeds = p["embed"][seq]
-    e = [embeds[0]]
-    for t in range(1, len(seq)):
-        amount = torch.sigmoid(p["smear_gate"][0] @ embeds[t, :12])
-        e.append(embeds[t] + p["smear_lambda"] * amount * embeds[t - 1])
-    x = x0 = rms_norm(torch.stack(e))
+    smear = dict(smear_gate=p["smear_gate"][0], smear_scale=p["smear_lambda"])
+    x = x0 = rms_norm(reference_smear(smear, embeds))
     if hp.bigram_factor:
         rows = [bigram_row(seq, t, len(p["bigram_embed"])) for t in range(len(seq))]
         b = p["bigram_embed"][rows]

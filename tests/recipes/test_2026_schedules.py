@@ -73,7 +73,7 @@ def test_rotary(track, head_dim, unit, beta):
 
 def test_set_schedules(monkeypatch):
     """What reaches the model and the optimizers, in the order of the run and at once. Rotary tables are
-    rounded to the model's dtype."""
+    rounded to the model's dtype. test_training_loss_and_gradients compares the other values."""
     hp = replace(TRACKS["mini"], num_iterations=80)
     monkeypatch.setattr(january2026, "DTYPE", torch.bfloat16)
     model = GPT(hp)
@@ -85,10 +85,7 @@ def test_set_schedules(monkeypatch):
             fresh.set_step(step)
             for (name, a), b in zip(model.named_buffers(), fresh.buffers()):
                 assert torch.equal(a, b), (step, name)
-            assert model.loss_weights.tolist() == pytest.approx(get_loss_weights(step, hp))
-            freqs, scale = get_rotary(get_stage(step, hp), hp)
-            assert model.attn_scale.item() == pytest.approx(scale)
-            assert torch.equal(model.rotary.table[0, 5], (5 * freqs).cos().bfloat16())
+            freqs, _ = get_rotary(get_stage(step, hp), hp)
             assert torch.equal(model.rotary.table[1, 7], (7 * freqs).sin().bfloat16())
             adam, muon = optimizers
             for group in adam.param_groups + muon.param_groups:
