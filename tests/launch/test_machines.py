@@ -18,12 +18,6 @@ LINE = "run.sh: error: no network: check the cable\n"
 STOP = "run.sh: stopped by SIGINT; go on\n"
 
 
-def test_right_outcomes():
-    assert trained(Done(0, "run.sh: warning: no compiler\n" + LOWER), "compiler") == "run.sh: warning: no compiler"
-    assert one_line(Done(2, "run.sh: making .venv\n" + LINE), "network") == LINE.strip()
-    assert stopped(Done(130, "run.sh: making .venv\n" + STOP), 2) == STOP.strip()
-
-
 @pytest.mark.parametrize(
     "check, code, output, argument",
     [
