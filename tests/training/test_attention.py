@@ -25,7 +25,7 @@ def random_input(num_seqs, length, eot_every, seed):
     return tokens
 
 
-def dense_mask(tokens, window_blocks):
+def dense_mask(tokens, window_blocks, eot=EOT):
     """The definition of the mask, pair by pair.
 
     Returns (T, T), True where the query sees the key. T counts the tokens of all sequences.
@@ -34,7 +34,7 @@ def dense_mask(tokens, window_blocks):
     pos = torch.arange(num_seqs * length)
     seq = pos // length
     block = pos // 128
-    doc = (tokens == EOT).flatten().cumsum(0)  # ends of text up to and including the position
+    doc = (tokens == eot).flatten().cumsum(0)  # ends of text up to and including the position
     q = pos[:, None]
     k = pos[None, :]
     causal = k <= q

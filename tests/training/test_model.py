@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from tests.training.test_attention import blocks, dense_attention, rotate
+from tests.training.test_attention import blocks, dense_attention, dense_mask, rotate
 from train_gpt import GPT, TRACKS
 
 FINEWEB = TRACKS["fineweb"]
@@ -62,17 +62,6 @@ def rms_norm(x):
     return x / (mean_square + torch.finfo(torch.float32).eps).sqrt()
 
 
-def visible_pairs(seq, hp, window_blocks):
-    """(S, S): True where a query sees a key."""
-    pos = torch.arange(len(seq))
-    block = pos // 128
-    docs = (seq == hp.eot_token).cumsum(0)
-    causal = pos[:, None] >= pos
-    same_document = docs[:, None] == docs
-    in_window = block[:, None] - block < window_blocks
-    return causal & same_document & in_window
-
-
 def reference_attention(params, hp, i, x, ve, mask):
     """x: (S, dim). ve: the value embeddings of this layer, or None."""
     weights = params[f"blocks.{i}.attn.qkv_w"]  # (3, H * D, dim)
@@ -114,8 +103,8 @@ def reference_mlp(params, hp, i, x):
 
 def reference_logits(params, hp, seq, window_blocks):
     """The forward pass of one sequence (S,), in the dtype of the parameters."""
-    long_mask = visible_pairs(seq, hp, window_blocks)
-    short_mask = visible_pairs(seq, hp, max(1, window_blocks // 2))
+    long_mask = dense_mask(seq[None], window_blocks, hp.eot_token)
+    short_mask = dense_mask(seq[None], max(1, window_blocks // 2), hp.eot_token)
     n = hp.num_layers
     num_skips = n // 2
     # With an odd number of layers, the middle one has no skip connection

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from tests.util import random_tokens
+from tests.training.test_attention import CASES, EOT, dense_mask, random_input
 from tools.gpu import bench, measure
 from train_gpt import GPT, TRACKS, build_optimizers, document_ids
 
@@ -32,23 +32,12 @@ TINY = replace(
 # FLOPs
 
 
-@pytest.mark.parametrize(
-    "num_seqs, length, eot_every, window",
-    [
-        (1, 1024, 10**9, 3),
-        (3, 256, 1.5, 9),
-        (2, 512, 60, 2),
-    ],
-)
-def test_visible_pairs(num_seqs, length, eot_every, window):
-    """Looks at every pair of query and key."""
-    tokens = random_tokens(num_seqs * length, seed=1, eot=9, eot_every=eot_every)
-    tokens = torch.tensor(tokens, dtype=torch.int32)
-    docs = document_ids(tokens.view(num_seqs, length), 9)
-    query = torch.arange(len(docs))[:, None]
-    key = torch.arange(len(docs))
-    visible = (key <= query) & (docs[:, None] == docs) & (query // 128 - key // 128 < window)
-    assert measure.visible_pairs(docs, window) == int(visible.sum())
+@pytest.mark.parametrize("case", CASES)
+def test_visible_pairs(case):
+    num_seqs, length, every, window = case
+    tokens = random_input(num_seqs, length, every, seed=1)
+    docs = document_ids(tokens, EOT)
+    assert measure.visible_pairs(docs, window) == dense_mask(tokens, window).sum()
 
 
 def test_model_flops_against_pytorch():
