@@ -66,11 +66,12 @@ def raw(path, header, body=b""):
 
 
 GOOD = struct.pack("<100H", *range(100))
+LONG = struct.pack("<100I", *range(100))
 # Functions that write a bad shard at a path
 BAD_SHARDS = {
     "magic": lambda p: raw(p, (20240519, 1, 100), GOOD),
     "version": lambda p: raw(p, (20240520, 2, 100), GOOD),
-    "tokens of 32 bits": lambda p: raw(p, (20240520, 1, 100), struct.pack("<100I", *range(100))),
+    "tokens of 32 bits": lambda p: raw(p, (20240520, 1, 100), LONG),
     "half a token": lambda p: raw(p, (20240520, 1, 100), GOOD[:-1]),
     "empty file": lambda p: p.write_bytes(b""),
     "the very last target is outside the vocabulary": lambda p: write_shard(p, [1] * 48 + [257]),

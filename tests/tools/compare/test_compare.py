@@ -155,8 +155,9 @@ def test_many_ideas(place):
     assert small["verdict"] == "helps" and small["n"] > good["n"]
     assert len(found["runs"]["small"]) > len(found["runs"]["good"])
     n = good["n"]
-    losses = {name: [run["val_loss"] for run in group] for name, group in found["runs"].items()}
-    alone = compare_stats.analyse("good", losses["good"][:n], losses["worktree"][:n], None, None, ideas=2)
+    losses = [run["val_loss"] for run in found["runs"]["good"]]
+    base_losses = [run["val_loss"] for run in found["runs"]["worktree"]]
+    alone = compare_stats.analyse("good", losses[:n], base_losses[:n], None, None, ideas=2)
     assert good["difference_interval"] == pytest.approx(alone.difference_interval)
 
 
@@ -459,9 +460,9 @@ def test_several_processes(place):
 def test_jobs_share_the_cores(place, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(compare_runs, "usable_cores", lambda: 7)
-    for jobs, processes, expected in ((3, 1, (3, 2)), (None, 1, (7, 1)), (3, 2, (1, 3))):
+    for jobs, processes, *expected in (3, 1, 3, 2), (None, 1, 7, 1), (3, 2, 1, 3):
         pool = compare_runs.open_pool([], 0, jobs, processes)
-        assert (pool.jobs, pool.facts["threads"]) == expected
+        assert [pool.jobs, pool.facts["threads"]] == expected
 
 
 # -----------------------------------------------------------------------------
@@ -523,8 +524,11 @@ def test_bad_input_is_one_line_before_any_run(place):
     (place / "plain.py").write_text("open('was run', 'w')\n")
     for arguments, message in BAD:
         status, out, err = run(*arguments)
-        assert (status, out) == (2, "") and message in err and len(err.splitlines()) == 1, (message, err)
-        assert not list(place.glob("logs/compare/runs")) and not (place / "was run").exists(), message
+        assert (status, out) == (2, "")
+        assert message in err
+        assert len(err.splitlines()) == 1
+        assert not list(place.glob("logs/compare/runs"))
+        assert not (place / "was run").exists()
 
 
 def test_a_run_that_fails(place):
@@ -572,7 +576,8 @@ def test_before_there_is_an_answer(place):
     status, out, err = run(*arguments, "--plot", "o.png", "--json", "o.json")
     assert status == 0 and out.startswith("Too early for an answer")
     assert "o.png: not drawn, because effects in steps aren't known yet" in err
-    assert json.loads((place / "o.json").read_text())["ideas"] == [] and not (place / "o.png").exists()
+    assert json.loads((place / "o.json").read_text())["ideas"] == []
+    assert not (place / "o.png").exists()
 
 
 def test_the_slope_of_short_runs():

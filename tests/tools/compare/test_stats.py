@@ -78,9 +78,9 @@ def test_interval_has_the_means_that_are_not_rejected():
 
 
 def test_p_value_is_one_over_the_largest_e_value():
-    differences = np.array([-1.0, -1.1, -0.9, -1.2, -1.0, -0.8, 3.0])
+    differences = np.array([-1, -1.1, -0.9, -1.2, -1, 3])
     largest = 0
-    for n in range(2, 8):
+    for n in range(2, 7):
         largest = max(largest, log_e_values(differences[:n])[-1])
     assert p_value(differences) == pytest.approx(math.exp(-largest))
     assert p_value(np.array([1.0, -1.0])) == 1
@@ -215,7 +215,8 @@ def test_more_ideas_need_more_evidence():
     narrow = half_widths(differences, 0.01)
     wide = half_widths(differences, 0.01 / 20)
     assert wide[-1] > narrow[-1]
-    effect = analyse("x", 1.5 + differences, np.full(60, 1.5), None, None, ideas=20)
+    base = np.full(60, 1.5)
+    effect = analyse("x", base + differences, base, None, None, ideas=20)
     low, high = effect.difference_interval
     assert (high - low) / 2 == pytest.approx(wide[-1])
 
