@@ -8,17 +8,18 @@ streamed from the Hugging Face hub, or your own files.
 Each document is preceded by end-of-text (50256). The first shard, fineweb_val_000000.bin, is the
 validation set; the others, fineweb_train_000001.bin and so on, are the training set. A document may
 continue in the next shard, and the last shard may be shorter than the others. A shard is written to
-a temporary file and renamed when it is complete. The script can't resume: after an error or an
-interruption, delete the shards that it has written and run the same command again.
+a temporary file and renamed when it is complete. After an error or an interruption, run the same
+command again: it makes all tokens again, but keeps the shards that are there, if they are equal.
 
-Your own files are read in the order of their sorted paths. A .jsonl file has one JSON object per
-line, and the "text" of each object is a document. Any other file is one document.
+Your own files are read in the order of their sorted paths. A .jsonl or .ndjson file has one JSON
+object per line, and the "text" of each object is a document. Any other file is one document.
 """
 import argparse
 import glob
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -32,14 +33,13 @@ import numpy as np
 from tqdm import tqdm
 
 from data.gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
-from data.shards import ShardError, from_hub, run_script, split_tokens, write_shard
+from data.shards import ShardError, from_hub, read_shard, run_script, split_tokens, write_shard
 from tools.common import usable_cores
 
-RESTART = (
-    "delete any shards that this script has written, because it can't resume, and run the same "
-    "command again"
-)
 BATCH = 64  # documents sent to a process at a time
+# Many blanks, but for the last one if a word follows. tiktoken ends the process at a million blanks
+# before a word. GPT-2 splits words from blanks here, so the tokens are the same.
+BLANKS = re.compile(r"(?<!\s)(\s{1000,}(?=\s\S))")
 
 
 # -----------------------------------------------------------------------------
@@ -72,15 +72,24 @@ def find_files(patterns):
 
 
 def stream_files(paths):
-    """Yields the texts of your own files. Raises ShardError for a file that can't be decoded."""
+    """Yields the texts of your own files. Raises ShardError."""
     for path in paths:
+        if path.lower().endswith((".jsonl", ".ndjson")):
+            yield from jsonl_texts(read_lines(path), path)
+        else:
+            yield "".join(read_lines(path))
+
+
+def read_lines(path):
+    """Yields the lines of a file with their ends, without a byte-order mark. Raises ShardError unless
+    it is UTF-8 text. Zero bytes mean UTF-16, or no text."""
+    with open(path, encoding="utf-8-sig", newline="") as f:
         try:
-            with open(path, encoding="utf-8", newline="") as f:  # newline="": keep line endings
-                if path.endswith(".jsonl"):
-                    yield from jsonl_texts(f, path)
-                else:
-                    yield f.read()
-        except UnicodeDecodeError:
+            for line in f:
+                if "\0" in line:
+                    raise UnicodeError
+                yield line
+        except UnicodeError:
             raise ShardError(f"{path}: not UTF-8 text; convert it, or leave it out") from None
 
 
@@ -90,7 +99,7 @@ def jsonl_texts(lines, path):
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise ShardError(f'{path}, line {number}: no JSON object with a string as its "text"')
@@ -120,7 +129,8 @@ def encode_documents(texts):
     tokens = []
     for text in texts:
         tokens.append(EOT)
-        tokens.extend(encoding.encode_ordinary(text))
+        for part in BLANKS.split(text):
+            tokens.extend(encoding.encode_ordinary(part))
     return np.array(tokens, dtype=np.uint16)
 
 
@@ -142,8 +152,8 @@ def tokenize(texts, workers):
             yield pending.popleft().result()
     except BrokenProcessPool:
         raise ShardError(
-            "a tokenizer process died, perhaps because the memory was full; use fewer --workers, "
-            f"then {RESTART}"
+            "a tokenizer process died, perhaps because the memory was full; run the same command again "
+            "with fewer --workers"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -222,8 +232,9 @@ def open_texts(args):
 
 
 def write_shards(shards, val_tokens, out):
-    """Writes a stream of token arrays, the validation shard first. Returns (number of tokens,
-    number of shards). Raises ShardError if there is no training data, before writing anything."""
+    """Writes a stream of token arrays, the validation shard first. A shard that is there stays. Returns
+    (number of tokens, number of shards). Raises ShardError if there is no training data, before writing
+    anything, or if a shard that is there has other tokens."""
     val = next(shards, ())
     train = next(shards, None)
     if train is None:
@@ -236,7 +247,10 @@ def write_shards(shards, val_tokens, out):
     for count, tokens in enumerate(chain([val, train], shards)):
         split = "train" if count else "val"
         path = out / f"fineweb_{split}_{count:06d}.bin"
-        write_shard(path, tokens)
+        if not path.exists():
+            write_shard(path, tokens)
+        elif not np.array_equal(read_shard(path), tokens):
+            raise ShardError(f"{path} has other tokens; choose another folder with --out")
         tqdm.write(f"{path}: {len(tokens):,} tokens")
         total += len(tokens)
     return total, count + 1
@@ -245,13 +259,6 @@ def write_shards(shards, val_tokens, out):
 def main():
     args = parse_arguments()
     out = args.out or Path(__file__).resolve().parent / args.folder
-    # Shards of two runs in one folder would be read as one dataset.
-    existing = sorted(out.glob("fineweb_*_*.bin"))
-    if existing:
-        raise ShardError(
-            f"{out} already has shards ({existing[0].name}...); delete them or choose another "
-            "folder with --out"
-        )
     texts, val_tokens = open_texts(args)
     out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is noticed now
     fetch_vocabulary()  # once, before the worker processes load it
@@ -263,8 +270,11 @@ def main():
     shards = split_tokens(arrays, val_tokens, args.shard_size)
     total, count = write_shards(shards, val_tokens, out)
     progress.close()
+    others = len(list(out.glob("fineweb_*_*.bin"))) - count
+    if others:  # a run would read them, too
+        raise ShardError(f"{out} has {others} more shards, of other text; choose another folder with --out")
     print(f"{total:,} tokens in {count} shards, {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":
-    run_script(main, RESTART)
+    run_script(main)

@@ -319,9 +319,9 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
     for i, text in enumerate(TEXTS[:20]):
         (corpus / f"{i:03d}.txt").write_bytes(text.encode())
     rows = [json.dumps({"id": i, "text": text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(TEXTS[20:])]
-    (corpus / "100.jsonl").write_bytes("\n\n".join(rows).encode() + b"\n")
-    make("text", tmp_path / "**/*.txt", "corpus/**/*.jsonl", "--shard_size=5000", "--val_tokens=700")
-    expected = expected_tokens(TEXTS)  # the .jsonl file comes last
+    (corpus / "100.JSONL").write_bytes("\ufeff".encode() + "\r\n\n".join(rows).encode())
+    make("text", tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--shard_size=5000", "--val_tokens=700")
+    expected = expected_tokens(text.removeprefix("\ufeff") for text in TEXTS)  # the .JSONL file comes last
     found = read_folder(tmp_path / "out")
     assert list(itertools.chain(*found)) == expected
     assert [len(part) for part in found[:-1]] == [700] + [5000] * (len(found) - 2)
@@ -350,14 +350,46 @@ def test_max_tokens_and_the_default_validation_shard(make, tmp_path):
     (tmp_path / "a.txt").write_text(" be" * 10_000)
     make("text", "a.txt", "--max_tokens", "1_900")
     assert [len(part) for part in read_folder(tmp_path / "out")] == [750, 1150]  # 30,000 bytes / 40 = 750
-    with pytest.raises(ShardError, match="already has shards .* delete them or choose another folder"):
-        make("text", "a.txt")
+
+
+def test_shards_that_are_there_stay(make, tmp_path):
+    """The same command goes on where it was interrupted. Those of other text are neither replaced nor mixed
+    with new ones."""
+    (tmp_path / "a.txt").write_text(" be" * 10_000)
+    words = ("text", "a.txt", "--val_tokens=100", "--shard_size=4000")
+    make(*words)
+    whole = contents(tmp_path / "out")
+    (tmp_path / "out" / "fineweb_train_000002.bin").unlink()
+    age = (tmp_path / "out" / NAMES[0]).stat().st_mtime_ns
+    make(*words)
+    assert contents(tmp_path / "out") == whole
+    assert (tmp_path / "out" / NAMES[0]).stat().st_mtime_ns == age
+    with pytest.raises(ShardError, match="fineweb_train_000003.bin has other tokens; choose another folder"):
+        make(*words, "--max_tokens=9000")
+    with pytest.raises(ShardError, match="out has 1 more shards, of other text; choose another folder"):
+        make(*words, "--max_tokens=8100")
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("count, word", [(5000, "a"), (1_200_000, " a")])
+def test_many_blanks_before_a_word(monkeypatch, count, word):
+    """tiktoken encodes millions of blanks, but not before a word."""
+    monkeypatch.setattr(fineweb, "encoding", gpt2_bpe.gpt2_encoding(), raising=False)
+    blanks = " \n" * (count // 2)
+    text = f"{word} b{blanks}{word} \n{blanks}"
+    found = fineweb.encode_documents([text])
+    if count == 5000:
+        assert found.tolist() == expected_tokens([text])
+    assert gpt2_bpe.gpt2_encoding().decode(found[1:].tolist()) == text
 
 
 @pytest.mark.parametrize(
     "name, content, message",
     [
         ("a.txt", "naïve".encode("latin-1"), "a.txt: not UTF-8 text"),
+        ("a.txt", "ab".encode("utf-16-le"), "a.txt: not UTF-8 text"),
+        ("a.jsonl", '{"text": "b"}'.encode("utf-16"), "a.jsonl: not UTF-8 text"),
+        ("a.ndjson", b"[" * 100_000, "a.ndjson, line 1: no JSON object"),
         ("a.jsonl", b'{"text": "fine"}\n{"text": "cut\n', "a.jsonl, line 2: no JSON object with a string"),
         ("a.jsonl", b'["text"]\n', "a.jsonl, line 1: no JSON object"),
         ("a.jsonl", b'{"text": "fine"}\n\n{"text": null}\n', "a.jsonl, line 3: no JSON object"),
@@ -415,7 +447,7 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     # communicate() returns when all processes that have the pipes open have ended
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    said = f"interrupted; {fineweb.RESTART}\n" if how == signal.SIGINT else ""
+    said = f"interrupted; run the same command again\n" if how == signal.SIGINT else ""
     if how != signal.SIGKILL:
         assert errors == said
         assert list(out.glob("*.tmp")) == []
