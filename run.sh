@@ -5,6 +5,7 @@ set -eu
 unset CDPATH                          # with it, cd may go to another folder of the same name
 unset PYTHONHOME PYTHONPATH           # junk in them would break any Python
 unset PYTHONDONTWRITEBYTECODE         # without compiled files, each start takes ten seconds more
+unset RANK LOCAL_RANK WORLD_SIZE      # of another job: a run would wait for its processes
 export PYTHONUTF8=1                   # files are UTF-8 in every locale
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 

@@ -482,17 +482,27 @@ def train(command, plan):
     say(f"training {plan['text']}")
     say("before the first step, compiling may take a minute or two")
     Stopped.advice = "to continue from the last validation, add --resume latest"
-    begun = time.time()
+    before = checkpoint_times(plan)
     status = run_ranks([*command, "--save_checkpoint"], plan["processes"], cwd=ROOT)
-    checkpoints = Path(ROOT, plan["log_dir"]).glob("*.pt")
-    newest = max(checkpoints, key=os.path.getmtime, default=None)
-    if status == 0 and newest and os.path.getmtime(newest) > begun:
+    written = dict(checkpoint_times(plan).items() - before.items())
+    if status == 0 and written:
+        newest = max(written, key=written.get)
         run([command[0], "-m", "evals.sample", "--brief", newest], cwd=ROOT)
     return status
 
 
+def checkpoint_times(plan):
+    """When each checkpoint was written, by the clock of its disk, which may not be that of this machine."""
+    return {path: os.path.getmtime(path) for path in Path(ROOT, plan["log_dir"]).glob("*.pt")}
+
+
 # -----------------------------------------------------------------------------
 # The command line
+
+
+def at_home(word):
+    """Replaces a ~ that the shell leaves as it is, as in --log_dir=~/logs."""
+    return re.sub(r"^([\w-]+=)?~(?=/|$)", lambda found: f"{found[1] or ''}{Path.home()}", word)
 
 
 def from_caller(path):
@@ -517,10 +527,12 @@ def parse(name, words):
 
 def test_command(python, arguments):
     """./run.sh test. Returns the command that it becomes."""
-    get_data(python, dict(train_files="data/shakespeare/*"))
     for i, word in enumerate(arguments):
-        if os.path.exists(word.split("::")[0]):
+        path = word.split("::")[0]
+        require(os.path.exists(path) or not path.endswith(".py"), f"there is no file {path}")
+        if os.path.exists(path):
             arguments[i] = from_caller(word)
+    get_data(python, dict(train_files="data/shakespeare/*"))
     os.chdir(ROOT)
     # a process a core; those that run out of tests take some from another; paths replace "tests"
     workers = "-n auto --maxprocesses 8 --dist worksteal".split()
@@ -551,7 +563,7 @@ def split_command(argv):
 
 def launch(argv):
     """Runs a command. Returns its exit status."""
-    name, words = split_command(argv)
+    name, words = split_command(list(map(at_home, argv)))
     args, words = parse(name, words)
     if args.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -575,7 +587,7 @@ def launch(argv):
         check_machine(python, name)
     if name == "hellaswag":
         count = output_of(python, "-c", "import torch; print(torch.cuda.device_count())")
-        return run_ranks(command, max(1, int(count)))
+        return run_ranks(command, max(1, int(count or 1)))
     os.execv(python, command)
 
 

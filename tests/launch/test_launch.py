@@ -75,7 +75,7 @@ def file(path, text=""):
 # -----------------------------------------------------------------------------
 # run.sh
 
-LAUNCH = "import os, sys; print(__file__, sys.argv[1:], [n for n in os.environ if n.startswith('PYTHON')])"
+LAUNCH = "import os, sys; print(__file__, sys.argv[1:], [n for n in os.environ if n.startswith(('PYTHON', 'RANK', 'WORLD'))])"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,7 @@ def test_run_sh_finds_a_python(tmp_path, new, active, says):
         (tmp_path / "bin" / name).symlink_to(path)
     variables = dict(PATH=f"{tmp_path}/bin", CDPATH="other", VIRTUAL_ENV=active)
     variables |= dict(PYTHONHOME="junk", PYTHONPATH="junk", PYTHONDONTWRITEBYTECODE="1")
+    variables |= dict(RANK="", WORLD_SIZE="2")
     words = ["root/run.sh", "--seed", "3"]
     done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert says in done.stdout + done.stderr
@@ -350,8 +351,8 @@ def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(machine,
 
 @pytest.fixture
 def training(machine, monkeypatch, tmp_path):
-    """The machine, where ranks write checkpoints, in `written` seconds. `plan` is the answer of the checks."""
-    machine.written = 10
+    """The machine, where ranks write checkpoints at the time `written`. `plan` is the answer of the checks."""
+    machine.written = 1000  # long ago: the disk has another clock
     machine.plan = dict(processes=2, options=["--train_seq_len=256"])
     machine.checked = []
     machine.plan |= dict(log_dir="logs", text="mini", stamp=str(tmp_path / "cache" / "stamp"))
@@ -371,7 +372,7 @@ def training(machine, monkeypatch, tmp_path):
             launch.stop(-machine.status, None)
         for age, name in enumerate(["new", "older"]):
             path = file(machine.root / machine.plan["log_dir"] / f"{name}.pt")
-            os.utime(path, (0, time.time() + machine.written - age))
+            os.utime(path, (0, machine.written - age))
         return machine.status
 
     def install(folders, theirs):
@@ -389,15 +390,17 @@ def training(machine, monkeypatch, tmp_path):
     return machine
 
 
-def test_a_training(training):
-    assert launch.main(["--seed", "3", "--recipe=soup", "--log_dir", "mine", "--resume=latest"]) == 0
-    words = ["recipes.soup", "--seed", "3", "--log_dir=../mine", "--resume=latest"]
+def test_a_training(training, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/x")
+    options = ["--val_files=~/v_*.bin", "--what=a ~/b"]
+    assert launch.main(["--seed", "3", "--recipe=soup", "--log_dir", "mine", "--resume=latest", *options]) == 0
+    options = ["--what=a ~/b", "--log_dir=../mine", "--val_files=/home/x/v_*.bin", "--resume=latest"]
+    words = ["recipes.soup", "--seed", "3", *options]
     assert training.checked == ["train", *words]
     train, sample = training.ran
     assert train == ["python", "-m", *words, "--train_seq_len=256", "--save_checkpoint"]
     assert sample == ["python", "-m", "evals.sample", "--brief", f"{launch.ROOT}/logs/new.pt"]
-    training.written = -10  # those are older than the training
-    launch.main([])
+    launch.main([])  # writes no other checkpoint
     assert len(training.ran) == 3
 
 
@@ -477,6 +480,8 @@ def test_what_does_not_exist(training, capsys):
     with pytest.raises(SystemExit):
         launch.main(["--recipe=cake"])
     assert "invalid choice: 'cake' (choose from" in capsys.readouterr().err
+    assert launch.main(["test", "none.py::a"]) == 2
+    assert capsys.readouterr().err == "run.sh: error: there is no file none.py\n"
     assert training.ran == []
 
 
