@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -75,11 +76,16 @@ def cgroup_quota(folder: Path) -> float:
     return cores
 
 
+def chosen_threads() -> int:
+    """OMP_NUM_THREADS; 0 if it isn't one whole number."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdecimal() else 0
+
+
 def environment(processes: int = 1) -> dict[str, str]:
     """The environment variables of runs on a CPU, `processes` of them at once. What the user has set
     stays, but processes share the threads of OMP_NUM_THREADS."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    cores = int(threads) if threads.isdigit() else usable_cores()
+    cores = chosen_threads() or usable_cores()
     variables = {
         "PYTHONUTF8": "1",  # PyTorch can't read its files in an ASCII locale
         # glibc keeps freed memory, because mapping it again is slow
@@ -126,6 +132,20 @@ def write_file(name: str | Path, data: bytes) -> None:
             f.write(data)
     except OSError as e:
         raise FileError(f"cannot write {name}: {(e.strerror or str(e)).lower()}") from None
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder to write into, which gets this name when all is written. Raises FileError if
+    something has it already."""
+    if folder.exists():
+        raise FileError(f"{folder} exists already; choose another name")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
+        made = Path(temporary, folder.name)
+        made.mkdir()
+        yield made
+        os.rename(made, folder)
 
 
 def stop_on_signals() -> None:

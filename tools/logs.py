@@ -139,6 +139,8 @@ class Log:
         times = [v.train_time_ms for v in self.validations]
         if any(later < earlier for earlier, later in itertools.pairwise(times)):
             return "its clock goes back"
+        if contradicts_itself(self.final):
+            return "its train_time isn't that of its steps: they took step_avg each"
         if not self.source:
             return "no source above the run"
         return ""
@@ -150,6 +152,14 @@ class Log:
     @property
     def target(self) -> float:
         return self.hyperparameters.get("target_val_loss", DEFAULT_TARGET)
+
+
+def contradicts_itself(v: Validation) -> bool:
+    """Whether the time isn't that of the steps, by far. In 1,700 runs of modded-nanogpt it is 0.9 to 1.4
+    times step_avg times the steps. Its old logs leave out the first ten steps."""
+    fastest = v.train_time_ms / max(1, v.step) / 2
+    slowest = v.train_time_ms / max(1, v.step - 10) * 2
+    return v.step_avg_ms < fastest or v.step_avg_ms > slowest
 
 
 # -----------------------------------------------------------------------------
@@ -265,7 +275,8 @@ def read_log_file(path: Path) -> bytes:
         raise LogError(f"{path}: empty file; leave it out")
     if b"\0" in data:
         raise LogError(
-            f"{path}: a binary file, or a log damaged by a crash (contains zero bytes); leave it out"
+            f"{path}: a binary file, or a log damaged by a crash (contains zero bytes, as UTF-16 does); leave it "
+            "out, or convert it"
         )
     data = data.removeprefix(codecs.BOM_UTF8)
     if data.count(b"\n") == data.count(b"\r\n"):  # else they are those of a source

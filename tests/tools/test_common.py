@@ -5,6 +5,7 @@ They count the cores under the quota of a cgroup, whose files the tests write, a
 and pipes.
 """
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -57,7 +58,7 @@ def test_what_the_user_set_stays(monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "5")
     monkeypatch.setattr(common, "usable_cores", lambda: 7)
     assert common.environment()["MALLOC_MMAP_MAX_"] == "5"
-    for threads, of_two in [("6", "3"), ("1", "1"), ("", "3"), ("4,2", "3")]:
+    for threads, of_two in [("6", "3"), ("1", "1"), ("", "3"), ("4,2", "3"), ("²", "3")]:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         assert common.environment(processes=2)["OMP_NUM_THREADS"] == of_two
 
@@ -130,6 +131,19 @@ def test_files_are_replaced_also_behind_links(tmp_path):
     common.write_file(tmp_path / "new", b"text")
     assert (tmp_path / "new").read_bytes() == b"text"
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["folder", "link", "new", "target"]
+
+
+def test_a_folder_is_there_when_it_is_whole(tmp_path):
+    folder = tmp_path / "deep" / "new"
+    for good in (False, True):
+        with contextlib.suppress(KeyboardInterrupt), common.new_folder(folder) as made:
+            (made / "file").touch()
+            assert not folder.exists()
+            if not good:
+                raise KeyboardInterrupt
+        assert [file.name for file in tmp_path.rglob("*")] == (["deep", "new", "file"] if good else ["deep"])
+    with pytest.raises(common.FileError, match="new exists already"), common.new_folder(folder):
+        pass
 
 
 def test_pipes_are_written_into(tmp_path):

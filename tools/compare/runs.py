@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import launch
-from tools.common import ROOT, LogError, UsageError, short, usable_cores
+from tools.common import ROOT, LogError, UsageError, chosen_threads, short, usable_cores
 from tools.compare.sources import Variant, link_data, script_environment
 from tools.logs import SUFFIXES, Log, parse_log
 
@@ -242,8 +242,7 @@ def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, proce
     if on_gpu(variants) or processes > 1:
         jobs = 1
     jobs = jobs or (1 if are_commands(variants) else usable_cores())
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdigit() else max(1, usable_cores() // (jobs * processes))
+    threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
     facts = machine_facts(variants, threads, processes)
     facts["data"] = data_facts(variants)
     pool = Pool(facts, jobs, lock)
@@ -276,9 +275,10 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     """The runs of a variant that are kept, by seed."""
     found = {}
     for path in pool.folder(variant).glob("seed*.txt"):
+        seed = path.stem.removeprefix("seed")
         log = complete_log(path, variant)
-        if log is not None:
-            found[int(path.stem.removeprefix("seed"))] = log
+        if log is not None and seed.isdecimal():  # a copy may be called "seed1 (1).txt"
+            found[int(seed)] = log
     return found
 
 
@@ -298,7 +298,7 @@ def check_compiled(pool: Pool) -> None:
     if len({log.uncompiled for log in logs}) == 2:
         raise UsageError(
             "some of these runs were compiled, and others were not, so they can't be compared (the logs say "
-            f"why); delete {FOLDER / 'runs'}, and run the same command again"
+            f"why); move {FOLDER / 'runs'} away, and run the same command again"
         )
 
 

@@ -14,7 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from tools.common import FileError, LogError, command_parser, run_command, write_file
+from tools.common import LogError, command_parser, new_folder, run_command, write_file
 from tools.logs import Log, parse_trials
 
 
@@ -62,14 +62,13 @@ def write_sources(log: Log, folder: Path) -> None:
     The names come out of the log, perhaps a stranger's. So this raises LogError if one leads out of
     the folder.
     """
-    if folder.exists():
-        raise FileError(f"{folder} exists already; choose a new folder")
     for name, _ in log.sources:
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise LogError(f"{log.path}: contains a source named {name}, outside of the folder")
-    for name, text in log.sources:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_file(folder / name, text)
+    with new_folder(folder) as made:
+        for name, text in log.sources:
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            write_file(made / name, text)
 
 
 def command_to_run(log: Log, folder: Path) -> str:

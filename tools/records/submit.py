@@ -19,13 +19,11 @@ import argparse
 import datetime
 import getpass
 import json
-import os
 import re
 import socket
-import tempfile
 from pathlib import Path
 
-from tools.common import FileError, UsageError, command_parser, plural, run_command, write_file
+from tools.common import UsageError, command_parser, new_folder, plural, run_command, write_file
 from tools.logs import Log, read_all_logs
 from tools.records import idea_pages
 from tools.records.pages import RECORDS, Record, read_records, record_to_beat, write_pages
@@ -130,21 +128,12 @@ def describe_change(prior: Record | None, track: str) -> str:
 
 
 def file_record(logs: list[Log], folder: Path, facts: dict) -> None:
-    """Writes the record's folder under a temporary name, then renames it. Raises FileError.
-
-    `facts` is the content of record.json.
-    """
-    if folder.exists():
-        raise FileError(f"{folder} exists already; choose another --name or --date")
-    folder.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".submit-") as temporary:
-        made = Path(temporary, folder.name)
-        made.mkdir()
+    """Writes the record's folder. `facts` is the content of record.json. Raises FileError."""
+    with new_folder(folder) as made:
         for log in logs:
             write_file(made / f"{log.path.stem}.txt", log.path.read_bytes())
         text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
         write_file(made / "record.json", text.encode())
-        os.rename(made, folder)
 
 
 def regenerate(root: Path) -> None:

@@ -117,6 +117,9 @@ def test_a_resume_describes_its_machine(tmp_path, machine, later, processes, res
     assert log.resumed_on == resumed_on
 
 
+WRONG_TIME = "its train_time isn't that of its steps: they took step_avg each"
+
+
 def test_what_is_not_one_whole_run(tmp_path):
     path = our_log(tmp_path / "a.txt")
     text = path.read_text()
@@ -131,6 +134,9 @@ def test_what_is_not_one_whole_run(tmp_path):
         (text.replace("train_time:100000ms", "train_time:0ms"), "no training time", False),
         (text[:last] + "step:600/600 val_loss:1.49\n", "no training time", False),
         (text.replace("train_time:50000ms", "train_time:90000ms"), "its clock goes back", False),
+        (text.replace("step_avg:166.67ms", "step_avg:nanms"), "", False),
+        (text.replace("train_time:100000ms", "train_time:900000ms"), WRONG_TIME, False),
+        (text.replace("step_avg:166.67ms", "step_avg:1666.7ms"), WRONG_TIME, False),
         (text[first:], "no source above the run", False),
     ]:
         path.write_text(changed)

@@ -62,7 +62,7 @@ def test_a_recipe_has_two_sources(tmp_path):
     assert ran.stdout == b"hello\n", ran.stderr.decode()
     again = run("replay", path, "-o", "my old", cwd=tmp_path)
     assert again.returncode == 2
-    assert again.stderr == b"error: my old exists already; choose a new folder\n"
+    assert again.stderr == b"error: my old exists already; choose another name\n"
 
     # Another second source is seen, also if only its name differs
     changed = recipe(sources | {"train_gpt.py": "HELLO = 'bye'\n"})
