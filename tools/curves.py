@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.common import LogError
+from tools.common import LogError, short
 from tools.figures import COLORS, plt, save_figure
 from tools.logs import Log
 
@@ -83,7 +83,7 @@ def curve(logs: list[Log], x: str) -> Curve:
 
 def draw_curve(axes, label: str, c: Curve) -> None:
     """Draws points, a line, and a band of one standard deviation. The label gets the final loss."""
-    text = f"{label}: {c.mean[-1]:.4f}"
+    text = f"{short(label, 40)}: {c.mean[-1]:.4f}"
     if c.runs > 1:
         text += f" ± {c.spread[-1]:.4f}, {c.runs} runs"
     (line,) = axes.plot(c.x, c.mean, marker="o", markersize=3.5, linewidth=1.6, label=text)
@@ -134,6 +134,7 @@ def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, target: float)
     whole.set_ylabel("validation loss (nats per token)")
     end.set_title("the end of the runs")
     figure.supxlabel(X_LABELS[x], fontsize=11)
-    lines, labels = whole.get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside upper center", ncols=2)
+    # matplotlib itself leaves out a label that begins with _
+    labels = [line.get_label() for line in whole.lines]
+    figure.legend(whole.lines, labels, loc="outside upper center", ncols=2)
     save_figure(figure, path)

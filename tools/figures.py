@@ -22,6 +22,7 @@ plt.rcParams.update(
         "axes.grid": True,
         "grid.alpha": 0.3,
         "legend.frameon": False,
+        "text.parse_math": False,  # a label may have two dollar signs
         "axes.titlesize": 11,
         "date.converter": "concise",
         "figure.figsize": (8, 4.2),

@@ -9,6 +9,7 @@ too. If a label has several runs, the plot shows their mean and a band of one st
 Exit status: 0 written, 2 bad input.
 """
 
+import os
 from pathlib import Path
 
 from tools.common import command_parser, run_command
@@ -21,7 +22,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
     groups = {}
     for argument in arguments:
         label, _, path = argument.rpartition("=")
-        if Path(argument).exists():
+        if os.path.exists(argument):  # False if it is too long for a name
             label = ""
             path = argument
         logs = read_all_logs([path])

@@ -150,11 +150,12 @@ def figures(monkeypatch):
 def test_what_is_drawn(tmp_path, figures):
     make_runs(tmp_path / "a b")
     one = make_runs(tmp_path / "other", losses=(1.51,))
-    groups = plot.read_groups([str(tmp_path / "a b"), f"Mine={one}"])
+    groups = plot.read_groups([str(tmp_path / "a b"), f"_$\\frac$={one}"])
     curves.plot_curves(groups, tmp_path / "x.png", "step", target=1.4)
+    figures[0].savefig(tmp_path / "x.png")  # draws the labels as they are
     (legend,) = figures[0].legends
     texts = [text.get_text() for text in legend.get_texts()]
-    assert texts == ["a b: 1.4885 ± 0.0021, 4 runs", "Mine: 1.5100", "target: 1.4"]
+    assert texts == ["a b: 1.4885 ± 0.0021, 4 runs", "_$\\frac$: 1.5100", "target: 1.4"]
     whole, end = figures[0].axes
     assert [len(line.get_xdata()) for line in whole.lines] == [13, 13, 2]
     band = whole.collections[0].get_paths()[0].vertices
@@ -169,6 +170,7 @@ def test_plot_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert is_png(tmp_path / "out.png")
     assert run("plot", "a b", "-o", "out.pdf", cwd=tmp_path).returncode == 2
+    assert run("plot", f"{'x' * 300}=a b", "-o", "out.png", cwd=tmp_path).returncode == 0
     # Runs with a single validation, or without
     text = FIELD["more digits, times in seconds, other numbers in between, GPUs in one line"][0]
     only_final = text.replace("step:0/3200", "nothing")
