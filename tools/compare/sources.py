@@ -251,9 +251,12 @@ def read_idea(folder: Path) -> dict:
     """The idea.json of an idea's folder. Raises UsageError and OSError."""
     file = folder / "idea.json"
     try:
-        return json.loads(file.read_bytes())
+        idea = json.loads(file.read_bytes())
     except ValueError as e:
         raise UsageError(f"{file}: not JSON ({e})") from None
+    if not isinstance(idea, dict) or not isinstance(idea.get("options", ""), str):
+        raise UsageError(f'{file}: it must be a JSON object, whose "options" are text')
+    return idea
 
 
 def idea_commit(text: str) -> str:

@@ -22,9 +22,11 @@ A factor without `low` is a switch, which is off (the default) or on. If it has 
 import argparse
 import hashlib
 import json
+import math
 import shlex
 import tomllib
-from dataclasses import asdict, dataclass, field, replace
+import typing
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from tools.common import UsageError, fraction, write_file
@@ -39,7 +41,7 @@ from tools.compare.sources import (
     with_steps,
 )
 from tools.compare.stats import SLOPE_FACTOR
-from tools.screen.design import FEWEST_FACTORS, MOST_FACTORS, make_design
+from tools.screen.design import CONFIGURATIONS, FEWEST_FACTORS, MOST_FACTORS, make_design
 
 
 @dataclass
@@ -118,6 +120,16 @@ class Block:
         return self.digest, self.dtype, self.torch, self.compiled
 
 
+def from_file(kind: type, values: dict):
+    """An object of a dataclass. Raises TypeError if a value has another type, or no field."""
+    made = kind(**values)
+    for field in fields(kind):
+        wanted = typing.get_origin(field.type) or field.type
+        if not isinstance(getattr(made, field.name), wanted):
+            raise TypeError(f"{field.name} must be of type {wanted.__name__}")
+    return made
+
+
 # -----------------------------------------------------------------------------
 # Definition
 
@@ -134,7 +146,10 @@ def check_factors(factors: list[Factor]) -> None:
             "compare)"
         )
     owners = {}
+    names = [factor.name for factor in factors]
     for factor in factors:
+        if names.count(factor.name) > 1:
+            raise UsageError(f"several factors are called {factor.name}; give each its own name")
         for option in option_names(f"{factor.low} {factor.high}"):
             if option in owners:
                 raise UsageError(
@@ -146,10 +161,10 @@ def check_factors(factors: list[Factor]) -> None:
 def read_definition(path: Path) -> Definition:
     """Raises UsageError."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        definition = Definition(**table)
-        definition.factor = [Factor(**factor) for factor in definition.factor]
-        definition.until = fraction(str(definition.until))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        definition = from_file(Definition, table)
+        definition.factor = [from_file(Factor, factor) for factor in definition.factor]
+        definition.until = fraction(definition.until)
         definition.options = shlex.split(definition.options)
         check_factors(definition.factor)
     except (OSError, ValueError, TypeError, argparse.ArgumentTypeError, UsageError) as e:
@@ -253,17 +268,25 @@ def write_block(screen: Screen, block: Block) -> None:
 def read_block(path: Path) -> Block:
     """Raises UsageError."""
     try:
-        return Block(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        block = from_file(Block, json.loads(path.read_bytes()))
+        if len(block.losses) != CONFIGURATIONS or not math.isfinite(sum(block.losses)):
+            raise ValueError("it doesn't have 32 losses")
+    except (ValueError, TypeError) as e:
         raise UsageError(
-            f"{path}: this block is damaged; delete the file, and make the block again with --blocks"
+            f"{path}: no whole block ({e}); move it to another folder, and make it again with --blocks"
         ) from None
+    return block
 
 
 def read_blocks(screen: Screen) -> list[Block]:
     """The finished blocks of a screen, sorted by seed. Raises UsageError."""
-    blocks = [read_block(path) for path in screen.folder.glob("seed*.json")]
-    return sorted(blocks, key=lambda block: block.seed)
+    blocks = {path: read_block(path) for path in screen.folder.glob("seed*.json")}
+    earlier = {}
+    for path, block in blocks.items():
+        other = earlier.setdefault((block.seed, block.group()), path)
+        if other != path:
+            raise UsageError(f"{path} is the same block as {other}; move one to another folder")
+    return sorted(blocks.values(), key=lambda block: block.seed)
 
 
 def belongs(screen: Screen, block: Block) -> bool:

@@ -335,7 +335,7 @@ def run(text: str, *arguments, name="first") -> tuple[int, str, str]:
     """Runs screen.py in this process on this definition. Returns exit status, output and errors."""
     file = Path("screens", name, "screen.toml")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    file.write_text(text, newline="\r\n" if "\ufeff" in text else "\n")
     return run_main(screen.main, file, *arguments)
 
 
@@ -349,7 +349,7 @@ def change_block(path: Path, **changes) -> None:
 
 def test_screen(place):
     """Known effects, kept blocks, the answer in words, as JSON and as a picture."""
-    status, out, err = run(definition(), name="whole")
+    status, out, err = run("\ufeff" + definition(), name="whole")
     assert (status, out) == (0, "whole: no block is finished yet.\n")
     status, out, err = run(definition(), "--blocks", 2, "--json", "o.json", "--plot", "o.png", name="whole")
     assert status == 0, err
@@ -415,10 +415,19 @@ def test_blocks_that_do_not_belong_together(place):
     out = run(definition(), name="mixed")[1]
     assert "1 block of 32 runs, seed 8" in out
     assert "1 block of 32 runs, seed 7, float16" in out
-    path.write_text("{")
-    status, out, err = run(definition(), name="mixed")
-    assert status == 2
-    assert "this block is damaged; delete the file" in err
+    copy = path.with_stem(f"{path.stem} (1)")
+    copy.write_text("{")
+    for changes in ({}, dict(losses=[1.5] * 31), dict(losses=["1"] * 32), dict(seed="7"), dict(fewer=None)):
+        assert refused(run(definition(), name="mixed"))
+        shutil.copy(path, copy)
+        change_block(copy, **changes)
+    copy.unlink()
+
+
+def refused(done) -> bool:
+    """It is one line that tells to move the copy of a block, and not to delete it."""
+    status, out, err = done
+    return (status, out, err.count("\n")) == (2, "", 1) and " (1).json" in err and "; move " in err
 
 
 @pytest.mark.parametrize(
@@ -429,6 +438,10 @@ def test_blocks_that_do_not_belong_together(place):
         ("[[factor]]\nname = 'a'", "1 factors; a screen has 5 to 16"),
         (definition(b='high = "--a 3"'), "--a is set by a and by b"),
         (definition(b='high = "--nothing 3"'), "b, high: unrecognized arguments"),
+        (definition().replace('name = "b"', 'name = "a"'), "several factors are called a; give each its own name"),
+        (definition("seed = '7'").replace("seed = 7", ""), "screen.toml: seed must be of type int"),
+        (definition("options = ['--track']"), "screen.toml: options must be of type str"),
+        (definition(b="high = 0.5"), "screen.toml: high must be of type str"),
         (definition(b='high = "--b 0"'), "b: both sides have the same source and settings"),
         (definition('commit = "v9"'), "no file or commit is called v9"),
         (definition('options = "--num_iterations 90"'), "the base with 112 steps: too few data for 112 steps"),
