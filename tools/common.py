@@ -3,6 +3,7 @@ What several commands use: errors, files, signals, cores, and text for the termi
 """
 
 import argparse
+import codecs
 import contextlib
 import json
 import math
@@ -146,6 +147,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
         made.mkdir()
         yield made
         os.rename(made, folder)
+
+
+def without_windows(text: bytes) -> bytes:
+    """Text without what Windows adds: a byte-order mark, and its line ends if all are of this kind.
+    Otherwise they are those of a file that the text quotes."""
+    text = text.removeprefix(codecs.BOM_UTF8)
+    if text.count(b"\n") == text.count(b"\r\n"):
+        text = text.replace(b"\r\n", b"\n")
+    return text
 
 
 def stop_on_signals() -> None:

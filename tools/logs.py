@@ -10,7 +10,6 @@ Windows line ends.
 Only this module knows the format. It judges nothing.
 """
 
-import codecs
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common import LogError
+from tools.common import LogError, without_windows
 
 SUFFIXES = (".txt", ".log")  # of the logs in a folder
 BESIDE_LOGS = (".md", ".png", ".json", ".py")  # what is often in a folder of logs, and never a log
@@ -266,7 +265,7 @@ def find_hyperparameters(header: str) -> dict:
 # The run
 
 def read_log_file(path: Path) -> bytes:
-    """What Windows adds, a byte-order mark and its line ends, is left out. Raises LogError."""
+    """Raises LogError."""
     try:
         data = path.read_bytes()
     except OSError as e:
@@ -278,10 +277,7 @@ def read_log_file(path: Path) -> bytes:
             f"{path}: a binary file, or a log damaged by a crash (contains zero bytes, as UTF-16 does); leave it "
             "out, or convert it"
         )
-    data = data.removeprefix(codecs.BOM_UTF8)
-    if data.count(b"\n") == data.count(b"\r\n"):  # else they are those of a source
-        data = data.replace(b"\r\n", b"\n")
-    return data
+    return without_windows(data)
 
 
 def find_starts(text: str) -> list[int]:

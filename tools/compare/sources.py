@@ -23,7 +23,7 @@ import tarfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.common import ROOT, UsageError, environment
+from tools.common import ROOT, UsageError, environment, without_windows
 
 # Options that compare.py gives to the runs itself
 OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
@@ -101,11 +101,11 @@ class Variant:
 # Folders
 
 
-def git(*arguments: str, cwd: Path | None = None, **variables: str) -> bytes:
+def git(*arguments: str, cwd: Path | None = None, input: bytes = b"", **variables: str) -> bytes:
     """Returns what git prints. Raises UsageError with the first line of its error, and OSError."""
-    done = subprocess.run(
-        ["git", *arguments], cwd=cwd or ROOT, capture_output=True, env=os.environ | variables
-    )
+    command = ["git", *arguments]
+    env = os.environ | variables
+    done = subprocess.run(command, cwd=cwd or ROOT, input=input, capture_output=True, env=env)
     if done.returncode != 0:
         lines = done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"]
         raise UsageError(re.sub("^(error|fatal): ", "", lines[0]))
@@ -169,7 +169,8 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
         # Otherwise git finds the repository, and looks for the patch's paths from there
         ceiling = str(copy.parent)
         try:
-            git("apply", str(file.resolve()), cwd=copy, GIT_CEILING_DIRECTORIES=ceiling)
+            patch = without_windows(file.read_bytes())
+            git("apply", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
         except UsageError as e:
             raise UsageError(f"the patch doesn't apply ({e})") from None
     return copy

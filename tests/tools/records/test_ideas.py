@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.common import LogError
+from tools.common import LogError, UsageError
 from tools.compare import sources as compare_sources
 from tools.records import idea_pages
 from tests.util import ROOT, SCRIPT, random_tokens, read_log, run_forked, val_losses, write_shard
@@ -25,6 +25,10 @@ def test_an_idea_that_is_not_described_is_refused(tmp_path):
     (folder / "idea.json").write_text('{"part": "soft-cap", "change": "none", "does": ""}')
     with pytest.raises(LogError, match="a/idea.json: the field does is missing"):
         idea_pages.read_ideas(tmp_path)
+    for content in ('["part"]', '{"options": ["--a"]}'):
+        (folder / "idea.json").write_text(content)
+        with pytest.raises(UsageError, match="a/idea.json: it must be a JSON object, whose"):
+            idea_pages.read_ideas(tmp_path)
 
 
 def test_a_screen_without_intervals_is_left_out(tmp_path):

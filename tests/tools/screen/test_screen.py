@@ -455,10 +455,11 @@ def test_bad_definition(place, text, message):
 
 
 def test_patches(place):
-    """A factor can be a patch. Patches that don't apply together are refused."""
+    """A factor can be a patch, also one from Windows. Patches that don't apply together are refused."""
     for name in "cd":
         changed = SCRIPT.replace("OFFSET = 0.0", f"OFFSET = 0.0{ord(name)}")
-        Path(f"{name}.patch").write_text(patch_of("train_gpt.py", SCRIPT, changed))
+        patch = patch_of("train_gpt.py", SCRIPT, changed)
+        Path(f"{name}.patch").write_text(patch, encoding="utf-8-sig", newline="\r\n")
     text = definition(c='patch = "c.patch"')
     assert run(text, "--blocks", 2, "--json", "o.json", name="patched")[0] == 0
     (found,) = json.loads(Path("o.json").read_text())
