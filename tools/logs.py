@@ -254,7 +254,8 @@ def find_hyperparameters(header: str) -> dict:
         found = json.loads(line[1]) if line else {}
     except (ValueError, RecursionError):
         return {}
-    kinds = {"track": str, "val_tokens": int, "target_val_loss": (int, float)}
+    kinds = {"track": str, "seed": int, "target_val_loss": (int, float), "windows": list}
+    kinds |= dict.fromkeys(("batch_tokens", "val_tokens", "window_block"), int)
     for name, kind in kinds.items():
         if name in found and not isinstance(found[name], kind):
             return {}

@@ -17,8 +17,8 @@ This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes.
 
 gpu_report.md first compares the results with records/HARDWARE.md, then lists the numbers of each
 stage. If a stage fails, the page says so, and the other stages still run. If the report is
-interrupted, run the same command again to continue: finished stages are kept if the GPU, the source
-and PyTorch's version are the same. --stage NAME runs only that stage, even if it has a result.
+interrupted, run the same command again to continue with the missing stages. With another GPU, source
+or version of PyTorch, give another folder. --stage NAME runs only that stage, even if it has a result.
 """
 import contextlib
 import hashlib
@@ -33,7 +33,15 @@ from pathlib import Path
 
 import train_gpt
 from tools import launch
-from tools.common import ROOT, as_json, command_parser, run_command, stop_on_signals, write_file
+from tools.common import (
+    ROOT,
+    UsageError,
+    as_json,
+    command_parser,
+    run_command,
+    stop_on_signals,
+    write_file,
+)
 from tools.gpu.checks import STAGES
 from tools.gpu.page import page
 from train_gpt import InputError
@@ -77,12 +85,14 @@ def run_stage(name, seconds):
 
 
 def kept_stages(path, conditions):
-    """The stages of an earlier run that succeeded under the same conditions."""
+    """The stages of an earlier run that succeeded. Raises UsageError if it had other conditions."""
     if not path.exists():
         return {}
     old = json.loads(path.read_bytes())
     if old["conditions"] | {"date": conditions["date"]} != conditions:
-        return {}
+        raise UsageError(
+            f"{path} is of another GPU, source or version of PyTorch; choose another folder with --out"
+        )
     return {name: result for name, result in old["stages"].items() if result["status"] == "done"}
 
 

@@ -159,7 +159,7 @@ def wrong_val_tokens(log: Log) -> str:
 def too_small(log: Log) -> str:
     """Hyperparameters that are too small for the track."""
     settings = dict(log.hyperparameters)
-    if "windows" in settings:  # recipes/january2026.py
+    if {"windows", "window_block"} <= settings.keys():  # recipes/january2026.py
         settings["max_window"] = settings["window_block"] * max(settings["windows"])
     found = []
     for name, smallest in SMALLEST.get(log.track, {}).items():

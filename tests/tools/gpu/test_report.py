@@ -11,6 +11,7 @@ import torch
 
 import train_gpt
 from tests.util import ROOT
+from tools.common import UsageError
 from tools.gpu import checks, page, report
 from train_gpt import InputError
 
@@ -82,12 +83,12 @@ def test_a_report_continues_where_it_stopped(fake_checks):
     report.make_report(out, None, 0.3)
     made = (fake_checks / "made").read_text().split()
     assert made == ["machine", "head", "machine", "attention", "muon"]
-    # another PyTorch: everything is measured again
-    text = (out / "gpu_report.json").read_text()
-    (out / "gpu_report.json").write_text(text.replace('"PyTorch": "2.11"', '"PyTorch": "2.10"'))
-    (fake_checks / "made").unlink()
-    report.make_report(out, ["waits"], 0.3)
-    assert list(status_of_stages(fake_checks)) == ["machine", "waits"]
+    # a report with another PyTorch stays
+    text = (out / "gpu_report.json").read_text().replace('"PyTorch": "2.11"', '"PyTorch": "2.10"')
+    (out / "gpu_report.json").write_text(text)
+    with pytest.raises(UsageError, match="gpu_report.json is of another GPU, source or version of PyTorch"):
+        report.make_report(out, ["waits"], 0.3)
+    assert (out / "gpu_report.json").read_text() == text
 
 
 # --------------------------------------------------------------- its page

@@ -1,11 +1,13 @@
 """Tests of tools/logs.py: our logs and those of others are read rightly, and damaged ones are refused."""
 
+import contextlib
 import json
 import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tools import curves
 from tools.common import LogError
 from tools.logs import Validation, parse_log, read_logs
 from tools.records import report, rules, verify
@@ -251,6 +253,16 @@ STRANGE = [
 ]
 RANDOM_BYTES = st.binary(max_size=30).filter(lambda b: b"\0" not in b)
 PIECE = st.one_of(RANDOM_BYTES, st.sampled_from(STRANGE))
+
+
+@pytest.mark.parametrize("settings", [dict(windows=[1]), dict(seed=[1]), dict(batch_tokens="1")])
+def test_settings_that_mean_something_else(tmp_path, settings):
+    """Those of a stranger's recipe. Its runs are still judged and drawn."""
+    log = parse_log(our_log(tmp_path / "a.txt", **settings))
+    rules.judge([log], prior=[log], same_ml=True)
+    assert curves.curve([log], "step").mean[-1] == 1.49
+    with contextlib.suppress(LogError):  # doesn't say how many tokens a step has
+        curves.curve([log], "tokens")
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
