@@ -59,8 +59,7 @@ def find_files(patterns):
     order. Raises ShardError if a pattern matches no file."""
     paths = set()
     for pattern in patterns:
-        path = os.path.expanduser(pattern)
-        matches = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+        matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         matches = list(filter(os.path.isfile, matches))
         if not matches:
             raise ShardError(f"no file matches {pattern}")

@@ -13,6 +13,7 @@ import statistics
 from dataclasses import replace
 
 from recipes import gpt2  # before torch: it sets variables that torch reads
+from tools.common import whole_number
 from train_gpt import CPU_MODEL, DTYPE, ON_GPU, GradientBuckets, clock
 
 import torch
@@ -55,8 +56,8 @@ def main():
     add = parser.add_argument
     track = "fineweb" if ON_GPU else "mini"
     add("--track", choices=gpt2.TRACKS, default=track, help="the model; default here: %(default)s")
-    add("--steps", type=int, default=20, help="timed steps per row; default: 20")
-    add("--sequences", type=int, default=16, help="sequences per step; default: 16")
+    add("--steps", type=whole_number, default=20, help="timed steps per row; default: 20")
+    add("--sequences", type=whole_number, default=16, help="sequences per step; default: 16")
     args = parser.parse_args()
     hp = gpt2.TRACKS[args.track]
     tokens = args.sequences * hp.block_size

@@ -32,13 +32,14 @@ import math
 import os
 import sys
 import time
-from pathlib import Path
 
 from tools.common import (
     as_json,
     command_parser,
     environment,
+    output_file,
     plural,
+    positive,
     run_command,
     table,
     whole_number,
@@ -156,9 +157,9 @@ def read_options(argv):
     add = parser.add_argument
     add("--repeats", type=whole_number, default=20, metavar="N",
         help="timed repetitions, after half as many untimed ones (default: 20)")
-    add("--json", type=Path, metavar="FILE", help="write all numbers to this file, too")
+    add("--json", type=output_file, metavar="FILE", help="write all numbers to this file, too")
     add("--kernels", type=whole_number, metavar="N", help="list the N slowest kernels of a step")
-    add("--peak_tflops", type=float, metavar="X",
+    add("--peak_tflops", type=positive, metavar="X",
         help="the GPU's dense bf16 peak in TFLOP/s, which the MFU needs (default: known for the H100 SXM "
              "and the H200)")
     args, rest = parser.parse_known_args(argv)

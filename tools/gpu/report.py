@@ -38,6 +38,7 @@ from tools.common import (
     UsageError,
     as_json,
     command_parser,
+    positive,
     run_command,
     stop_on_signals,
     write_file,
@@ -133,7 +134,7 @@ def gpu_report(argv):
     add("--stage", action="append", choices=STAGES, help="run only this stage; can be given several times")
     add("--out", type=Path, default=ROOT / "logs" / "report", metavar="DIR",
         help="folder of the report (default: logs/report)")
-    add("--minutes", type=float, default=20, metavar="N",
+    add("--minutes", type=positive, default=20, metavar="N",
         help="stop after N minutes, a stage after N / 3 minutes (default: 20)")
     args = parser.parse_args(argv)
     launch.get_data(sys.executable, vars(train_gpt.TRACKS["mini"]))

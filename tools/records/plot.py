@@ -12,7 +12,7 @@ Exit status: 0 written, 2 bad input.
 import os
 from pathlib import Path
 
-from tools.common import command_parser, run_command
+from tools.common import command_parser, positive, run_command
 from tools.curves import X_LABELS, plot_curves
 from tools.logs import Log, read_all_logs
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
     add("-o", "--output", type=Path, required=True, metavar="FILE.png", help="the picture to write")
     add("--x", choices=X_LABELS, default="step", help="the x axis (default: step)")
-    add("--target", type=float, help="draw the target at this loss (default: the lowest of the logs)")
+    add("--target", type=positive, help="draw the target at this loss (default: the lowest of the logs)")
     args = parser.parse_args(argv)
     if args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")

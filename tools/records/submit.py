@@ -23,7 +23,7 @@ import re
 import socket
 from pathlib import Path
 
-from tools.common import UsageError, command_parser, new_folder, plural, run_command, write_file
+from tools.common import UsageError, command_parser, new_folder, plural, positive, run_command, write_file
 from tools.logs import Log, read_all_logs
 from tools.records import idea_pages
 from tools.records.pages import RECORDS, Record, read_records, record_to_beat, write_pages
@@ -161,7 +161,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--what", help="what changed, in Markdown (default: says how to see it)")
     day = datetime.date.fromisoformat
     add("--date", type=day, default=datetime.date.today(), help="YYYY-MM-DD (default: today)")
-    add("--target", type=float, help="the target loss, for logs that don't name it")
+    add("--target", type=positive, help="the target loss, for logs that don't name it")
     same_ml = "only the speed changed, so the losses of the prior record count"
     add("--same-ml", action="store_true", help=same_ml)
     add("--regenerate", action="store_true", help="only write the pages and plots again")
