@@ -178,14 +178,18 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
 
 def hash_code(folder: Path, script: str) -> list[str]:
     """The SHA-256 of the script, of the files of its folder that it imports, and of those that they
-    import; then their names."""
+    import; then their names. Raises UsageError."""
     names = [script]
     hashes = []
     for name in names:
         source = (folder / name).read_bytes()
         hashes.append(hashlib.sha256(source).hexdigest())
         modules = []
-        for node in ast.walk(ast.parse(source)):
+        try:
+            tree = ast.parse(source, name)
+        except (SyntaxError, ValueError) as e:  # ValueError: zero bytes
+            raise UsageError(f"{name} isn't Python: {e}") from None
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 modules += [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):

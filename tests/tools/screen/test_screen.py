@@ -319,6 +319,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("place")
     shutil.copy(ROOT / "tests" / "tools" / "compare" / "standin.py", place)
     (place / "train_gpt.py").write_text(SCRIPT)
+    (place / "old.py").write_text("print '--log_dir'")
     (place / ".gitignore").write_text("logs/\n__pycache__/\nscreens/\n*.patch\n")
     git(place, "init", "-q")
     git(place, "add", "-A")
@@ -449,6 +450,7 @@ def test_blocks_that_do_not_belong_together(place):
             "screen.toml: high must be of type str",
         ),
         (definition(b='high = "--b 0"'), "b: both sides have the same source and settings"),
+        (definition('script = "old.py"'), "old.py isn't Python: Missing parentheses in call to 'print'"),
         (definition('commit = "v9"'), "no file or commit is called v9"),
         (definition('options = "--num_iterations 90"'), "the base with 112 steps: too few data for 112 steps"),
     ],
