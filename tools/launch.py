@@ -482,18 +482,18 @@ def train(command, plan):
     say(f"training {plan['text']}")
     say("before the first step, compiling may take a minute or two")
     Stopped.advice = "to continue from the last validation, add --resume latest"
-    before = checkpoint_times(plan)
+    before = newest_checkpoint(plan)
     status = run_ranks([*command, "--save_checkpoint"], plan["processes"], cwd=ROOT)
-    written = dict(checkpoint_times(plan).items() - before.items())
-    if status == 0 and written:
-        newest = max(written, key=written.get)
-        run([command[0], "-m", "evals.sample", "--brief", newest], cwd=ROOT)
+    newest = newest_checkpoint(plan)
+    if status == 0 and newest != before:
+        run([command[0], "-m", "evals.sample", "--brief", newest[1]], cwd=ROOT)
     return status
 
 
-def checkpoint_times(plan):
-    """When each checkpoint was written, by the clock of its disk, which may not be that of this machine."""
-    return {path: os.path.getmtime(path) for path in Path(ROOT, plan["log_dir"]).glob("*.pt")}
+def newest_checkpoint(plan):
+    """Its time, by the clock of its disk, which may not be that of this machine, and its path."""
+    paths = Path(ROOT, plan["log_dir"]).glob("*.pt")
+    return max(((os.path.getmtime(path), path) for path in paths), default=None)
 
 
 # -----------------------------------------------------------------------------
@@ -502,7 +502,7 @@ def checkpoint_times(plan):
 
 def at_home(word):
     """Replaces a ~ that the shell leaves as it is, as in --log_dir=~/logs."""
-    return re.sub(r"^([\w-]+=)?~(?=/|$)", lambda found: f"{found[1] or ''}{Path.home()}", word)
+    return re.sub(r"^([\w-]+=)?~(?=/|$)", rf"\g<1>{Path.home()}", word)
 
 
 def from_caller(path):
