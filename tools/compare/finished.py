@@ -105,6 +105,9 @@ def compare_finished(args: argparse.Namespace) -> int:
     """
     base = read_side("base", args.base_logs)
     idea = read_side("idea", args.idea_logs)
+    for log in idea:
+        if log.run in {other.run for other in base}:
+            raise LogError(f"{log.path}: {log.name} is on both sides; leave it out of one")
     targets = {log.target for log in [*base, *idea]}
     if args.target is None and len(targets) > 1:
         raise LogError(f"the logs have different targets ({sorted(targets)}); give one with --target")

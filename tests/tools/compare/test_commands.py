@@ -290,6 +290,7 @@ def test_finished_logs_that_cannot_be_compared(logs):
         (one, "the idea has one run; give two or more"),
         ("mixed", "x ends at step 100, 1 at 90; all runs of the idea must end at the same step"),
         ("nowhere", "nowhere: no such file or directory"),
+        ("base", "base/0.txt: 0 is on both sides; leave it out of one"),
     ]:
         check_one_line(["--base_logs", "base", "--idea_logs", folder], message)
     text = Path("idea/0.txt").read_text()
