@@ -103,6 +103,7 @@ INTRODUCTION = """\
 | --- | --- |
 | [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are worth on `mini` |
 | [mini/screens/](mini/screens/README.md) | screens: many settings or ideas of `mini`, measured together |
+| [mini/TRANSFER.md](mini/TRANSFER.md) | 16 ideas on `mini` and at the official width |
 | [mini/NOTES.md](mini/NOTES.md) | what is known about `mini`, and what to try next |
 | [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |
 | [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, and checked without a GPU |
