@@ -1,12 +1,12 @@
 """
-HellaSwag accuracy of a saved model (Zellers et al. 2019, https://arxiv.org/abs/1905.07830): which of
-four endings continues a text? Guessing gets 25% right.
+HellaSwag accuracy of a saved model (Zellers et al. 2019, https://arxiv.org/abs/1905.07830): which
+of four endings continues a text? Guessing gets 25% right.
 
     ./run.sh hellaswag MODEL [--limit N] [--data FILE]
 
-The model reads context + " " + ending, and only the cross-entropy of the ending's tokens counts. `acc`
-chooses the ending with the lowest sum, `acc_norm` the one with the lowest mean per token. For comparison,
-others have measured an acc_norm of 29.55% for GPT-2 124M and 48.93% for GPT-2 XL.
+The model reads context + " " + ending, and only the cross-entropy of the ending's tokens counts.
+`acc` chooses the ending with the lowest sum, `acc_norm` the one with the lowest mean per token. For
+comparison, others have measured an acc_norm of 29.55% for GPT-2 124M and 48.93% for GPT-2 XL.
 
 The 10,042 validation items come from the Hugging Face hub (Rowan/hellaswag). --data reads
 a copy of its file instead. It is a parquet file, which needs pyarrow.
@@ -42,7 +42,8 @@ def load_items(path, limit=None):
     """Returns the first `limit` items, or all: (context, four endings, number of the right one)."""
     import pyarrow.parquet
     try:
-        rows = pyarrow.parquet.read_table(os.path.expanduser(path), columns=["ctx", "endings", "label"]).to_pylist()
+        table = pyarrow.parquet.read_table(path, columns=["ctx", "endings", "label"])
+        rows = table.to_pylist()
         return [(row["ctx"], row["endings"], int(row["label"])) for row in rows[:limit]]
     except ValueError as e:  # also pyarrow's errors; the items of the test set have no labels
         raise InputError(f"{path} has no HellaSwag items with labels ({type(e).__name__})")
@@ -53,13 +54,15 @@ def load_items(path, limit=None):
 
 
 def ending_losses(model, context, endings):
-    """Returns the cross-entropy of each ending after the context, summed and averaged over its tokens,
-    (endings,) each, in nats."""
-    rows, counts = [], []
+    """Returns the cross-entropy of each ending after the context, summed and averaged over its
+    tokens, (endings,) each, in nats."""
+    rows = []
+    counts = []
     for ending in endings:
         tokens = model.encode(" " + ending)
         row = model.encode(context) + tokens
-        row = row[-(model.context + 1) :]  # too long a row loses its beginning; its last token is a target
+        # too long a row loses its beginning; its last token is a target
+        row = row[-(model.context + 1) :]
         rows.append(row)
         counts.append(min(len(tokens), len(row) - 1))
     # A row is padded at its end, which a causal model doesn't see
@@ -103,11 +106,14 @@ def summary(counts):
 
 def main(argv):
     description = "HellaSwag accuracy of a saved model."
-    parser = argparse.ArgumentParser("./run.sh hellaswag", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "./run.sh hellaswag", description=description, allow_abbrev=False
+    )
     add = parser.add_argument
     add("model", help=models.MODEL_HELP)
     add("--limit", type=int, metavar="N", help="score only the first N items; default: all")
-    add("--data", metavar="FILE", help="a parquet file; default: download it")
+    data = "a parquet file; default: download it"
+    add("--data", type=os.path.expanduser, metavar="FILE", help=data)
     args = parser.parse_args(argv)
     require(args.limit is None or args.limit > 0, f"--limit {args.limit}: must be at least 1")
     items = load_items(args.data or download_items(), args.limit)

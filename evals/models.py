@@ -234,7 +234,7 @@ def export(name, target):
     import safetensors.torch
     settings, weights = read_file(name)
     metadata = {"settings": json.dumps(settings)}
-    with open(Path(target).expanduser(), "xb") as file:
+    with open(target, "xb") as file:
         file.write(safetensors.torch.save(weights, metadata))
 
 

@@ -12,6 +12,7 @@ or after max_tokens.
 import argparse
 import codecs
 import itertools
+import os
 import signal
 import sys
 import time
@@ -44,7 +45,8 @@ def parse_arguments(argv):
     add("--top_k", type=int, default=50,
         help="sample from this many most likely tokens, or from all with 0; default: 50")
     add("--seed", type=int, default=42, help="random seed; default: 42")
-    add("--export", metavar="FILE", help="write the model as safetensors to this new file instead of sampling")
+    add("--export", type=os.path.expanduser, metavar="FILE",
+        help="write the model as safetensors to this new file instead of sampling")
     add("--brief", action="store_true",
         help="what ./run.sh prints after training: offline, for at most 4 seconds")
     args = parser.parse_args(argv)

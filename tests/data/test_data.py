@@ -447,7 +447,7 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     # communicate() returns when all processes that have the pipes open have ended
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    said = f"interrupted; run the same command again\n" if how == signal.SIGINT else ""
+    said = "interrupted; run the same command again\n" if how == signal.SIGINT else ""
     if how != signal.SIGKILL:
         assert errors == said
         assert list(out.glob("*.tmp")) == []

@@ -75,7 +75,11 @@ def file(path, text=""):
 # -----------------------------------------------------------------------------
 # run.sh
 
-LAUNCH = "import os, sys; print(__file__, sys.argv[1:], [n for n in os.environ if n.startswith(('PYTHON', 'RANK', 'WORLD'))])"
+LAUNCH = """
+import os, sys
+names = [name for name in os.environ if name.startswith(("PYTHON", "RANK", "WORLD"))]
+print(__file__, sys.argv[1:], names)
+"""
 
 
 @pytest.mark.parametrize(

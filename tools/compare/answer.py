@@ -141,12 +141,12 @@ def answer_for_many(
     return lines + textwrap.wrap(" ".join([about, *facts]), WIDTH)
 
 
-def other_steps(name: str, steps: int | None, base_steps: int, slope: Slope | None) -> list[str]:
+def other_steps(name: str, steps: int | None, base_steps: int, has_slope: bool) -> list[str]:
     """What to know if the idea trains another number of steps than the base."""
     if steps in (None, base_steps):
         return []
     sentence = f"{short(name, 30)} trains {steps} steps, the base {base_steps}"
-    if slope is None:
+    if not has_slope:
         return [f"{sentence}; without --loss_per_100_steps, only their last losses are compared."]
     return [f"{sentence}."]
 
@@ -177,6 +177,10 @@ def end_times(logs: list[Log]) -> list[float]:
 def step_time(log: Log) -> float:
     """In ms; nan if the log has no times."""
     return log.end.train_time_ms / max(1, log.end.step)
+
+
+def count_sources(logs: list[Log]) -> int:
+    return len({tuple(log.sources) for log in logs})
 
 
 def summary_of(logs: list[Log], target: float) -> Summary:
@@ -217,8 +221,8 @@ def record_in_words(
     saved = statistics.fmean(base_times) - statistics.fmean(times)
     p_time = p_faster(times, base_times)[0]
     faster = p_time is not None and p_time < P_VALUE
-    one_source = len({tuple(log.sources) for log in logs}) == 1
-    record = "has what a record needs" if reached and faster and one_source else "isn't a record"
+    valid = reached and faster and count_sources(logs) == 1
+    record = "has what a record needs" if valid else "isn't a record"
     time = f"a run takes {abs(saved):.3f} s {'less' if saved > 0 else 'more'} (p = {p_text(p_time)})"
     return f"{name} {record}: {loss}, and {time}."
 

@@ -303,15 +303,16 @@ def facts_in_words(c: Comparison) -> list[str]:
     facts = c.pool.facts
     per = "run" if facts["processes"] == 1 else "process"
     threads = f"{plural(facts['threads'], 'thread')} per {per}"
-    sentences = [slope_in_words(c.slope())]
-    if c.fewer is None and c.slope() is None:
+    slope = c.slope()
+    sentences = [slope_in_words(slope)]
+    if c.fewer is None and slope is None:
         sentences = ["Steps are unknown: give --loss_per_100_steps, or --num_iterations in the command."]
     if c.args.command and "{seed}" not in c.args.command:
         sentences.append("The runs of a pair share no seed.")
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for idea in c.ideas:
-        sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), c.slope())
+        sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), slope is not None)
         timed = len(c.timed.get(idea.name, []))
         if 0 < timed < c.pairs(idea).shape[1]:
             sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")

@@ -14,6 +14,7 @@ from pathlib import Path
 from tools.common import LogError, as_json, write_file
 from tools.compare.answer import (
     WIDTH,
+    count_sources,
     end_losses,
     end_times,
     headline,
@@ -84,10 +85,11 @@ def facts_in_words(base: list[Log], idea: list[Log], effect: Effect) -> list[str
     if effect.steps is not None:
         facts.append(what_steps_are(effect.time is not None))
     for side, logs in (("base", base), ("idea", idea)):
-        count = len({tuple(log.sources) for log in logs})
+        count = count_sources(logs)
         if count > 1:
             facts.append(f"The logs of the {side} have {count} different sources.")
-    return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, effect.steps)
+    has_slope = effect.steps is not None
+    return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
 def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float) -> bytes:
@@ -105,8 +107,9 @@ def compare_finished(args: argparse.Namespace) -> int:
     """
     base = read_side("base", args.base_logs)
     idea = read_side("idea", args.idea_logs)
+    base_runs = {log.run for log in base}
     for log in idea:
-        if log.run in {other.run for other in base}:
+        if log.run in base_runs:
             raise LogError(f"{log.path}: {log.name} is on both sides; leave it out of one")
     targets = {log.target for log in [*base, *idea]}
     if args.target is None and len(targets) > 1:

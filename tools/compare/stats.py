@@ -257,7 +257,8 @@ def welch(
     Each side needs two losses or more, and not all the same. The slope must be a given one."""
     equal = at_equal_steps(np.array(losses), slope, own_steps)
     test = stats.ttest_ind(equal, base_losses, equal_var=False)
-    interval = stats.ttest_ind(losses, base_losses, equal_var=False).confidence_interval(1 - P_VALUE)
+    interval = test.confidence_interval(1 - P_VALUE)
+    half = float(interval.high - interval.low) / 2
     mean = statistics.fmean(losses) - statistics.fmean(base_losses)
     verdict = "undecided"
     if test.pvalue < P_VALUE:
@@ -268,7 +269,7 @@ def welch(
         loss=statistics.fmean(losses),
         base_loss=statistics.fmean(base_losses),
         difference=mean,
-        difference_interval=(float(interval.low), float(interval.high)),
+        difference_interval=(mean - half, mean + half),
         sd=math.nan,
         p=float(test.pvalue),
         verdict=verdict,
