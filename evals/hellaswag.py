@@ -23,10 +23,12 @@ from train_gpt import DEVICE, RANK, WORLD_SIZE, InputError, init_processes, requ
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 REPO = "Rowan/hellaswag"
 FILE = "data/validation-00000-of-00001.parquet"
+IGNORED = -100  # a target that doesn't count
 
 # -----------------------------------------------------------------------------
 # Items
@@ -56,27 +58,23 @@ def load_items(path, limit=None):
 def ending_losses(model, context, endings):
     """Returns the cross-entropy of each ending after the context, summed and averaged over its
     tokens, (endings,) each, in nats."""
-    rows = []
-    counts = []
+    inputs = []
+    targets = []
     for ending in endings:
         tokens = model.encode(" " + ending)
-        row = model.encode(context) + tokens
-        # too long a row loses its beginning; its last token is a target
-        row = row[-(model.context + 1) :]
-        rows.append(row)
-        counts.append(min(len(tokens), len(row) - 1))
-    # A row is padded at its end, which a causal model doesn't see
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=DEVICE)
-    ends = torch.tensor([[len(row) - 1] for row in rows], device=DEVICE)
-    counts = torch.tensor(counts, device=DEVICE)
-    # position t predicts token t + 1, so the ending is predicted at the last `count` before `end`
-    position = torch.arange(width - 1, device=DEVICE)
-    in_ending = (position >= ends - counts[:, None]) & (position < ends)  # (endings, width - 1)
-    logits = model.logits(ids[:, :-1])[..., : model.vocab_size]
-    losses = F.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # (endings, width - 1)
-    sums = losses.where(in_ending, 0).sum(dim=1)
-    return sums, sums / counts
+        text = torch.tensor(model.encode(context) + tokens)
+        text = text[-(model.context + 1) :]  # too long a text loses its beginning
+        target = text[1:].clone()
+        target[: -len(tokens)] = IGNORED  # the context
+        inputs.append(text[:-1])
+        targets.append(target)
+    # padded at the end, which a causal model doesn't see: (endings, tokens)
+    inputs = pad_sequence(inputs, batch_first=True).to(DEVICE)
+    targets = pad_sequence(targets, batch_first=True, padding_value=IGNORED).to(DEVICE)
+    logits = model.logits(inputs)[..., : model.vocab_size]
+    losses = F.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none")
+    sums = losses.sum(dim=1)
+    return sums, sums / (targets != IGNORED).sum(dim=1)
 
 
 @torch.no_grad()
@@ -106,9 +104,7 @@ def summary(counts):
 
 def main(argv):
     description = "HellaSwag accuracy of a saved model."
-    parser = argparse.ArgumentParser(
-        "./run.sh hellaswag", description=description, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser("./run.sh hellaswag", description=description)
     add = parser.add_argument
     add("model", help=models.MODEL_HELP)
     add("--limit", type=int, metavar="N", help="score only the first N items; default: all")

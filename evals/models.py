@@ -142,16 +142,6 @@ def speedrun_attention(attn, layer, x, ve, cache, mask):
     return attn.c_proj(y.flatten(2))
 
 
-def speedrun_embeddings(module, tokens, start):
-    """Returns the embeddings (B, t, C) of tokens (B, start + t) from position `start` on. With
-    smear, each includes a part of the previous token's embedding."""
-    if not module.hp.smear:
-        return module.embed(tokens[:, start:])
-    first = max(0, start - 1)  # the first token of a text has no previous one
-    x = module.embed(tokens[:, first:])
-    return train_gpt.smear(x, module.smear_gate, module.smear_scale)[:, start - first:]
-
-
 def speedrun_forward(module, ids, cache, last_only=False):
     """Runs train_gpt.GPT on new tokens. Returns soft-capped logits (B, t or 1, V).
     The window has its final size."""
@@ -167,7 +157,10 @@ def speedrun_forward(module, ids, cache, last_only=False):
 
     ve = [table(ids) for table in module.value_embeds]  # (B, t, H*D) each
     ve = ve + [None] * (hp.num_layers - 2 * len(ve)) + ve
-    x = x0 = norm(speedrun_embeddings(module, tokens, start))  # (B, t, C)
+    x = module.embed(tokens)
+    if hp.smear:  # with the previous token, which may be in the cache
+        x = train_gpt.smear(x, module.smear_gate, module.smear_scale)
+    x = x0 = norm(x[:, start:])  # (B, t, C)
     skips = []
     num_skips = hp.num_layers // 2
     first_decoder = hp.num_layers - num_skips  # the first layer of the U-net's second half

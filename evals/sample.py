@@ -34,7 +34,7 @@ def printable(text):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser("./run.sh sample", description="Sample text from a saved model.", allow_abbrev=False)
+    parser = argparse.ArgumentParser("./run.sh sample", description="Sample text from a saved model.")
     add = parser.add_argument
     add("model", help=models.MODEL_HELP)
     add("--prompt", metavar="TEXT", help="beginning of each text; default: by vocabulary")

