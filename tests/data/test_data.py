@@ -135,8 +135,7 @@ def test_what_pip_says():
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
-    """Serves server.files (name: bytes) as the hub serves the files of a dataset. A file named server.slow
-    is cut in the middle, when server.go_on is set."""
+    """Serves server.files (name: bytes) as the hub serves the files of a dataset."""
 
     def do_GET(self):
         name = self.path.removeprefix("/datasets/kjj0/fineweb10B-gpt2/resolve/main/")
@@ -148,14 +147,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         self.send_header("X-Repo-Commit", "c" * 40)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if name == self.server.slow:
-            self.wfile.write(content[:500])
-            self.wfile.flush()
-            self.server.half.set()
-            self.server.go_on.wait(60)
-        else:
+        if self.command == "GET":
             self.wfile.write(content)
 
     do_HEAD = do_GET
@@ -173,14 +165,10 @@ def hub(monkeypatch):
     rng = np.random.default_rng(3)
     server.files = {name: shard_bytes(rng.integers(0, 50257, 300).tolist()) for name in NAMES}
     server.asked = set()
-    server.slow = ""
-    server.half = threading.Event()
-    server.go_on = threading.Event()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     yield server
-    server.go_on.set()
     server.shutdown()
     server.server_close()
 
@@ -214,27 +202,6 @@ def test_a_download_that_fails(hub, tmp_path, content, message):
     assert message in error
     assert error.endswith("run the same command again")
     assert list(contents(tmp_path)) == [NAMES[0]]
-
-
-def test_an_interrupted_download(hub, tmp_path):
-    hub.slow = NAMES[1]
-    command = [sys.executable, "-m", "data.cached_fineweb10B", "1", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, env=env(), stderr=subprocess.PIPE, text=True)
-    assert hub.half.wait(60)
-    assert [path.name for path in tmp_path.glob("*.bin")] == [NAMES[0]]
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors.endswith("interrupted; run the same command again\n")
-    assert "Traceback" not in errors
-    assert list(contents(tmp_path)) == [NAMES[0]]
-
-
-@pytest.mark.slow  # the hub's library tries for 20 s
-def test_no_network_for_the_hub(tmp_path):
-    error = one_error(run("cached_fineweb10B", 0, "--out", tmp_path, HF_ENDPOINT="http://127.0.0.1:9"))
-    assert "HF_ENDPOINT a mirror" in error
-    assert contents(tmp_path) == {}
 
 
 @pytest.mark.parametrize("words", ["cached_fineweb10B 104", "fineweb edu --workers=0"])

@@ -83,10 +83,10 @@ def text(batch, length, eot_every=50):
     return ids
 
 
-def save(path, hp=SPEEDRUN, **changes):
-    """Writes what evals/ reads of a RUN.pt, with the weights of speedrun_model()."""
-    settings = dataclasses.asdict(hp) | changes
-    torch.save(dict(settings=settings, model=speedrun_model().module.state_dict()), path)
+def save(path, model, **changes):
+    """Writes what evals/ reads of a RUN.pt."""
+    settings = dataclasses.asdict(model.module.hp) | changes
+    torch.save(dict(settings=settings, model=model.module.state_dict()), path)
     return path
 
 
@@ -247,9 +247,7 @@ def test_a_checkpoint_loads_and_can_be_exported(trained, tmp_path, monkeypatch):
 
 def test_a_model_of_the_gpt2_recipe_loads(tmp_path):
     expected = gpt2_model()
-    path = tmp_path / "run.pt"
-    settings = dataclasses.asdict(GPT2_BYTES)
-    torch.save(dict(settings=settings, model=expected.module.state_dict()), path)
+    path = save(tmp_path / "run.pt", expected)
     exported = tmp_path / "mine.safetensors"
     run_sample(path, "--export", exported)
     ids = text(1, 20)
@@ -265,14 +263,14 @@ def test_models_of_another_version_are_refused(tmp_path):
         ({"old_field": 1}, r"saved by another version .* \(setting old_field\)"),
         ({"model_dim": 64}, "its weights don't fit; saved by another version"),
     ):
-        save(path, **changes)
+        save(path, speedrun_model(), **changes)
         with pytest.raises(InputError, match=f"^{path}: {message}"):
             models.load(str(path))
 
 
 def test_files_that_are_no_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = save(tmp_path / "run.pt")
+    path = save(tmp_path / "run.pt", speedrun_model())
     cut = path.read_bytes()[:-100]
     torch.save(Hostile(), path)
     bomb = path.read_bytes()
@@ -310,7 +308,7 @@ def test_what_is_printed(tmp_path, monkeypatch, capsys):
     steps = torch.tensor([[0xC3, 65], [0xA9, 256], [27, 66], [0xE2, 67]])
     asked = []
     monkeypatch.setattr(models, "generate", lambda model, *how: asked.extend(how) or iter(steps))
-    run_sample(save(tmp_path / "run.pt"), "--prompt", "Hi", "--n", 2, "--top_k", 3)
+    run_sample(save(tmp_path / "run.pt", speedrun_model()), "--prompt", "Hi", "--n", 2, "--top_k", 3)
     assert asked[0].tolist() == [[256, 72, 105]] * 2
     assert asked[1:4] == [300, 0.8, 3]
     assert capsys.readouterr().out == "[1/2] Hi\u00e9\ufffd\ufffd\n\n[2/2] HiA\n"
@@ -318,7 +316,7 @@ def test_what_is_printed(tmp_path, monkeypatch, capsys):
 
 def test_a_brief_sample(tmp_path, monkeypatch, capsys):
     """It takes little time, and it is no error if there is none."""
-    path = save(tmp_path / "run.pt")
+    path = save(tmp_path / "run.pt", speedrun_model())
     run_sample(path, "--brief")
     heading = "\nA sample of what the model writes:\n\n**MACBETH**  \n"
     output = capsys.readouterr().out
@@ -328,7 +326,7 @@ def test_a_brief_sample(tmp_path, monkeypatch, capsys):
     run_sample(path, "--brief")
     assert capsys.readouterr().out == f"{heading}\n"
 
-    run_sample(save(path, model_dim=64), "--brief")
+    run_sample(save(path, speedrun_model(), model_dim=64), "--brief")
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"can't print a sample: {path}: its weights don't fit")
@@ -339,7 +337,7 @@ def test_without_a_vocabulary(tmp_path, monkeypatch, capsys):
     """With --brief, it isn't downloaded."""
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "empty")
     monkeypatch.setattr(gpt2_bpe, "fetch_vocabulary", None)
-    run_sample(save(tmp_path / "run.pt", vocab_size=50257), "--brief")
+    run_sample(save(tmp_path / "run.pt", speedrun_model(), vocab_size=50257), "--brief")
     assert capsys.readouterr().err.startswith("can't print a sample: GPT-2's vocabulary isn't in ")
 
 

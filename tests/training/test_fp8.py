@@ -194,7 +194,6 @@ def test_the_model_uses_fp8_in_training_only(use, monkeypatch):
 @pytest.mark.parametrize(
     "capability,hip,want",
     [
-        ((9, 0), None, True),     # H100
         ((8, 9), None, True),     # L4
         ((8, 6), None, False),    # A10
         ((9, 4), "6.2", False),   # MI300X: AMD's FP8 format is float8_e4m3fnuz

@@ -286,7 +286,6 @@ ERRORS = {
     "cut shard": ({}, cut, "tiny_train_000001.bin"),
     "trained on its validation": ({}, copy, "tiny_train_000002.bin is also a validation shard, or a copy"),
     "training length": (dict(train_seq_len=64), nothing, "--train_seq_len 64"),
-    "tokens of a step": (dict(batch_tokens=1000), nothing, "--batch_tokens 1000"),
     "validation tokens": (dict(val_tokens=1000), nothing, "--val_tokens 1000"),
     "no steps": (dict(num_iterations=0), nothing, "--num_iterations"),
     "a word for a flag": (dict(fp8="0"), nothing, "'0'; --help lists all options; a bool is true or false"),
@@ -321,7 +320,6 @@ def test_errors_are_one_line(name, tmp_path, monkeypatch, capsys):
     "environment, words",
     [
         (dict(RANK="1"), "use torchrun"),
-        (dict(WORLD_SIZE="0"), "use torchrun"),
         (dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), "use torchrun"),
         (dict(WORLD_SIZE="3", MASTER_PORT="1"), "multiple of 3 (processes)"),
         (dict(RANK="", LOCAL_RANK="1", WORLD_SIZE=""), "multiple of 1 (processes)"),  # RANK is as good as unset
