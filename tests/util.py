@@ -178,7 +178,7 @@ class Job:
         """What all ranks have written to `stream`, one after the other."""
         return "".join(path.read_text() for path in sorted(Path(self.folder.name).glob(f"*.{stream}")))
 
-    def wait(self, timeout=300):
+    def wait(self, timeout=1200):
         """Waits until all ranks have ended. Returns the first exit status that isn't 0, or 0. `out` and
         `err` are what they have written."""
         end = time.monotonic() + timeout
