@@ -4,7 +4,7 @@ patch, a file, a revision or the working tree, and checked before anything runs.
 a command in a folder of any git repository.
 
 A script runs in a copy of the repository's files, so that no later edit changes a run. Copies lie in
-one scratch folder. An idea's folder has idea.patch and idea.json, whose fields idea_pages.py explains.
+one scratch folder. An idea's folder has idea.patch and idea.json, whose commit and options count.
 """
 
 import ast

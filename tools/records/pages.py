@@ -5,8 +5,6 @@ A record is a folder records/<track>/<date>_<Name>/ with its logs and a record.j
 come from the logs. The pages depend on nothing else, so a test can check that they are up to date.
 """
 
-import csv
-import datetime
 import json
 import textwrap
 from dataclasses import dataclass
@@ -121,12 +119,11 @@ In the NanoGPT speedrun, people compete to train a 124M-parameter GPT on FineWeb
 validation loss of 3.28. Its home is
 [modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), which credits the
 author of each record. These records are **not** ours, and we have reproduced none of
-them. Record 21 is listed three times: as it was set, with the new timing rules, and
-with a later PyTorch. The last two are slower, so the curve rises there.
-[record_history.csv](record_history.csv) has the same table.
+them. [record_history.csv](record_history.csv) lists them, with their techniques. Record 21 is there
+three times: as it was set, with the new timing rules, and with a later PyTorch. The last two are
+slower, so the curve rises there.
 
 ![record time by date](history.png)
-
 """
 
 
@@ -223,22 +220,14 @@ mean training time. The fastest record on each kind of hardware is in bold.
 """
 
 
-def read_history(root: Path) -> list[dict[str, str]]:
-    """The rows of record_history.csv."""
-    with open(root / "record_history.csv", newline="", encoding="utf-8") as f:
-        return list(csv.DictReader(f))
-
-
-def readme(root: Path, tracks: dict[str, list[Record]]) -> str:
+def readme(tracks: dict[str, list[Record]]) -> str:
     """records/README.md."""
     text = INTRODUCTION
     for track, records in tracks.items():
         text += leaderboard(track, records)
     if "fineweb" not in tracks:
         text += NO_FINEWEB
-    columns = ("record", "minutes", "technique", "date")
-    rows = [{name: row[name] for name in columns} for row in read_history(root)]
-    return text + HISTORY + markdown_table(rows, right=("record", "minutes")) + "\n"
+    return text + HISTORY
 
 
 # -----------------------------------------------------------------------------
@@ -272,39 +261,6 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
     save_figure(figure, path)
 
 
-NAMED_IN_PLOT = {
-    "1": "llm.c baseline",
-    "3": "Muon",
-    "12": "FlexAttention",
-    "19": "FP8 head",
-    "41": "NorMuon",
-    "62": "bigram hash embedding",
-    "89": "FP8 MLP",
-}
-
-
-def plot_history(history: list[dict[str, str]], path: Path) -> None:
-    """Plots the times of the NanoGPT speedrun's records by date."""
-    figure, axes = plt.subplots()
-    dates = [datetime.date.fromisoformat(row["date"]) for row in history]
-    minutes = [float(row["minutes"]) for row in history]
-    axes.step(dates, minutes, "o-", where="post", color=COLORS[0], linewidth=1.6, markersize=3.5)
-    for row, x, y in zip(history, dates, minutes):
-        name = NAMED_IN_PLOT.get(row["record"])
-        if name:
-            annotate(axes, f"{name}, {y:.3g} min", (x, y), (8, 8))
-    axes.set_yscale("log")
-    axes.set_ylim(1, 60)
-    ticks = [1, 2, 5, 10, 20, 45]
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    pad = (max(dates) - min(dates)) // 10
-    axes.set_xlim(min(dates) - pad / 2, max(dates) + 2.4 * pad)  # room for the last name
-    axes.set_ylabel("minutes on 8x H100")
-    axes.set_title("Records of the NanoGPT speedrun (FineWeb to 3.28), not ours")
-    save_figure(figure, path)
-
-
 # -----------------------------------------------------------------------------
 # Files
 
@@ -318,5 +274,4 @@ def write_pages(root: Path) -> None:
             write_file(r.folder / "README.md", text.encode())
             plot_curves({r.name: r.logs}, r.folder / "curves.png", "time", r.target)
         plot_leaderboard(records, root / track / "leaderboard.png")
-    plot_history(read_history(root), root / "history.png")
-    write_file(root / "README.md", readme(root, tracks).encode())
+    write_file(root / "README.md", readme(tracks).encode())

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from tools.common import UsageError, command_parser, new_folder, plural, positive, run_command, write_file
 from tools.logs import Log, read_all_logs
-from tools.records import idea_pages
 from tools.records.pages import RECORDS, Record, read_records, record_to_beat, write_pages
 from tools.records.report import print_reasons, print_summary, print_table
 from tools.records.rules import judge, per_run
@@ -136,13 +135,6 @@ def file_record(logs: list[Log], folder: Path, facts: dict) -> None:
         write_file(made / "record.json", text.encode())
 
 
-def regenerate(root: Path) -> None:
-    """Writes all pages and pictures that are made from records and ideas. Raises LogError."""
-    write_pages(root)
-    if (root / "mini/ideas").exists():
-        write_file(root / "mini/IDEAS.md", idea_pages.page(root).encode())
-
-
 def folder_name(name: str) -> str:
     """"What is new" -> "WhatIsNew"."""
     words = re.findall(r"[A-Za-z0-9]+", name)
@@ -175,7 +167,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     if args.regenerate:
-        regenerate(args.records_dir)
+        write_pages(args.records_dir)
         return 0
 
     logs = read_all_logs(args.logs)
@@ -204,7 +196,7 @@ def main(argv: list[str]) -> int:
         "against": prior.folder.name if prior else "",
     }
     file_record(logs, folder, facts)
-    regenerate(args.records_dir)
+    write_pages(args.records_dir)
     print(f"\nfiled under {folder}")
     return 0
 

@@ -1,53 +1,25 @@
 """
-Tests of the page of ideas, and of their patches.
-
-The page must match the results in the repository. Every patch must apply to the commit that it was made
-for, or to the current training script.
+Tests of the ideas: every patch must apply to the commit that it was made for, or to the current training
+script.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tools.common import LogError, UsageError
+from tools.common import UsageError
 from tools.compare import sources as compare_sources
-from tools.records import idea_pages
 from tests.util import ROOT, SCRIPT, random_tokens, read_log, run_forked, val_losses, write_shard
 
 RECORDS = ROOT / "records"
-IDEAS = idea_pages.read_ideas(RECORDS / "mini/ideas")
+IDEAS = {folder.name: compare_sources.read_idea(folder) for folder in sorted((RECORDS / "mini/ideas").iterdir())}
 
 
-def test_an_idea_that_is_not_described_is_refused(tmp_path):
-    folder = tmp_path / "a"
-    folder.mkdir()
-    (folder / "idea.json").write_text('{"part": "soft-cap", "change": "none", "does": ""}')
-    with pytest.raises(LogError, match="a/idea.json: the field does is missing"):
-        idea_pages.read_ideas(tmp_path)
-    for content in ('["part"]', '{"options": ["--a"]}'):
-        (folder / "idea.json").write_text(content)
-        with pytest.raises(UsageError, match="a/idea.json: it must be a JSON object, whose"):
-            idea_pages.read_ideas(tmp_path)
-
-
-def test_a_screen_without_intervals_is_left_out(tmp_path):
-    """One with a single block."""
-    (tmp_path / "first").mkdir()
-    factor = dict(patch="records/mini/ideas/a/idea.patch", steps=None)
-    (tmp_path / "first" / "result.json").write_text(json.dumps([dict(factors=[factor])]))
-    assert idea_pages.read_screens(tmp_path) == {}
-
-
-@pytest.mark.parametrize("percent, said", [(-3.1, "excluded"), (-3.2, "inside"), (0, "excluded")])
-def test_the_gain_in_the_speedrun(percent, said):
-    idea = dict(field_steps=percent)
-    assert idea_pages.figure_there(idea, dict(steps_interval=[-0.09, -0.032])) == said
-
-
-def test_the_page_is_current():
-    page = (RECORDS / "mini/IDEAS.md").read_text(encoding="utf-8")
-    assert page == idea_pages.page(RECORDS), "stale: run `./run.sh submit --regenerate`"
+@pytest.mark.parametrize("content", ['["part"]', '{"options": ["--a"]}', "{"])
+def test_an_idea_that_is_not_described_is_refused(tmp_path, content):
+    (tmp_path / "idea.json").write_text(content)
+    with pytest.raises(UsageError, match="idea.json: (it must be a JSON object, whose|not JSON)"):
+        compare_sources.read_idea(tmp_path)
 
 
 @pytest.mark.slow

@@ -36,14 +36,13 @@ def filed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("filed")
     root = folder / "records"
     root.mkdir()
-    shutil.copy(RECORDS / "record_history.csv", root)
     first = make_runs(folder / "first")
     second = make_runs(folder / "second", times=FASTER, source=SOURCE + "#\n", muon_lr=0.04)
     one = our_log(folder / "one.out", loss=1.495, time_ms=80_000, every=50, muon_lr=0.04)
     slower = (200_000, 201_000, 200_500, 200_700)
     gpus = make_runs(folder / "gpus", times=slower, machine=SMI + "\n8 processes on cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(submit, "regenerate", lambda root: None)  # pictures take time
+        patch.setattr(submit, "write_pages", lambda root: None)  # pictures take time
         done = [
             file_it(root, first, "First | record"),
             file_it(root, second, "faster!", date="2026-02-03"),
@@ -74,7 +73,7 @@ def test_records_are_filed(filed):
     rows = [line for line in page.splitlines() if re.match(r"\| [1234] \| \S+ \| \[", line)]
     assert [row.split(" | ")[1] for row in rows] == ["100.05", "90.10", "**80.00**", "**200.55**"]
     assert "First \\| record" in rows[0]
-    for picture in ("history.png", "tiny/leaderboard.png", *(f"tiny/{n}/curves.png" for n in FOLDERS)):
+    for picture in ("tiny/leaderboard.png", *(f"tiny/{n}/curves.png" for n in FOLDERS)):
         assert is_png(filed / picture)
 
 
@@ -183,14 +182,8 @@ def test_names_of_this_machine_are_refused(tmp_path, monkeypatch, line, secrets)
 def test_what_stands_in_the_repository_is_fresh():
     hint = "stale: run `./run.sh submit --regenerate`"
     tracks = record_pages.read_records(RECORDS)
-    page = record_pages.readme(RECORDS, tracks)
+    page = record_pages.readme(tracks)
     assert (RECORDS / "README.md").read_text(encoding="utf-8") == page, hint
-    history = (RECORDS / "record_history.csv").read_text(encoding="utf-8").splitlines()[1:]
-    assert len(history) == 91
-    for line in history:
-        record, minutes, *_ = line.split(",")
-        assert f"\n| {record} | {minutes} | " in page
-    assert (RECORDS / "history.png").exists(), hint
     logs = [log for records in tracks.values() for record in records for log in record.logs]
     for track, records in tracks.items():
         assert (RECORDS / track / "leaderboard.png").exists(), hint
