@@ -196,9 +196,9 @@ def setup_lock():
 
 
 def search_path(python):
-    """Returns the folders of a Python's packages, or None if it doesn't run."""
-    printed = output_of(python, "-c", "import sys; print('\\n'.join(sys.path))")
-    return printed and printed.splitlines()
+    """Returns the folders of a Python's packages; none if it doesn't run."""
+    printed = output_of(python, "-c", "import sys; print('\\n'.join(sys.path))") or ""
+    return printed.splitlines()
 
 
 def version_of(package, path):
@@ -311,10 +311,13 @@ def answers(index):
     return True
 
 
+def pip_settings(python):
+    return output_of(python, "-m", "pip", "config", "list") or ""
+
+
 def torch_source(python):
     """Returns pip's options for the build of PyTorch that this machine needs."""
-    settings = output_of(python, "-m", "pip", "config", "list") or ""
-    if re.search("(index-url|find-links|no-index)=", settings):
+    if re.search("(index-url|find-links|no-index)=", pip_settings(python)):
         say("installing packages from the source in your pip settings")
         return []
     maker = gpu_maker()
@@ -360,7 +363,7 @@ def explain(python, output):
         return f"pip can't install the packages: {disk[0]}; mend that, then run ./run.sh again"
     if "No module named pip" in output:
         return f"{python} has no pip; install it, or deactivate the environment"
-    settings = output_of(python, "-m", "pip", "config", "list") or ""
+    settings = pip_settings(python)
     indexes = re.findall(r"index-url='(.*)'", settings) or ["https://pypi.org/simple"]
     if "no-index" not in settings and not any(answers(index) for index in indexes):
         return f"can't reach the package index {' or '.join(indexes)}; check the network, then run ./run.sh again"
