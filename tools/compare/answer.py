@@ -1,14 +1,11 @@
-"""The answer of compare.py: in words, as a table, as JSON and as a plot."""
+"""The answer of compare.py: in words, and as a table."""
 
 import math
 import statistics
 import textwrap
-from pathlib import Path
-
-import numpy as np
 
 from tools.common import goal, p_text, percent, percent_interval, short, table
-from tools.compare.stats import P_VALUE, Effect, Slope, fewest_pairs, half_widths, log_steps
+from tools.compare.stats import P_VALUE, Effect, Slope, fewest_pairs
 from tools.logs import Log
 from tools.summary import Summary, p_faster, summarize
 
@@ -225,44 +222,3 @@ def record_in_words(
     record = "has what a record needs" if valid else "isn't a record"
     time = f"a run takes {abs(saved):.3f} s {'less' if saved > 0 else 'more'} (p = {p_text(p_time)})"
     return f"{name} {record}: {loss}, and {time}."
-
-
-# -----------------------------------------------------------------------------
-# Plot
-
-
-def draw_narrowing(ax, differences: np.ndarray, effect: Effect, slope: Slope, ideas: int) -> None:
-    """The estimate and its interval after each pair, in percent of the steps."""
-    n = np.arange(1, len(differences) + 1)
-    mean = np.cumsum(differences) / n
-    center, half = log_steps(mean, half_widths(differences, P_VALUE / ideas), slope, effect.own_steps)
-    shown = np.isfinite(half)
-    line = ax.plot(n, 100 * np.expm1(center), linewidth=1.5, label=short(effect.name, 20))[0]
-    low = 100 * np.expm1(center - half)
-    high = 100 * np.expm1(np.minimum(center + half, 5))
-    ax.fill_between(n[shown], low[shown], high[shown], alpha=0.2, color=line.get_color(), linewidth=0)
-
-
-def plot_answer(
-    effects: list[Effect],
-    differences: dict[str, np.ndarray],
-    slope: Slope,
-    until: float,
-    path: Path,
-) -> None:
-    """Draws the intervals as they narrow. Raises FileError."""
-    from tools.figures import plt, save_figure  # slow to import, and only needed here
-
-    figure, ax = plt.subplots(figsize=(8, 4.8))
-    for effect in effects:
-        d = differences[effect.name][: effect.n]
-        draw_narrowing(ax, d, effect, slope, len(effects))
-    widest = max(abs(bound) for e in effects for bound in e.steps_interval if math.isfinite(bound))
-    limit = 100 * min(max(2 * widest, 2 * until), 0.5)
-    ax.set_ylim(-limit, limit)
-    ax.axhline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
-    ax.axhline(-100 * until, color="tab:green", linestyle=":", linewidth=1.2, label=f"a gain of {goal(until)}")
-    ax.set_xlabel("pairs of runs")
-    ax.set_ylabel("steps to the same loss, %")
-    ax.legend(fontsize=9)
-    save_figure(figure, path)

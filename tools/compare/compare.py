@@ -57,8 +57,6 @@ import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 from tools.common import (
     FileError,
     UsageError,
@@ -82,7 +80,6 @@ from tools.compare.answer import (
     answer_for_one,
     headline,
     other_steps,
-    plot_answer,
     record_in_words,
     record_table,
     slope_in_words,
@@ -150,7 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--no_times", action="store_true", help="don't measure step times")
     add("--gate", action="store_true", help="print only the answer; exit status 0 if it helps")
     add("--json", type=output_file, metavar="FILE", help="write all numbers")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw how the intervals narrow")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw the losses of finished runs")
     return parser
 
 
@@ -178,8 +175,8 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         fail("--gate judges one idea; give one --idea")
     if args.command and (args.recipe or args.nproc_per_node > 1):
         fail("--command says what to run; leave out --recipe and --nproc_per_node")
-    if bool(args.base_logs) != bool(args.idea_logs):
-        fail("finished runs need both --base_logs and --idea_logs")
+    if bool(args.base_logs) != bool(args.idea_logs) or args.plot and not args.base_logs:
+        fail("finished runs, and --plot, need both --base_logs and --idea_logs")
     if args.base_logs and (args.command or args.base or args.idea or common):
         fail("finished runs train nothing; leave out --command, --base, --idea and options of the script")
     return args, common
@@ -379,16 +376,9 @@ def record_lines(c: Comparison) -> list[str]:
 
 def report(c: Comparison) -> None:
     """Prints the answer, and writes what was asked for. Raises FileError."""
-    effects = c.effects()
-    print("\n".join(answer(c, effects)), flush=True)
+    print("\n".join(answer(c, c.effects())), flush=True)
     if c.args.json:
         write_file(c.args.json, answer_as_json(c))
-    slope = c.slope()
-    if c.args.plot and (not effects or slope is None):
-        print(f"{c.args.plot}: not drawn, because effects in steps aren't known yet", file=sys.stderr)
-    elif c.args.plot:
-        differences = {idea.name: np.subtract(*c.pairs(idea)) for idea in c.ideas}
-        plot_answer(effects, differences, slope, c.args.until, c.args.plot)
 
 
 def compare(argv: list[str]) -> int:

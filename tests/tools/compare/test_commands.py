@@ -186,7 +186,8 @@ BAD = [
     (["--base", "theirs/data/tokens"], "git knows no file in"),
     (["--recipe", "gpt2"], "leave out --recipe and --nproc_per_node"),
     (["--base_logs", "a", "--idea_logs", "b"], "leave out --command, --base, --idea"),
-    (["--base_logs", "a"], "finished runs need both --base_logs and --idea_logs"),
+    (["--base_logs", "a"], "finished runs, and --plot, need both --base_logs and --idea_logs"),
+    (["--plot", "a.png"], "finished runs, and --plot, need both --base_logs and --idea_logs"),
     (["--run_timeout", "0"], "argument --run_timeout: 0: must be more than zero"),
 ]
 
