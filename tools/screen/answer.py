@@ -17,7 +17,6 @@ from tools.screen.design import (
     Fit,
     make_design,
     pairs_of_group,
-    separating_order,
     verdict,
 )
 
@@ -91,7 +90,7 @@ def table_of_factors(result: Result) -> list[str]:
 
 
 def group_in_words(result: Result, group: int) -> list[str]:
-    """What an interaction may be, and which screen tells its pairs apart."""
+    """What an interaction may be."""
     factors = result.factors
     contrast = result.fit.groups[group - 1]
     pairs = pairs_of_group(group, len(factors))
@@ -101,10 +100,7 @@ def group_in_words(result: Result, group: int) -> list[str]:
     words = "Two factors interact" if len(pairs) == 1 else "At least one of these pairs interacts"
     words += f": {names}. The effect is {contrast.difference:+.4f}, too large to be chance."
     if len(pairs) > 1:
-        order = separating_order(group, len(factors))
-        if order is not None:
-            words += " To find out which, screen again with the factors in this order: "
-            words += ", ".join(factors[i].name for i in order) + "."
+        words += " To find out which, screen again with the factors in another order."
     return textwrap.wrap(words, WIDTH)
 
 

@@ -15,7 +15,6 @@ Experiments" (2022, https://arxiv.org/abs/2210.08589). So you may look after eve
 
 import itertools
 import math
-import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,21 +83,6 @@ def pairs_of_group(group: int, factors: int) -> list[tuple[int, int]]:
     column a XOR b."""
     pairs = itertools.combinations(range(factors), 2)
     return [(i, j) for i, j in pairs if COLUMNS[i] ^ COLUMNS[j] == group]
-
-
-def separating_order(group: int, factors: int) -> list[int] | None:
-    """An order of the factors that puts the pairs of this group into different groups. None if a
-    random search finds none."""
-    pairs = pairs_of_group(group, factors)
-    rng = random.Random(0)
-    order = list(range(factors))
-    for _ in range(100_000):
-        rng.shuffle(order)
-        column = {factor: COLUMNS[place] for place, factor in enumerate(order)}
-        groups = {column[i] ^ column[j] for i, j in pairs}
-        if len(groups) == len(pairs):
-            return order
-    return None
 
 
 # -----------------------------------------------------------------------------

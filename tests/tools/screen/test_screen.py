@@ -63,22 +63,6 @@ def test_groups_of_pairs(factors):
     assert len({tuple(column) for column in columns.T}) == 15
 
 
-@pytest.mark.parametrize("factors", [9, 16])
-def test_separating_order(factors):
-    """In the new order, the pairs of the group have different products."""
-    design = make_design(factors)
-    for group in range(1, 16):
-        order = screen_design.separating_order(group, factors)
-        assert sorted(order) == list(range(factors))
-        pairs = pairs_of_group(group, factors)
-        place = {factor: column for column, factor in enumerate(order)}
-        products = set()
-        for i, j in pairs:
-            product = design[:, place[i]] * design[:, place[j]]
-            products.add(tuple(product))
-        assert len(products) == len(pairs)
-
-
 # -----------------------------------------------------------------------------
 # Fit
 
