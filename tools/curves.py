@@ -73,8 +73,8 @@ def curve(logs: list[Log], x: str) -> Curve:
     table = np.array([[run[step] for step in steps] for run in runs])
     places = table[:, :, 0].mean(axis=0)
     losses = np.array([statistics.fmean(column) for column in table[:, :, 1].T])  # as tables have it
-    degrees = max(1, len(runs) - 1)  # of freedom; the spread of a single run is 0
-    spread = table[:, :, 1].std(axis=0, ddof=len(runs) - degrees)
+    ddof = 1 if len(runs) > 1 else 0  # the spread of a single run is 0
+    spread = table[:, :, 1].std(axis=0, ddof=ddof)
     return Curve(places, losses, spread, len(runs))
 
 

@@ -34,7 +34,7 @@ def table_rows(logs: list[Log]) -> tuple[list[tuple[str, ...]], list[str]]:
     letters = {}
     rows = []
     for log in logs:
-        next_letter = chr(ord("A") + len(letters) % 26)
+        next_letter = chr(ord("A") + len(letters))
         letter = letters.setdefault((log.hardware, log.torch), next_letter)
         rows.append(table_row(log, letter))
     machines = []

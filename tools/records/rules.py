@@ -352,6 +352,6 @@ def judge(
         if same_hardware and final_times(logs) and final_times(prior):
             verdict.comparison = compare(logs, prior, target)
             reasons += judge_times(verdict.comparison)
-    if prior and same_ml:
-        reasons += judge_same_ml(logs, prior, target)
+        if same_ml:
+            reasons += judge_same_ml(logs, prior, target)
     return verdict
