@@ -9,12 +9,12 @@ A100, others have reduced GPT-2 124M from 1000 ms a step to 90 ms.
 """
 import argparse
 import signal
-import statistics
 from dataclasses import replace
 
 from recipes import gpt2  # before torch: it sets variables that torch reads
 from tools.common import whole_number
-from train_gpt import CPU_MODEL, DTYPE, ON_GPU, GradientBuckets, clock
+from tools.gpu.measure import device_name, median_ms
+from train_gpt import DTYPE, ON_GPU, GradientBuckets
 
 import torch
 
@@ -37,12 +37,13 @@ def measure(hp, steps):
     optimizer = gpt2.build_optimizer(model, hp)
     buckets = GradientBuckets(model.parameters())
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens + 1,), dtype=torch.int32)
-    times = []
-    for _ in range(3 + steps):
-        start = clock()
+
+    def step():
         gpt2.train_step(model, optimizer, buckets, tokens, 0, hp)
-        times.append(clock() - start)
-    return statistics.median(times[3:])
+
+    for _ in range(3):
+        step()
+    return median_ms(step, steps)
 
 
 def is_possible(lever):
@@ -64,9 +65,7 @@ def main():
     off = {lever: False for lever in LEVERS.values() if lever}
     hp = replace(hp, batch_tokens=tokens, sequences_per_pass=args.sequences, **off)
 
-    cpu = f"{CPU_MODEL}, {torch.get_num_threads()} threads"
-    machine = torch.cuda.get_device_name() if ON_GPU else cpu
-    print(f"{machine}, PyTorch {torch.__version__}")
+    print(f"{device_name()}, PyTorch {torch.__version__}")
     print(f"{args.track}: {tokens} tokens per step, median of {args.steps} steps\n")
     print(f"{'each row adds':<18} {'ms/step':>9} {'tokens/s':>10} {'x previous':>11} {'x first':>8}")
     measured = []

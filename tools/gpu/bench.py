@@ -32,6 +32,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 
 from tools.common import (
     as_json,
@@ -53,14 +54,15 @@ import train_gpt  # before torch, because it sets variables that torch reads whe
 import torch
 from tools import launch_checks
 from tools.gpu.measure import (
-    PEAKS,
+    PEAK_FLOPS,
     Training,
+    device_name,
     measure,
     median_ms,
     random_product,
     slowest_kernels,
 )
-from train_gpt import DEVICE, InputError
+from train_gpt import ON_GPU, TRACKS, InputError
 
 # -----------------------------------------------------------------------------
 # Tables
@@ -163,10 +165,11 @@ def read_options(argv):
         help="the GPU's dense bf16 peak in TFLOP/s, which the MFU needs (default: known for the H100 SXM "
              "and the H200)")
     args, rest = parser.parse_known_args(argv)
-    options, hp = train_gpt.parse_arguments(rest)
-    if DEVICE.type == "cpu" and hp.track == "fineweb":  # a step of the track takes an hour
-        short_step = ["--batch_tokens=1024", "--train_seq_len=1024", "--val_seq_len=1024"]
-        _, hp = train_gpt.parse_arguments([*short_step, *rest])
+    tracks = TRACKS
+    if not ON_GPU:  # on a CPU, a step of fineweb takes an hour
+        short = replace(TRACKS["fineweb"], batch_tokens=1024, train_seq_len=1024, val_seq_len=1024)
+        tracks = TRACKS | {"fineweb": short}
+    options, hp = train_gpt.parse_arguments(rest, tracks=tracks)
     if launch_checks.find_gpus():
         launch_checks.check_gpus(1)
         if "train_seq_len" not in options.given:
@@ -178,18 +181,16 @@ def read_options(argv):
 def bench(argv):
     args, hp = read_options(argv)
     train_gpt.init_processes()
-    machine = f"{train_gpt.CPU_MODEL}, {torch.get_num_threads()} threads"
-    if DEVICE.type == "cuda":
-        machine = torch.cuda.get_device_name()
+    machine = device_name()
     print(f"{machine}, PyTorch {torch.__version__}", flush=True)
-    peak_flops = args.peak_tflops * 1e12 if args.peak_tflops else PEAKS.get(machine)
+    peak_flops = args.peak_tflops * 1e12 if args.peak_tflops else PEAK_FLOPS.get(machine)
     training = Training(hp)
     figures = measure(training, args.repeats, peak_flops)
     print_summary(hp, figures)
     print_parts(figures)
     print_products(hp, figures, args.repeats)
     if args.kernels:
-        print_kernels(training.step, args.kernels)
+        print_kernels(training.last_step, args.kernels)
     if args.json:
         facts = {
             "date": time.strftime("%Y-%m-%d"),

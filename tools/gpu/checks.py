@@ -6,7 +6,6 @@ as check() makes them. The stages head, attention and muon compare with float64 
 GPU that computes nothing can't agree with itself. They also run on a CPU.
 """
 import dataclasses
-import hashlib
 import itertools
 import math
 import platform
@@ -18,27 +17,15 @@ import torch
 import torch.nn.functional as F
 from tools import launch, launch_checks
 from tools.common import as_json, usable_cores, write_file
-from tools.gpu.measure import PEAKS, Training, measure, slowest_kernels
+from tools.gpu.measure import PEAK_FLOPS, Training, measure, slowest_kernels
 from train_gpt import DEVICE, InputError, require
 
 FINEWEB = train_gpt.TRACKS["fineweb"]
 
 
 def check(name, value, limit):
-    """A measured value that should be at most `limit`. A value that isn't finite is not ok."""
-    value = float(value)
-    finite = math.isfinite(value)
-    return {
-        "name": name,
-        "value": value if finite else str(value),  # JSON has no NaN
-        "limit": limit,
-        "ok": finite and value <= limit,
-    }
-
-
-def relative_error(got, want):
-    """The relative error in the Frobenius norm. `want` is on the CPU."""
-    return (got.cpu().double() - want).norm() / want.norm()
+    """A measured value that should be at most `limit`. NaN is not ok."""
+    return {"name": name, "value": float(value), "limit": limit, "ok": bool(value <= limit)}
 
 # -----------------------------------------------------------------------------
 # Machine and versions
@@ -71,7 +58,7 @@ def machine():
         "system": platform.platform(),
         "CPU": f"{train_gpt.CPU_MODEL}, {usable_cores()} cores",
         "head": head_name(FINEWEB),
-        "train_seq_len": launch_checks.fit_to_memory(FINEWEB, 1).train_seq_len,
+        "train_seq_len": fineweb().train_seq_len,
     }
 
 # -----------------------------------------------------------------------------
@@ -92,7 +79,7 @@ def compare(function, exact, inputs, grad, limits):
     limits: {name: limit} of the result and of each gradient."""
     want = with_gradients(exact, [t.double() for t in inputs], grad)
     got = with_gradients(function, [t.to(DEVICE) for t in inputs], grad)
-    errors = map(relative_error, got, want)
+    errors = [launch_checks.relative_error(t.cpu(), right) for t, right in zip(got, want)]
     return [check(name, error, limit) for error, (name, limit) in zip(errors, limits.items())]
 
 
@@ -195,7 +182,7 @@ def muon_case(*shape):
         buffer = 0.9 * buffer + 0.1 * grad
         want = want - scale * newton_schulz_in_float64(0.1 * grad + 0.9 * buffer)
     name = " x ".join(map(str, shape))
-    return check(f"weights {name}", relative_error(p.detach(), want), 0.05)
+    return check(f"weights {name}", launch_checks.relative_error(p.detach().cpu(), want), 0.05)
 
 
 def muon(width=768):
@@ -211,7 +198,6 @@ OLDER_MINI = (
     "--track mini --num_iterations 50 --smear false --xsa false --relu_slope 0 --muon_momentum 0.9 "
     "--vocab_size 384"
 )
-TOKENS = "226a7052e9d07d278744ff949e7c869af6db238429073a2326edebfba81f0dea"  # SHA-256 of those of 50 steps
 # Steps whose mean losses are compared, before roundings have made two runs differ and at the end; the mean
 # of a CPU in float32, seeds 0 to 4; and how far from it a GPU may be: as far as the same CPU in bf16, or
 # with the FP8 head if that is farther, plus four standard errors.
@@ -219,18 +205,6 @@ MINI_LOSSES = {
     "steps 11 to 20": (slice(10, 20), 2.540779, 0.007834),
     "steps 41 to 50": (slice(40, 50), 2.120178, 0.018436),
 }
-
-
-def batches(hp):
-    found = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size)
-    return itertools.islice(found, hp.num_iterations)
-
-
-def tokens_digest(hp):
-    digest = hashlib.sha256()
-    for tokens in batches(hp):
-        digest.update(tokens.numpy().astype("<u2").tobytes())
-    return digest.hexdigest()
 
 
 def losses_of_seeds(hp, seeds):
@@ -243,18 +217,16 @@ def losses_of_seeds(hp, seeds):
         initial = train_gpt.build_model(dataclasses.replace(hp, seed=seed))
         model.load_state_dict(initial.state_dict())
         optimizers = train_gpt.build_optimizers(model, hp)
+        batches = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size)
         steps = []
-        for step, tokens in enumerate(batches(hp)):
+        for step, tokens in enumerate(itertools.islice(batches, hp.num_iterations)):
             steps.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp))
         losses[seed] = [round(loss, 6) for loss in torch.stack(steps).tolist()]
     return losses
 
 
 def mini():
-    train_gpt.init_processes()
     _, hp = train_gpt.parse_arguments(OLDER_MINI.split())
-    message = "the tokens are not those of the kept losses; make them with data/shakespeare.py"
-    require(tokens_digest(hp) == TOKENS, message)
     losses = losses_of_seeds(hp, range(5))
     checks = []
     for name, (steps, expected, limit) in MINI_LOSSES.items():
@@ -268,21 +240,20 @@ def mini():
 
 def fineweb():
     """The hyperparameters of the track, with sequences that fit this GPU."""
-    train_gpt.init_processes()
     return launch_checks.fit_to_memory(FINEWEB, 1)
 
 
 def speed():
     """The time of a step by part, its slowest kernels and its memory."""
     training = Training(fineweb())
-    figures = measure(training, repeats=5, peak_flops=PEAKS.get(torch.cuda.get_device_name()))
-    figures["kernels"] = slowest_kernels(training.step, 10)
+    figures = measure(training, repeats=5, peak_flops=PEAK_FLOPS.get(torch.cuda.get_device_name()))
+    figures["kernels"] = slowest_kernels(training.last_step, 10)
     return figures | peaks(training)
 
 
 def memory(seq_len, fp8):
-    changes = dict(train_seq_len=seq_len, batch_tokens=2 * seq_len, fp8=fp8)
-    return peaks(Training(dataclasses.replace(fineweb(), **changes)))
+    hp = dataclasses.replace(FINEWEB, train_seq_len=seq_len, batch_tokens=2 * seq_len, fp8=fp8)
+    return peaks(Training(hp))
 
 
 def peaks(training):
@@ -290,9 +261,6 @@ def peaks(training):
     hp = training.hp
     counters = torch._dynamo.utils.counters
     sequence = torch.zeros(hp.val_seq_len + 1, dtype=torch.int32)
-
-    def train(step):
-        training.train(training.tokens, step)
 
     @torch.no_grad()
     def validate(step):
@@ -306,13 +274,13 @@ def peaks(training):
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() // 2**20
 
-    train(0)
+    training.train(0)
     validate(0)
     graphs = counters["stats"]["unique_graphs"]
     return {
         "train_seq_len": hp.train_seq_len,
         "head": head_name(hp),
-        "training MiB": peak(train),
+        "training MiB": peak(training.train),
         "validation MiB": peak(validate),
         "graph breaks": sum(counters["graph_break"].values()),
         "recompilations": counters["stats"]["unique_graphs"] - graphs,
@@ -328,12 +296,12 @@ def waits(steps=12):
     hp = fineweb()
     training = Training(dataclasses.replace(hp, batch_tokens=hp.train_seq_len))
     for step in range(3):
-        training.train(training.tokens, step)
+        training.train(step)
     torch.cuda.synchronize()
     with torch.profiler.profile() as profiler:  # of the CPU and the GPU
         with torch.profiler.record_function("steps"):
             for step in range(3, 3 + steps):
-                training.train(training.tokens, step)
+                training.train(step)
         torch.cuda.synchronize()
     return count_waits(profiler.events(), steps)
 
@@ -376,6 +344,7 @@ STAGES = {
 
 def run_stage(name, file):
     """Runs a stage, and writes its figures into a file as JSON."""
+    train_gpt.init_processes()
     try:
         write_file(file, as_json(STAGES[name]()))
     except InputError as e:

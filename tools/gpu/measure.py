@@ -15,16 +15,15 @@ P(l) visible pairs in layer l, which is 0 in a layer without attention.
 import math
 import resource
 import statistics
-import time
 from operator import attrgetter
 
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
-from train_gpt import DEVICE, DTYPE
+from train_gpt import DEVICE, DTYPE, ON_GPU, clock
 
 # Dense bf16 FLOP/s by the name that the driver reports, from NVIDIA's datasheets of the H100 and H200
 # (the 1,979 TFLOP/s of the SXM boards are with sparsity). For other boards, use --peak_tflops.
-PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 
 # -----------------------------------------------------------------------------
@@ -79,19 +78,18 @@ def newton_schulz_flops(muon):
 # Timing
 
 
-def synchronize():
-    """Waits until the device is done."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+def device_name():
+    """That of the GPU, or of the CPU with its threads."""
+    if ON_GPU:
+        return torch.cuda.get_device_name()
+    return f"{train_gpt.CPU_MODEL}, {torch.get_num_threads()} threads"
 
 
 def ms_of(run):
     """Milliseconds until run() has returned and the device is done."""
-    synchronize()
-    started = time.perf_counter()
+    started = clock()
     run()
-    synchronize()
-    return 1000 * (time.perf_counter() - started)
+    return clock() - started
 
 
 def median_ms(run, repeats):
@@ -107,7 +105,7 @@ def random_product(rows, inputs, outputs):
 
 def matmul_peak():
     """GFLOP/s of the best of eight large square products, after one that isn't counted."""
-    n = 8192 if DEVICE.type == "cuda" else 2048
+    n = 8192 if ON_GPU else 2048
     run = random_product(n, n, n)
     run()
     best_ms = min(ms_of(run) for _ in range(8))
@@ -125,12 +123,12 @@ class Training:
         self.buckets = train_gpt.GradientBuckets(self.model.parameters())
         self.tokens = random_batch(hp)
 
-    def train(self, tokens, step):
-        train_gpt.train_step(self.model, self.optimizers, self.buckets, tokens, step, self.hp)
+    def train(self, step):
+        train_gpt.train_step(self.model, self.optimizers, self.buckets, self.tokens, step, self.hp)
 
-    def step(self):
-        """The last step of a run: its window is the longest."""
-        self.train(self.tokens, self.hp.num_iterations - 1)
+    def last_step(self):
+        """Its window is the longest."""
+        self.train(self.hp.num_iterations - 1)
 
 
 def random_batch(hp):
@@ -178,7 +176,7 @@ def ms_of_parts(training):
 
 def peak_memory():
     """MiB allocated and reserved: by PyTorch's allocator on a GPU, by the process on a CPU."""
-    if DEVICE.type == "cuda":
+    if ON_GPU:
         return torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10
     return used, used
@@ -191,12 +189,12 @@ def measure(training, repeats, peak_flops):
     """
     hp = training.hp
     peak_before = matmul_peak()
-    first_ms = ms_of(training.step)
+    first_ms = ms_of(training.last_step)
     for _ in range(repeats // 2):
-        training.step()
-    if DEVICE.type == "cuda":
+        training.last_step()
+    if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
-    step_ms = median_ms(training.step, repeats)
+    step_ms = median_ms(training.last_step, repeats)
     allocated, reserved = peak_memory()
     times = zip(*(ms_of_parts(training) for _ in range(repeats)))
     forward_ms, backward_ms, optimizer_ms = map(statistics.median, times)
@@ -233,7 +231,7 @@ def slowest_kernels(step, count):
     Returns [(name, calls, ms, % of all)].
     """
     kind, time_of = torch.autograd.DeviceType.CPU, attrgetter("self_cpu_time_total")
-    if DEVICE.type == "cuda":
+    if ON_GPU:
         kind, time_of = torch.autograd.DeviceType.CUDA, attrgetter("self_device_time_total")
     with torch.profiler.profile() as profiler:
         ms_of(step)

@@ -118,10 +118,12 @@ def make_report(folder, only, minutes):
     folder.mkdir(parents=True, exist_ok=True)
     results = kept_stages(folder / "gpu_report.json", conditions) | {"machine": machine}
     for name in only or [name for name in STAGES if name not in results]:
-        print(f"{name}: ", end="", flush=True)
         seconds = min(20 * minutes, deadline - time.monotonic())
-        left_out = f"the {minutes:g} minutes are over; run the command again to continue"
-        results[name] = run_stage(name, seconds) if seconds > 1 else result_of("was left out", error=left_out)
+        if seconds < 1:
+            print(f"the {minutes:g} minutes are over; run the same command again to continue")
+            break
+        print(f"{name}: ", end="", flush=True)
+        results[name] = run_stage(name, seconds)
         print(f"{results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
         write_report(folder, conditions, results)
     write_report(folder, conditions, results)

@@ -31,7 +31,7 @@ def run_stage(name, file):
         subprocess.run(sleep, pass_fds=[lock.fileno()])
     figures = {"name": name}
     if name == "machine":
-        figures = {"GPU": "a GPU", "PyTorch": "2.11", "compute capability": "9.0", "free MiB": 80_000}
+        figures = {"GPU": "a GPU", "PyTorch": "2.11", "head": "FP8"}
     if name == "waits":
         figures = {"steps": 12, "waits": 0, "waiting ms": 0.0}
     if name == "head":
@@ -77,7 +77,7 @@ def test_a_report_continues_where_it_stopped(fake_checks):
     out = fake_checks / "out"
     report.make_report(out, ["waits"], 0.3)
     report.make_report(out, ["head", "muon"], 0.001)
-    assert status_of_stages(fake_checks)["head"] == "was left out"  # the time was over
+    assert status_of_stages(fake_checks).keys() == {"machine", "waits"}  # the time was over
     (fake_checks / "made").unlink()
     report.make_report(out, ["head"], 0.3)
     report.make_report(out, None, 0.3)
@@ -121,8 +121,8 @@ def test_verdicts():
         waits = {"steps": 12, "waits": count, "waiting ms": 75.0 * count}
         found = verdicts(machine={}, waits=waits)
         assert found["The host doesn't wait for the GPU between validations"] == verdict
-    for capability, verdict in [("8.6", "not checked"), ("8.9", "confirmed")]:
-        found = verdicts(machine={"compute capability": capability}, head={"checks": []})
+    for head, verdict in [("bf16", "not checked"), ("FP8", "confirmed")]:
+        found = verdicts(machine={"head": head, "compute capability": "8.6"}, head={"checks": []})
         assert found["the language-model head runs in FP8"] == verdict
 
 
@@ -179,10 +179,8 @@ def test_a_wrong_mask_or_muon_is_noticed(monkeypatch):
     assert len(failed(small_muon())) == 4
 
 
-def test_a_value_that_is_not_finite_fails():
-    check = checks.check("x", float("nan"), 1.0)
-    assert not check["ok"]
-    assert json.loads(json.dumps(check, allow_nan=False))["value"] == "nan"
+def test_nan_fails():
+    assert not checks.check("x", float("nan"), 1.0)["ok"]
 
 
 def event(name, start, end):
@@ -211,7 +209,6 @@ def older_mini(monkeypatch):
     monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
     monkeypatch.setattr(train_gpt, "uses_fp8", lambda hp: False)
     _, hp = train_gpt.parse_arguments(checks.OLDER_MINI.split())
-    assert checks.tokens_digest(hp) == checks.TOKENS
     return hp
 
 
