@@ -167,12 +167,6 @@ def output_of(*command):
     return None
 
 
-def leave(file):
-    """Writes an empty file. That it is there says something."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch()
-
-
 @contextlib.contextmanager
 def setup_lock():
     """Packages and data are shared by all runs of this checkout. The lock is on its folder."""
@@ -465,19 +459,14 @@ def run_ranks(command, processes, **options):
 
 
 def prepare(command, plan):
-    """Trains a step, so that its compiled code is in PyTorch's cache. Once is enough: a file says so.
-    Returns the exit status."""
-    prepared = Path(plan["stamp"])
-    if not prepared.exists():
-        say("compiling: a minute or two")
-        with tempfile.TemporaryDirectory() as folder:
-            step = ["--num_iterations=1", "--num_runs=1", f"--log_dir={folder}"]
-            status = run_ranks(command + step, plan["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
-        if status:
-            return status
-        leave(prepared)
-    say(f"ready: {plan['text']}")
-    return 0
+    """Trains a step, so that its compiled code is in PyTorch's cache. Returns the exit status."""
+    say("compiling may take a minute or two")
+    with tempfile.TemporaryDirectory() as folder:
+        step = ["--num_iterations=1", "--num_runs=1", f"--log_dir={folder}"]
+        status = run_ranks(command + step, plan["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    if status == 0:
+        say(f"ready: {plan['text']}")
+    return status
 
 
 def train(command, plan):

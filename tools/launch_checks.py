@@ -173,25 +173,21 @@ def compile_problem(hp):
     return ""
 
 
-def code_facts():
-    """What compiled code depends on, apart from the script and its settings."""
+def stamp():
+    """Returns the file whose existence says that compiled code is right on this CPU, with this compiler
+    and this PyTorch."""
     compiler = launch.output_of(*CXX.split(), "--version")
     march = os.environ.get("TORCHINDUCTOR_CPP_MARCH")
-    cpu = [train_gpt.CPU_MODEL, sorted(train_gpt.CPU_FLAGS), compiler, CXX, march]
-    return [cpu, torch.__version__, str(DTYPE), train_gpt.ON_GPU and torch.cuda.get_device_name()]
-
-
-def stamp(name, *facts):
-    """Returns a file whose existence says something about compiled code, for these facts."""
+    cpu = [train_gpt.CPU_MODEL, sorted(train_gpt.CPU_FLAGS)]
+    facts = json.dumps([cpu, CXX, compiler, march, torch.__version__, str(DTYPE)])
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / "data" / ".cache"
-    digest = hashlib.sha256(json.dumps([code_facts(), *facts]).encode()).hexdigest()
-    return Path(folder, f"{name}-{digest[:16]}")
+    return Path(folder, f"compiled-code-is-right-{hashlib.sha256(facts.encode()).hexdigest()[:16]}")
 
 
 def check_compiler(processes):
     """Returns the environment variables of a run: none if compiled code is right. Random tokens are
     split among `processes` as in a run, which then finds the code in PyTorch's cache."""
-    right = stamp("compiled-code-is-right")
+    right = stamp()
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or right.exists():
         return {}
     launch.say("comparing compiled code with uncompiled code: a minute or two, once")
@@ -202,7 +198,8 @@ def check_compiler(processes):
         launch.say(f"warning: training without torch.compile, at about half the speed: {problem}")
         return {"TORCH_COMPILE_DISABLE": "1", "SPEEDRUN_COMPILE_REASON": f"({problem})"}
     with contextlib.suppress(OSError):  # the next run compares again
-        launch.leave(right)
+        right.parent.mkdir(parents=True, exist_ok=True)
+        right.touch()
     return {}
 
 
@@ -237,15 +234,13 @@ def check_run(mode, script, options):
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
         variables |= check_compiler(processes)
     compiled = "not compiled" if (os.environ | variables).get("TORCH_COMPILE_DISABLE") == "1" else "compiled"
-    seq_len = getattr(hp, "train_seq_len", None) or getattr(hp, "block_size", None) or hp.seq_lens
     where = "GPUs" if gpus else "the CPU"
     return dict(
         processes=processes,
         environment=variables,
         options=more,
         log_dir=str(Path(args.resume).parent if checkpoint else args.log_dir),
-        text=f"{hp.track} on {where}, processes: {processes}, sequence length: {seq_len}, {compiled}",
-        stamp=str(stamp("prepared", script.SOURCE, vars(hp), processes, compiled)),
+        text=", ".join([f"{hp.track} on {where}", f"processes: {processes}", compiled, *more]),
     )
 
 
