@@ -38,7 +38,6 @@ def assert_near(got, want, tolerance):
     "length,every,blocks",  # `every`: the mean length of a document; blocks: the window
     [
         (1024, 60, 1),
-        (2048, 300, 16),
         (8192, 5, 14),
         (48 * 1024, 1000, 14),  # these have the length of the training
         (48 * 1024, 10**9, 14),

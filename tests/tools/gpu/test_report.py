@@ -203,15 +203,10 @@ def test_waits_are_counted_within_the_steps_only():
 
 
 # --------------------------------------------------------------- the losses of a CPU
-@pytest.fixture
-def older_mini(monkeypatch):
+def test_settings_are_those_of_the_kept_losses(monkeypatch):
     """The recipe of mini changes, but a GPU must train that of the kept losses."""
     monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
     monkeypatch.setattr(train_gpt, "uses_fp8", lambda hp: False)
     _, hp = train_gpt.parse_arguments(checks.OLDER_MINI.split())
-    return hp
-
-
-def test_settings_are_those_of_the_kept_losses(older_mini):
-    losses = checks.losses_of_seeds(replace(older_mini, num_iterations=2), [0])
+    losses = checks.losses_of_seeds(replace(hp, num_iterations=2), [0])
     assert losses[0] == pytest.approx([5.950651, 5.446752], abs=1e-4)
