@@ -156,22 +156,17 @@ def ms_of_parts(training):
     inputs, targets = train_gpt.to_batch(tokens, hp.train_seq_len)
     window = longest_window(hp)
     weight = torch.full((), hp.train_seq_len / hp.batch_tokens, device=DEVICE)
-    losses = []
     training.buckets.last_micro_step = True
-
-    def forward():
-        losses.append(training.model(inputs, targets, window))
-
-    def backward():
-        losses.pop().backward(weight)
-
-    def update():
-        training.buckets.wait()
-        for optimizer in training.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return ms_of(forward), ms_of(backward), ms_of(update)
+    started = clock()
+    loss = training.model(inputs, targets, window)
+    forward = clock()
+    loss.backward(weight)
+    backward = clock()
+    training.buckets.wait()
+    for optimizer in training.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return forward - started, backward - forward, clock() - backward
 
 
 def peak_memory():
@@ -234,7 +229,7 @@ def slowest_kernels(step, count):
     if ON_GPU:
         kind, time_of = torch.autograd.DeviceType.CUDA, attrgetter("self_device_time_total")
     with torch.profiler.profile() as profiler:
-        ms_of(step)
+        step()
     events = [event for event in profiler.key_averages() if event.device_type == kind]
     events.sort(key=time_of, reverse=True)
     total = sum(map(time_of, events)) or 1  # microseconds
