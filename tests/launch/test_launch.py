@@ -25,7 +25,7 @@ import pytest
 
 from tools import launch
 from tools.launch import LaunchError
-from recipes import gpt2, january2026
+from recipes import january2026
 from train_gpt import TRACKS
 from tests.util import ROOT, env
 
@@ -312,7 +312,6 @@ def test_requirements_name_what_is_imported():
     [
         (TRACKS["mini"], ["-m", "data.shakespeare"]),
         (TRACKS["fineweb"], ["-m", "data.cached_fineweb10B", "7"]),
-        (gpt2.TRACKS["fineweb"], ["-m", "data.cached_fineweb10B", "101"]),
         (january2026.TRACKS["fineweb"], ["-m", "data.cached_fineweb10B", "9"]),
         (replace(TRACKS["fineweb"], train_files="../mine/train_*.bin"), None),
     ],

@@ -33,12 +33,12 @@ def training(folder, checkout=ROOT):
     return [checkout / "run.sh", *tiny_run(folder, "--device=cpu", "--log_dir=logs", **settings)]
 
 
-def start_training(folder, *prefix, checkout=ROOT, **variables):
+def start_training(folder, *prefix, **variables):
     """Starts a training with this Python's packages, with no compiled code yet. `prefix` is a command
     that starts it."""
     path = f"{sys.prefix}/bin:{os.environ['PATH']}"
     usual = dict(VIRTUAL_ENV=sys.prefix, PATH=path, TORCHINDUCTOR_CACHE_DIR=folder / "cache")
-    return start([*prefix, *training(folder, checkout)], folder, **usual | variables)
+    return start([*prefix, *training(folder)], folder, **usual | variables)
 
 
 def train(folder, *prefix, **variables):

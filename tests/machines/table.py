@@ -61,13 +61,13 @@ def start(command, folder, **variables):
     )
 
 
-def finish(process, timeout=600):
+def finish(process):
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        output += f"\nstill running after {timeout} s"
+        output += "\nstill running after 600 s"
     return Done(process.returncode, output)
 
 
@@ -103,22 +103,20 @@ def trained(done, *words):
     return outcome
 
 
-def one_line(done, *words):
+def one_line(done, words):
     """The command must have ended with status 2 and one error line with these words. Returns the line."""
     errors = re.findall(r"^(?:run\.sh: )?error: .*$", done.output, re.M)
     assert done.code == 2 and "Traceback" not in done.output, f"exit {done.code}: {done.last_line}"
     assert len(errors) == 1, f"{len(errors)} error lines: {done.last_line}"
-    for word in words:
-        assert word in errors[0], f"says nothing of {word!r}: {errors[0]}"
+    assert words in errors[0], f"says nothing of {words!r}: {errors[0]}"
     return errors[0]
 
 
 def stopped(done, number):
     """A signal must have ended the command, with one line. Returns the line."""
-    lines = done.output.splitlines()
     assert done.code == 128 + number, f"exit {done.code}: {done.last_line}"
     assert done.last_line.startswith("run.sh: stopped by"), done.last_line
-    for line in lines:
+    for line in done.output.splitlines():
         assert line.startswith("run.sh: "), line
     return done.last_line
 
