@@ -3,7 +3,6 @@ Times a training step on this machine: each part of it, and how close it comes t
 speed.
 
     ./run.sh bench                                the default track, on a GPU if there is one
-    ./run.sh bench --track fineweb                on a CPU: steps of 1,024 tokens, not 393,216
     ./run.sh bench --fp8 false --num_layers 4     with any option of train_gpt.py
     ./run.sh bench --kernels 25                   also list the 25 slowest kernels
 
@@ -19,20 +18,17 @@ cached. Memory is the peak. On CUDA, "allocated" is tensors and "reserved" is wh
 allocator holds; on a CPU, both are the memory of the process.
 
 The "matmul peak" is the speed of the best of several large square matrix products in the data type
-of the activations. It is measured before and after the steps, and the tables show percentages of
+of the activations. It is measured before and after the steps, and the table shows percentages of
 the higher of the two. The GFLOP of a row are those of the model, as tools/gpu/measure.py counts
 them. For the optimizers, they are those of Newton-Schulz; for the whole step, the sum of both. The
-gap to 100% is element-wise work, masked pairs, memory traffic and small products. The second table
-has the matrix products of activations with weights in the forward pass of one micro-step.
+gap to 100% is element-wise work, masked pairs, memory traffic and small products.
 
 MFU (model FLOPs utilization) is the model's FLOP/s divided by the dense bf16 peak in the GPU's
 datasheet, even if the head runs in FP8.
 """
-import math
 import os
 import sys
 import time
-from dataclasses import replace
 
 from tools.common import (
     as_json,
@@ -53,35 +49,11 @@ if __name__ == "__main__" and not environment().items() <= os.environ.items():
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
 from tools import launch_checks
-from tools.gpu.measure import (
-    PEAK_FLOPS,
-    Training,
-    device_name,
-    measure,
-    median_ms,
-    random_product,
-    slowest_kernels,
-)
-from train_gpt import ON_GPU, TRACKS, InputError
+from tools.gpu.measure import PEAK_FLOPS, Training, device_name, measure, slowest_kernels
+from train_gpt import InputError
 
 # -----------------------------------------------------------------------------
 # Tables
-
-
-def print_table(header, rows):
-    print("", *table([header, *rows], "<" + ">" * len(rows[0])), sep="\n")
-
-
-def higher_peak(figures):
-    """In GFLOP/s."""
-    return max(figures["matmul peak before GFLOP/s"], figures["matmul peak after GFLOP/s"])
-
-
-def rate_cells(ms, flops, peak):
-    """The cells ms, GFLOP, GFLOP/s and % of peak. peak: in GFLOP/s."""
-    gflop = flops / 1e9
-    rate = gflop / (ms / 1000)
-    return [f"{ms:,.3f}", f"{gflop:,.3f}", f"{rate:,.0f}", f"{100 * rate / peak:.0f}"]
 
 
 def print_summary(hp, figures):
@@ -112,33 +84,14 @@ def print_parts(figures):
         ("optimizers", "optimizer ms", muon),
         ("whole step", "step ms", step + muon),
     ]
-    peak = higher_peak(figures)
-    rows = [[part, *rate_cells(figures[figure], flops, peak)] for part, figure, flops in parts]
-    print_table(["part", "ms", "GFLOP", "GFLOP/s", "% of peak"], rows)
-
-
-def print_products(hp, figures, repeats):
-    """Measures and prints the matrix products of one micro-step.
-
-    Only one of them has its operands in memory at a time: all of them would fill a small GPU.
-    """
-    dim = hp.model_dim
-    attention_dim = hp.num_heads * hp.head_dim
-    products = [
-        ("attention in", dim, 3 * attention_dim),
-        ("attention out", attention_dim, dim),
-        ("MLP in", dim, 4 * dim),
-        ("MLP out", 4 * dim, dim),
-        ("head", dim, train_gpt.pad_vocab(hp.vocab_size)),
-    ]
-    rows = []
-    for name, *widths in products:
-        shape = [figures["micro-step tokens"], *widths]
-        run = random_product(*shape)
-        run()
-        cells = rate_cells(median_ms(run, repeats), 2 * math.prod(shape), higher_peak(figures))
-        rows.append([name, " x ".join(f"{n:,}" for n in shape), *cells])
-    print_table(["product", "shape", "ms", "GFLOP", "GFLOP/s", "% of peak"], rows)
+    peak = max(figures["matmul peak before GFLOP/s"], figures["matmul peak after GFLOP/s"])
+    rows = [("part", "ms", "GFLOP", "GFLOP/s", "% of peak")]
+    for part, figure, flops in parts:
+        ms = figures[figure]
+        gflop = flops / 1e9
+        rate = gflop / (ms / 1000)
+        rows.append((part, f"{ms:,.3f}", f"{gflop:,.3f}", f"{rate:,.0f}", f"{100 * rate / peak:.0f}"))
+    print("", *table(rows, "<>>>>"), sep="\n")
 
 
 def print_kernels(step, count):
@@ -165,11 +118,7 @@ def read_options(argv):
         help="the GPU's dense bf16 peak in TFLOP/s, which the MFU needs (default: known for the H100 SXM "
              "and the H200)")
     args, rest = parser.parse_known_args(argv)
-    tracks = TRACKS
-    if not ON_GPU:  # on a CPU, a step of fineweb takes an hour
-        short = replace(TRACKS["fineweb"], batch_tokens=1024, train_seq_len=1024, val_seq_len=1024)
-        tracks = TRACKS | {"fineweb": short}
-    options, hp = train_gpt.parse_arguments(rest, tracks=tracks)
+    options, hp = train_gpt.parse_arguments(rest)
     if launch_checks.find_gpus():
         launch_checks.check_gpus(1)
         if "train_seq_len" not in options.given:
@@ -188,7 +137,6 @@ def bench(argv):
     figures = measure(training, args.repeats, peak_flops)
     print_summary(hp, figures)
     print_parts(figures)
-    print_products(hp, figures, args.repeats)
     if args.kernels:
         print_kernels(training.last_step, args.kernels)
     if args.json:

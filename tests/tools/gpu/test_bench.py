@@ -80,9 +80,9 @@ SMALL = (
 )
 
 
-def cells(text, name, shape=""):
-    """The last four cells of a row: ms, GFLOP, GFLOP/s and % of peak."""
-    (row,) = re.findall(rf"^{re.escape(name)} +{shape}([\d,. ]+)$", text, re.M)
+def cells(text, name):
+    """The cells of a row: ms, GFLOP, GFLOP/s and % of peak."""
+    (row,) = re.findall(rf"^{re.escape(name)} +([\d,. ]+)$", text, re.M)
     return [float(cell.replace(",", "")) for cell in row.split()]
 
 
@@ -112,20 +112,6 @@ def test_whole_benchmark(tmp_path, monkeypatch, capsys):
         expected = gflop / figures[name] * 1000
         assert rate == pytest.approx(expected, abs=0.6)
         assert percent == pytest.approx(100 * expected / 50, abs=0.6)
-    assert cells(text, "head", "256 x 32 x 320")[1] == pytest.approx(2e-9 * 256 * 32 * 320, abs=1e-3)
     times = [float(row.split()[0]) for row in text.splitlines()[-3:]]  # of kernels
     assert times == sorted(times, reverse=True)
     assert times[-1] > 0
-
-
-# -----------------------------------------------------------------------------
-# Options
-
-
-def test_fineweb_on_a_cpu_takes_short_steps():
-    words = ["--track", "fineweb"]
-    _, hp = bench.read_options(words)
-    short = replace(TRACKS["fineweb"], batch_tokens=1024, train_seq_len=1024, val_seq_len=1024)
-    assert hp == short
-    _, hp = bench.read_options([*words, "--batch_tokens", "2048"])
-    assert hp == replace(short, batch_tokens=2048)
