@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tools.common import goal, percent_interval, plural, short
-from tools.compare.runs import RUNS_A_PROCESS, Pool, Task, runs_a_process
+from tools.compare.runs import RUNS_A_PROCESS, Pool, runs_a_process
 from tools.compare.sources import Variant, log_ratio_of_steps
 from tools.compare.stats import (
     FEWEST_SLOPES,
@@ -36,6 +36,7 @@ from tools.compare.stats import (
 USUAL_SD = 0.005
 USUAL_SLOPE = -0.123
 MOST_SLOPES = 24  # seeds
+UNLIMITED = 1_000_000  # pairs
 
 
 @dataclass
@@ -105,23 +106,22 @@ class Comparison:
 def undecided(c: Comparison) -> list[Variant]:
     """The ideas that need more runs."""
     effects = {effect.name: effect for effect in c.effects()}
-    waiting = []
-    for idea in c.ideas:
-        effect = effects.get(idea.name)
-        most = 0  # pairs
-        if effect is None:
-            most = 2
-        elif c.args.runs:
-            most = c.args.runs
-        elif effect.verdict == "identical":
-            most = RUNS_A_PROCESS
-        elif effect.verdict == "undecided" and not has_goal(c):
-            most = 1_000_000
-        elif effect.verdict == "undecided":
-            most = most_pairs(goal_in_loss(c), max(effect.sd, 1e-6), len(c.ideas))
-        if c.pairs(idea).shape[1] < most:
-            waiting.append(idea)
-    return waiting
+    return [idea for idea in c.ideas if c.pairs(idea).shape[1] < pairs_at_most(c, effects.get(idea.name))]
+
+
+def pairs_at_most(c: Comparison, effect: Effect | None) -> int:
+    """How many pairs an idea with this effect gets."""
+    if c.args.runs:
+        return c.args.runs
+    if effect is None:
+        return 2
+    if effect.verdict == "identical":
+        return RUNS_A_PROCESS
+    if effect.verdict != "undecided":
+        return 0
+    if not has_goal(c):
+        return UNLIMITED
+    return most_pairs(goal_in_loss(c), max(effect.sd, 1e-6), len(c.ideas))
 
 
 def has_goal(c: Comparison) -> bool:
@@ -162,7 +162,7 @@ def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
     if not waiting and not c.args.runs:
         return
     first = c.args.seed
-    last = first + (c.args.runs or 1_000_000)
+    last = first + (c.args.runs or UNLIMITED)
     done = min((c.pairs(idea).shape[1] for idea in waiting), default=0)
     size = runs_a_process(c.base)
     chunk = first + done - done % size
@@ -170,29 +170,12 @@ def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
     for start in (chunk, chunk + size):
         if start >= first + RUNS_A_PROCESS:
             yield from slope_runs(c)
-        for variant in in_turn([c.base, *waiting], start, size):
+        variants = [c.base, *waiting]
+        if size == 1 and start % 2:  # each variant of a command is as often first as last
+            variants.reverse()
+        for variant in variants:
             yield variant, range(start, min(start + size, last))
     yield from slope_runs(c)
-
-
-def in_turn(variants: list[Variant], start: int, size: int) -> list[Variant]:
-    """Turned around for every other command, so that each variant is as often first as last."""
-    return variants[::-1] if size == 1 and start % 2 else variants
-
-
-def next_task(c: Comparison) -> Task | None:
-    """What to run next; None if nothing can be started now."""
-    for variant, seeds in wanted_runs(c):
-        taken = set(c.pool.runs[variant.name])
-        for worker in c.pool.workers:
-            if worker.task.variant is variant:
-                taken.update(worker.task.seeds)
-        missing = [seed for seed in seeds if seed not in taken]
-        if missing:
-            # Those that follow each other, for one process
-            run = [seed for i, seed in enumerate(missing) if seed == missing[0] + i]
-            return Task(variant, run[: runs_a_process(variant)])
-    return None
 
 
 # -----------------------------------------------------------------------------
@@ -205,11 +188,10 @@ def runs_to_make(c: Comparison) -> int:
     if not waiting:
         return 0
     expected = pairs_expected(c)
-    runs = sum(max(0, expected - len(c.losses(variant))) for variant in [c.base, *waiting])
-    slopes = 0
+    wanted = [(variant, expected) for variant in [c.base, *waiting]]
     if c.fewer:
-        slopes = sum(max(0, FEWEST_SLOPES - len(c.losses(variant))) for variant in (c.fewer, c.more))
-    return runs + slopes
+        wanted += [(c.fewer, FEWEST_SLOPES), (c.more, FEWEST_SLOPES)]
+    return sum(max(0, runs - len(c.losses(variant))) for variant, runs in wanted)
 
 
 def plan_in_words(c: Comparison) -> str:

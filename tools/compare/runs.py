@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,8 @@ from tools import launch
 from tools.common import ROOT, LogError, UsageError, chosen_threads, short, usable_cores
 from tools.compare.sources import Variant, link_data, script_environment
 from tools.logs import SUFFIXES, Log, parse_log
+
+Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
 RUNS_A_PROCESS = 8
@@ -51,7 +53,6 @@ class Task:
 
     variant: Variant
     seeds: list[int]  # without those of finished runs
-    second_try: bool = False
 
 
 @dataclass
@@ -74,7 +75,6 @@ class Pool:
     timeout: float = math.inf  # minutes that a process may take
     runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
     workers: list[Worker] = field(default_factory=list)
-    undone: list[Task] = field(default_factory=list)  # what killed processes left
     new: set[tuple[str, int]] = field(default_factory=set)  # runs of this session: variant's name, seed
     started: float = field(default_factory=time.monotonic)
 
@@ -155,10 +155,9 @@ def are_commands(variants: list[Variant]) -> bool:
 
 
 def on_gpu(variants: list[Variant]) -> bool:
-    """A command may always use the machine's GPU."""
-    if are_commands(variants):
-        return launch.gpu_maker() != ""
-    return any(v.settings is not None and v.settings["device"] == "cuda" for v in variants)
+    """Commands, and scripts that can't be asked, may always use the machine's GPU."""
+    devices = {v.settings["device"] if v.settings else "any" for v in variants}
+    return "cuda" in devices or "any" in devices and launch.gpu_maker() != ""
 
 
 def cpu_line(name: str) -> str:
@@ -321,16 +320,22 @@ def start_process(pool: Pool, command: str | list[str], console: Path, **more) -
 
 
 def start_script(
-    pool: Pool, variant: Variant, options: list[str], threads: int, console: Path
+    pool: Pool, variant: Variant, seeds: list[int], folder: Path, threads: int
 ) -> subprocess.Popen:
-    """Starts a script with more options than those of the variant."""
+    """Starts a script that makes the runs of these seeds, one after the other. Its logs and the file
+    console.txt lie in the folder."""
     command = [sys.executable]
     processes = pool.facts["processes"]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += ["-m", variant.module(), *variant.options, *options]
+    command += ["-m", variant.module(), *variant.options]
+    command += ["--log_dir", str(folder / "logs"), "--seed", str(seeds[0])]
+    if len(seeds) > 1:
+        command += ["--num_runs", str(len(seeds))]
+    if "val_loss_every" in (variant.settings or {}):
+        command += ["--val_loss_every", "0"]
     env = script_environment() | {"OMP_NUM_THREADS": str(threads)}
-    return start_process(pool, command, console, cwd=variant.folder, env=env)
+    return start_process(pool, command, folder / "console.txt", cwd=variant.folder, env=env)
 
 
 def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subprocess.Popen:
@@ -349,17 +354,11 @@ def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subp
 def start(pool: Pool, task: Task) -> None:
     variant = task.variant
     folder = FOLDER / "working" / f"{pool.key(variant)}_seed{task.seeds[0]}"
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    options = ["--log_dir", str(folder / "logs"), "--seed", str(task.seeds[0])]
-    if len(task.seeds) > 1:
-        options += ["--num_runs", str(len(task.seeds))]
-    if "val_loss_every" in (variant.settings or {}):
-        options += ["--val_loss_every", "0"]
     if variant.command:
         child = start_command(pool, variant, task.seeds[0], folder)
     else:
-        child = start_script(pool, variant, options, pool.facts["threads"], folder / "console.txt")
+        child = start_script(pool, variant, task.seeds, folder, pool.facts["threads"])
     pool.workers.append(Worker(task, child, folder))
 
 
@@ -435,8 +434,7 @@ def finished_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Lo
 def collect(pool: Pool, worker: Worker) -> None:
     """Keeps the runs that a process has finished, and removes the process if it has ended.
 
-    Raises RunError if runs are missing, or take too long. If a signal killed the process, they are made
-    again, once.
+    Raises RunError if runs are missing, or take too long.
     """
     status = worker.child.poll()
     task = worker.task
@@ -447,28 +445,34 @@ def collect(pool: Pool, worker: Worker) -> None:
         if time.monotonic() - worker.started > 60 * pool.timeout:
             fail(worker, f"it took more than --run_timeout {pool.timeout:g} minutes")
         return
-    if task.seeds and status < 0 and not task.second_try:
-        pool.undone.append(Task(task.variant, task.seeds, second_try=True))
-    elif task.seeds:
+    if task.seeds:
         fail(worker, f"exit status {status}" if status else "its log is incomplete")
     stop(pool, worker)
 
 
-def start_workers(pool: Pool, next_task: Callable[[], Task | None]) -> None:
-    while len(pool.workers) < pool.jobs:
-        task = pool.undone.pop() if pool.undone else next_task()
-        if task is None:
-            return
-        start(pool, task)
+def next_task(pool: Pool, wanted: Wanted) -> Task | None:
+    """The first of these runs that are neither there nor under way; None if there are none."""
+    for variant, seeds in wanted:
+        taken = set(pool.runs[variant.name])
+        for worker in pool.workers:
+            if worker.task.variant is variant:
+                taken.update(worker.task.seeds)
+        missing = [seed for seed in seeds if seed not in taken]
+        if missing:
+            # Those that follow each other, for one process
+            run = [seed for i, seed in enumerate(missing) if seed == missing[0] + i]
+            return Task(variant, run[: runs_a_process(variant)])
+    return None
 
 
-def make_runs(pool: Pool, next_task: Callable[[], Task | None], enough: Callable[[int], bool]) -> None:
-    """Makes runs until next_task() gives None and all processes have ended, or until enough(new) is true.
-    It is asked ten times a second; `new` is the number of runs that were finished meanwhile. Processes that
-    are still at work in the end are stopped. Raises RunError and UsageError."""
+def make_runs(pool: Pool, wanted: Callable[[], Wanted], enough: Callable[[int], bool]) -> None:
+    """Makes the runs of wanted() until all are there, or until enough(new) is true. Both are asked ten
+    times a second; `new` is the number of runs that were finished meanwhile. Processes that are still at
+    work in the end are stopped. Raises RunError and UsageError."""
     try:
         while True:
-            start_workers(pool, next_task)
+            while len(pool.workers) < pool.jobs and (task := next_task(pool, wanted())):
+                start(pool, task)
             if not pool.workers:
                 return
             time.sleep(0.1)

@@ -35,10 +35,7 @@ class Trainer:
         folder.mkdir(parents=True)
         self.name = variant.name
         self.console = folder / "console.txt"
-        options = ["--log_dir", str(folder / "logs"), "--seed", "0"]
-        if variant.settings is not None:
-            options += ["--val_loss_every", "0"]
-        self.child = start_script(pool, variant, options, usable_cores(), self.console)
+        self.child = start_script(pool, variant, [0], folder, usable_cores())
         self.output = open(self.console, "rb")
         self.found = []  # see times()
 

@@ -38,7 +38,7 @@ from tools.common import (
     write_file,
 )
 from tools.compare import runs as compare_runs
-from tools.compare.runs import Pool, RunError, Task, make_runs, open_pool, show_line
+from tools.compare.runs import Pool, RunError, make_runs, open_pool, show_line
 from tools.compare.sources import check_data, log_ratio_of_steps
 from tools.compare.stats import measure_slope
 from tools.screen.answer import Result, answer, plot_result, result_as_json
@@ -79,20 +79,6 @@ def make_parser() -> argparse.ArgumentParser:
 # Runs
 
 
-def missing_tasks(screen: Screen, pool: Pool, seeds: list[int]) -> list[Task]:
-    """The runs that these blocks still need. A process makes those of seeds that follow each other."""
-    tasks = []
-    variants = {variant.name: variant for variant in screen.variants()}  # each once
-    for variant in variants.values():
-        missing = [seed for seed in seeds if seed not in pool.runs[variant.name]]
-        together = missing[1:] == [seed + 1 for seed in missing[:-1]]
-        if missing and together and variant.settings is not None:
-            tasks.append(Task(variant, missing))
-        else:
-            tasks += [Task(variant, [seed]) for seed in missing]
-    return tasks
-
-
 def make_block(screen: Screen, pool: Pool, seed: int) -> Block:
     """The block of a seed whose runs are all there."""
     losses = {name: logs[seed].final.val_loss for name, logs in pool.runs.items()}
@@ -123,11 +109,11 @@ def seeds_to_make(screen: Screen, pool: Pool, count: int) -> list[int]:
 def make_blocks(screen: Screen, pool: Pool, count: int) -> None:
     """Makes blocks, a few at a time, until there are `count`. Raises RunError, UsageError and FileError."""
     seeds = seeds_to_make(screen, pool, count)
-    total = sum(len(task.seeds) for task in missing_tasks(screen, pool, seeds))
+    total = sum(seed not in logs for logs in pool.runs.values() for seed in seeds)
     show_line(f"{plural(len(seeds), 'block')} to make: {plural(total, 'run')}")
     for start in range(0, len(seeds), BLOCKS_AT_ONCE):
         part = seeds[start : start + BLOCKS_AT_ONCE]
-        tasks = missing_tasks(screen, pool, part)
+        wanted = [(variant, part) for variant in screen.variants()]
         words = f"{short(screen.name, 18)}: seeds {part[0]} to {part[-1]}"
 
         def show(new: int) -> bool:
@@ -136,7 +122,7 @@ def make_blocks(screen: Screen, pool: Pool, count: int) -> None:
                 show_line(f"{words}, {pool.made} of {total} runs, {left}")
             return False
 
-        make_runs(pool, lambda: tasks.pop(0) if tasks else None, show)
+        make_runs(pool, lambda: wanted, show)
         for seed in part:
             write_block(screen, make_block(screen, pool, seed))
 

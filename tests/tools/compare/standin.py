@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import signal
 import sys
 import time
 import types
@@ -33,8 +32,6 @@ class Hyperparameters:
     slower: float = 1.0     # factor of a step's time
     takes: float = 0.0      # seconds of a run, apart from its steps
     crash: int = -1         # the seed that fails
-    kill: int = -1          # the seed that is killed the first time
-    note: str = ""          # a file in which killed runs are noted
     seed: int = 0
 
 
@@ -88,9 +85,6 @@ def header(hp):
 def run(hp, log_dir):
     if hp.seed == hp.crash:
         sys.exit("step 7: the loss is not finite")
-    if hp.seed == hp.kill and not os.path.exists(hp.note):
-        open(hp.note, "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(hp.takes)
     n = hp.num_iterations
     started = time.perf_counter()
