@@ -5,7 +5,7 @@ import statistics
 import textwrap
 
 from tools.common import goal, p_text, percent, percent_interval, short, table
-from tools.compare.stats import P_VALUE, Effect, Slope, fewest_pairs
+from tools.compare.stats import P_VALUE, Bounds, Effect, Slope, fewest_pairs
 from tools.logs import Log
 from tools.summary import Summary, p_faster, summarize
 
@@ -32,10 +32,8 @@ def verdict_in_words(effect: Effect, until: float | None) -> str:
     if known:
         more = "fewer" if effect.steps < 0 else "more"
         needs = f" It needs {abs(effect.steps):.1%} {more} steps for the same loss."
-    if effect.verdict == "helps":
-        return f"{name} helps.{needs}"
-    if effect.verdict == "hurts":
-        return f"{name} hurts.{needs}"
+    if effect.verdict in ("helps", "hurts"):
+        return f"{name} {effect.verdict}.{needs}"
     if effect.verdict == "not worth it":
         return f"{name} is not worth it: it saves less than {goal(until)} of the steps."
     if known and effect.has_interval():
@@ -56,44 +54,37 @@ def time_conflict(effect: Effect) -> str:
     return ""
 
 
-def ratio_row(name: str, effect: Effect, factor: float) -> tuple[str, str, str]:
-    """The step time, times a factor, as a row of `numbers`."""
-    low, high = effect.step_time_interval
-    interval = percent_interval((factor * low - 1, factor * high - 1)) if low > 0 else NO_INTERVAL
-    return name, percent(factor * effect.step_time - 1), interval
+def interval_in_words(bounds: Bounds) -> str:
+    """Of a change, as a fraction. An interval that is infinite begins at -1."""
+    return percent_interval(bounds) if bounds[0] > -1 else NO_INTERVAL
 
 
 def numbers(effect: Effect) -> list[str]:
     """A line for each number, with its interval."""
     low, high = effect.difference_interval
-    interval = f"{low:+.4f} to {high:+.4f}"
-    interval_in_steps = percent_interval(effect.steps_interval or (0, 0))
-    if not effect.has_interval():
-        interval = interval_in_steps = NO_INTERVAL
+    interval = f"{low:+.4f} to {high:+.4f}" if effect.has_interval() else NO_INTERVAL
     rows = [("loss", f"{effect.difference:+.4f}", interval)]
     if effect.steps is not None:
-        rows.append(("steps", percent(effect.steps), interval_in_steps))
+        rows.append(("steps", percent(effect.steps), interval_in_words(effect.steps_interval)))
     if effect.step_time is not None:
-        rows.append(ratio_row("time of a step", effect, 1))
-        if effect.own_steps != 1:
-            rows.append(ratio_row("time of a run", effect, effect.own_steps))
+        low, high = effect.step_time_interval
+        interval = interval_in_words((low - 1, high - 1))
+        rows.append(("time of a step", percent(effect.step_time - 1), interval))
     if effect.time is not None:
-        interval = percent_interval(effect.time_interval) if effect.has_interval() else NO_INTERVAL
-        rows.append(("time", percent(effect.time), interval))
+        rows.append(("time", percent(effect.time), interval_in_words(effect.time_interval)))
     return [f"  {name:<15} {value:>8}   ({interval})" for name, value, interval in rows]
 
 
-def answer_for_one(effect: Effect, until: float | None, facts: list[str]) -> list[str]:
-    """At most 12 lines of 80 columns. `facts` are sentences about the runs."""
+def answer_for_one(effect: Effect, until: float | None, test: str, facts: list[str]) -> list[str]:
+    """At most 12 lines of 80 columns. `test` names the number of pairs, p and the test; `facts` are
+    sentences about the runs."""
     lines = textwrap.wrap(headline(effect, until), WIDTH)
     if effect.verdict == "identical":
         return lines
-    lines += numbers(effect)
-    about = f"{effect.n} pairs of runs, p = {p_text(effect.p)}. In parentheses: 99% confidence intervals."
+    about = f"{test}. In parentheses: 99% confidence intervals."
     if effect.steps is not None:
         about += f" {what_steps_are(effect.time is not None)}"
-    lines += textwrap.wrap(" ".join([about, *facts]), WIDTH)
-    return lines
+    return [*lines, *numbers(effect), *textwrap.wrap(" ".join([about, *facts]), WIDTH)]
 
 
 def what_steps_are(timed: bool) -> str:

@@ -64,6 +64,7 @@ from tools.common import (
     command_parser,
     fraction,
     output_file,
+    p_text,
     plural,
     positive,
     run_command,
@@ -87,7 +88,7 @@ from tools.compare.answer import (
     target_of,
 )
 from tools.compare.finished import compare_finished
-from tools.compare.plan import Comparison, next_task, plan_in_words, progress, undecided
+from tools.compare.plan import Comparison, plan_in_words, progress, undecided, wanted_runs
 from tools.compare.runs import RunError, make_runs, on_gpu, open_pool, show_line
 from tools.compare.sources import (
     Variant,
@@ -100,7 +101,7 @@ from tools.compare.sources import (
     tell_apart,
     with_steps,
 )
-from tools.compare.stats import SLOPE_FACTOR, Effect, fewest_pairs
+from tools.compare.stats import SLOPE_FACTOR, fewest_pairs
 from tools.compare.steps import ROUNDS, measure_rounds, times_file
 
 # -----------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def make_pairs(c: Comparison) -> None:
         return late
 
     say(c, plan_in_words(c))
-    make_runs(c.pool, lambda: next_task(c), enough)
+    make_runs(c.pool, lambda: wanted_runs(c), enough)
 
 
 def measure_times(c: Comparison) -> None:
@@ -315,9 +316,6 @@ def facts_in_words(c: Comparison) -> list[str]:
             sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
     if any(log.uncompiled for runs in c.pool.runs.values() for log in runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
-    if len(c.ideas) > 1 and not all(effect.has_interval() for effect in c.effects()):
-        fewest = fewest_pairs(len(c.ideas))
-        sentences.append(f"With {len(c.ideas)} ideas, there is no interval before {fewest} pairs.")
     sentences += c.notes
     sentences.append(f"{facts['machine']}; {threads}, PyTorch {facts['torch']}.")
     return sentences
@@ -345,14 +343,16 @@ def answer_as_json(c: Comparison) -> bytes:
     return as_json(answer)
 
 
-def answer(c: Comparison, effects: list[Effect]) -> list[str]:
+def answer(c: Comparison) -> list[str]:
+    effects = c.effects()
     if c.args.gate:
         return [effects[0].verdict if effects else "undecided"]
     if not effects:
         return [f"Too early for an answer: {NEEDS_PAIRS}."]
     facts = facts_in_words(c)
     if len(c.ideas) == 1:
-        lines = answer_for_one(effects[0], c.until(), facts)
+        test = f"{effects[0].n} pairs of runs, p = {p_text(effects[0].p)}"
+        lines = answer_for_one(effects[0], c.until(), test, facts)
     else:
         lines = answer_for_many(effects, [idea.name for idea in c.ideas], c.until(), facts)
     return [*lines, "", *record_lines(c)] if c.args.command else lines
@@ -372,13 +372,6 @@ def record_lines(c: Comparison) -> list[str]:
         words = record_in_words(idea.name, sides[idea.name], target, timed, timed_base)
         lines += textwrap.wrap(words, WIDTH)
     return lines
-
-
-def report(c: Comparison) -> None:
-    """Prints the answer, and writes what was asked for. Raises FileError."""
-    print("\n".join(answer(c, c.effects())), flush=True)
-    if c.args.json:
-        write_file(c.args.json, answer_as_json(c))
 
 
 def compare(argv: list[str]) -> int:
@@ -403,9 +396,11 @@ def compare(argv: list[str]) -> int:
         if times_are_in_logs(c) and not args.no_times:
             read_times(c)
         say(c)
-        report(c)
+        print("\n".join(answer(c)), flush=True)
+        if args.json:
+            write_file(args.json, answer_as_json(c))
     if args.gate and status == 0:
-        return int(answer(c, c.effects()) != ["helps"])
+        return int(answer(c) != ["helps"])
     return status
 
 

@@ -14,18 +14,16 @@ from pathlib import Path
 from tools.common import LogError, as_json, write_file
 from tools.compare.answer import (
     WIDTH,
+    answer_for_one,
     count_sources,
     end_losses,
     end_times,
-    headline,
-    numbers,
     other_steps,
     record_in_words,
     record_table,
     step_time,
     summary_of,
     target_of,
-    what_steps_are,
 )
 from tools.compare.stats import Effect, add_time_ratio, given_slope, welch
 from tools.logs import Log, read_all_logs
@@ -80,15 +78,12 @@ def find_effect(
     return effect
 
 
-def facts_in_words(base: list[Log], idea: list[Log], effect: Effect) -> list[str]:
-    facts = [f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."]
-    if effect.steps is not None:
-        facts.append(what_steps_are(effect.time is not None))
+def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[str]:
+    facts = []
     for side, logs in (("base", base), ("idea", idea)):
         count = count_sources(logs)
         if count > 1:
             facts.append(f"The logs of the {side} have {count} different sources.")
-    has_slope = effect.steps is not None
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
@@ -123,10 +118,9 @@ def compare_finished(args: argparse.Namespace) -> int:
         record = record_in_words("idea", idea, target, idea if timed else [], base)
         lines = textwrap.wrap(record, WIDTH)
         lines += record_table({"base": base, "idea": idea}, target)
-        lines += ["", headline(effect, None), *numbers(effect)]
-        facts = [*facts_in_words(base, idea, effect), where, *assumed, ONE_LOOK]
-        lines += textwrap.wrap(" ".join(facts), WIDTH)
-        print("\n".join(lines))
+        facts = [*facts_in_words(base, idea, effect.steps is not None), where, *assumed, ONE_LOOK]
+        test = f"p = {effect.p:.2g} (Welch's t-test)"
+        print("\n".join([*lines, "", *answer_for_one(effect, None, test, facts)]))
     if args.json:
         write_file(args.json, answer_as_json(base, idea, effect, target))
     if args.plot:

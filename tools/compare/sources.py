@@ -225,14 +225,6 @@ def copy_folder(kind: str, scratch: Path) -> Path:
     return folder
 
 
-def is_changed(folder: Path) -> bool:
-    """Whether a folder has changes that aren't committed. Raises UsageError."""
-    try:
-        return git("status", "--porcelain", ".", cwd=folder) != b""
-    except UsageError as e:
-        raise UsageError(f"{folder}: {e}") from None
-
-
 def hash_folder(folder: Path) -> str:
     """The SHA-256 of all files. Links, which lead to data, don't count."""
     found = hashlib.sha256()
@@ -283,7 +275,7 @@ def read_source(kind: str, base: Variant) -> tuple[Path, str]:
     script = base.script
     if base.command and file.suffix not in (".patch", ".diff"):
         return copy_folder(kind, base.folder.parent), script
-    if kind in (".", "worktree"):
+    if kind == ".":
         return base.folder.with_name("worktree"), script
     if file.suffix in (".py", ".patch", ".diff") and (":" not in kind or file.exists()):
         if file.suffix == ".py" and file.resolve().parent == ROOT / "recipes":
@@ -296,14 +288,10 @@ def read_source(kind: str, base: Variant) -> tuple[Path, str]:
 def default_name(kind: str, options: list[str]) -> str:
     if kind == ".":
         kind = "worktree"
-    elif is_idea(kind) or "@" in kind:
-        kind = Path(kind).name
-    elif kind and Path(kind).is_dir():
-        kind = Path(kind).resolve().name + "-dirty" * is_changed(Path(kind))
-    elif Path(kind).suffix in (".py", ".patch", ".diff"):
-        kind = Path(kind).stem
-    words = [kind] + [word.lstrip("-") for word in options]
-    return "_".join(words)
+    elif kind and ("@" in kind or Path(kind).exists()):
+        kind = Path(kind).resolve().name
+    words = [re.sub(r"\.(py|patch|diff)$", "", kind)]
+    return "_".join(words + [word.lstrip("-") for word in options])
 
 
 def split_source(text: str) -> tuple[str, str, list[str]]:
