@@ -47,22 +47,16 @@ def bayes_factor(differences: np.ndarray) -> float:
     return top / stats.t.pdf(t, n - 1)
 
 
-@pytest.mark.parametrize("n, effect", [(2, 0.7), (5, 0), (20, -1.5)])
-def test_e_value_is_a_bayes_factor(n, effect):
-    differences = np.random.default_rng(n).normal(effect, 1, n)
-    e_value = math.exp(log_e_values(differences)[-1])
-    assert e_value == pytest.approx(bayes_factor(differences), rel=1e-4)
-
-
-def test_e_values_are_of_each_prefix():
-    differences = np.random.default_rng(0).normal(0.3, 1, (3, 12))
-    together = log_e_values(differences)
-    assert (together[:, 0] == 0).all()
+def test_e_values_are_bayes_factors():
+    """After each pair, of those so far."""
+    effects = np.array([[0.7], [0], [-1.5]])
+    differences = np.random.default_rng(0).normal(effects, 1, (3, 20))
+    found = log_e_values(differences)
+    assert (found[:, 0] == 0).all()
     for row in range(3):
-        for n in range(2, 13):
-            prefix = differences[row, :n]
-            alone = log_e_values(prefix)
-            assert together[row, n - 1] == pytest.approx(alone[-1])
+        for n in (2, 5, 20):
+            expected = bayes_factor(differences[row, :n])
+            assert math.exp(found[row, n - 1]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_interval_has_the_means_that_are_not_rejected():
@@ -214,13 +208,11 @@ def test_more_ideas_need_more_evidence():
     _, alone = decide(differences, SLOPE, 0.02, 1)
     _, together = decide(differences, SLOPE, 0.02, 20)
     assert together > alone
-    narrow = half_widths(differences, 0.01)
-    wide = half_widths(differences, 0.01 / 20)
-    assert wide[-1] > narrow[-1]
     base = np.full(60, 1.5)
     effect = analyse("x", base + differences, base, None, None, ideas=20)
     low, high = effect.difference_interval
-    assert (high - low) / 2 == pytest.approx(wide[-1])
+    half = half_widths(differences, 0.01 / 20)[-1]
+    assert (high - low) / 2 == pytest.approx(half)
 
 
 # -----------------------------------------------------------------------------
