@@ -5,13 +5,12 @@ import statistics
 import textwrap
 
 from tools.common import goal, p_text, percent, percent_interval, short, table
-from tools.compare.stats import P_VALUE, Bounds, Effect, Slope, fewest_pairs
+from tools.compare.stats import P_VALUE, Bounds, Effect, Slope
 from tools.logs import Log
 from tools.summary import Summary, p_faster, summarize
 
 WIDTH = 80
-NEEDS_PAIRS = "an idea needs two pairs of runs"
-NO_INTERVAL = f"no interval before {fewest_pairs(1)} pairs"
+NO_INTERVAL = "no interval yet"
 
 
 # -----------------------------------------------------------------------------
@@ -75,58 +74,22 @@ def numbers(effect: Effect) -> list[str]:
     return [f"  {name:<15} {value:>8}   ({interval})" for name, value, interval in rows]
 
 
-def answer_for_one(effect: Effect, until: float | None, test: str, facts: list[str]) -> list[str]:
-    """At most 12 lines of 80 columns. `test` names the number of pairs, p and the test; `facts` are
-    sentences about the runs."""
-    lines = textwrap.wrap(headline(effect, until), WIDTH)
-    if effect.verdict == "identical":
-        return lines
-    about = f"{test}. In parentheses: 99% confidence intervals."
-    if effect.steps is not None:
-        about += f" {what_steps_are(effect.time is not None)}"
-    return [*lines, *numbers(effect), *textwrap.wrap(" ".join([about, *facts]), WIDTH)]
-
-
-def what_steps_are(timed: bool) -> str:
-    steps = "Steps and time are those" if timed else "Steps are those"
-    return f"{steps} to reach the base's loss, computed from the difference in loss."
-
-
-def table_rows(effects: list[Effect]) -> list[tuple[str, ...]]:
-    """A row for each idea, about 80 columns wide."""
-    found = [("idea", "n", "loss", "steps", "interval", "time", "verdict")]
-    for effect in effects:
-        interval = "-"
-        if effect.steps_interval is not None and effect.has_interval():
-            interval = percent_interval(effect.steps_interval)
-        row = (
-            short(effect.name, 16),
-            str(effect.n),
-            f"{effect.difference:+.4f}",
-            percent(effect.steps),
-            interval,
-            percent(effect.time),
-            effect.verdict,
-        )
-        found.append(row)
-    return found
-
-
-def answer_for_many(
-    effects: list[Effect], names: list[str], until: float | None, facts: list[str]
-) -> list[str]:
-    """`names` are those of all ideas; `effects` has the ideas with at least two pairs of runs."""
-    lines = [*table(table_rows(effects), "<>>>>>>"), ""]
+def answer_in_words(effects: list[Effect], until: float | None, test: str, facts: list[str]) -> list[str]:
+    """Lines of 80 columns, at most 12 for one idea. `test` says how many pairs there are and what the
+    intervals hold for; `facts` are sentences about the runs."""
+    lines = []
     for effect in effects:
         lines += textwrap.wrap(headline(effect, until), WIDTH)
-    known = [effect.name for effect in effects]
-    for name in names:
-        if name not in known:
-            lines += textwrap.wrap(f"{name}: too early for an answer; {NEEDS_PAIRS}.", WIDTH)
-    timed = any(effect.time is not None for effect in effects)
-    about = f"n: pairs of runs. Intervals have 99% confidence for all {len(names)} ideas together. "
-    about += what_steps_are(timed)
-    return lines + textwrap.wrap(" ".join([about, *facts]), WIDTH)
+        if effect.verdict != "identical":
+            lines += numbers(effect)
+    if all(effect.verdict == "identical" for effect in effects):
+        return lines
+    sentences = [test]
+    if any(effect.steps is not None for effect in effects):
+        timed = any(effect.time is not None for effect in effects)
+        steps = "Steps and time" if timed else "Steps"
+        sentences.append(f"{steps} are those to reach the base's loss, computed from the difference in loss.")
+    return lines + textwrap.wrap(" ".join([*sentences, *facts]), WIDTH)
 
 
 def other_steps(name: str, steps: int | None, base_steps: int, has_slope: bool) -> list[str]:

@@ -75,10 +75,8 @@ from tools.common import (
 )
 from tools.compare import runs as compare_runs
 from tools.compare.answer import (
-    NEEDS_PAIRS,
     WIDTH,
-    answer_for_many,
-    answer_for_one,
+    answer_in_words,
     headline,
     other_steps,
     record_in_words,
@@ -101,8 +99,10 @@ from tools.compare.sources import (
     tell_apart,
     with_steps,
 )
-from tools.compare.stats import SLOPE_FACTOR, fewest_pairs
+from tools.compare.stats import SLOPE_FACTOR, Effect, fewest_pairs
 from tools.compare.steps import ROUNDS, measure_rounds, times_file
+
+NEEDS_PAIRS = "an idea needs two pairs of runs"
 
 # -----------------------------------------------------------------------------
 # Arguments
@@ -296,6 +296,15 @@ def read_times(c: Comparison) -> None:
 # The answer
 
 
+def test_in_words(c: Comparison, effects: list[Effect]) -> str:
+    if len(c.ideas) == 1:
+        p = p_text(effects[0].p)
+        return f"{effects[0].n} pairs of runs, p = {p}. In parentheses: 99% confidence intervals."
+    pairs = ", ".join(f"{short(effect.name, 30)} {effect.n}" for effect in effects)
+    together = f"intervals with 99% confidence for all {len(c.ideas)} ideas together"
+    return f"Pairs of runs: {pairs}. In parentheses: {together}."
+
+
 def facts_in_words(c: Comparison) -> list[str]:
     """Sentences for the end of the answer."""
     facts = c.pool.facts
@@ -311,8 +320,11 @@ def facts_in_words(c: Comparison) -> list[str]:
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for idea in c.ideas:
         sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), slope is not None)
+        pairs = c.pairs(idea).shape[1]
+        if pairs < 2:
+            sentences.append(f"{idea.name}: too early for an answer; {NEEDS_PAIRS}.")
         timed = len(c.timed.get(idea.name, []))
-        if 0 < timed < c.pairs(idea).shape[1]:
+        if 0 < timed < pairs:
             sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
     if any(log.uncompiled for runs in c.pool.runs.values() for log in runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
@@ -349,12 +361,7 @@ def answer(c: Comparison) -> list[str]:
         return [effects[0].verdict if effects else "undecided"]
     if not effects:
         return [f"Too early for an answer: {NEEDS_PAIRS}."]
-    facts = facts_in_words(c)
-    if len(c.ideas) == 1:
-        test = f"{effects[0].n} pairs of runs, p = {p_text(effects[0].p)}"
-        lines = answer_for_one(effects[0], c.until(), test, facts)
-    else:
-        lines = answer_for_many(effects, [idea.name for idea in c.ideas], c.until(), facts)
+    lines = answer_in_words(effects, c.until(), test_in_words(c, effects), facts_in_words(c))
     return [*lines, "", *record_lines(c)] if c.args.command else lines
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tools.common import LogError, as_json, write_file
 from tools.compare.answer import (
     WIDTH,
-    answer_for_one,
+    answer_in_words,
     count_sources,
     end_losses,
     end_times,
@@ -119,8 +119,8 @@ def compare_finished(args: argparse.Namespace) -> int:
         lines = textwrap.wrap(record, WIDTH)
         lines += record_table({"base": base, "idea": idea}, target)
         facts = [*facts_in_words(base, idea, effect.steps is not None), where, *assumed, ONE_LOOK]
-        test = f"p = {effect.p:.2g} (Welch's t-test)"
-        print("\n".join([*lines, "", *answer_for_one(effect, None, test, facts)]))
+        test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
+        print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:
         write_file(args.json, answer_as_json(base, idea, effect, target))
     if args.plot:

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from tools.compare import compare
-from tools.compare import answer as compare_answer
 from tools.compare import runs as compare_runs
 from tools.compare import sources as compare_sources
 from tools.compare import stats as compare_stats
@@ -132,7 +131,7 @@ def test_undecided(place):
     """Twelve pairs could tell, or thirteen for two ideas."""
     status, out, err = run("--idea", "--effect -0.001", "--runs", "3", "--no_times")
     assert status == 0 and "undecided" in out
-    assert out.count("(no interval before 12 pairs)") == 2
+    assert out.count("(no interval yet)") == 2
     assert "3 pairs of runs, p = " in out and "inf" not in out
     assert "warning: too few to say helps or hurts; use --runs 12 or more" in err
     ideas = ["--idea", "a=--effect 0.3", "--idea", "b=--effect 0.4"]
@@ -157,13 +156,13 @@ def test_many_ideas(place):
     assert good["difference_interval"] == pytest.approx(alone.difference_interval)
 
 
-def test_an_interrupted_comparison_of_two_ideas():
-    """The intervals are for both ideas, although one has no pairs yet. The answer names that one."""
-    losses = [1.50, 1.51, 1.49]
-    effect = compare_stats.analyse("first", losses, [1.52, 1.50, 1.51], None, None, ideas=2)
-    lines = compare_answer.answer_for_many([effect], ["first", "second"], 0.02, [])
-    text = " ".join(" ".join(lines).split())
-    assert "99% confidence for all 2 ideas together" in text
+def test_two_ideas_of_which_one_has_no_runs(place):
+    """The intervals are for both ideas, and the answer names the one that has no pairs yet."""
+    first = ["--idea", "first=--effect 0.1", "--no_times"]
+    assert run(*first, "--runs", "2")[0] == 0
+    status, out, err = run(*first, "--idea", "second=--effect 0.2", "--hours", "0")
+    text = " ".join(out.split())
+    assert "Pairs of runs: first 2. In parentheses: intervals with 99% confidence for all 2 ideas" in text
     assert "second: too early for an answer; an idea needs two pairs of runs." in text
     assert "first: too early" not in text
 
