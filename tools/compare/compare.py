@@ -102,7 +102,7 @@ from tools.compare.sources import (
 from tools.compare.stats import SLOPE_FACTOR, Effect, fewest_pairs
 from tools.compare.steps import ROUNDS, measure_rounds, times_file
 
-NEEDS_PAIRS = "an idea needs two pairs of runs"
+TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 
 # -----------------------------------------------------------------------------
 # Arguments
@@ -320,11 +320,8 @@ def facts_in_words(c: Comparison) -> list[str]:
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for idea in c.ideas:
         sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), slope is not None)
-        pairs = c.pairs(idea).shape[1]
-        if pairs < 2:
-            sentences.append(f"{idea.name}: too early for an answer; {NEEDS_PAIRS}.")
         timed = len(c.timed.get(idea.name, []))
-        if 0 < timed < pairs:
+        if 0 < timed < c.pairs(idea).shape[1]:
             sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
     if any(log.uncompiled for runs in c.pool.runs.values() for log in runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
@@ -360,19 +357,22 @@ def answer(c: Comparison) -> list[str]:
     if c.args.gate:
         return [effects[0].verdict if effects else "undecided"]
     if not effects:
-        return [f"Too early for an answer: {NEEDS_PAIRS}."]
+        return [TOO_EARLY.capitalize()]
     lines = answer_in_words(effects, c.until(), test_in_words(c, effects), facts_in_words(c))
+    for idea in c.ideas:
+        if c.pairs(idea).shape[1] < 2:
+            lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
     return [*lines, "", *record_lines(c)] if c.args.command else lines
 
 
 def record_lines(c: Comparison) -> list[str]:
-    """Whether the ideas would be records."""
-    names = [variant.name for variant in [c.base, *c.ideas]]
-    sides = {name: list(c.pool.runs[name].values()) for name in names}
+    """Whether the ideas that have runs would be records."""
+    variants = [variant for variant in [c.base, *c.ideas] if c.pool.runs[variant.name]]
+    sides = {variant.name: list(c.pool.runs[variant.name].values()) for variant in variants}
     base = sides[c.base.name]
     target, assumed = target_of(c.args.target, base)
     lines = [*record_table(sides, target), *assumed]
-    for idea in c.ideas:
+    for idea in variants[1:]:
         seeds = c.timed.get(idea.name, [])
         timed = [c.pool.runs[idea.name][seed] for seed in seeds]
         timed_base = [c.pool.runs[c.base.name][seed] for seed in seeds]

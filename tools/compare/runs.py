@@ -156,8 +156,7 @@ def are_commands(variants: list[Variant]) -> bool:
 
 def on_gpu(variants: list[Variant]) -> bool:
     """Commands, and scripts that can't be asked, may always use the machine's GPU."""
-    devices = {v.settings["device"] if v.settings else "any" for v in variants}
-    return "cuda" in devices or "any" in devices and launch.gpu_maker() != ""
+    return any(v.settings["device"] == "cuda" if v.settings else launch.gpu_maker() for v in variants)
 
 
 def cpu_line(name: str) -> str:

@@ -101,7 +101,7 @@ def make_block(screen: Screen, pool: Pool, seed: int) -> Block:
 def seeds_to_make(screen: Screen, pool: Pool, count: int) -> list[int]:
     """The seeds of the blocks that are missing until there are `count`. Raises UsageError."""
     ours = (screen.digest(), compare_runs.activation_dtype(screen.variants()), pool.facts["torch"])
-    done = [b.seed for b in read_blocks(screen) if (b.digest, b.dtype, b.torch) == ours]
+    done = [block.seed for block in read_blocks(screen) if block.group()[:3] == ours]
     free = (seed for seed in itertools.count(screen.seed) if seed not in done)
     return list(itertools.islice(free, max(0, count - len(done))))
 

@@ -109,6 +109,8 @@ def test_a_command(theirs, monkeypatch):
     words = words_of(*arguments)
     assert "Steps are unknown" in words
     assert "time of a step +0.0%" in words
+    words = words_of(*arguments, "--idea", "theirs@better --more", "--hours", "0")
+    assert "theirs_better_more: too early for an answer" in words
     # The base's runs are kept, so they didn't take turns with those of another idea
     words = words_of(*COMMAND, "--base", "theirs", "--idea", "theirs@better --more", "--runs", "2")
     assert "below 3.28" in words

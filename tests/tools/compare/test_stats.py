@@ -74,10 +74,7 @@ def test_interval_has_the_means_that_are_not_rejected():
 
 def test_p_value_is_one_over_the_largest_e_value():
     differences = np.array([-1, -1.1, -0.9, -1.2, -1, 3])
-    largest = 0
-    for n in range(2, 7):
-        log_e = log_e_values(differences[:n])
-        largest = max(largest, log_e[-1])
+    largest = max(log_e_values(differences[:n])[-1] for n in range(2, 7))
     assert p_value(differences) == pytest.approx(math.exp(-largest))
     assert p_value(np.array([1.0, -1.0])) == 1
 

@@ -415,10 +415,6 @@ def test_blocks_that_do_not_belong_together(place):
             "several factors are called a; give each its own name",
         ),
         (
-            definition().replace("seed = 7", "seed = '7'"),
-            "screen.toml: seed must be of type int",
-        ),
-        (
             definition(b="high = 0.5"),
             "screen.toml: high must be of type str",
         ),
