@@ -56,11 +56,6 @@ class Factor:
         """Off or on, instead of two values of a setting."""
         return not self.low
 
-    @property
-    def patches_source(self) -> bool:
-        """Otherwise `high` turns the idea on."""
-        return bool(self.patch) and not self.high
-
 
 @dataclass
 class Definition:
@@ -134,10 +129,6 @@ def from_file(kind: type, values: dict):
 # Definition
 
 
-def option_names(text: str) -> set[str]:
-    return {word.split("=")[0] for word in shlex.split(text) if word.startswith("--")}
-
-
 def check_factors(factors: list[Factor]) -> None:
     """Raises UsageError. A factor may change an option of all runs, but not one of another factor."""
     if not FEWEST_FACTORS <= len(factors) <= MOST_FACTORS:
@@ -150,12 +141,12 @@ def check_factors(factors: list[Factor]) -> None:
     for factor in factors:
         if names.count(factor.name) > 1:
             raise UsageError(f"several factors are called {factor.name}; give each its own name")
-        for option in option_names(f"{factor.low} {factor.high}"):
-            if option in owners:
+        for word in shlex.split(f"{factor.low} {factor.high}"):
+            option = word.split("=")[0]
+            if option.startswith("--") and owners.setdefault(option, factor.name) != factor.name:
                 raise UsageError(
                     f"{option} is set by {owners[option]} and by {factor.name}; remove it from one of them"
                 )
-            owners[option] = factor.name
 
 
 def read_definition(path: Path) -> Definition:
@@ -193,7 +184,7 @@ def make_variant(name: str, base: Variant, sides: list[tuple[Factor, int]]) -> V
     patches = []
     for factor, side in sides:
         options += shlex.split(factor.high if side > 0 else factor.low)
-        if side > 0 and factor.patches_source:
+        if side > 0 and factor.patch and not factor.high:  # otherwise `high` turns the idea on
             patches.append(factor.patch)
     return replace(base, name=name, folder=apply_patches(base, patches, name), options=options)
 
