@@ -100,7 +100,7 @@ def group_in_words(result: Result, group: int) -> list[str]:
     words = "Two factors interact" if len(pairs) == 1 else "At least one of these pairs interacts"
     words += f": {names}. The effect is {contrast.difference:+.4f}, too large to be chance."
     if len(pairs) > 1:
-        words += " To find out which, screen again with the factors in another order."
+        words += " A screen with the factors in another order leaves fewer of them together."
     return textwrap.wrap(words, WIDTH)
 
 
