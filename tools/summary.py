@@ -55,14 +55,14 @@ def summarize(losses: list[float], times: list[float], target: float) -> Summary
     return summary
 
 
-def p_faster(ours: list[float], theirs: list[float]) -> tuple[float | None, str]:
-    """Tests whether our times are lower. Returns the p-value, or None, and the name of the test."""
+def p_lower(ours: list[float], theirs: list[float]) -> tuple[float | None, str]:
+    """Tests whether our mean is lower. Returns the p-value, or None, and the name of the test."""
     if len(ours) + len(theirs) < 3:
         return None, "no test: one run on each side"
     # A single run has no spread of its own: assume that of the other side
     single = min(len(ours), len(theirs)) == 1
     name = "Student's t-test, because one side has a single run" if single else "Welch's t-test"
-    with warnings.catch_warnings(action="ignore"):  # equal times
+    with warnings.catch_warnings(action="ignore"):  # equal numbers
         p = float(stats.ttest_ind(ours, theirs, equal_var=single, alternative="less").pvalue)
     return (None if math.isnan(p) else p), name
 

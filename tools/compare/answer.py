@@ -7,7 +7,7 @@ import textwrap
 from tools.common import goal, p_text, percent, percent_interval, short, table
 from tools.compare.stats import P_VALUE, Bounds, Effect, Slope
 from tools.logs import Log
-from tools.summary import Summary, p_faster, summarize
+from tools.summary import Summary, p_lower, summarize
 
 WIDTH = 80
 NO_INTERVAL = "no interval yet"
@@ -170,7 +170,7 @@ def record_in_words(
     if not (times and base_times):
         return f"{name}: {loss}."
     saved = statistics.fmean(base_times) - statistics.fmean(times)
-    p_time = p_faster(times, base_times)[0]
+    p_time = p_lower(times, base_times)[0]
     faster = p_time is not None and p_time < P_VALUE
     valid = reached and faster and count_sources(logs) == 1
     record = "has what a record needs" if valid else "isn't a record"

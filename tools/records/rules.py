@@ -12,7 +12,7 @@ from scipy import stats
 
 from tools.logs import Log
 from tools.records.compiler import compiler_settings
-from tools.summary import P_VALUE, Summary, check_repeats, p_below, p_faster, summarize
+from tools.summary import P_VALUE, Summary, check_repeats, p_below, p_lower, summarize
 
 FINEWEB_VAL_TOKENS = 10_485_760
 # Values that a track fixes, so that losses can be compared
@@ -98,7 +98,7 @@ def compare(logs: list[Log], prior: list[Log], target: float) -> Comparison:
     ours = final_times(logs)
     before = summarize(final_losses(prior), final_times(prior), target)
     saved = before.time_mean - statistics.fmean(ours)
-    p, test = p_faster(ours, final_times(prior))
+    p, test = p_lower(ours, final_times(prior))
     return Comparison(before, saved, saved / before.time_mean, p, test)
 
 
