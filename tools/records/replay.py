@@ -26,15 +26,6 @@ def read_log(path: Path) -> Log:
     return log
 
 
-def print_script(log: Log) -> None:
-    """If the log contains more sources, a line on stderr names them."""
-    script, *others = [name for name, _ in log.sources]
-    if others:
-        names = ", ".join(others)
-        print(f"this is only {script}; -o FOLDER also writes {names}", file=sys.stderr)
-    sys.stdout.buffer.write(log.source)
-
-
 def texts(log: Log) -> dict[str, list[str]]:
     """The lines of the sources, and of the settings but for the seed."""
     lines = {name: text.decode("utf-8", "replace").split("\n") for name, text in log.sources}
@@ -103,7 +94,9 @@ def main(argv: list[str]) -> int:
     elif args.diff:
         print_diff(log, read_log(args.diff))
     else:
-        print_script(log)
+        if len(log.sources) > 1:
+            print("this is only the script; -o FOLDER also writes its other sources", file=sys.stderr)
+        sys.stdout.buffer.write(log.source)
     return 0
 
 
