@@ -72,10 +72,10 @@ def curve(logs: list[Log], x: str) -> Curve:
         raise LogError(f"{logs[0].path}: no validation, or none in common with its label's other runs")
     table = np.array([[run[step] for step in steps] for run in runs])
     places = table[:, :, 0].mean(axis=0)
-    losses = np.array([statistics.fmean(column) for column in table[:, :, 1].T])  # as tables have it
-    ddof = 1 if len(runs) > 1 else 0  # the spread of a single run is 0
-    spread = table[:, :, 1].std(axis=0, ddof=ddof)
-    return Curve(places, losses, spread, len(runs))
+    losses = table[:, :, 1]
+    mean = np.array([statistics.fmean(column) for column in losses.T])  # rounds like the tables' mean
+    spread = losses.std(axis=0, ddof=1 if len(runs) > 1 else 0)
+    return Curve(places, mean, spread, len(runs))
 
 
 # -----------------------------------------------------------------------------

@@ -30,15 +30,7 @@ def compiler_settings(source: bytes) -> list[str]:
     lines = {}  # one message for all lines that do the same
     for line, what in sorted({*forbidden_settings(tree), *forbidden_variables(tree)}):
         lines.setdefault(what, []).append(str(line))
-    return [f"{what} in source {listed_lines(numbers)}" for what, numbers in lines.items()]
-
-
-def listed_lines(numbers: list[str]) -> str:
-    """Like "line 5" or "lines 1, 2, 3, 4, 5 and 7 more"."""
-    if len(numbers) == 1:
-        return f"line {numbers[0]}"
-    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-    return f"lines {', '.join(numbers[:5])}{more}"
+    return [f"{what} in source line {', '.join(numbers)}" for what, numbers in lines.items()]
 
 
 def imports(tree: ast.AST):

@@ -84,12 +84,12 @@ def too_few_validations(log: Log) -> str:
     Logs of other programs have no hyperparameters and are exempt.
     """
     count = len([v for v in log.validations if v.step > 0])
-    fewest = min(FEWEST_VALIDATIONS, log.num_steps)
-    if count >= fewest or not log.hyperparameters:
+    if count >= FEWEST_VALIDATIONS or not log.hyperparameters:
         return ""
+    every = log.num_steps // FEWEST_VALIDATIONS
     return (
-        f"{plural(count, 'validation')} after step 0, but a record needs {fewest}; run it with "
-        f"--val_loss_every {log.num_steps // fewest}, which costs no training time"
+        f"{plural(count, 'validation')} after step 0, but a record needs {FEWEST_VALIDATIONS}; run it "
+        f"with --val_loss_every {every}, which costs no training time"
     )
 
 
