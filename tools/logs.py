@@ -251,9 +251,15 @@ def find_hyperparameters(header: str) -> dict:
     """The settings in our logs. {} for other people's logs, and if the line is damaged."""
     line = re.search(r"^hyperparameters: (\{.*\})$", header, re.MULTILINE)
     try:
-        return json.loads(line[1]) if line else {}
+        found = json.loads(line[1]) if line else {}
     except (ValueError, RecursionError):
         return {}
+    kinds = {"track": str, "seed": int, "target_val_loss": (int, float), "windows": list}
+    kinds |= dict.fromkeys(("batch_tokens", "val_tokens", "window_block"), int)
+    for name, kind in kinds.items():
+        if name in found and not isinstance(found[name], kind):
+            return {}
+    return found
 
 
 # -----------------------------------------------------------------------------

@@ -59,12 +59,14 @@ def p_lower(ours: list[float], theirs: list[float]) -> tuple[float | None, str]:
     """Tests whether our mean is lower. Returns the p-value, or None, and the name of the test."""
     if len(ours) + len(theirs) < 3:
         return None, "no test: one run on each side"
+    if len(set(ours)) == len(set(theirs)) == 1:
+        return None, "no test: all runs of a side are equal"
     # A single run has no spread of its own: assume that of the other side
     single = min(len(ours), len(theirs)) == 1
     name = "Student's t-test, because one side has a single run" if single else "Welch's t-test"
-    with warnings.catch_warnings(action="ignore"):  # equal numbers
-        p = float(stats.ttest_ind(ours, theirs, equal_var=single, alternative="less").pvalue)
-    return (None if math.isnan(p) else p), name
+    with warnings.catch_warnings(action="ignore"):  # almost equal numbers
+        p = stats.ttest_ind(ours, theirs, equal_var=single, alternative="less").pvalue
+    return float(p), name
 
 
 def check_repeats(logs: list[Log]):

@@ -149,7 +149,8 @@ def judge_pair(new: Result, old: Result) -> Decision:
     score = (lower_loss + worth) / math.sqrt(1 / new.n + 1 / old.n)
     formula = f"({lower_loss:.6f} + {fewer_steps} * 0.0045 / 100) / sqrt(1/{new.n} + 1/{old.n})"
     p, test = p_lower(new.losses, [loss + worth for loss in old.losses])
-    test += ", one-sided, old losses adjusted to the new number of steps"
+    if p is not None:
+        test += ", one-sided, old losses adjusted to the new number of steps"
     return Decision(passes(score), score, formula, p, test)
 
 

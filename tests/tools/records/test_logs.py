@@ -251,6 +251,9 @@ STRANGE = [
     b"{}",
     b"val_loss:",
 ]
+# Names that mean something else in a stranger's recipe
+NAMES = st.sampled_from(["seed", "windows", "batch_tokens", "val_tokens", "target_val_loss"])
+SETTINGS = st.dictionaries(NAMES, st.sampled_from([[7], "7", 7, {}, None, 7.5]), max_size=2)
 RANDOM_BYTES = st.binary(max_size=30).filter(lambda b: b"\0" not in b)
 PIECE = st.one_of(RANDOM_BYTES, st.sampled_from(STRANGE))
 
@@ -258,8 +261,9 @@ PIECE = st.one_of(RANDOM_BYTES, st.sampled_from(STRANGE))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_damaged_log_raises_nothing_else(tmp_path, data):
-    """Damages a log in one to five places. Reading, judging and drawing it must not raise anything."""
-    whole = our_log(tmp_path / "a.txt")
+    """Damages a log, perhaps of a stranger's recipe, in one to five places. Reading, judging and drawing it
+    must not raise anything."""
+    whole = our_log(tmp_path / "a.txt", **data.draw(SETTINGS))
     content = bytearray(whole.read_bytes())
     for _ in range(data.draw(st.integers(1, 5))):
         start = data.draw(st.integers(0, len(content)))
