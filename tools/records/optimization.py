@@ -57,12 +57,12 @@ class Result:
 
     @property
     def score(self) -> float:
-        """Left side of the rule."""
-        return (TARGET - self.mean) * math.sqrt(self.n)
+        """Left side of the rule. Rounded, because 3.28 - 3.276 < 0.004 as floats."""
+        return round((TARGET - self.mean) * math.sqrt(self.n), 12)
 
     @property
     def accepted(self) -> bool:
-        return passes(self.score)
+        return self.score >= THRESHOLD
 
 
 @dataclass
@@ -128,11 +128,6 @@ def finite_losses(run: Log) -> dict[int, float]:
 # -----------------------------------------------------------------------------
 # The rule
 
-def passes(score: float) -> bool:
-    """Allows for rounding: as floats, 3.28 - 3.276 < 0.004."""
-    return score >= THRESHOLD - 1e-12
-
-
 def judge_result(result: Result) -> Decision:
     """Is the mean loss low enough below the target?"""
     formula = f"({TARGET} - {result.mean:.6f}) * sqrt({result.n})"
@@ -146,12 +141,12 @@ def judge_pair(new: Result, old: Result) -> Decision:
     fewer_steps = old.step - new.step
     worth = fewer_steps * LOSS_PER_STEP
     lower_loss = old.mean - new.mean
-    score = (lower_loss + worth) / math.sqrt(1 / new.n + 1 / old.n)
+    score = round((lower_loss + worth) / math.sqrt(1 / new.n + 1 / old.n), 12)
     formula = f"({lower_loss:.6f} + {fewer_steps} * 0.0045 / 100) / sqrt(1/{new.n} + 1/{old.n})"
     p, test = p_lower(new.losses, [loss + worth for loss in old.losses])
     if p is not None:
         test += ", one-sided, old losses adjusted to the new number of steps"
-    return Decision(passes(score), score, formula, p, test)
+    return Decision(score >= THRESHOLD, score, formula, p, test)
 
 
 # -----------------------------------------------------------------------------
