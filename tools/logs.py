@@ -313,9 +313,8 @@ def find_validations(run: str) -> list[Validation]:
     return list(found.values())
 
 
-def parse_trials(path: str | Path) -> list[Log]:
+def parse_trials(path: Path) -> list[Log]:
     """Reads the runs in a file, also if they did not finish (see Log.incomplete). Raises LogError."""
-    path = Path(path)
     sources, rest = split_sources(read_log_file(path))
     text = rest.decode("utf-8", "replace")
     starts = find_starts(text)
@@ -360,21 +359,19 @@ def make_log(path: Path, sources: list[tuple[str, bytes]], header: str, steps: s
 
 def parse_log(path: str | Path) -> Log:
     """Reads a log of one run. Raises LogError."""
-    logs = parse_trials(path)
+    logs = parse_trials(Path(path))
     if len(logs) > 1:
         raise LogError(f"{path}: {len(logs)} runs in one file; this needs a log of one run")
     return logs[0]
 
 
-def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
-    """Reads files, and the .txt and .log files of folders.
+def read_logs(paths: list[Path]) -> list[Log]:
+    """Reads files, and the .txt and .log files of folders. Returns a log for each run.
 
-    Returns a log for each run, and one line for each file or folder that can't be read. Prints what it
-    ignores in a folder.
+    Prints what it ignores in a folder. Raises LogError.
     """
     logs = []
-    errors = []
-    for path in map(Path, paths):
+    for path in paths:
         files = [path]
         if path.is_dir():
             files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
@@ -384,18 +381,7 @@ def read_logs(paths: list[str | Path]) -> tuple[list[Log], list[str]]:
                 ignored = textwrap.shorten(", ".join(names), 200, placeholder=" ...")
                 print(f"{path}: ignored: {ignored}", file=sys.stderr)
         if not files:
-            errors.append(f"{path}: no .txt or .log file in this folder")
+            raise LogError(f"{path}: no .txt or .log file in this folder")
         for file in files:
-            try:
-                logs += parse_trials(file)
-            except LogError as e:
-                errors.append(str(e))
-    return logs, errors
-
-
-def read_all_logs(paths: list[str | Path]) -> list[Log]:
-    """Like read_logs, but raises LogError if there is a file or a folder that can't be read."""
-    logs, errors = read_logs(paths)
-    if errors:
-        raise LogError(errors[0])
+            logs += parse_trials(file)
     return logs

@@ -26,7 +26,7 @@ from tools.compare.answer import (
     target_of,
 )
 from tools.compare.stats import Effect, add_time_ratio, given_slope, welch
-from tools.logs import Log, read_all_logs
+from tools.logs import Log, read_logs
 from tools.summary import check_repeats
 
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
@@ -34,7 +34,7 @@ ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen 
 
 def read_side(side: str, paths: list[Path]) -> list[Log]:
     """The runs of the base or of the idea. Raises LogError if they can't be compared."""
-    logs = read_all_logs(paths)
+    logs = read_logs(paths)
     first = logs[0]
     for log in logs:
         if log.end is None or not math.isfinite(log.end.val_loss):

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tools.common import LogError, plural, table
-from tools.logs import Log, read_all_logs
+from tools.logs import Log, read_logs
 from tools.records.report import print_wrapped
 from tools.summary import check_repeats, p_below, p_lower
 
@@ -97,7 +97,7 @@ def read_recipe(name: str, paths: list[Path]) -> Recipe:
     twice. A run that ended before the others doesn't matter below the step that the rule accepts. If
     there is none, this raises LogError, too.
     """
-    runs = read_all_logs(paths)
+    runs = read_logs(paths)
     first = runs[0]
     for run in runs:
         if run.num_steps != first.num_steps:

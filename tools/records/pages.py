@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.common import ROOT, LogError, markdown_table, p_text, write_file
 from tools.curves import plot_curves
 from tools.figures import COLORS, plt, save_figure
-from tools.logs import Log, read_all_logs
+from tools.logs import Log, read_logs
 from tools.records.report import COLUMNS, summary_lines, table_rows
 from tools.records.rules import final_losses, final_times, judge
 from tools.summary import P_VALUE, Summary, summarize
@@ -52,7 +52,7 @@ class Record:
 
 def read_record(folder: Path) -> Record:
     """Raises LogError."""
-    logs = read_all_logs([folder])
+    logs = read_logs([folder])
     file = folder / "record.json"
     try:
         return Record(folder, logs, **json.loads(file.read_bytes()))

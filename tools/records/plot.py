@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tools.common import command_parser, positive, run_command
 from tools.curves import X_LABELS, plot_curves
-from tools.logs import Log, read_all_logs
+from tools.logs import Log, read_logs
 
 
 def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
@@ -25,7 +25,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
         if os.path.exists(argument):  # False if it is too long for a name
             label = ""
             path = argument
-        logs = read_all_logs([path])
+        logs = read_logs([Path(path)])
         if not label and Path(path).is_dir():
             label = Path(path).resolve().name
         for log in logs:

@@ -24,7 +24,7 @@ import socket
 from pathlib import Path
 
 from tools.common import UsageError, command_parser, new_folder, plural, positive, run_command, write_file
-from tools.logs import Log, read_all_logs
+from tools.logs import Log, read_logs
 from tools.records.pages import RECORDS, Record, read_records, record_to_beat, write_pages
 from tools.records.report import print_reasons, print_summary, print_table
 from tools.records.rules import judge, per_run
@@ -170,7 +170,7 @@ def main(argv: list[str]) -> int:
         write_pages(args.records_dir)
         return 0
 
-    logs = read_all_logs(args.logs)
+    logs = read_logs(args.logs)
     tracks = read_records(args.records_dir)
     prior = record_to_beat(tracks.get(args.track, []), logs[0].hardware)
     if args.same_ml and prior is None:

@@ -132,11 +132,9 @@ def run(script: str, *arguments, cwd="/") -> subprocess.CompletedProcess:
 
 def judged(*paths, against=(), **kwargs) -> rules.Verdict:
     """What the rules say about logs. `against` is a folder or a log of the record to beat."""
-    logs, errors = read_logs(paths)
-    assert not errors
     if against:
-        kwargs["prior"] = read_logs([against])[0]
-    return rules.judge(logs, **kwargs)
+        kwargs["prior"] = read_logs([against])
+    return rules.judge(read_logs(paths), **kwargs)
 
 
 def unwrapped(output: bytes) -> str:

@@ -118,7 +118,7 @@ def test_replay_diff(tmp_path):
 def test_curve(tmp_path):
     losses = [1.48, 1.5, 1.46]
     times = [100_000, 110_000, 120_000]
-    logs, _ = read_logs([make_runs(tmp_path / "runs", losses, times)])
+    logs = read_logs([make_runs(tmp_path / "runs", losses, times)])
     for x, last in [("step", 600), ("time", 110), ("tokens", 600 * 4096 / 1e6)]:
         curve = curves.curve(logs, x)
         assert len(curve.x) == 13
