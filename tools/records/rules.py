@@ -334,18 +334,15 @@ def judge(
 
     Without a target, that of the logs counts.
     """
-    reasons = broken_rules(logs)
-    targets = list(dict.fromkeys(log.target for log in logs))
+    reasons = broken_rules(logs)  # one of them: all runs have the same target
     assumed = False
     if target is None:
-        target = targets[0]
-        assumed = not all("target_val_loss" in log.hyperparameters for log in logs)
-        if len(targets) > 1:
-            reasons.append(f"the runs have different targets: {listed(targets)}")
+        target = logs[0].target
+        assumed = "target_val_loss" not in logs[0].hyperparameters
     summary = summarize(final_losses(logs), final_times(logs), target)
     verdict = Verdict(target, same_ml, summary, assumed, reasons=reasons)
     if not same_ml:
-        reasons += judge_losses(verdict.summary, target)
+        reasons += judge_losses(summary, target)
     if prior:
         reasons += judge_prior(logs, prior, same_ml)
         same_hardware = {log.hardware for log in logs} == {log.hardware for log in prior}

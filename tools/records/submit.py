@@ -137,8 +137,8 @@ def file_record(logs: list[Log], folder: Path, facts: dict) -> None:
 
 def folder_name(name: str) -> str:
     """"What is new" -> "WhatIsNew"."""
-    words = re.findall(r"[A-Za-z0-9]+", name)
-    return "".join(word[:1].upper() + word[1:] for word in words)
+    parts = re.findall(r"[A-Za-z0-9]+", name)
+    return "".join(part[0].upper() + part[1:] for part in parts)
 
 
 # -----------------------------------------------------------------------------

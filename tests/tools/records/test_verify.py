@@ -144,7 +144,7 @@ OTHER_CPU = cpu(sets="avx2 avx512_bf16 avx512f")
         ),
         (dict(seed=1), "the same seed as"),
         (dict(head_lr=0.3), "hyperparameters: head_lr"),
-        (dict(target_val_loss=1.6), "different targets: 1.5 and 1.6"),
+        (dict(target_val_loss=1.6), "hyperparameters: target_val_loss"),
         (dict(loss=float("nan")), "odd: final val_loss nan"),
         (dict(machine=cpu(compiler=COMPILER.format("-march=native", "yes"))), None),
         (
