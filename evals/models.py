@@ -157,10 +157,11 @@ def speedrun_forward(module, ids, cache, last_only=False):
 
     ve = [table(ids) for table in module.value_embeds]  # (B, t, H*D) each
     ve = ve + [None] * (hp.num_layers - 2 * len(ve)) + ve
-    x = module.embed(tokens)
-    if hp.smear:  # with the previous token, which may be in the cache
+    first = max(0, start - 1)  # smear needs the previous token, which is in the cache
+    x = module.embed(tokens[:, first:])
+    if hp.smear:
         x = train_gpt.smear(x, module.smear_gate, module.smear_scale)
-    x = x0 = norm(x[:, start:])  # (B, t, C)
+    x = x0 = norm(x[:, start - first :])  # (B, t, C)
     skips = []
     num_skips = hp.num_layers // 2
     first_decoder = hp.num_layers - num_skips  # the first layer of the U-net's second half

@@ -214,7 +214,8 @@ def check_hyperparameters(hp, world_size):
             f"--block_size {hp.block_size}",
         )
     require(hp.n_embd % hp.n_head == 0, f"--n_embd {hp.n_embd}: must be a multiple of --n_head {hp.n_head}")
-    require(hp.grad_clip > 0, f"--grad_clip {hp.grad_clip}: must be more than 0")
+    positive = hp.num_iterations >= 0 and hp.grad_clip > 0
+    require(positive, "--num_iterations must be at least 0, --grad_clip more than 0")
     require(
         hp.init_from == "scratch" or (hp.vocab_size, hp.block_size) == (50257, 1024),
         f"--init_from {hp.init_from}: needs --track fineweb or edu, and their --block_size 1024",

@@ -24,7 +24,6 @@ plt.rcParams.update(
         "legend.frameon": False,
         "text.parse_math": False,  # a label may have two dollar signs
         "axes.titlesize": 11,
-        "date.converter": "concise",
         "figure.figsize": (8, 4.2),
         "figure.constrained_layout.use": True,
         "savefig.dpi": 150,

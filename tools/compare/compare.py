@@ -403,11 +403,12 @@ def compare(argv: list[str]) -> int:
         if times_are_in_logs(c) and not args.no_times:
             read_times(c)
         say(c)
-        print("\n".join(answer(c)), flush=True)
+        lines = answer(c)
+        print("\n".join(lines), flush=True)
         if args.json:
             write_file(args.json, answer_as_json(c))
     if args.gate and status == 0:
-        return int(answer(c) != ["helps"])
+        return int(lines != ["helps"])
     return status
 
 

@@ -233,10 +233,6 @@ def readme(tracks: dict[str, list[Record]]) -> str:
 # -----------------------------------------------------------------------------
 # Plots
 
-def annotate(axes, text: str, point: tuple, offset: tuple[int, int]) -> None:
-    axes.annotate(text, point, offset, textcoords="offset points", fontsize=9)
-
-
 def plot_leaderboard(records: list[Record], path: Path) -> None:
     """Plots the times of records by number, with a line for each hardware."""
     figure, axes = plt.subplots()
@@ -248,7 +244,8 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
         for n, time in zip(numbers, times):
             name = textwrap.shorten(records[n - 1].name, 32, placeholder=" …")
             offset = (7, -14) if n == numbers[-1] else (7, 5)  # above the line, but the last one below
-            annotate(axes, f"#{n} {name}, {time:.1f} s", (n, time), offset)
+            text = f"#{n} {name}, {time:.1f} s"
+            axes.annotate(text, (n, time), offset, textcoords="offset points", fontsize=9)
     numbers = range(1, len(records) + 1)
     axes.set_xticks(numbers, [f"#{n}" for n in numbers])
     room = max(len(records) - 1, 1)
