@@ -137,8 +137,12 @@ def head_loss_op(
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
-        x_f8, w_f8.T, scale_a=as_scale(x_s, x), scale_b=as_scale(W_SCALE, x),
-        out_dtype=torch.bfloat16, use_fast_accum=True
+        x_f8,
+        w_f8.T,
+        scale_a=as_scale(x_s, x),
+        scale_b=as_scale(W_SCALE, x),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
     )
     # logsumexp without subtracting the maximum: soft-capped logits are at most 30
     lse = softcap(logits, w.size(1)).exp().sum(-1).log()
@@ -172,12 +176,18 @@ def head_loss_backward_op(
     grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
-        grad_f8, w_f8.T.contiguous().T, scale_a=grad_scale, scale_b=as_scale(W_SCALE, grad),
-        out_dtype=torch.bfloat16
+        grad_f8,
+        w_f8.T.contiguous().T,
+        scale_a=grad_scale,
+        scale_b=as_scale(W_SCALE, grad),
+        out_dtype=torch.bfloat16,
     )
     grad_w = torch._scaled_mm(
-        grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=grad_scale, scale_b=as_scale(x_s, grad),
-        out_dtype=torch.float32
+        grad_f8.T.contiguous(),
+        x_f8.T.contiguous().T,
+        scale_a=grad_scale,
+        scale_b=as_scale(x_s, grad),
+        out_dtype=torch.float32,
     )
     return grad_x, grad_w
 
@@ -403,12 +413,12 @@ def flex_block_mask(docs, window_blocks):
     partial = visible & ~full
     return BlockMask(
         (len(docs), len(docs)),
-        *block_lists(partial),    # kv_num_blocks, kv_indices: key blocks of each query block (forward)
-        *block_lists(full),       # full_kv_num_blocks, full_kv_indices
+        *block_lists(partial),  # kv_num_blocks, kv_indices: key blocks of each query block (forward)
+        *block_lists(full),  # full_kv_num_blocks, full_kv_indices
         *block_lists(partial.T),  # q_num_blocks, q_indices: query blocks of each key block (backward)
-        *block_lists(full.T),     # full_q_num_blocks, full_q_indices
+        *block_lists(full.T),  # full_q_num_blocks, full_q_indices
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
-        mask_mod=document_causal
+        mask_mod=document_causal,
     )
 
 
@@ -529,7 +539,7 @@ class GPT(nn.Module):
                 p.zero_()
             elif p.ndim >= 2:
                 std = 0.5 * p.size(-1) ** -0.5  # p is (..., out, in)
-                bound = 3**0.5 * std            # uniform(-bound, bound) has this std
+                bound = 3**0.5 * std  # uniform(-bound, bound) has this std
                 p.uniform_(-bound, bound, generator=rng)
 
     def masks(self, docs, window_blocks):
@@ -672,7 +682,7 @@ def shard_length(file):
     require(
         header == expected,
         f"{file} is cut off, or no shard of uint16 tokens: its magic, version and number of tokens are "
-        f"{header}, not {expected}; copy it again, or make shards with the scripts in data/"
+        f"{header}, not {expected}; copy it again, or make shards with the scripts in data/",
     )
     return header[2]
 
@@ -704,7 +714,7 @@ def check_shards(pattern, batch_size, steps, vocab_size):
     require(
         count == steps,
         f"{pattern} has {count} batches of {batch_size} tokens, and the run needs {steps}; "
-        "add shards, or lower --num_iterations or --val_tokens"
+        "add shards, or lower --num_iterations or --val_tokens",
     )
     return checksum
 
@@ -718,11 +728,14 @@ SETTINGS = dict(
     track=("fineweb", "mini", "set of defaults: fineweb or mini"),
     # data
     train_files=(
-        "data/fineweb10B/fineweb_train_*.bin", "data/shakespeare/shakespeare_train_*.bin",
-        "training shards, read in the order of their names"
+        "data/fineweb10B/fineweb_train_*.bin",
+        "data/shakespeare/shakespeare_train_*.bin",
+        "training shards, read in the order of their names",
     ),
     val_files=(
-        "data/fineweb10B/fineweb_val_*.bin", "data/shakespeare/shakespeare_val_*.bin", "validation shards"
+        "data/fineweb10B/fineweb_val_*.bin",
+        "data/shakespeare/shakespeare_val_*.bin",
+        "validation shards",
     ),
     val_tokens=(10_485_760, 389_120, "validation tokens; fixed, to compare losses"),
     batch_tokens=(8 * 48 * 1024, 4096, "tokens per step, summed over all processes"),
@@ -785,9 +798,12 @@ def check_hyperparameters(hp, world_size):
     for tokens, seq_len in [("batch_tokens", "train_seq_len"), ("val_tokens", "val_seq_len")]:
         total, length = getattr(hp, tokens), getattr(hp, seq_len)
         require(
-            length > 0 and length % BLOCK_SIZE == 0 and total > 0 and total % (world_size * length) == 0,
+            length > 0
+            and length % BLOCK_SIZE == 0
+            and total > 0
+            and total % (world_size * length) == 0,
             f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
-            f"--{seq_len} {length}, and that one of {BLOCK_SIZE}"
+            f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
         )
     require(
         hp.num_iterations > 0 and hp.adam_eps > 0, "--num_iterations and --adam_eps must be more than 0"
@@ -822,14 +838,16 @@ def parse_arguments(argv, settings=SETTINGS, tracks=TRACKS):
     add("--resume", help="a checkpoint, or latest: that of the newest unfinished run")
     for name, (*defaults, text) in settings.items():
         add(
-            f"--{name}", default=argparse.SUPPRESS, type=type(defaults[0]),
-            help=f"{text} {dict(zip(tracks, defaults))}"
+            f"--{name}",
+            default=argparse.SUPPRESS,
+            type=type(defaults[0]),
+            help=f"{text} {dict(zip(tracks, defaults))}",
         )
     # as the shell does, except after =
     args = parser.parse_args([word.replace("=~/", f"={os.path.expanduser('~')}/") for word in argv])
     require(
         args.num_runs == 1 if args.resume else args.num_runs > 0,
-        f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume"
+        f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume",
     )
     args.given = {name: value for name, value in vars(args).items() if name in settings}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
@@ -866,9 +884,7 @@ def build_optimizers(model, hp):
         dict(params=embeds, lr=hp.embed_lr),
         dict(params=scalars, lr=hp.scalar_lr),
     ]
-    adam = torch.optim.Adam(
-        groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True
-    )
+    adam = torch.optim.Adam(groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
     muon = Muon(
         matrices, lr=hp.muon_lr, momentum=hp.muon_momentum, ns_steps=hp.ns_steps, beta2=hp.muon_beta2
     )
@@ -1088,7 +1104,7 @@ class Run:
         new = self.log.encode()
         require(
             old.startswith(new) or new.startswith(old),
-            f"{path} is in the way: it isn't the log of this checkpoint; move it or rename it"
+            f"{path} is in the way: it isn't the log of this checkpoint; move it or rename it",
         )
         self.file.truncate(0)
         self.file.write(self.log)
@@ -1106,7 +1122,7 @@ class Run:
         self.write(
             f"step:{self.step}/{self.hp.num_iterations}{val_loss} train_time:{self.train_ms:.0f}ms "
             f"step_avg:{self.train_ms / max(self.step, 1):.2f}ms",
-            end
+            end,
         )
 
     def write_validation(self, val_loss):
@@ -1195,7 +1211,9 @@ def load_states(checkpoint, run, model, optimizers):
 
 def train(run, hp, model, optimizers, buckets, save):
     """Trains until the last step. With `save`, each validation saves a checkpoint."""
-    batches = distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size, RANK, WORLD_SIZE)
+    batches = distributed_data_generator(
+        hp.train_files, hp.batch_tokens, hp.vocab_size, RANK, WORLD_SIZE
+    )
     for _ in range(run.step):
         next(batches)  # the checkpoint was trained on these
     start_ms = clock() - run.train_ms  # when it would have started without a pause
@@ -1205,7 +1223,9 @@ def train(run, hp, model, optimizers, buckets, save):
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             run.train_ms = clock() - start_ms
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
-            require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate")
+            require(
+                math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate"
+            )
             if save:  # before the line in the log: a resumed run validates again, and writes it
                 save_checkpoint(run, model, optimizers)
             run.write_validation(val_loss)
@@ -1226,10 +1246,11 @@ def check_files(hp, eot_token):
         train, val = (read_tokens(file, 0, 65536, hp.vocab_size) for file in files)
         require(
             not train.equal(val),
-            f"{files[0]} is also a validation shard, or a copy of one; change --train_files"
+            f"{files[0]} is also a validation shard, or a copy of one; change --train_files",
         )
         require(
-            eot_token in val, f"{files[1]} begins without token {eot_token}; is it of another tokenizer?"
+            eot_token in val,
+            f"{files[1]} begins without token {eot_token}; is it of another tokenizer?",
         )
 
 
@@ -1238,7 +1259,7 @@ def check_inputs(args, hp):
     check_hyperparameters(hp, WORLD_SIZE)
     checksums = [
         check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size),
-        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size)
+        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size),
     ]
     check_files(hp, hp.eot_token)
     return checksums
@@ -1272,7 +1293,7 @@ def main(argv, work=train_runs):
     try:
         require(
             RANK < WORLD_SIZE and (WORLD_SIZE == 1 or "MASTER_PORT" in os.environ),
-            "RANK or WORLD_SIZE is set, but not by torchrun; use torchrun, or unset both"
+            "RANK or WORLD_SIZE is set, but not by torchrun; use torchrun, or unset both",
         )
         work(argv)
         return 0

@@ -9,6 +9,7 @@ has 100M tokens and takes 200 MB. If the connection breaks, the script reconnect
 download. After an error or an interruption, run the same command again. It skips complete shards:
 those whose size agrees with the number of tokens in their header. Checksums are not compared.
 """
+
 import argparse
 import os
 import tempfile
@@ -44,7 +45,7 @@ def fetch(name, out):
 def parse_arguments():
     parser = argparse.ArgumentParser(
         "./run.sh data fineweb",
-        description="Download FineWeb-10B, tokenized with GPT-2's BPE, from the Hugging Face hub."
+        description="Download FineWeb-10B, tokenized with GPT-2's BPE, from the Hugging Face hub.",
     )
     parser.add_argument(
         "shards",

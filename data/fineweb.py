@@ -14,6 +14,7 @@ command again: it makes all tokens again, but keeps the shards that are there, i
 Your own files are read in the order of their sorted paths. A .jsonl or .ndjson file has one JSON
 object per line, and the "text" of each object is a document. Any other file is one document.
 """
+
 import argparse
 import glob
 import json
@@ -44,9 +45,11 @@ BLANKS = re.compile(r"(?<!\s)(\s{1000,}(?=\s\S))")
 # -----------------------------------------------------------------------------
 # Documents
 
+
 def stream_dataset(name, config):
     """Yields the texts of a dataset in its order. They are downloaded while they are read."""
     from datasets import load_dataset  # slow to import, and not needed for your own files
+
     with from_hub(f"{name}, config {config},"):
         for row in load_dataset(name, name=config, split="train", streaming=True):
             yield row["text"]
@@ -107,6 +110,7 @@ def jsonl_texts(lines, path):
 # -----------------------------------------------------------------------------
 # Tokenizing on all cores
 
+
 def start_worker():
     """Runs once in each process: loads the vocabulary, ignores Ctrl-C (the parent handles it), and
     exits when the parent exits."""
@@ -162,7 +166,7 @@ def limit(arrays, count, progress):
     updates the progress bar."""
     left = float("inf") if count is None else count
     for array in arrays:
-        array = array[:min(left, len(array))]
+        array = array[: min(left, len(array))]
         progress.update(len(array))
         yield array
         left -= len(array)
@@ -172,6 +176,7 @@ def limit(arrays, count, progress):
 
 # -----------------------------------------------------------------------------
 # The command
+
 
 def parse_arguments():
     common = argparse.ArgumentParser(add_help=False)
@@ -208,7 +213,9 @@ def parse_arguments():
     edu.add_argument("--config", default="sample-10BT", help="of the dataset; default: %(default)s")
     text = sources.add_parser("text", parents=[common], description="Make shards of your own text.")
     text.set_defaults(folder="own_text")
-    text.add_argument("patterns", nargs="+", help="text or .jsonl files; ** matches folders of any depth")
+    text.add_argument(
+        "patterns", nargs="+", help="text or .jsonl files; ** matches folders of any depth"
+    )
     args = parser.parse_args()
     numbers = [args.shard_size, args.val_tokens, args.max_tokens, args.workers]
     if any(number is not None and number < 1 for number in numbers):
@@ -267,7 +274,9 @@ def main():
     progress.close()
     others = len(list(out.glob("fineweb_*_*.bin"))) - count
     if others:  # a run would read them, too
-        raise ShardError(f"{out} has {others} more shards, of other text; choose another folder with --out")
+        raise ShardError(
+            f"{out} has {others} more shards, of other text; choose another folder with --out"
+        )
     print(f"done: {count} shards")
 
 

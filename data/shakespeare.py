@@ -18,6 +18,7 @@ The validation set is Macbeth, Twelfth Night and Henry V, complete and in order.
 all scenes of the other plays, shuffled once. The shards are the same bytes on every machine, and
 the script checks that.
 """
+
 import argparse
 import random
 import re
@@ -43,6 +44,7 @@ SHARDS = {
 
 # -----------------------------------------------------------------------------
 # Plays, documents, tokens
+
 
 def read_plays():
     """Returns all plays: a dict from path to bytes, sorted by path. An item is
@@ -94,6 +96,7 @@ def tokenize(documents):
 
 # -----------------------------------------------------------------------------
 # The two shards
+
 
 def is_whole(path, sha256):
     return path.is_file() and has_sha256(path.read_bytes(), sha256)

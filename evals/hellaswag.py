@@ -11,6 +11,7 @@ comparison, others have measured an acc_norm of 29.55% for GPT-2 124M and 48.93%
 The 10,042 validation items come from the Hugging Face hub (Rowan/hellaswag). --data reads
 a copy of its file instead. It is a parquet file, which needs pyarrow.
 """
+
 import argparse
 import os
 import sys
@@ -36,6 +37,7 @@ IGNORED = -100  # a target that doesn't count
 
 def download_items():
     from huggingface_hub import hf_hub_download
+
     with from_hub("HellaSwag"):
         return hf_hub_download(REPO, FILE, repo_type="dataset")
 
@@ -43,6 +45,7 @@ def download_items():
 def load_items(path, limit=None):
     """Returns the first `limit` items, or all: (context, four endings, number of the right one)."""
     import pyarrow.parquet
+
     try:
         table = pyarrow.parquet.read_table(path, columns=["ctx", "endings", "label"])
         rows = table.to_pylist()

@@ -10,6 +10,7 @@ Nothing in a file is run. All models compute in float32.
 The forward passes here use the modules of the training scripts, but with a key/value cache, which
 training doesn't need.
 """
+
 import json
 import math
 from dataclasses import asdict, dataclass, replace
@@ -34,12 +35,12 @@ MODEL_HELP = "a RUN.pt, a safetensors file, or gpt2, gpt2-medium, gpt2-large or 
 @dataclass
 class TextModel:
     module: torch.nn.Module
-    forward: Callable      # (module, ids (B, t), cache, last_only) -> logits (B, t or 1, V)
-    cache_shape: tuple     # layers, heads, head_dim
-    context: int           # longest context in tokens
-    vocab_size: int        # V may be larger, because it is padded
-    eot: int               # the end-of-text token, which begins each document
-    encode: Callable       # str -> list of token ids
+    forward: Callable  # (module, ids (B, t), cache, last_only) -> logits (B, t or 1, V)
+    cache_shape: tuple  # layers, heads, head_dim
+    context: int  # longest context in tokens
+    vocab_size: int  # V may be larger, because it is padded
+    eot: int  # the end-of-text token, which begins each document
+    encode: Callable  # str -> list of token ids
     token_bytes: Callable  # token id -> bytes
 
     def new_cache(self, batch, capacity):
@@ -71,8 +72,8 @@ class Cache:
     def append(self, layer, k, v):
         """Stores keys and values (B, H, t, D) of the new tokens. Returns all of the layer's."""
         end = self.length + k.size(2)
-        self.keys[layer, :, :, self.length:end] = k
-        self.values[layer, :, :, self.length:end] = v
+        self.keys[layer, :, :, self.length : end] = k
+        self.values[layer, :, :, self.length : end] = v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
 
@@ -204,7 +205,9 @@ def text_model(module, codec):
         forward, eot = speedrun_forward, hp.eot_token
         context = min(MAX_CONTEXT, max(hp.train_seq_len, hp.val_seq_len))
         cache_shape = (hp.num_layers, hp.num_heads, hp.head_dim)
-    return TextModel(module.eval().to(DEVICE), forward, cache_shape, context, hp.vocab_size, eot, *codec)
+    return TextModel(
+        module.eval().to(DEVICE), forward, cache_shape, context, hp.vocab_size, eot, *codec
+    )
 
 
 def read_file(name):
@@ -216,6 +219,7 @@ def read_file(name):
             checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             return checkpoint["settings"], checkpoint["model"]
         from safetensors import safe_open
+
         with safe_open(path, "pt") as file:
             settings = json.loads(file.metadata()["settings"])
             return settings, {key: file.get_tensor(key) for key in file.keys()}
@@ -226,6 +230,7 @@ def read_file(name):
 def export(name, target):
     """Writes a saved model as safetensors, with its settings as JSON metadata. The file must be new."""
     import safetensors.torch
+
     settings, weights = read_file(name)
     metadata = {"settings": json.dumps(settings)}
     with open(target, "xb") as file:
@@ -279,10 +284,10 @@ def generate(model, prompt, max_tokens, temperature=1.0, top_k=50, generator=Non
     """
     B, T = prompt.shape
     ids = F.pad(prompt, (0, max_tokens))  # with space for the new tokens
-    start = 0                             # where the context begins
+    start = 0  # where the context begins
     cache = None
     for end in range(T, T + max_tokens):
-        new_ids = ids[:, end - 1:end]
+        new_ids = ids[:, end - 1 : end]
         if end - start > model.context:
             start = end - model.context // 2
             cache = None
@@ -290,7 +295,7 @@ def generate(model, prompt, max_tokens, temperature=1.0, top_k=50, generator=Non
             cache = model.new_cache(B, min(model.context, T + max_tokens - start))
             new_ids = ids[:, start:end]
         logits = model.forward(model.module, new_ids, cache, last_only=True)
-        logits = logits[:, -1, :model.vocab_size].float()  # without the padding tokens
+        logits = logits[:, -1, : model.vocab_size].float()  # without the padding tokens
         token = sample_token(logits, temperature, top_k, generator)
         ids[:, end] = token
         yield token

@@ -1,4 +1,5 @@
 """Reads OpenAI's GPT-2 weights from the Hugging Face hub, into the model of recipes/gpt2.py."""
+
 import torch
 from data.shards import from_hub
 from train_gpt import InputError, require
@@ -18,6 +19,7 @@ UNUSED = (".attn.bias", ".attn.masked_bias")  # the causal mask, not a parameter
 def download(name):
     """Returns the path of a model's weights, which are downloaded unless they are in the hub's cache."""
     from huggingface_hub import hf_hub_download
+
     with from_hub(name):
         return hf_hub_download(f"openai-community/{name}", "model.safetensors")
 
@@ -25,6 +27,7 @@ def download(name):
 def load_weights(model, path):
     """Copies the weights into the model. Names and shapes must be the same."""
     from safetensors.torch import load_file
+
     weights = {}
     for key, weight in load_file(path).items():
         name = key.removeprefix("transformer.")

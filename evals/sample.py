@@ -9,6 +9,7 @@ All n texts are generated together, as one batch. The first one is printed token
 when they are complete. A text starts after an end-of-text token. It ends at the next end-of-text token
 or after max_tokens.
 """
+
 import argparse
 import codecs
 import itertools
@@ -40,15 +41,30 @@ def parse_arguments(argv):
     add("--prompt", metavar="TEXT", help="beginning of each text; default: by vocabulary")
     add("--n", type=int, default=1, help="number of texts; default: 1")
     add("--max_tokens", type=int, default=300, help="maximum new tokens per text; default: 300")
-    add("--temperature", type=float, default=0.8,
-        help="lower is less random; 0 always takes the most likely token; default: 0.8")
-    add("--top_k", type=int, default=50,
-        help="sample from this many most likely tokens, or from all with 0; default: 50")
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="lower is less random; 0 always takes the most likely token; default: 0.8",
+    )
+    add(
+        "--top_k",
+        type=int,
+        default=50,
+        help="sample from this many most likely tokens, or from all with 0; default: 50",
+    )
     add("--seed", type=int, default=42, help="random seed; default: 42")
-    add("--export", type=os.path.expanduser, metavar="FILE",
-        help="write the model as safetensors to this new file instead of sampling")
-    add("--brief", action="store_true",
-        help="what ./run.sh prints after training: offline, for at most 4 seconds")
+    add(
+        "--export",
+        type=os.path.expanduser,
+        metavar="FILE",
+        help="write the model as safetensors to this new file instead of sampling",
+    )
+    add(
+        "--brief",
+        action="store_true",
+        help="what ./run.sh prints after training: offline, for at most 4 seconds",
+    )
     args = parser.parse_args(argv)
     valid = args.n > 0 and args.max_tokens > 0 and args.temperature >= 0 and args.top_k >= 0
     require(valid, "--n and --max_tokens must be at least 1, --temperature and --top_k at least 0")

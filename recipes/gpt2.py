@@ -107,7 +107,7 @@ class GPT(nn.Module):
         super().__init__()
         self.hp = hp
         rows = train_gpt.pad_vocab(hp.vocab_size) if hp.pad_vocab else hp.vocab_size
-        self.wte = nn.Embedding(rows, hp.n_embd)           # of tokens
+        self.wte = nn.Embedding(rows, hp.n_embd)  # of tokens
         self.wpe = nn.Embedding(hp.block_size, hp.n_embd)  # of positions
         self.h = nn.ModuleList(Block(hp) for _ in range(hp.n_layer))
         self.ln_f = nn.LayerNorm(hp.n_embd)
@@ -163,7 +163,12 @@ SETTINGS = dict(
     sequences_per_pass=(32, 32, 16, "sequences in a micro-batch; fewer if it doesn't divide them"),
     vocab_size=(50257, 50257, 257, "number of token ids"),
     # model
-    init_from=("scratch", "scratch", "scratch", "scratch, or OpenAI's gpt2, gpt2-medium, -large or -xl"),
+    init_from=(
+        "scratch",
+        "scratch",
+        "scratch",
+        "scratch, or OpenAI's gpt2, gpt2-medium, -large or -xl",
+    ),
     n_layer=(12, 12, 3, "number of blocks"),
     n_head=(12, 12, 7, "attention heads per block"),
     n_embd=(768, 768, 224, "channels of the residual stream"),
@@ -213,7 +218,9 @@ def check_hyperparameters(hp, world_size):
             f"--{name} {total}: must be a multiple of {world_size} (processes) times "
             f"--block_size {hp.block_size}",
         )
-    require(hp.n_embd % hp.n_head == 0, f"--n_embd {hp.n_embd}: must be a multiple of --n_head {hp.n_head}")
+    require(
+        hp.n_embd % hp.n_head == 0, f"--n_embd {hp.n_embd}: must be a multiple of --n_head {hp.n_head}"
+    )
     positive = hp.num_iterations >= 0 and hp.grad_clip > 0
     require(positive, "--num_iterations must be at least 0, --grad_clip more than 0")
     require(
@@ -341,7 +348,9 @@ def train(run, hp, model, optimizer, buckets, save):
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             run.train_ms = clock() - start_ms
             val_loss = evaluate(model, hp)
-            require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower --learning_rate")
+            require(
+                math.isfinite(val_loss), f"step {step}: the loss is not finite; lower --learning_rate"
+            )
             if save:  # before the line in the log: a resumed run validates again, and writes it
                 train_gpt.save_checkpoint(run, model, [optimizer])
             run.write_validation(val_loss)

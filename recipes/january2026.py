@@ -84,7 +84,10 @@ from train_gpt import (
 
 # A log begins with both sources, each under its name
 LINE = "-" * 40
-SOURCES = {"recipes/january2026.py": Path(__file__).read_bytes().decode(), "train_gpt.py": train_gpt.SOURCE}
+SOURCES = {
+    "recipes/january2026.py": Path(__file__).read_bytes().decode(),
+    "train_gpt.py": train_gpt.SOURCE,
+}
 SOURCE = "".join(f"\n\n{LINE}\n# {name}\n{LINE}\n\n{text}" for name, text in SOURCES.items())
 
 # -----------------------------------------------------------------------------
@@ -125,8 +128,12 @@ def head_loss_op(
     x_f8 = (x / X_SCALE).to(torch.float8_e4m3fn)
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
-        x_f8, w_f8.T, scale_a=as_scale(X_SCALE, x), scale_b=as_scale(W_SCALE, x),
-        out_dtype=torch.bfloat16, use_fast_accum=True,
+        x_f8,
+        w_f8.T,
+        scale_a=as_scale(X_SCALE, x),
+        scale_b=as_scale(W_SCALE, x),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
     )
     loss, lse = weighted_loss(logits, targets, weights)
     return loss, logits, lse, x_f8, w_f8
@@ -142,7 +149,13 @@ def _(x, w, targets, weights):
 @torch.library.custom_op("nanogpt2026::head_loss_backward", mutates_args=())
 @torch.compile(dynamic=False)
 def head_loss_backward_op(
-    grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor, weights: Tensor
+    grad: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    x_f8: Tensor,
+    w_f8: Tensor,
+    targets: Tensor,
+    weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Returns grad_x (T, C) and grad_w (V, C) in bf16, given the loss's scalar gradient.
     When compiled, it stores the gradient of the logits only in FP8."""
@@ -159,12 +172,18 @@ def head_loss_backward_op(
     grad_scale = GRAD_SCALE * grad
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
-        grad_f8, w_f8.T.contiguous().T, scale_a=grad_scale, scale_b=as_scale(W_SCALE, grad),
+        grad_f8,
+        w_f8.T.contiguous().T,
+        scale_a=grad_scale,
+        scale_b=as_scale(W_SCALE, grad),
         out_dtype=torch.bfloat16,
     )
     grad_w = torch._scaled_mm(
-        grad_f8.T.contiguous(), x_f8.T.contiguous().T, scale_a=grad_scale,
-        scale_b=as_scale(X_SCALE, grad), out_dtype=torch.bfloat16,
+        grad_f8.T.contiguous(),
+        x_f8.T.contiguous().T,
+        scale_a=grad_scale,
+        scale_b=as_scale(X_SCALE, grad),
+        out_dtype=torch.bfloat16,
     )
     return grad_x, grad_w
 
@@ -405,10 +424,10 @@ def flex_block_mask(docs, window):
     partial = visible & ~full
     return BlockMask(
         (len(docs), len(docs)),
-        *block_lists(partial),    # kv_num_blocks, kv_indices: key blocks of each query block (forward)
-        *block_lists(full),       # full_kv_num_blocks, full_kv_indices
+        *block_lists(partial),  # kv_num_blocks, kv_indices: key blocks of each query block (forward)
+        *block_lists(full),  # full_kv_num_blocks, full_kv_indices
         *block_lists(partial.T),  # q_num_blocks, q_indices: query blocks of each key block (backward)
-        *block_lists(full.T),     # full_q_num_blocks, full_q_indices
+        *block_lists(full.T),  # full_q_num_blocks, full_q_indices
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=document_causal_window,
     )
@@ -461,8 +480,8 @@ class GPT(nn.Module):
             self.bigram_lambdas = lambdas(0.1, layers)
         # banks of matrices
         self.attn_bank = weights(attn_layers, 4, dim, dim)  # Q, K, V and O, each (out, in)
-        self.mlp_in_bank = weights(layers, 4 * dim, dim)    # (hidden, in)
-        self.mlp_out_bank = weights(layers, 4 * dim, dim)   # (hidden, out)
+        self.mlp_in_bank = weights(layers, 4 * dim, dim)  # (hidden, in)
+        self.mlp_out_bank = weights(layers, 4 * dim, dim)  # (hidden, out)
         self.smear_gate = weights(1, GATE_CHANNELS)
         self.skip_gate = weights(1, GATE_CHANNELS)
         self.attn_gates = weights(attn_layers, heads, GATE_CHANNELS)
@@ -767,7 +786,11 @@ SETTINGS = dict(
     muon_beta2=(0.95, 0.9, "decay of NorMuon's mean squares"),
     # the run
     seed=(0, 0, "seed of the initial weights"),
-    warmup_steps=(4, 4, "untimed steps per sequence length on random tokens; the weights are then reset"),
+    warmup_steps=(
+        4,
+        4,
+        "untimed steps per sequence length on random tokens; the weights are then reset",
+    ),
     val_loss_every=(250, 40, "steps between validations, an even number; 0: only at the end"),
     target_val_loss=(3.28, 1.50, "validation loss to reach"),
 )
@@ -839,15 +862,17 @@ def build_optimizers(model, hp):
 
     lambdas = [model.resid_lambdas, model.qkv_lambdas, model.o_lambdas, model.bigram_lambdas]
     lambdas += [model.smear_lambda, model.skip_lambda, model.backout_lambda]
-    adam = Adam([
-        group([model.lm_head, model.embed], hp.head_lr, (0.5, 0.95), 150),
-        group([*model.value_embeds, model.bigram_embed], hp.table_lr, (0.75, 0.95), 5),
-        group(lambdas, hp.scalar_lr, (0.9, 0.99)),
-        group([model.x0_lambdas], hp.scalar_lr, (0.65, 0.95)),
-        group([model.smear_gate], 0.01 * hp.head_lr, (0.9, 0.99)),
-        group([model.skip_gate], 0.05 * hp.head_lr, (0.9, 0.99)),
-        group([model.attn_gates, model.value_gates], hp.head_lr, (0.9, 0.99), 1),
-    ])
+    adam = Adam(
+        [
+            group([model.lm_head, model.embed], hp.head_lr, (0.5, 0.95), 150),
+            group([*model.value_embeds, model.bigram_embed], hp.table_lr, (0.75, 0.95), 5),
+            group(lambdas, hp.scalar_lr, (0.9, 0.99)),
+            group([model.x0_lambdas], hp.scalar_lr, (0.65, 0.95)),
+            group([model.smear_gate], 0.01 * hp.head_lr, (0.9, 0.99)),
+            group([model.skip_gate], 0.05 * hp.head_lr, (0.9, 0.99)),
+            group([model.attn_gates, model.value_gates], hp.head_lr, (0.9, 0.99), 1),
+        ]
+    )
     # The MLP has steps of sqrt(rows / cols), and its output steps twice as large. A step of a weight is
     # lr * scale * (update + lr * weight_decay * weight).
     banks = [
@@ -953,7 +978,9 @@ def start_all_reduce(optimizer):
     """Starts to sum an optimizer's gradients over the processes. Returns what to wait for."""
     if WORLD_SIZE == 1:
         return []
-    return [dist.all_reduce(p.grad, async_op=True) for p in parameters_of(optimizer) if p.grad is not None]
+    return [
+        dist.all_reduce(p.grad, async_op=True) for p in parameters_of(optimizer) if p.grad is not None
+    ]
 
 
 def finish(handles, optimizer):
@@ -1007,7 +1034,9 @@ def warm_up(model, optimizers, hp):
         first = math.ceil(stage * scheduled_iterations(hp) / 3)
         for step in range(first, first + hp.warmup_steps):
             shape = (hp.num_sequences // WORLD_SIZE, get_seq_len(step, hp) + 1)
-            train_step(model, optimizers, torch.randint(hp.vocab_size, shape, dtype=torch.int32), step, hp)
+            train_step(
+                model, optimizers, torch.randint(hp.vocab_size, shape, dtype=torch.int32), step, hp
+            )
     model.load_state_dict(build_model(hp).state_dict())
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -1030,7 +1059,9 @@ def train(run, hp, model, optimizers, save):
             run.train_ms = clock() - start_ms
             model.set_step(step)
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
-            require(math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate")
+            require(
+                math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate"
+            )
             if save:  # before the line in the log: a resumed run validates again, and writes it
                 train_gpt.save_checkpoint(run, model, optimizers)
             run.write_validation(val_loss)

@@ -128,7 +128,9 @@ def run_script(args, cwd, nproc=None, script=SCRIPT, **extra):
     if not str(script).endswith(".py"):
         command.append("-m")
     command += [str(script), *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env=env(**extra), capture_output=True, text=True, timeout=1200)
+    return subprocess.run(
+        command, cwd=cwd, env=env(**extra), capture_output=True, text=True, timeout=1200
+    )
 
 
 def forkserver():

@@ -100,6 +100,7 @@ def environment(processes: int = 1) -> dict[str, str]:
 # --------------------------------------------------------------------------------------------------
 # For the commands
 
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Opens a binary file for writing. It is written to a temporary file, fsynced, and then

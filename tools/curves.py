@@ -26,6 +26,7 @@ END = 0.85  # the right panel begins after this fraction of the run
 # -----------------------------------------------------------------------------
 # Curves
 
+
 @dataclass
 class Curve:
     """The mean loss of several runs, at the steps that all of them validated.
@@ -80,6 +81,7 @@ def curve(logs: list[Log], x: str) -> Curve:
 
 # -----------------------------------------------------------------------------
 # The plot
+
 
 def draw_curve(axes, label: str, c: Curve) -> None:
     """Draws points, a line, and a band of one standard deviation. The label gets the final loss."""

@@ -8,6 +8,7 @@ packages. The order of a training:
     training      one process per GPU; on a CPU, one per core
     sample        the trained model writes a short text
 """
+
 import signal
 
 if __name__ == "__main__":
@@ -226,7 +227,9 @@ def make_environment():
         f"{sys.executable} has no venv module; install it (on Debian or Ubuntu: apt install python3-venv)",
     )
     try:
-        venv.create(VENV, system_site_packages=system_torch, symlinks=True, with_pip=bool(has_ensurepip))
+        venv.create(
+            VENV, system_site_packages=system_torch, symlinks=True, with_pip=bool(has_ensurepip)
+        )
     except subprocess.CalledProcessError as e:
         raise LaunchError(explain(sys.executable, e.output.decode(errors="replace")))
     if not has_ensurepip:
@@ -352,7 +355,9 @@ def pip_install(python, requirements, *options):
 
 def explain(python, output):
     """Returns one line about a failed installation."""
-    disk = re.search(r"(No space left on device|Disk quota|Read-only file system|Permission denied).*", output)
+    disk = re.search(
+        r"(No space left on device|Disk quota|Read-only file system|Permission denied).*", output
+    )
     if disk:
         return f"pip can't install the packages: {disk[0]}; mend that, then run ./run.sh again"
     if "No module named pip" in output:

@@ -6,6 +6,7 @@ Checks the machine before a run, in the Python that will train. tools/launch.py 
 MODE is train or prepare; without a script, it is for compare and screen. Writes what the run needs into
 the file ANSWER, as JSON: processes, environment variables and more options.
 """
+
 import contextlib
 import dataclasses
 import hashlib
@@ -90,7 +91,7 @@ def fit_to_memory(hp, processes):
 
 # the C++ compiler that PyTorch uses
 CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-MAX_LOSS_ERROR = 1e-3     # relative; correct builds of mini stay below 2e-6
+MAX_LOSS_ERROR = 1e-3  # relative; correct builds of mini stay below 2e-6
 MAX_GRADIENT_ERROR = 0.1  # relative error of the norm; correct builds of mini stay below 1.4e-2
 COMPILE_ADVICE = (
     f"compiling needs a C++ compiler ({CXX}), Python's headers and openssl (Debian, Ubuntu: apt "
@@ -233,7 +234,9 @@ def check_run(mode, script, options):
         variables = environment(processes)
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
         variables |= check_compiler(processes)
-    compiled = "not compiled" if (os.environ | variables).get("TORCH_COMPILE_DISABLE") == "1" else "compiled"
+    compiled = (
+        "not compiled" if (os.environ | variables).get("TORCH_COMPILE_DISABLE") == "1" else "compiled"
+    )
     where = "GPUs" if gpus else "the CPU"
     return dict(
         processes=processes,

@@ -7,6 +7,7 @@ Each row of the table adds one speedup to the row above it: the median time of w
 random tokens, after a few untimed ones. A speedup that the hardware doesn't have is left out. On one
 A100, others have reduced GPT-2 124M from 1000 ms a step to 90 ms.
 """
+
 import argparse
 import signal
 from dataclasses import replace
@@ -53,7 +54,9 @@ def is_possible(lever):
 
 
 def main():
-    parser = argparse.ArgumentParser("./run.sh levers", description="Measure each speedup of recipes/gpt2.py.")
+    parser = argparse.ArgumentParser(
+        "./run.sh levers", description="Measure each speedup of recipes/gpt2.py."
+    )
     add = parser.add_argument
     track = "fineweb" if ON_GPU else "mini"
     add("--track", choices=gpt2.TRACKS, default=track, help="the model; default here: %(default)s")

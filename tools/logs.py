@@ -164,6 +164,7 @@ def contradicts_itself(v: Validation) -> bool:
 # -----------------------------------------------------------------------------
 # Sources
 
+
 def named_sources(text: bytes, name: str) -> list[tuple[str, bytes]]:
     """Splits text at its headings into (name, text). `name` is that of the text above the first."""
     parts = [name.encode(), *NEXT_SOURCE.split(text)]  # name, text, name, text, ...
@@ -206,6 +207,7 @@ def split_sources(data: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
 
 # -----------------------------------------------------------------------------
 # The machine and the settings
+
 
 def find_hardware(header: str) -> str:
     """The GPUs that were used, or the CPU; "" if the header names neither."""
@@ -264,6 +266,7 @@ def find_hyperparameters(header: str) -> dict:
 
 # -----------------------------------------------------------------------------
 # The run
+
 
 def read_log_file(path: Path) -> bytes:
     """Raises LogError."""

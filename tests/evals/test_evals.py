@@ -4,6 +4,7 @@ Tests of evals/.
 They compare the forward passes with a cache with those of the training scripts (tests/recipes/test_gpt2.py
 compares these with transformers), and the HellaSwag scores with hand-made answers. Everything runs on the CPU.
 """
+
 import dataclasses
 import math
 from dataclasses import replace
@@ -101,12 +102,13 @@ def trained(tmp_path_factory):
     words = tiny_run(folder, "--save_checkpoint", num_iterations=2)
     result = run_forked(words, cwd=folder)
     assert result.returncode == 0, result.stderr
-    path, = folder.glob("logs/*.pt")
+    (path,) = folder.glob("logs/*.pt")
     return path
 
 
 # -----------------------------------------------------------------------------
 # Forward passes and decoding
+
 
 @torch.no_grad()
 def test_gpt2_forward_is_the_models_own():
@@ -117,10 +119,13 @@ def test_gpt2_forward_is_the_models_own():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("max_window, long_layers, free_layers, changes", [
-    (512, (0, 4), (2,), {}),
-    (128, (1,), (0, 4), PLAIN),
-])
+@pytest.mark.parametrize(
+    "max_window, long_layers, free_layers, changes",
+    [
+        (512, (0, 4), (2,), {}),
+        (128, (1,), (0, 4), PLAIN),
+    ],
+)
 def test_speedrun_forward_is_the_models_own(max_window, long_layers, free_layers, changes):
     hp = replace(
         SPEEDRUN,
@@ -228,6 +233,7 @@ def test_sampling_follows_the_distribution():
 # -----------------------------------------------------------------------------
 # Saved models
 
+
 @torch.no_grad()
 def test_a_checkpoint_loads_and_can_be_exported(trained, tmp_path, monkeypatch):
     weights = torch.load(trained, weights_only=True)["model"]
@@ -288,6 +294,7 @@ def test_files_that_are_no_models(tmp_path, monkeypatch):
 # -----------------------------------------------------------------------------
 # sample.py
 
+
 def test_sample_from_the_command_line(trained, tmp_path, capsys):
     """A seed gives the same texts in another process."""
     args = [trained, "--n", 3, "--max_tokens", 40, "--prompt", "Ay, é", "--seed", 7]
@@ -299,7 +306,10 @@ def test_sample_from_the_command_line(trained, tmp_path, capsys):
     assert all(c.isprintable() or c in "\n\t" for c in result.stdout)
     assert train_gpt.main([str(trained), "--temperature=-1"], sample.main) == 2
     error = capsys.readouterr().err
-    assert error == "error: --n and --max_tokens must be at least 1, --temperature and --top_k at least 0\n"
+    assert (
+        error
+        == "error: --n and --max_tokens must be at least 1, --temperature and --top_k at least 0\n"
+    )
 
 
 def test_what_is_printed(tmp_path, monkeypatch, capsys):
@@ -351,6 +361,7 @@ def test_encoding():
 
 # -----------------------------------------------------------------------------
 # HellaSwag
+
 
 def scorer(logits_fn, vocab_size):
     """What hellaswag.py needs of a TextModel. Tokens are the digits of a text. A space is token 0."""
@@ -418,6 +429,7 @@ def write_items(path, **changes):
     """Writes 13 items as on the hub, and returns them."""
     import pyarrow
     import pyarrow.parquet
+
     items = []
     rows = []
     for i in range(13):

@@ -36,7 +36,9 @@ OURS = ["VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PY
 def machine(tmp_path, monkeypatch):
     """An empty repository. `answers` says what programs print, by a part of their command line, `versions`
     which packages are there. `ran` collects the commands that are run, which print `error`."""
-    machine = SimpleNamespace(answers={}, versions={}, ran=[], status=0, error="", root=tmp_path / "root")
+    machine = SimpleNamespace(
+        answers={}, versions={}, ran=[], status=0, error="", root=tmp_path / "root"
+    )
     (machine.root / "data").mkdir(parents=True)
     (machine.root / "requirements.txt").write_text("torch==2.13.0\nnumpy==2.4.6  # arrays\n")
 
@@ -88,7 +90,11 @@ print(__file__, sys.argv[1:], names)
         ("python3", "", "root/tools/launch.py ['--seed', '3'] ['PYTHONUTF8']\n"),
         ("python3.12", "", "root/tools/launch.py "),
         ("python", "/theirs", "root/tools/launch.py "),
-        ("python3", "/theirs", "error: the active environment (/theirs) has no Python 3.11 or later; deactivate"),
+        (
+            "python3",
+            "/theirs",
+            "error: the active environment (/theirs) has no Python 3.11 or later; deactivate",
+        ),
         ("none", "", "error: Python 3.11 or later is needed, but python3 is Python 3.10.13; install"),
     ],
 )
@@ -244,8 +250,16 @@ def test_which_build_of_pytorch(machine, tmp_path, monkeypatch, answers, files, 
 @pytest.mark.parametrize(
     "error, settings, says",
     [
-        ("OSError: [Errno 28] No space left on device: '/x'", "", "No space left on device: '/x'; mend that"),
-        ("x", "index-url='http://127.0.0.1:9'", "can't reach the package index http://127.0.0.1:9; check the net"),
+        (
+            "OSError: [Errno 28] No space left on device: '/x'",
+            "",
+            "No space left on device: '/x'; mend that",
+        ),
+        (
+            "x",
+            "index-url='http://127.0.0.1:9'",
+            "can't reach the package index http://127.0.0.1:9; check the net",
+        ),
         ("something new", "no-index='1'", "its output is above"),
     ],
 )
@@ -286,7 +300,11 @@ def imported(files):
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add(node.module.split(".")[0])
-    return names - set(sys.stdlib_module_names) - {"train_gpt", "tiktoken_ext", "triton", *os.listdir(ROOT)}
+    return (
+        names
+        - set(sys.stdlib_module_names)
+        - {"train_gpt", "tiktoken_ext", "triton", *os.listdir(ROOT)}
+    )
 
 
 def required(folder):
@@ -335,7 +353,9 @@ def test_data_are_made_once(machine):
 
 
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TMPDIR"])
-def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(machine, monkeypatch, tmp_path, name):
+def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(
+    machine, monkeypatch, tmp_path, name
+):
     """A program that is tried there doesn't run."""
     for folder in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
         monkeypatch.setenv(folder, str(tmp_path / "good"))
@@ -395,7 +415,10 @@ def training(machine, monkeypatch, tmp_path):
 def test_a_training(training, monkeypatch):
     monkeypatch.setenv("HOME", "/home/x")
     options = ["--val_files=~/v_*.bin", "--what=a ~/b"]
-    assert launch.main(["--seed", "3", "--recipe=soup", "--log_dir", "mine", "--resume=latest", *options]) == 0
+    assert (
+        launch.main(["--seed", "3", "--recipe=soup", "--log_dir", "mine", "--resume=latest", *options])
+        == 0
+    )
     options = ["--what=a ~/b", "--log_dir=../mine", "--val_files=/home/x/v_*.bin", "--resume=latest"]
     words = ["recipes.soup", "--seed", "3", *options]
     assert training.checked == ["train", *words]
@@ -411,7 +434,11 @@ def test_a_training(training, monkeypatch):
     [
         ([], 3, ""),
         (["prepare"], 3, ""),
-        ([], -15, "run.sh: stopped by SIGTERM; to continue from the last validation, add --resume latest\n"),
+        (
+            [],
+            -15,
+            "run.sh: stopped by SIGTERM; to continue from the last validation, add --resume latest\n",
+        ),
         (["prepare"], -15, "run.sh: stopped by SIGTERM; run the same command again to continue\n"),
     ],
 )
@@ -507,7 +534,11 @@ def test_help_names_the_commands_first(training, capsys):
 
 
 def python(code):
-    return [sys.executable, "-c", f"import os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n{code}"]
+    return [
+        sys.executable,
+        "-c",
+        f"import os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n{code}",
+    ]
 
 
 def test_one_setup_at_a_time(machine, capsys):
@@ -543,7 +574,11 @@ def test_the_ranks_of_a_training(tmp_path, capfd):
     [
         ("if rank == 0: time.sleep(60)\nprint('broken')\nsys.exit(3)", 3, "broken\n"),
         ("if rank == 0: time.sleep(1.5)\nprint('error', rank)\nsys.exit(2)", 2, "error 0\n"),
-        ("if rank: os.kill(os.getpid(), 9)\ntime.sleep(60)", 137, "run.sh: process 1 was ended by signal 9\n"),
+        (
+            "if rank: os.kill(os.getpid(), 9)\ntime.sleep(60)",
+            137,
+            "run.sh: process 1 was ended by signal 9\n",
+        ),
     ],
 )
 def test_a_rank_that_fails_ends_the_others(capfd, code, status, says):
@@ -580,7 +615,12 @@ LAUNCHER = "import sys; from tools import launch; launch.launch = lambda argv: l
 def test_a_signal(number, send, before):
     """A terminal sends Ctrl-C to the child, too, which ignores it. The pipes close when no child is left."""
     process = subprocess.Popen(
-        [sys.executable, "-c", before + LAUNCHER, *python("print(signal.getsignal(2) == signal.SIG_IGN, flush=True)\ntime.sleep(60)")],
+        [
+            sys.executable,
+            "-c",
+            before + LAUNCHER,
+            *python("print(signal.getsignal(2) == signal.SIG_IGN, flush=True)\ntime.sleep(60)"),
+        ],
         env=env(PYTHONPATH=str(ROOT)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

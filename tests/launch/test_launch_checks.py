@@ -26,7 +26,9 @@ from tests.util import ROOT, env, random_tokens, run_forked, write_shard
 def got(monkeypatch):
     """No data are downloaded, and tests that follow keep their threads. The files that a run needs."""
     files = []
-    monkeypatch.setattr(launch, "get_data", lambda python, settings: files.append(settings["train_files"]))
+    monkeypatch.setattr(
+        launch, "get_data", lambda python, settings: files.append(settings["train_files"])
+    )
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setattr(train_gpt, "init_processes", lambda: None)
     return files
@@ -71,7 +73,12 @@ def test_a_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path, capsys):
     for mode in ("train", "compare"):
         status, _, err = check(tmp_path, capsys, mode=mode)
         assert (status, err.count("\n")) == (2, 1)
-        for words in ("an AMD GPU", torch.__version__, "too old (found version 11040).); update the driver", "--device cpu"):
+        for words in (
+            "an AMD GPU",
+            torch.__version__,
+            "too old (found version 11040).); update the driver",
+            "--device cpu",
+        ):
             assert words in err
 
 
@@ -220,7 +227,9 @@ def wrong_gradient(model):
 
 def no_headers(model):
     output = "In file included from x.cpp\ny.h:3:10: fatal error: Python.h: No such file or directory\n"
-    raise RuntimeError(f"CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\n{output}")
+    raise RuntimeError(
+        f"CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\n{output}"
+    )
 
 
 def full_disk(model):
@@ -274,7 +283,9 @@ def test_compiled_code_is_right(tmp_path):
         TORCH_COMPILE_DISABLE="0",
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
     )
-    done = subprocess.run([sys.executable, "-c", code], env=env(**changes), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env(**changes), capture_output=True, text=True
+    )
     assert done.stdout == "problem: ''\n", done.stderr
     assert list(tmp_path.rglob("*.so"))
 
@@ -321,7 +332,9 @@ def test_a_wrong_answer_is_not_remembered(tiny_mini, tmp_path, monkeypatch, caps
         warning = err.splitlines()[1]
         assert warning.startswith(prefix)
         assert plan["text"].endswith(", not compiled")
-        variables = dict(TORCH_COMPILE_DISABLE="1", SPEEDRUN_COMPILE_REASON=f"({warning[len(prefix):]})")
+        variables = dict(
+            TORCH_COMPILE_DISABLE="1", SPEEDRUN_COMPILE_REASON=f"({warning[len(prefix) :]})"
+        )
         assert variables.items() <= plan["environment"].items()
 
 
@@ -338,7 +351,9 @@ def test_processes_on_a_cpu(tiny_mini, got, tmp_path, monkeypatch, capsys, cores
     monkeypatch.setattr(launch_checks, "compile_problem", lambda hp: seen.append(hp.batch_tokens))
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(common, "usable_cores", lambda: cores)
-    _, plan, _ = check(tmp_path, capsys, "--batch_tokens=1024", "--val_tokens=4096")  # 8 could share these
+    _, plan, _ = check(
+        tmp_path, capsys, "--batch_tokens=1024", "--val_tokens=4096"
+    )  # 8 could share these
     assert plan["processes"] == processes
     assert plan["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
     assert seen == [TINY.batch_tokens // processes]

@@ -7,6 +7,7 @@ Imitates other people's machines, and prints a table of what ./run.sh does on ea
 
 The exit status is 0 if no case failed, and 1 otherwise.
 """
+
 import argparse
 import signal
 import sys
@@ -16,8 +17,12 @@ from tests.machines.table import print_table
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Imitate other machines, and print what ./run.sh does on each.")
-    parser.add_argument("--only", default="", metavar="WORD", help="only machines whose name contains this word")
+    parser = argparse.ArgumentParser(
+        description="Imitate other machines, and print what ./run.sh does on each."
+    )
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="only machines whose name contains this word"
+    )
     parser.add_argument("--list", action="store_true", help="list the machines and exit")
     args = parser.parse_args()
     cases = [case for case in CASES if args.only.lower() in case.machine.lower()]

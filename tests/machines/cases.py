@@ -1,5 +1,6 @@
 """The machines. Each function imitates one in an empty folder, runs ./run.sh there, and returns what
 happened."""
+
 import os
 import re
 import shutil
@@ -231,8 +232,16 @@ CASES = [
     Case("Ctrl-C while compiling", "a line", stopped_while_compiling),
     Case("a path with a space and an apostrophe", "trains", special_path),
     Case("a fresh clone, two ./run.sh at once", "trains", fresh_clone),
-    Case("Ctrl-C while .venv is made", "repaired", lambda folder: interrupted(folder, VENV_BEGUN, signal.SIGINT)),
-    Case("kill -9 during the installation", "repaired", lambda folder: interrupted(folder, TORCH_BEGUN, signal.SIGKILL)),
+    Case(
+        "Ctrl-C while .venv is made",
+        "repaired",
+        lambda folder: interrupted(folder, VENV_BEGUN, signal.SIGINT),
+    ),
+    Case(
+        "kill -9 during the installation",
+        "repaired",
+        lambda folder: interrupted(folder, TORCH_BEGUN, signal.SIGKILL),
+    ),
     Case("no network", "a line", no_network),
     Case("read-only disk", "a line", read_only),
     Case("the system's Python has PyTorch", "trains", system_pytorch),

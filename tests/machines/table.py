@@ -1,4 +1,5 @@
 """The table of machines: how a case starts ./run.sh, how it judges the outcome, and how it is printed."""
+
 import os
 import re
 import shutil

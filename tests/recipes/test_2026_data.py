@@ -79,7 +79,9 @@ def test_packing(world_size, first, tmp_path, monkeypatch):
     for rank in range(world_size):
         monkeypatch.setattr(january2026, "RANK", rank)
         got = list(training_batches(hp, first))
-        assert [tokens.tolist() for tokens in got] == [s[rank * local : (rank + 1) * local] for s in want[first:]]
+        assert [tokens.tolist() for tokens in got] == [
+            s[rank * local : (rank + 1) * local] for s in want[first:]
+        ]
         assert all(tokens.dtype == torch.int32 for tokens in got)
         assert all((tokens[:, 0] == EOT).all() for tokens in got)
 

@@ -20,7 +20,11 @@ from recipes.january2026 import (
     train_step,
 )
 from tests.recipes import reference
-from tests.recipes.test_2026_model import in_float32, randomize, tiny  # in_float32 is for all tests here
+from tests.recipes.test_2026_model import (
+    in_float32,
+    randomize,
+    tiny,
+)  # in_float32 is for all tests here
 from tests.util import spawn
 
 

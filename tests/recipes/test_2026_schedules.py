@@ -58,7 +58,9 @@ def test_rates():
     assert tied == [step <= 1041 for step in STEPS]
 
 
-@pytest.mark.parametrize("track, head_dim, unit, beta", [("fineweb", 128, 128, 32), ("mini", 64, 16, 4)])
+@pytest.mark.parametrize(
+    "track, head_dim, unit, beta", [("fineweb", 128, 128, 32), ("mini", 64, 16, 4)]
+)
 def test_rotary(track, head_dim, unit, beta):
     """In mini, YaRN's beta is scaled with the windows, so that the fastest frequency stays 1."""
     windows = [3, 7, 11, 13]

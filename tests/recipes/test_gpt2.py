@@ -4,6 +4,7 @@ Tests of recipes/gpt2.py and tools/levers.py.
 They compare the model with transformers, micro-batches with one large batch, two processes with one,
 and a killed and resumed run with an uninterrupted one.
 """
+
 import itertools
 import json
 import math
@@ -23,7 +24,16 @@ from evals import openai_gpt2
 from recipes import gpt2
 from train_gpt import GradientBuckets, InputError
 from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, succeeds
-from tests.util import ROOT, Job, random_tokens, read_log, run_forked, run_script, val_losses, write_shard
+from tests.util import (
+    ROOT,
+    Job,
+    random_tokens,
+    read_log,
+    run_forked,
+    run_script,
+    val_losses,
+    write_shard,
+)
 
 # A model that trains in a second, in float32, so that sums in another order agree closely
 TINY = {
@@ -121,7 +131,9 @@ def test_openai_keys_must_match(tmp_path):
     good = {key.removeprefix("transformer."): tensor for key, tensor in load_file(path).items()}
     head = good["wte.weight"].clone()
     one = torch.ones(32)
-    save_file(good | {"h.0.attn.bias": one, "h.1.attn.masked_bias": one + 0, "lm_head.weight": head}, path)
+    save_file(
+        good | {"h.0.attn.bias": one, "h.1.attn.masked_bias": one + 0, "lm_head.weight": head}, path
+    )
     weight = loaded(path, **sizes).h[1].mlp.c_fc.weight
     torch.testing.assert_close(weight, good["h.1.mlp.c_fc.weight"].T)
     for key, tensor, message in (
@@ -169,8 +181,12 @@ def test_the_loss_of_openais_weights(folder, monkeypatch):
     write_shard(folder / "val.bin", tokens)
     monkeypatch.setitem(openai_gpt2.SIZES, "gpt2", (1, 1, 8))
     monkeypatch.setattr(openai_gpt2, "download", lambda name: path)
-    options = "--val_files=val.bin --val_tokens=2048 --sequences_per_pass=1 --compile=false --bf16=false"
-    assert gpt2.main(["--track=fineweb", "--init_from=gpt2", "--num_iterations=0", *options.split()]) == 0
+    options = (
+        "--val_files=val.bin --val_tokens=2048 --sequences_per_pass=1 --compile=false --bf16=false"
+    )
+    assert (
+        gpt2.main(["--track=fineweb", "--init_from=gpt2", "--num_iterations=0", *options.split()]) == 0
+    )
     with torch.no_grad():
         logits = theirs(torch.tensor(tokens[:-1]).view(2, 1024)).logits.flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:])).item()

@@ -106,7 +106,11 @@ def test_freed_memory_is_kept(kept):
     "error, status, said",
     [
         (common.UsageError("add x"), 2, "error: add x\n"),
-        (PermissionError(13, "Permission denied", "a"), 2, "error: [Errno 13] Permission denied: 'a'\n"),
+        (
+            PermissionError(13, "Permission denied", "a"),
+            2,
+            "error: [Errno 13] Permission denied: 'a'\n",
+        ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
@@ -141,7 +145,9 @@ def test_a_folder_is_there_when_it_is_whole(tmp_path):
             assert not folder.exists()
             if not good:
                 raise KeyboardInterrupt
-        assert [file.name for file in tmp_path.rglob("*")] == (["deep", "new", "file"] if good else ["deep"])
+        assert [file.name for file in tmp_path.rglob("*")] == (
+            ["deep", "new", "file"] if good else ["deep"]
+        )
     with pytest.raises(common.FileError, match="new exists already"), common.new_folder(folder):
         pass
 

@@ -194,9 +194,9 @@ def test_the_model_uses_fp8_in_training_only(use, monkeypatch):
 @pytest.mark.parametrize(
     "capability,hip,want",
     [
-        ((8, 9), None, True),     # L4
-        ((8, 6), None, False),    # A10
-        ((9, 4), "6.2", False),   # MI300X: AMD's FP8 format is float8_e4m3fnuz
+        ((8, 9), None, True),  # L4
+        ((8, 6), None, False),  # A10
+        ((9, 4), "6.2", False),  # MI300X: AMD's FP8 format is float8_e4m3fnuz
     ],
 )
 def test_gpus_that_use_fp8(capability, hip, want, monkeypatch):

@@ -239,7 +239,9 @@ def test_options():
     assert hp == dataclasses.replace(TRACKS["fineweb"], **changes)
     assert args.save_checkpoint
     home = os.path.expanduser("~")
-    args, hp = train_gpt.parse_arguments(["--track=fineweb", "--attn_free_layers=none", "--log_dir=~/a"])
+    args, hp = train_gpt.parse_arguments(
+        ["--track=fineweb", "--attn_free_layers=none", "--log_dir=~/a"]
+    )
     assert hp == dataclasses.replace(TRACKS["fineweb"], attn_free_layers=())
     assert args.log_dir == f"{home}/a"
 
@@ -284,11 +286,19 @@ ERRORS = {
     "another track's shards": (dict(vocab_size=256, eot_token=0), nothing, "token 256"),
     "bytes on fineweb": (dict(vocab_size=50257, eot_token=50256), nothing, "without token 50256"),
     "cut shard": ({}, cut, "tiny_train_000001.bin"),
-    "trained on its validation": ({}, copy, "tiny_train_000002.bin is also a validation shard, or a copy"),
+    "trained on its validation": (
+        {},
+        copy,
+        "tiny_train_000002.bin is also a validation shard, or a copy",
+    ),
     "training length": (dict(train_seq_len=64), nothing, "--train_seq_len 64"),
     "validation tokens": (dict(val_tokens=1000), nothing, "--val_tokens 1000"),
     "no steps": (dict(num_iterations=0), nothing, "--num_iterations"),
-    "a word for a flag": (dict(fp8="0"), nothing, "'0'; --help lists all options; a bool is true or false"),
+    "a word for a flag": (
+        dict(fp8="0"),
+        nothing,
+        "'0'; --help lists all options; a bool is true or false",
+    ),
     "unknown option": (dict(num_iteration=3), nothing, "--num_iteration=3; --help"),
     "track": (dict(track="nosuch"), nothing, "fineweb, mini"),
     "no runs": (dict(num_runs=0), nothing, "--num_runs"),
@@ -322,7 +332,10 @@ def test_errors_are_one_line(name, tmp_path, monkeypatch, capsys):
         (dict(RANK="1"), "use torchrun"),
         (dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), "use torchrun"),
         (dict(WORLD_SIZE="3", MASTER_PORT="1"), "multiple of 3 (processes)"),
-        (dict(RANK="", LOCAL_RANK="1", WORLD_SIZE=""), "multiple of 1 (processes)"),  # RANK is as good as unset
+        (
+            dict(RANK="", LOCAL_RANK="1", WORLD_SIZE=""),
+            "multiple of 1 (processes)",
+        ),  # RANK is as good as unset
     ],
 )
 def test_impossible_processes_are_one_line(environment, words, tmp_path):
@@ -343,7 +356,10 @@ def test_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "error, words",
     [
-        (torch.OutOfMemoryError("CUDA\nTried to allocate"), "out of GPU memory; lower --sequences_per_pass"),
+        (
+            torch.OutOfMemoryError("CUDA\nTried to allocate"),
+            "out of GPU memory; lower --sequences_per_pass",
+        ),
         (InvalidCxxCompiler(), "no C++ compiler works"),
         (CppCompileError(["g++"], "its output"), "no C++ compiler works"),
     ],

@@ -74,7 +74,9 @@ def numbers(effect: Effect) -> list[str]:
     return [f"  {name:<15} {value:>8}   ({interval})" for name, value, interval in rows]
 
 
-def answer_in_words(effects: list[Effect], until: float | None, test: str, facts: list[str]) -> list[str]:
+def answer_in_words(
+    effects: list[Effect], until: float | None, test: str, facts: list[str]
+) -> list[str]:
     """Lines of 80 columns, at most 12 for one idea. `test` says how many pairs there are and what the
     intervals hold for; `facts` are sentences about the runs."""
     lines = []
@@ -88,7 +90,9 @@ def answer_in_words(effects: list[Effect], until: float | None, test: str, facts
     if any(effect.steps is not None for effect in effects):
         timed = any(effect.time is not None for effect in effects)
         steps = "Steps and time" if timed else "Steps"
-        sentences.append(f"{steps} are those to reach the base's loss, computed from the difference in loss.")
+        sentences.append(
+            f"{steps} are those to reach the base's loss, computed from the difference in loss."
+        )
     return lines + textwrap.wrap(" ".join([*sentences, *facts]), WIDTH)
 
 

@@ -117,7 +117,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.error = fail
     add = parser.add_argument
     source = "[NAME=]SOURCE"
-    base = "what to compare with; default: the commit that the ideas' folders name, otherwise the working "
+    base = (
+        "what to compare with; default: the commit that the ideas' folders name, otherwise the working "
+    )
     base += "tree, or the last commit without --idea"
     add("--base", metavar=source, help=base)
     idea = "can be given several times; default: the working tree"
@@ -138,7 +140,9 @@ def make_parser() -> argparse.ArgumentParser:
     for side in ("base", "idea"):
         logs = f"logs of finished runs of the {side}, or folders of them"
         add(f"--{side}_logs", nargs="+", type=Path, metavar="LOGS", help=logs)
-    runs = "make N pairs and look only once, at the end; never says \"not worth it\". A pair is one run of "
+    runs = (
+        'make N pairs and look only once, at the end; never says "not worth it". A pair is one run of '
+    )
     runs += "the base and one of the idea, with the same seed"
     add("--runs", type=whole_number, metavar="N", help=runs)
     add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
@@ -179,7 +183,9 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if bool(args.base_logs) != bool(args.idea_logs) or args.plot and not args.base_logs:
         fail("finished runs, and --plot, need both --base_logs and --idea_logs")
     if args.base_logs and (args.command or args.base or args.idea or common):
-        fail("finished runs train nothing; leave out --command, --base, --idea and options of the script")
+        fail(
+            "finished runs train nothing; leave out --command, --base, --idea and options of the script"
+        )
     return args, common
 
 
@@ -313,7 +319,9 @@ def facts_in_words(c: Comparison) -> list[str]:
     slope = c.slope()
     sentences = [slope_in_words(slope)]
     if c.fewer is None and slope is None:
-        sentences = ["Steps are unknown: give --loss_per_100_steps, or --num_iterations in the command."]
+        sentences = [
+            "Steps are unknown: give --loss_per_100_steps, or --num_iterations in the command."
+        ]
     if c.args.command and "{seed}" not in c.args.command:
         sentences.append("The runs of a pair share no seed.")
     if c.base.name != "worktree":

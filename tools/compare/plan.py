@@ -106,7 +106,9 @@ class Comparison:
 def undecided(c: Comparison) -> list[Variant]:
     """The ideas that need more runs."""
     effects = {effect.name: effect for effect in c.effects()}
-    return [idea for idea in c.ideas if c.pairs(idea).shape[1] < pairs_at_most(c, effects.get(idea.name))]
+    return [
+        idea for idea in c.ideas if c.pairs(idea).shape[1] < pairs_at_most(c, effects.get(idea.name))
+    ]
 
 
 def pairs_at_most(c: Comparison, effect: Effect | None) -> int:

@@ -70,8 +70,8 @@ class Pool:
     """The runs of a command: what they have in common, those that are there, and those under way."""
 
     facts: dict  # what losses depend on, apart from the source and its settings
-    jobs: int    # processes at a time
-    lock: int    # file descriptor that runs inherit: the folder stays locked while one is alive
+    jobs: int  # processes at a time
+    lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
     timeout: float = math.inf  # minutes that a process may take
     runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
     workers: list[Worker] = field(default_factory=list)
@@ -181,7 +181,9 @@ def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict
     flags = cpu_line("flags|Features")
     machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
     if on_gpu(variants):
-        gpus = launch.output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+        gpus = launch.output_of(
+            "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+        )
         machine = "; ".join((gpus or "a GPU").strip().splitlines())
     compiler = os.environ.get("CXX", "g++").split()[:1]
     version = launch.output_of(*compiler, "--version") or ""

@@ -67,12 +67,12 @@ class Variant:
     """The base, an idea, or the base with another number of steps."""
 
     name: str
-    folder: Path                   # a copy of the repository's files, in which the script runs
-    script: str                    # its name in the folder
+    folder: Path  # a copy of the repository's files, in which the script runs
+    script: str  # its name in the folder
     options: list[str]
-    settings: dict | None = None   # the hyperparameters; None for scripts that can't be asked
+    settings: dict | None = None  # the hyperparameters; None for scripts that can't be asked
     code: list[str] | None = None  # hashes of the script and of what it imports from its folder
-    command: str = ""              # a shell command that runs instead of the script
+    command: str = ""  # a shell command that runs instead of the script
 
     def module(self) -> str:
         """The name of the script for python -m, which finds imports in the folder."""
@@ -216,7 +216,9 @@ def copy_folder(kind: str, scratch: Path) -> Path:
         at = ""
     source = Path(path).resolve()
     if not source.is_dir():
-        raise UsageError(f"there is no folder {path}; with --command, give PATH, PATH@REVISION or options")
+        raise UsageError(
+            f"there is no folder {path}; with --command, give PATH, PATH@REVISION or options"
+        )
     scratch = scratch / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
     folder = copy_commit(revision, scratch, source) if at else copy_tree(scratch, source)
     if not folder.is_dir():

@@ -23,8 +23,8 @@ P_VALUE = 0.01
 # The test's prior: effects are normal with a variance of 1 / PRIOR, in units of the variance of a
 # difference. With 2, verdicts come a little sooner, but skewed losses give 1.6% of false positives.
 PRIOR = 8.0
-SLOPE_FACTOR = 1.25      # the base also runs with this many times fewer and more steps
-FEWEST_SLOPES = 4        # seeds
+SLOPE_FACTOR = 1.25  # the base also runs with this many times fewer and more steps
+FEWEST_SLOPES = 4  # seeds
 LARGEST_SLOPE_ERROR = 0.1  # standard error of the slope, as a fraction of it
 
 Bounds = tuple[float, float]
@@ -36,7 +36,7 @@ class Slope:
 
     value: float  # nats per token; negative
     error: float  # standard error, as a fraction of the value
-    n: int        # seeds
+    n: int  # seeds
     freedom: int  # degrees of freedom of the error
 
     def half_width(self) -> float:
@@ -55,7 +55,7 @@ class Effect:
     difference: float
     difference_interval: Bounds  # may be infinite
     sd: float  # of the differences
-    p: float   # of the losses at equal steps; not corrected for the number of ideas
+    p: float  # of the losses at equal steps; not corrected for the number of ideas
     verdict: str  # helps, hurts, not worth it, undecided, or identical
     # Steps and time to the base's loss, compared with the base's: -0.04 is 4% less
     steps: float | None = None

@@ -26,6 +26,7 @@ gap to 100% is element-wise work, masked pairs, memory traffic and small product
 MFU (model FLOPs utilization) is the model's FLOP/s divided by the dense bf16 peak in the GPU's
 datasheet, even if the head runs in FP8.
 """
+
 import os
 import sys
 import time
@@ -62,15 +63,25 @@ def print_summary(hp, figures):
     if figures["MFU %"] is not None:
         mfu = f"{figures['MFU %']:.2f} %"
     micro_steps = plural(hp.batch_tokens // tokens, "micro-step")
-    print(f"{hp.track}: {plural(hp.num_layers, 'layer')}, width {hp.model_dim}; "
-          f"{hp.batch_tokens:,} tokens a step, {micro_steps} of {tokens:,}")
-    print(f"speed: {figures['tokens/s']:,.0f} tokens/s; first step, with compilation: "
-          f"{figures['first step s']:.1f} s")
-    print(f"memory: {figures['allocated MiB']:,} MiB allocated, {figures['reserved MiB']:,} MiB reserved")
-    print(f"model: {1000 * figures['step model TFLOP']:,.3f} GFLOP a step, "
-          f"{1000 * figures['model TFLOP/s']:,.0f} GFLOP/s, MFU {mfu}")
-    print(f"matmul peak: {figures['matmul peak before GFLOP/s']:,.0f} GFLOP/s before, "
-          f"{figures['matmul peak after GFLOP/s']:,.0f} after the steps")
+    print(
+        f"{hp.track}: {plural(hp.num_layers, 'layer')}, width {hp.model_dim}; "
+        f"{hp.batch_tokens:,} tokens a step, {micro_steps} of {tokens:,}"
+    )
+    print(
+        f"speed: {figures['tokens/s']:,.0f} tokens/s; first step, with compilation: "
+        f"{figures['first step s']:.1f} s"
+    )
+    print(
+        f"memory: {figures['allocated MiB']:,} MiB allocated, {figures['reserved MiB']:,} MiB reserved"
+    )
+    print(
+        f"model: {1000 * figures['step model TFLOP']:,.3f} GFLOP a step, "
+        f"{1000 * figures['model TFLOP/s']:,.0f} GFLOP/s, MFU {mfu}"
+    )
+    print(
+        f"matmul peak: {figures['matmul peak before GFLOP/s']:,.0f} GFLOP/s before, "
+        f"{figures['matmul peak after GFLOP/s']:,.0f} after the steps"
+    )
 
 
 def print_parts(figures):
@@ -99,6 +110,7 @@ def print_kernels(step, count):
     for name, calls, ms, percent in slowest_kernels(step, count):
         print(f"{ms:8.3f} {percent:6.1f} {calls:6}  {name[:55]}")
 
+
 # -----------------------------------------------------------------------------
 # Command line
 
@@ -110,13 +122,22 @@ def read_options(argv):
     """
     parser = command_parser("bench", __doc__)
     add = parser.add_argument
-    add("--repeats", type=whole_number, default=20, metavar="N",
-        help="timed repetitions, after half as many untimed ones (default: 20)")
+    add(
+        "--repeats",
+        type=whole_number,
+        default=20,
+        metavar="N",
+        help="timed repetitions, after half as many untimed ones (default: 20)",
+    )
     add("--json", type=output_file, metavar="FILE", help="write all numbers to this file, too")
     add("--kernels", type=whole_number, metavar="N", help="list the N slowest kernels of a step")
-    add("--peak_tflops", type=positive, metavar="X",
+    add(
+        "--peak_tflops",
+        type=positive,
+        metavar="X",
         help="the GPU's dense bf16 peak in TFLOP/s, which the MFU needs (default: known for the H100 SXM "
-             "and the H200)")
+        "and the H200)",
+    )
     args, rest = parser.parse_known_args(argv)
     options, hp = train_gpt.parse_arguments(rest)
     if launch_checks.find_gpus():

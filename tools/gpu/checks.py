@@ -5,6 +5,7 @@ A stage returns a dict of figures. Under "checks" it has a list of measured valu
 as check() makes them. The stages head, attention and muon compare with float64 on the CPU, so that a
 GPU that computes nothing can't agree with itself. They also run on a CPU.
 """
+
 import dataclasses
 import itertools
 import math
@@ -26,6 +27,7 @@ FINEWEB = train_gpt.TRACKS["fineweb"]
 def check(name, value, limit):
     """A measured value that should be at most `limit`. NaN is not ok."""
     return {"name": name, "value": float(value), "limit": limit, "ok": bool(value <= limit)}
+
 
 # -----------------------------------------------------------------------------
 # Machine and versions
@@ -60,6 +62,7 @@ def machine():
         "head": head_name(FINEWEB),
         "train_seq_len": fineweb().train_seq_len,
     }
+
 
 # -----------------------------------------------------------------------------
 # The head, attention and Muon against float64
@@ -172,7 +175,7 @@ def muon_case(*shape):
     rng = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
     optimizer = train_gpt.Muon([p], lr=1.0, momentum=0.9, ns_steps=5, beta2=0.0)
-    scale = max(1, shape[-2] / shape[-1])**0.5
+    scale = max(1, shape[-2] / shape[-1]) ** 0.5
     buffer = want = torch.zeros(shape, dtype=torch.float64)
     for _ in range(3):
         grad = torch.randn(shape, generator=rng)
@@ -189,6 +192,7 @@ def muon(width=768):
     """The errors of three steps of Muon, on matrices of the official shapes."""
     shapes = [(width, width), (4 * width, width), (width, 4 * width), (3, width, width)]
     return {"steps": 3, "checks": [muon_case(*shape) for shape in shapes]}
+
 
 # -----------------------------------------------------------------------------
 # 50 steps of an older mini against a CPU in float32
@@ -233,6 +237,7 @@ def mini():
         mean = statistics.mean(statistics.mean(run[steps]) for run in losses.values())
         checks.append(check(f"{name}: distance from float32", abs(mean - expected), limit))
     return {"losses": losses, "checks": checks}
+
 
 # -----------------------------------------------------------------------------
 # Speed and memory of the track fineweb

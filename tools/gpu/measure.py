@@ -12,6 +12,7 @@ attention counts only the pairs of query and key that the mask leaves visible. I
 T tokens; C = model_dim; H heads of size D; V padded vocabulary; L layers, A of them with attention;
 P(l) visible pairs in layer l, which is 0 in a layer without attention.
 """
+
 import math
 import resource
 import statistics
@@ -73,6 +74,7 @@ def newton_schulz_flops(muon):
             matrices = p.numel() // (m * n)
             total += group["ns_steps"] * matrices * 2 * (2 * m * m * n + m**3)
     return total
+
 
 # -----------------------------------------------------------------------------
 # Timing
@@ -145,7 +147,7 @@ def micro_step_tokens(hp):
 def ms_of_parts(training):
     """Milliseconds of a micro-step's forward and backward, and of the optimizers."""
     hp = training.hp
-    tokens = training.tokens[:micro_step_tokens(hp) + 1]
+    tokens = training.tokens[: micro_step_tokens(hp) + 1]
     inputs, targets = train_gpt.to_batch(tokens, hp.train_seq_len)
     window = longest_window(hp)
     weight = torch.full((), hp.train_seq_len / hp.batch_tokens, device=DEVICE)

@@ -82,9 +82,12 @@ def claims(results):
     """What this GPU says of each claim: [(claim, verdict, measured)]."""
     found = [(claim, *judge(results, stage, function)) for claim, stage, function in CLAIMS]
     for head, tokens, training, validation in PEAKS:
-        claim = f"{tokens} tokens, {head} head: {training:,} MiB in training, {validation:,} in validation"
+        claim = (
+            f"{tokens} tokens, {head} head: {training:,} MiB in training, {validation:,} in validation"
+        )
         found.append((claim, *judge_peaks(results, head, tokens, training, validation)))
     return [(claim, VERDICTS[confirmed], measured) for claim, confirmed, measured in found]
+
 
 # -----------------------------------------------------------------------------
 # Markdown

@@ -20,6 +20,7 @@ stage. If a stage fails, the page says so, and the other stages still run. If th
 interrupted, run the same command again to continue with the missing stages. With another GPU, source
 or version of PyTorch, give another folder. --stage NAME runs only that stage, even if it has a result.
 """
+
 import contextlib
 import hashlib
 import json
@@ -68,9 +69,12 @@ def run_stage(name, seconds):
         output = Path(folder, "output.txt")
         command = [sys.executable, "-c", RUN_STAGE, name, figures]
         environment = os.environ | {"TORCH_COMPILE_DISABLE": "0"}
-        with open(output, "wb") as file, subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-        ) as process:
+        with (
+            open(output, "wb") as file,
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+            ) as process,
+        ):
             status = "failed"
             try:
                 process.wait(seconds)
@@ -133,11 +137,26 @@ def make_report(folder, only, minutes):
 def gpu_report(argv):
     parser = command_parser("gpu-report", __doc__)
     add = parser.add_argument
-    add("--stage", action="append", choices=STAGES, help="run only this stage; can be given several times")
-    add("--out", type=Path, default=ROOT / "logs" / "report", metavar="DIR",
-        help="folder of the report (default: logs/report)")
-    add("--minutes", type=positive, default=20, metavar="N",
-        help="stop after N minutes, a stage after N / 3 minutes (default: 20)")
+    add(
+        "--stage",
+        action="append",
+        choices=STAGES,
+        help="run only this stage; can be given several times",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=ROOT / "logs" / "report",
+        metavar="DIR",
+        help="folder of the report (default: logs/report)",
+    )
+    add(
+        "--minutes",
+        type=positive,
+        default=20,
+        metavar="N",
+        help="stop after N minutes, a stage after N / 3 minutes (default: 20)",
+    )
     args = parser.parse_args(argv)
     launch.get_data(sys.executable, vars(train_gpt.TRACKS["mini"]))
     make_report(args.out, args.stage, args.minutes)

@@ -135,7 +135,9 @@ def warning_in_words(result: Result) -> str:
 
 def facts_in_words(result: Result) -> str:
     blocks = result.blocks
-    machines = sorted({f"{block.machine}, {plural(block.threads, 'thread')} per run" for block in blocks})
+    machines = sorted(
+        {f"{block.machine}, {plural(block.threads, 'thread')} per run" for block in blocks}
+    )
     steps = "Steps: how many more or fewer it takes to reach the same loss"
     words = f"Loss: high minus low. {steps} with high than with low. "
     if all(factor.is_switch for factor in result.factors):
@@ -146,8 +148,12 @@ def facts_in_words(result: Result) -> str:
     else:
         words += "Intervals need two blocks. "
     if not any(factor.is_switch for factor in result.factors):
-        words += f"The mean loss of all configurations is {result.mean_loss():.4f}. That of the base is "
-        words += f"about {result.base_loss():.4f}, estimated from its runs with fewer and with more steps. "
+        words += (
+            f"The mean loss of all configurations is {result.mean_loss():.4f}. That of the base is "
+        )
+        words += (
+            f"about {result.base_loss():.4f}, estimated from its runs with fewer and with more steps. "
+        )
         words += "If the base's is lower, the best values may lie between low and high. "
     words += slope_in_words(result.slope)
     return f"{words} Runs on {'; '.join(machines)}."

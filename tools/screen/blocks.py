@@ -47,7 +47,7 @@ from tools.screen.design import CONFIGURATIONS, FEWEST_FACTORS, MOST_FACTORS, ma
 @dataclass
 class Factor:
     name: str
-    low: str = ""   # options
+    low: str = ""  # options
     high: str = ""  # options
     patch: str = ""
 
@@ -99,11 +99,11 @@ class Block:
 
     seed: int
     losses: list[float]  # final, of the configurations
-    fewer: float         # final loss of the base with fewer steps
+    fewer: float  # final loss of the base with fewer steps
     more: float
     factors: list[dict]
     digest: str  # of the screen
-    dtype: str   # of the activations
+    dtype: str  # of the activations
     torch: str
     compiled: bool
     machine: str

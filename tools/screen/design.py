@@ -58,8 +58,8 @@ class Contrast:
 class Fit:
     factors: list[Contrast]
     groups: list[Contrast]  # group k is at index k - 1
-    sd: float               # of a run's loss around the fit; nan with one block
-    freedom: int            # degrees of freedom of sd; 0 with one block
+    sd: float  # of a run's loss around the fit; nan with one block
+    freedom: int  # degrees of freedom of sd; 0 with one block
 
 
 # -----------------------------------------------------------------------------

@@ -63,7 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("screen", __doc__)
     add = parser.add_argument
     add("definition", type=Path, metavar="SCREEN.toml", help="defines the screen")
-    blocks = "make blocks until there are N with this source, data type and PyTorch version; without it, "
+    blocks = (
+        "make blocks until there are N with this source, data type and PyTorch version; without it, "
+    )
     blocks += "make none"
     add("--blocks", type=whole_number, metavar="N", help=blocks)
     until = "the smallest saving of steps that matters; default: that in SCREEN.toml, or 1%%"

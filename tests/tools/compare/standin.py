@@ -26,12 +26,12 @@ class Hyperparameters:
     num_iterations: int = 100
     val_loss_every: int = 0
     val_tokens: int = 512
-    effect: float = 0.0     # on the loss
-    noise: float = 0.002    # standard deviation that is shared by all variants with a seed
+    effect: float = 0.0  # on the loss
+    noise: float = 0.002  # standard deviation that is shared by all variants with a seed
     own_noise: float = 0.001
-    slower: float = 1.0     # factor of a step's time
-    takes: float = 0.0      # seconds of a run, apart from its steps
-    crash: int = -1         # the seed that fails
+    slower: float = 1.0  # factor of a step's time
+    takes: float = 0.0  # seconds of a run, apart from its steps
+    crash: int = -1  # the seed that fails
     seed: int = 0
 
 

@@ -162,7 +162,9 @@ def test_two_ideas_of_which_one_has_no_runs(place):
     assert run(*first, "--runs", "2")[0] == 0
     status, out, err = run(*first, "--idea", "second=--effect 0.2", "--hours", "0")
     text = " ".join(out.split())
-    assert "Pairs of runs: first 2. In parentheses: intervals with 99% confidence for all 2 ideas" in text
+    assert (
+        "Pairs of runs: first 2. In parentheses: intervals with 99% confidence for all 2 ideas" in text
+    )
     assert "second: too early for an answer: an idea needs two pairs of runs." in text
     assert "first: too early" not in text
 
@@ -305,7 +307,11 @@ def test_compiled_and_uncompiled_runs_are_not_mixed(place, monkeypatch):
     monkeypatch.setenv("STANDIN_COMPILED", "no (no C++ compiler was found)")
     arguments = ["--idea", "--effect 0.01", "--runs", "3", "--no_times"]
     status, out, err = run(*arguments)
-    assert status == 2 and out == "" and "error: some of these runs were compiled, and others were not" in err
+    assert (
+        status == 2
+        and out == ""
+        and "error: some of these runs were compiled, and others were not" in err
+    )
     shutil.rmtree(place / "logs" / "compare" / "runs")
     assert "The runs were not compiled" in " ".join(run(*arguments)[1].split())
 
@@ -336,7 +342,9 @@ def test_what_can_be_compared(place):
     (place / "train_gpt.py").write_text("now")
     scratch = place / "logs" / "scratch"
     compare_sources.copy_tree(scratch)
-    base = compare_sources.Variant("base", compare_sources.copy_commit("v1", scratch), "train_gpt.py", [])
+    base = compare_sources.Variant(
+        "base", compare_sources.copy_commit("v1", scratch), "train_gpt.py", []
+    )
     for what, name, expected, options in [
         ("--effect 0.1 --slower=2", "effect_0.1_slower_2", source, ["--effect", "0.1", "--slower=2"]),
         ("p.patch --effect 1", "p_effect_1", patched, ["--effect", "1"]),
@@ -551,7 +559,9 @@ def test_hours(place):
     assert status == 0 and out.startswith("Too early for an answer")
     assert json.loads((place / "o.json").read_text())["ideas"] == []
     status, out, err = run(*arguments, "--hours", "0.001")
-    assert status == 0 and "undecided" in out and "Stopped after --hours 0.001." in " ".join(out.split())
+    assert (
+        status == 0 and "undecided" in out and "Stopped after --hours 0.001." in " ".join(out.split())
+    )
 
 
 def test_the_slope_of_short_runs():
@@ -566,7 +576,9 @@ def test_a_second_comparison_waits_for_the_first(place):
     with open(place / "logs" / "compare" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         status, out, err = run("--idea", "--effect 0.1")
-    assert status == 2 and "another comparison or screen is running" in err and len(err.splitlines()) == 1
+    assert (
+        status == 2 and "another comparison or screen is running" in err and len(err.splitlines()) == 1
+    )
 
 
 def start_on_a_terminal(place, *options) -> tuple[subprocess.Popen, int]:

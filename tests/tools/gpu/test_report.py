@@ -70,7 +70,9 @@ def test_a_stage_that_fails_is_reported_and_the_others_go_on(fake_checks):
     assert "| FP8 loss | 0.5 | 0.1 | **too large** |" in text
     tiles = "| FlexAttention's tiles fit into the shared memory | refuted | error: a kernel failed in "
     assert tiles in text
-    assert "| the language-model head runs in FP8 | refuted | 1 of 1 checks of stage head failed |" in text
+    assert (
+        "| the language-model head runs in FP8 | refuted | 1 of 1 checks of stage head failed |" in text
+    )
 
 
 def test_a_report_continues_where_it_stopped(fake_checks):
@@ -86,7 +88,9 @@ def test_a_report_continues_where_it_stopped(fake_checks):
     # a report with another PyTorch stays
     text = (out / "gpu_report.json").read_text().replace('"PyTorch": "2.11"', '"PyTorch": "2.10"')
     (out / "gpu_report.json").write_text(text)
-    with pytest.raises(UsageError, match="gpu_report.json is of another GPU, source or version of PyTorch"):
+    with pytest.raises(
+        UsageError, match="gpu_report.json is of another GPU, source or version of PyTorch"
+    ):
         report.make_report(out, ["waits"], 0.3)
     assert (out / "gpu_report.json").read_text() == text
 
@@ -95,7 +99,9 @@ def test_a_report_continues_where_it_stopped(fake_checks):
 def test_claims_are_those_of_hardware_md():
     hardware = (ROOT / "records" / "HARDWARE.md").read_text()
     rows = re.findall(r"^\| (FP8|bf16) \| .* \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", hardware, re.M)
-    assert [(head, *(int(n.replace(",", "")) for n in numbers)) for head, *numbers in rows] == page.PEAKS
+    assert [
+        (head, *(int(n.replace(",", "")) for n in numbers)) for head, *numbers in rows
+    ] == page.PEAKS
     for sentence, *_ in page.CLAIMS:
         assert sentence in " ".join(hardware.split())
     assert {verdict for _, verdict, _ in page.claims({})} == {"not checked"}

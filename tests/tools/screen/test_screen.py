@@ -325,7 +325,9 @@ def test_screen(place):
     """Known effects, kept blocks, the answer in words, as JSON and as a picture."""
     status, out, err = run("\ufeff" + definition(), name="whole")
     assert (status, out) == (0, "whole: no block is finished yet.\n")
-    status, out, err = run(definition(), "--blocks", 2, "--json", "o.json", "--plot", "o.png", name="whole")
+    status, out, err = run(
+        definition(), "--blocks", 2, "--json", "o.json", "--plot", "o.png", name="whole"
+    )
     assert status == 0, err
     assert "2 blocks to make: " in err
     assert max(map(len, out.splitlines())) <= 80
@@ -419,9 +421,15 @@ def test_blocks_that_do_not_belong_together(place):
             "screen.toml: high must be of type str",
         ),
         (definition(b='high = "--b 0"'), "b: both sides have the same source and settings"),
-        (definition('script = "old.py"'), "old.py isn't Python: Missing parentheses in call to 'print'"),
+        (
+            definition('script = "old.py"'),
+            "old.py isn't Python: Missing parentheses in call to 'print'",
+        ),
         (definition('commit = "v9"'), "no file or commit is called v9"),
-        (definition('options = "--num_iterations 90"'), "the base with 112 steps: too few data for 112 steps"),
+        (
+            definition('options = "--num_iterations 90"'),
+            "the base with 112 steps: too few data for 112 steps",
+        ),
     ],
 )
 def test_bad_definition(place, text, message):
