@@ -63,6 +63,7 @@ from tools.common import (
     as_json,
     command_parser,
     fraction,
+    join_values,
     output_file,
     p_text,
     plural,
@@ -156,20 +157,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def join_values(argv: list[str]) -> list[str]:
-    """Joins --idea and --base with their values, because argparse takes "--x" for an option."""
-    joined = []
-    for word in argv:
-        if joined and joined[-1] in ("--base", "--idea"):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns our options, and the options for all runs. Raises UsageError."""
-    args, common = make_parser().parse_known_args(join_values(argv))
+    args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea")))
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
             fail(

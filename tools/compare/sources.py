@@ -172,6 +172,7 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
             patch = without_windows(file.read_bytes())
             git("apply", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
         except UsageError as e:
+            shutil.rmtree(copy)  # otherwise it would be found as the changed one
             raise UsageError(f"the patch doesn't apply ({e})") from None
     return copy
 
