@@ -48,14 +48,14 @@ from tools.common import (
     write_file,
 )
 from tools.compare import runs as compare_runs
-from tools.compare.runs import Pool, RunError, kept_runs, make_runs, open_pool, show_line
+from tools.compare.runs import Pool, RunError, add_variants, make_runs, open_pool, show_line
 from tools.compare.sources import (
     Variant,
     check_data,
     check_settings,
-    copy_tree,
     read_variant,
     set_steps,
+    start,
 )
 from tools.screen.answer import Result, answer, answer_as_json, plot_effects
 from tools.screen.design import Design
@@ -161,18 +161,11 @@ def trial_of(variant: Variant, options: str) -> Variant | None:
     return replace(set_steps(variant, 2), name=name)
 
 
-def add_to_pool(pool: Pool, variants: list[Variant]) -> None:
-    """Finds their kept runs."""
-    for variant in variants:
-        if variant.name not in pool.runs:
-            pool.runs[variant.name] = kept_runs(pool, variant)
-
-
 def make_trials(s: Screen, variants: list[Variant]) -> None:
     """Makes a short run of each. Raises UsageError if a script refuses its options, and RunError."""
     check_settings(variants, 1)
     trials = [trial for variant in variants if (trial := trial_of(variant, s.args.trial))]
-    add_to_pool(s.pool, trials)
+    add_variants(s.pool, trials)
     wanted = [(trial, [s.args.seed]) for trial in trials]
     make_runs(s.pool, lambda: wanted, lambda new: False)
 
@@ -209,11 +202,8 @@ def choose_combinations(s: Screen) -> None:
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
     """Raises UsageError and RunError."""
     parts = [given_part(text) for text in args.part or []]
-    scratch = compare_runs.FOLDER / "working"
-    script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"
-    tree = Variant("none", scratch / "none", "", [], command=args.command)
-    if not args.command:
-        tree = Variant("worktree", copy_tree(scratch), script, [])
+    texts = [args.base, *(args.part or []), args.idea or ""]
+    tree = start(texts, args.command, args.recipe, compare_runs.scratch())
     base = read_variant(args.base, tree, common)
     check_settings([base], 1)
     pool = open_pool([base], lock, args.jobs)
@@ -242,7 +232,7 @@ def make_blocks(s: Screen) -> None:
     """Makes blocks until each part is decided, or the time is over. Raises RunError and UsageError."""
     variants = s.combinations()
     check_settings(variants, 1)
-    add_to_pool(s.pool, variants)
+    add_variants(s.pool, variants)
     at_once = 1 if s.base.command else BLOCKS_AT_ONCE
     while (done := len(s.losses())) < s.args.blocks and s.undecided():
         seeds = range(s.args.seed, s.args.seed + min(done + at_once, s.args.blocks))
