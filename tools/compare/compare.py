@@ -130,6 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hours", type=float, default=1e9, metavar="H", help="stop after H hours; default: no limit")
     command = "train with this shell command instead of train_gpt.py"
     add("--command", metavar="COMMAND", help=command)
+    early = "the runs of --command end before their last step, all at the same one"
+    add("--stops_early", action="store_true", help=early)
     timeout = "end compare if a run takes longer than this; default: no limit"
     add("--run_timeout", type=positive, default=math.inf, metavar="MINUTES", help=timeout)
     slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the "
@@ -229,7 +231,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
         more = with_steps(base, SLOPE_FACTOR, ideas)
         variants = [*variants, fewer, more]
-    pool = open_pool(variants, lock, args.jobs, args.nproc_per_node)
+    pool = open_pool(variants, lock, args.jobs, args.nproc_per_node, args.stops_early)
     pool.timeout = args.run_timeout
     check_data(variants)
     return Comparison(args, pool, base, ideas, fewer, more)

@@ -15,6 +15,7 @@ import fcntl
 import glob
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -33,7 +34,8 @@ from pathlib import Path
 from tools import launch
 from tools.common import ROOT, LogError, UsageError, chosen_threads, short, usable_cores
 from tools.compare.sources import Variant, link_data, script_environment
-from tools.logs import SUFFIXES, Log, parse_log
+from tools.logs import SUFFIXES, Log, find_logs, parse_log
+from tools.sides import not_whole
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
@@ -72,6 +74,7 @@ class Pool:
     facts: dict  # what losses depend on, apart from the source and its settings
     jobs: int  # processes at a time
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
+    stops_early: bool = False  # whether commands may end before their last step
     timeout: float = math.inf  # minutes that a process may take
     runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
     workers: list[Worker] = field(default_factory=list)
@@ -227,7 +230,13 @@ def data_facts(variants: list[Variant]) -> dict[str, str]:
     return found
 
 
-def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, processes: int = 1) -> Pool:
+def open_pool(
+    variants: list[Variant],
+    lock: int,
+    jobs: int | None = None,
+    processes: int = 1,
+    stops_early: bool = False,
+) -> Pool:
     """Gets the data of the variants, and finds the runs that are kept. `processes` are those of a run.
 
     On a CPU, the default is a job per core, because that gives the most runs an hour, and one job for
@@ -245,7 +254,7 @@ def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, proce
     threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
     facts = machine_facts(variants, threads, processes)
     facts["data"] = data_facts(variants)
-    pool = Pool(facts, jobs, lock)
+    pool = Pool(facts, jobs, lock, stops_early)
     for variant in variants:
         pool.runs[variant.name] = kept_runs(pool, variant)
     check_compiled(pool)
@@ -256,19 +265,19 @@ def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, proce
 # Kept runs
 
 
-def is_complete(log: Log, variant: Variant) -> bool:
-    """A command may stop before the end of its schedule, and needs no times and no source in its log."""
+def is_complete(pool: Pool, log: Log, variant: Variant) -> bool:
+    """The log of a command needs no times and no source."""
     if variant.command:
-        return log.end is not None and math.isfinite(log.end.val_loss)
+        return not not_whole(log, pool.stops_early)
     return not log.incomplete
 
 
-def complete_log(path: Path, variant: Variant) -> Log | None:
+def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
     try:
         log = parse_log(path)
     except LogError:
         return None
-    return log if is_complete(log, variant) else None
+    return log if is_complete(pool, log, variant) else None
 
 
 def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
@@ -276,7 +285,7 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     found = {}
     for path in pool.folder(variant).glob("seed*.txt"):
         seed = path.stem.removeprefix("seed")
-        log = complete_log(path, variant)
+        log = complete_log(pool, path, variant)
         if log is not None and seed.isdecimal():  # a copy may be called "seed1 (1).txt"
             found[int(seed)] = log
     return found
@@ -397,15 +406,15 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     """The log of a command that has ended with status 0. Raises RunError."""
     variant = worker.task.variant
     files = (worker.folder / "copy" / "logs").rglob("*")
-    logs = [file for file in files if file.suffix in SUFFIXES]
-    if len(logs) > 1:
-        fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
     try:
-        log = parse_log(logs[0] if logs else worker.folder / "console.txt")
+        logs, _ = find_logs(sorted(file for file in files if file.suffix in SUFFIXES))
+        if len(logs) > 1:
+            fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
+        log = logs[0] if logs else parse_log(worker.folder / "console.txt")
     except LogError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")
-    if not is_complete(log, variant):
-        fail(worker, "its log has no finite val_loss after the last step")
+    if fault := not_whole(log, pool.stops_early):
+        fail(worker, fault)
     earlier = list(pool.runs[variant.name].values())
     if earlier and earlier[0].end.step != log.end.step:
         fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
@@ -416,20 +425,20 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
 
 
 def finished_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
-    """Those that don't grow any more. Raises RunError."""
+    """Those that don't grow any more, in the order of their seeds. Raises RunError."""
     variant = worker.task.variant
     if variant.command:
         if status == 0:
             yield log_of_command(pool, worker)
         return
-    paths = sorted((worker.folder / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
-    if status is None:
-        paths = paths[:-1]
-    for path in paths:
-        log = complete_log(path, variant)
-        if log is None:
-            return
-        yield log
+    paths = list((worker.folder / "logs").glob("*.txt"))
+    found = [log for path in paths if (log := complete_log(pool, path, variant))]
+    logs = {log.hyperparameters.get("seed"): log for log in found}
+    seeds = list(itertools.takewhile(logs.__contains__, worker.task.seeds))
+    if status is None and len(seeds) == len(paths):
+        seeds = seeds[:-1]  # no other log is there that could be the one that grows
+    for seed in seeds:
+        yield logs[seed]
 
 
 def collect(pool: Pool, worker: Worker) -> None:

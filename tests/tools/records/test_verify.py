@@ -135,16 +135,16 @@ OTHER_CPU = cpu(sets="avx2 avx512_bf16 avx512f")
     [
         (dict(loss=1.52), "not below 1.5 at p < 0.01"),
         (dict(source=SOURCE + "#\n"), "2 different sources"),
-        (dict(machine=cpu(cores=4)), "EPYC with AVX2, 2 cores and AMD EPYC with AVX2, 4 cores"),
-        (dict(machine=OTHER_CPU), "AVX2, 2 cores and AMD EPYC with AVX-512 and bf16, 2 cores"),
+        (dict(machine=cpu(cores=4)), "hardware AMD EPYC with AVX2, 4 cores, not AMD EPYC with AVX2, 2 cores"),
+        (dict(machine=OTHER_CPU), "hardware AMD EPYC with AVX-512 and bf16, 2 cores, not AMD EPYC with AVX2"),
         (dict(machine="a machine"), "unknown"),
         (
             dict(extra=f"{OTHER_CPU}\nresume: from step 200, on 1 processes"),
             "odd: started on AMD EPYC with AVX2, 2 cores and resumed on AMD EPYC with AVX-512 and",
         ),
         (dict(seed=1), "the same seed as"),
-        (dict(head_lr=0.3), "hyperparameters: head_lr"),
-        (dict(target_val_loss=1.6), "hyperparameters: target_val_loss"),
+        (dict(head_lr=0.3), "head_lr 0.3, not None"),
+        (dict(target_val_loss=1.6), "target_val_loss 1.6, not 1.5"),
         (dict(loss=float("nan")), "odd: final val_loss nan"),
         (dict(machine=cpu(compiler=COMPILER.format("-march=native", "yes"))), None),
         (
@@ -297,7 +297,8 @@ def test_same_ml_needs_a_prior_record_that_meets_the_target(tmp_path):
         assert reason.startswith(why + found), reason
     # A prior record that breaks a rule proves nothing
     uncompiled = make_runs(tmp_path / "uncompiled", extra="model compiled: no")
-    (reason,) = same_ml_reasons(uncompiled, one)
+    between, reason = same_ml_reasons(uncompiled, one)
+    assert between.endswith(" can't be compared: compiled True and False")
     assert reason.startswith("prior record: all runs: trained without torch.compile")
 
 
