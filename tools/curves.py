@@ -77,9 +77,8 @@ def curve(logs: list[Log], x: str) -> Curve:
     losses = table[:, :, 1]
     mean = np.array([statistics.fmean(column) for column in losses.T])  # rounds like the tables' mean
     spread = losses.std(axis=0, ddof=1 if len(runs) > 1 else 0)
-    where = ""
-    if logs[0].last_step < logs[0].num_steps:
-        where = f" at step {steps[-1]} of {logs[0].num_steps}"
+    num_steps = logs[0].num_steps
+    where = f" at step {steps[-1]} of {num_steps}" if steps[-1] < num_steps else ""
     return Curve(places, mean, spread, len(runs), where)
 
 
