@@ -327,8 +327,10 @@ def find_starts(path: Path, lines: list[Line], name: str) -> list[int]:
             continue
         if line.step < last or earlier and loss and not again:
             if line.step > first:
-                what = f"step {line.step} comes after step {last}, with another loss"
-                raise LogError(f"{path}: {what}: {short(line.text.strip(), 60)!r}; keep what counts")
+                raise LogError(
+                    f"{path}: step {line.step} comes again, with another loss: {short(line.text, 60)!r}; keep "
+                    "what counts"
+                )
             first = line.step
             starts.append(line.start)
             losses = {}
@@ -336,15 +338,6 @@ def find_starts(path: Path, lines: list[Line], name: str) -> list[int]:
             losses[line.step] = loss
         last = line.step
     return starts
-
-
-def make_validation(line: Line, loss: str) -> Validation:
-    """Of a line about a step."""
-    times = TIMES.search(line.text)
-    if times is None:
-        return Validation(line.step, float(loss), math.nan, math.nan)
-    milliseconds = float(times[1]) * (1000 if times[2] == "s" else 1)
-    return Validation(line.step, float(loss), milliseconds, float(times[3]))
 
 
 def find_validations(path: Path, lines: list[Line], name: str) -> list[Validation]:
@@ -358,7 +351,10 @@ def find_validations(path: Path, lines: list[Line], name: str) -> list[Validatio
             below |= losses
         elif name in losses:
             below = {name: losses[name]}
-            found[line.step] = make_validation(line, losses[name])
+            times = TIMES.search(line.text)
+            time, unit, step_avg = times.groups() if times else ("nan", "ms", "nan")
+            milliseconds = float(time) * (1000 if unit == "s" else 1)
+            found[line.step] = Validation(line.step, float(losses[name]), milliseconds, float(step_avg))
         elif not found:
             below = {}
     check_rivals(path, below)

@@ -13,8 +13,17 @@ from tools.logs import Log, what_is_there
 
 # Hyperparameters that may differ between the runs of a side
 PER_RUN = {"seed", "save_checkpoint", "checkpoint_every"}
-# What must be the same on all sides, where it is known, so that their losses can be compared
-VALIDATION = ("metric", "val_tokens", "val_seq_len", "val_files", "target_val_loss", "compiled")
+# What must be the same on all sides, where it is known
+IN_COMMON = (
+    "metric",
+    "track",
+    "val_tokens",
+    "val_seq_len",
+    "val_files",
+    "target_val_loss",
+    "compiled",
+    "hardware",
+)
 MACHINE = {"hardware", "PyTorch", "resumed on"}
 FEW = 6  # numbers that two runs may share by chance
 
@@ -61,18 +70,18 @@ def traits(log: Log) -> dict:
     }
 
 
-def differences(log: Log, other: Log) -> dict[str, str]:
-    """What is different in the other log, by name: "muon_lr 0.03, not 0.05"."""
-    old = traits(log)
-    new = traits(other)
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return {name: f"{name} {new.get(name)}, not {old.get(name)}" for name in names}
+def differences(log: Log, other: Log) -> dict[str, tuple]:
+    """The traits that differ, with their values in both logs."""
+    a = traits(log)
+    b = traits(other)
+    return {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}
 
 
 def difference(first: Log, log: Log, tolerated: Collection[str]) -> str:
     """How a log differs from the first one of its side; "" if it doesn't."""
-    found = [text for name, text in differences(first, log).items() if name not in tolerated]
-    return f"differs from {first.name}: {short('; '.join(found), 200)}" if found else ""
+    found = differences(first, log).items()
+    texts = [f"{name} {new}, not {old}" for name, (old, new) in found if name not in tolerated]
+    return f"differs from {first.name}: {short('; '.join(texts), 200)}" if texts else ""
 
 
 def numbers(log: Log) -> tuple:
@@ -83,33 +92,31 @@ def numbers(log: Log) -> tuple:
     return (str(found),) if len(known) > FEW else tuple(log.run.split())
 
 
-def check_repeats(logs: list[Log]) -> Iterator[str]:
-    """Two runs must not have the same log or the same seed."""
+def check_repeats(logs: list[Log], also_seeds: bool = True) -> Iterator[str]:
+    """Two runs must not have the same log. Those of a side must not have the same seed."""
     seen = {}
     for log in logs:
-        for what, key in [("log", numbers(log)), ("seed", log.hyperparameters.get("seed"))]:
+        seed = log.hyperparameters.get("seed") if also_seeds else None
+        for what, key in [("log", numbers(log)), ("seed", seed)]:
             earlier = seen.setdefault((what, key), log)
             if earlier is not log and key is not None:
                 yield (
-                    f"{log.name}: the same {what} as {earlier.name}; each run counts once, so leave "
+                    f"{log.name}: the same {what} as {earlier.path}; each run counts once, so leave "
                     "one out"
                 )
                 break
 
 
 def check_between(sides: list[list[Log]], tolerated: Collection[str] = ()) -> Iterator[str]:
-    """What the sides must have in common. No run may be on two of them."""
-    first = {numbers(log): log for log in sides[0]}
+    """The runs of several sides: what they must have in common, and that none is on two of them."""
+    first = sides[0][0]
     for logs in sides[1:]:
-        old, new = traits(sides[0][0]), traits(logs[0])
-        for name in VALIDATION:
-            known = old.get(name) is not None and new.get(name) is not None
-            if known and old[name] != new[name] and name not in tolerated:
-                names = f"{sides[0][0].name} and {logs[0].name}"
-                yield f"{names} can't be compared: {name} {old[name]} and {new[name]}"
-        for log in logs:
-            if numbers(log) in first:
-                yield f"{log.path}: {log.name} is on both sides; leave it out of one"
+        found = differences(first, logs[0])
+        for name in IN_COMMON:
+            if name in found and name not in tolerated and None not in found[name]:
+                old, new = found[name]
+                yield f"{first.path} and {logs[0].path} can't be compared: {name} {old} and {new}"
+    yield from check_repeats([log for logs in sides for log in logs], also_seeds=False)
 
 
 def check_sides(sides: list[list[Log]], tolerated: Collection[str] = ()) -> None:

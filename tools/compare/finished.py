@@ -52,15 +52,14 @@ def read_sides(args: argparse.Namespace) -> list[list[Log]]:
 def machines(base: list[Log], idea: list[Log]) -> tuple[bool, str]:
     """Whether the times can be compared, and a sentence about it."""
     logs = [*base, *idea]
-    places = {log.hardware or "an unknown machine" for log in logs}
+    places = {
+        f"{log.hardware or 'an unknown machine'}, PyTorch {log.torch or 'unknown'}" for log in logs
+    }
     places |= {place for log in logs for place in log.resumed_on}
-    versions = sorted({log.torch for log in logs if log.torch})
-    if len(versions) > 1:
-        places |= {f"PyTorch {version}" for version in versions}
     where = " and ".join(sorted(places))
     if not end_times(base) or not end_times(idea):
         return False, "Times aren't compared, because not all logs have them."
-    if len(places) > 1 or where == "an unknown machine":
+    if len(places) > 1 or where.startswith("an unknown"):
         return False, f"Times aren't compared, because the runs were on {where}."
     return True, f"All runs were on {where}."
 

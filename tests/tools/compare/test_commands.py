@@ -256,7 +256,10 @@ def test_finished_logs(logs):
     assert words.startswith("idea has what a record needs: the mean loss is below 3.28 (p = ")
     assert f"and a run takes {saved:.3f} s less (p = " in words
     assert "idea: undecided." in words
-    assert "All runs were on 1x NVIDIA H100 80GB HBM3. The target 3.28 is assumed;" in words
+    assert (
+        "All runs were on 1x NVIDIA H100 80GB HBM3, PyTorch 2.10.0. The target 3.28 is assumed;"
+        in words
+    )
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -278,7 +281,7 @@ def test_finished_logs_of_fewer_steps(logs):
     assert f"time of a step {ratio * 100 / 90 - 1:+.1%}" in words
     write_logs("slow", *logs["idea"], gpu=GPU.replace("H100", "A100"))
     words = words_of(*arguments, "--idea_logs", "slow")
-    assert "on 1x NVIDIA A100 80GB HBM3 and 1x NVIDIA H100 80GB HBM3" in words
+    assert "on 1x NVIDIA A100 80GB HBM3, PyTorch 2.10.0 and 1x NVIDIA H100" in words
     assert "time of a" not in words
 
 
@@ -292,7 +295,7 @@ def test_finished_logs_that_cannot_be_compared(logs):
         (one, "the idea has one run; give two or more"),
         ("mixed", "error: mixed/x.txt: x: differs from 1: steps 100, not 90; last step 100, not 90"),
         ("nowhere", "nowhere: no such file or directory"),
-        ("base", "base/0.txt: 0 is on both sides; leave it out of one"),
+        ("base", "0: the same log as base/0.txt; each run counts once, so leave one out"),
     ]:
         check_one_line(["--base_logs", "base", "--idea_logs", folder], message)
     text = Path("idea/0.txt").read_text()

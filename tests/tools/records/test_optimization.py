@@ -230,7 +230,7 @@ def test_bad_input(tmp_path):
         ([field_log(tmp_path / "nan.txt", "nan")], f"nan: {last}"),
         ([cut], f"cut: {last}"),
         ([good, field_log(tmp_path / "1.txt", 3.27, 3400)], "1: differs from good: steps 3400, not 3500"),
-        ([good, good], "good: the same log as good; each run counts once, so leave one out"),
+        ([good, good], f"good: the same log as {good}; each run counts once, so leave one out"),
     ]:
         with pytest.raises(LogError) as error:
             optimization.read_recipe("new", paths)
