@@ -71,9 +71,10 @@ def command_to_run(log: Log, folder: Path) -> str:
     if gpus and gpus[1] != "1":
         words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus[1]}"]
     words.append(f"{folder}/{log.sources[0][0]}")
+    empty = "none" if b'"none"' in log.source else ""  # older scripts read an empty list from ""
     for name, value in log.hyperparameters.items():
         if isinstance(value, list):
-            value = ",".join(map(str, value)) or "none"
+            value = ",".join(map(str, value)) or empty
         if name not in NO_OPTIONS and value is not None:
             words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     command = shlex.join(words)

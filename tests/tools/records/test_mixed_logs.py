@@ -4,6 +4,7 @@ apart, or has the numbers of the undamaged log.
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,3 +222,16 @@ def test_logs_that_look_different(damaged, change):
     Path("base/copy.txt").write_bytes(Path("idea/copy.txt").read_bytes())
     Path("idea/copy.txt").unlink()
     assert refuses(*COMPARE, name="0|copy")
+
+
+def test_seeds_are_those_in_the_logs(sides):
+    """Also if the clock goes back. The newest log may still grow."""
+    for i in range(3):
+        write("worker/logs", i).rename(f"worker/logs/{9 - i}.txt")
+        os.utime(f"worker/logs/{9 - i}.txt", (0, 9 - i))
+    variant = SimpleNamespace(name="idea", command="")
+    task = SimpleNamespace(variant=variant, seeds=[0, 1, 2])
+    worker = SimpleNamespace(task=task, folder=Path("worker"))
+    for status, seeds in ((0, [0, 1, 2]), (None, [0, 1])):
+        logs = compare_runs.finished_logs(None, worker, status)
+        assert [log.hyperparameters["seed"] for log in logs] == seeds
