@@ -181,15 +181,6 @@ def test_several_runs_in_one_file(tmp_path, change):
         parse_log(path)
 
 
-def test_what_windows_adds_makes_no_other_log(tmp_path):
-    path = our_log(tmp_path / "a.txt")
-    log = parse_log(path)
-    text = path.read_text()
-    for newline in ("\n", "\r\n"):
-        path.write_text(text, encoding="utf-8-sig", newline=newline)
-        assert parse_log(path) == log
-
-
 def test_what_is_ignored_in_a_folder_is_named(tmp_path, capsys):
     our_log(tmp_path / "runs" / "a.txt")
     for name in ("README.md", "curves.png", "b.txt.gz"):

@@ -136,16 +136,9 @@ OTHER_CPU = cpu(sets="avx2 avx512_bf16 avx512f")
         (dict(loss=1.52), "not below 1.5 at p < 0.01"),
         (dict(source=SOURCE + "#\n"), "2 different sources"),
         (dict(machine=cpu(cores=4)), "hardware AMD EPYC with AVX2, 4 cores, not AMD EPYC with AVX2, 2 cores"),
-        (dict(machine=OTHER_CPU), "hardware AMD EPYC with AVX-512 and bf16, 2 cores, not AMD EPYC with AVX2"),
         (dict(machine="a machine"), "unknown"),
-        (
-            dict(extra=f"{OTHER_CPU}\nresume: from step 200, on 1 processes"),
-            "odd: started on AMD EPYC with AVX2, 2 cores and resumed on AMD EPYC with AVX-512 and",
-        ),
         (dict(seed=1), "the same seed as"),
         (dict(head_lr=0.3), "head_lr 0.3, not None"),
-        (dict(target_val_loss=1.6), "target_val_loss 1.6, not 1.5"),
-        (dict(loss=float("nan")), "odd: final val_loss nan"),
         (dict(machine=cpu(compiler=COMPILER.format("-march=native", "yes"))), None),
         (
             dict(machine=cpu(compiler=COMPILER.format("-march=native -Ofast", "yes"))),
@@ -175,10 +168,7 @@ def test_each_rule(tmp_path, change, reason):
 
 def test_other_rules(tmp_path):
     runs = make_runs(tmp_path / "runs")
-    copy = tmp_path / "copy.txt"
-    copy.write_bytes(next(runs.glob("*.txt")).read_bytes())
-    assert has_reason("the same log as", runs, copy)
-    assert has_reason("one complete run is not enough", copy)
+    assert has_reason("one complete run is not enough", next(runs.glob("*.txt")))
     assert has_reason("same loss", make_runs(tmp_path / "equal", losses=[1.48] * 3))
     field = tmp_path / "field.txt"
     text = FIELD["today's, lines in between, one step average"][0]
