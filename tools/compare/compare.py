@@ -34,7 +34,7 @@ SOURCE is then PATH, a folder of a git repository, or PATH@REVISION, or a patch 
 without options. The command runs in a copy of that folder. What git ignores in data/ is linked. A run
 is one command. Its log is the file that it writes below logs/, or else its output. Its losses are the
 lines step:S/N val_loss:L, and its times are train_time:Tms in the same lines. {seed} in the command
-becomes the seed.
+becomes the seed, and {options} those of the base or the idea, which otherwise stand at the end.
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:
 
@@ -42,8 +42,8 @@ becomes the seed.
 
 Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
 You may look as often as you like: that doesn't make a wrong answer more likely. Finished runs are
-kept in logs/compare/runs/, which you may delete. Later comparisons reuse those with the same source,
-settings, data and machine.
+kept in logs/compare/runs/, which you may delete. Later comparisons reuse a run if all that it could
+read is still the same.
 
 Exit status: 0 the comparison was made, 1 a run failed, 2 another error, 130 interrupted. With --gate:
 0 helps, 1 any other answer, 2 an error, 130 interrupted.
@@ -96,6 +96,7 @@ from tools.compare.sources import (
     copy_tree,
     idea_commit,
     read_variant,
+    split_source,
     tell_apart,
     with_steps,
 )
@@ -209,11 +210,15 @@ def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UsageError."""
     script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"
-    scratch = compare_runs.FOLDER / "working"
+    scratch = compare_runs.scratch()
+    texts = filter(None, [args.base, *(args.idea or [])])
+    named = [Path(split_source(text)[1]) for text in texts]
+    leave_out = [path.resolve() for path in named if path.is_file()]
     if args.command:
-        tree = Variant("none", scratch / "none", "", [], command=args.command)
+        folder = scratch / "none"
+        tree = Variant("none", folder, "", [], command=args.command, leave_out=leave_out)
     else:
-        tree = Variant("worktree", copy_tree(scratch), script, [])
+        tree = Variant("worktree", copy_tree(scratch, None, leave_out), script, [])
     base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
@@ -232,6 +237,9 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         more = with_steps(base, SLOPE_FACTOR, ideas)
         variants = [*variants, fewer, more]
     pool = open_pool(variants, lock, args.jobs, args.nproc_per_node, args.stops_early)
+    changed = compare_runs.why_again(pool)
+    if changed and not args.gate:
+        print(f"training again, because {changed}", file=sys.stderr)
     pool.timeout = args.run_timeout
     check_data(variants)
     return Comparison(args, pool, base, ideas, fewer, more)
