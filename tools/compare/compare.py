@@ -34,7 +34,7 @@ SOURCE is then PATH, a folder of a git repository, or PATH@REVISION, or a patch 
 without options. The command runs in a copy of that folder. What git ignores in data/ is linked. A run
 is one command. Its log is the file that it writes below logs/, or else its output. Its losses are the
 lines step:S/N val_loss:L, and its times are train_time:Tms in the same lines. {seed} in the command
-becomes the seed.
+becomes the seed, and {options} those of the base or the idea, which otherwise stand at the end.
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:
 
@@ -42,8 +42,8 @@ becomes the seed.
 
 Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
 You may look as often as you like: that doesn't make a wrong answer more likely. Finished runs are
-kept in logs/compare/runs/, which you may delete. Later comparisons reuse those with the same source,
-settings, data and machine.
+kept in logs/compare/runs/, which you may delete. Later comparisons reuse a run if all that it could
+read is still the same.
 
 Exit status: 0 the comparison was made, 1 a run failed, 2 another error, 130 interrupted. With --gate:
 0 helps, 1 any other answer, 2 an error, 130 interrupted.
@@ -106,6 +106,7 @@ from tools.compare.sources import (
     copy_tree,
     idea_commit,
     read_variant,
+    split_source,
     tell_apart,
     with_steps,
 )
@@ -140,6 +141,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hours", type=float, default=1e9, metavar="H", help="stop after H hours; default: no limit")
     command = "train with this shell command instead of train_gpt.py"
     add("--command", metavar="COMMAND", help=command)
+    early = "the runs of --command end before their last step, all at the same one"
+    add("--stops_early", action="store_true", help=early)
     timeout = "end compare if a run takes longer than this; default: no limit"
     add("--run_timeout", type=positive, default=math.inf, metavar="MINUTES", help=timeout)
     slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the "
@@ -215,11 +218,15 @@ def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UsageError."""
     script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"
-    scratch = compare_runs.FOLDER / "working"
+    scratch = compare_runs.scratch()
+    texts = filter(None, [args.base, *(args.idea or [])])
+    named = [Path(split_source(text)[1]) for text in texts]
+    leave_out = [path.resolve() for path in named if path.is_file()]
     if args.command:
-        tree = Variant("none", scratch / "none", "", [], command=args.command)
+        folder = scratch / "none"
+        tree = Variant("none", folder, "", [], command=args.command, leave_out=leave_out)
     else:
-        tree = Variant("worktree", copy_tree(scratch), script, [])
+        tree = Variant("worktree", copy_tree(scratch, None, leave_out), script, [])
     base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
@@ -237,7 +244,10 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
         more = with_steps(base, SLOPE_FACTOR, ideas)
         variants = [*variants, fewer, more]
-    pool = open_pool(variants, lock, args.jobs, args.nproc_per_node)
+    pool = open_pool(variants, lock, args.jobs, args.nproc_per_node, args.stops_early)
+    changed = compare_runs.why_again(pool)
+    if changed and not args.gate:
+        print(f"training again, because {changed}", file=sys.stderr)
     pool.timeout = args.run_timeout
     check_data([base, *ideas] if args.runs else variants)
     return Comparison(args, pool, base, ideas, fewer, more)

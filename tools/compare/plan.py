@@ -212,8 +212,8 @@ def plan_in_words(c: Comparison) -> str:
     if goal_if_known(c) is None:
         return f"pairs of runs until the loss is clearly lower or higher, or Ctrl-C: {kept} runs kept"
     expected = max(pairs_expected(c, idea) for idea in c.ideas)
-    words = f"about {expected} pairs if the idea does nothing, fewer if it does much"
-    return f"{words}: up to {plural(runs_left(c), 'run')}, {kept} kept"
+    words = f"about {expected} pairs if the idea does nothing"
+    return f"{words}: {plural(runs_left(c), 'run')}, {kept} kept"
 
 
 def progress(c: Comparison, steps_to_time: int) -> str:

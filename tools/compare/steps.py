@@ -107,7 +107,7 @@ def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> lis
     ratios = []
     try:
         for i, variant in enumerate([base, idea]):
-            folder = compare_runs.FOLDER / "working" / f"steps{i}"
+            folder = compare_runs.scratch() / f"steps{i}"
             trainers.append(Trainer(pool, set_steps(variant, steps), folder))
             trainers[i].run(1)
         while len(ratios) < ROUNDS:

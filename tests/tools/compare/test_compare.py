@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -61,7 +60,7 @@ def run(*arguments) -> tuple[int, str, str]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A git repository with the stand-in as train_gpt.py and with a recipe, which were committed as v1."""
+    """A repository with the stand-in as train_gpt.py and with a recipe, which were committed as v1."""
     (tmp_path / "train_gpt.py").write_bytes(STANDIN.read_bytes())
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "toy.py").write_text(TOY)
@@ -261,47 +260,6 @@ def test_going_on(place):
     assert later["runs_made"] == 2 * 2  # seeds 6 and 7
 
 
-def test_what_a_run_is_kept_under(place, monkeypatch):
-    """All that its loss depends on."""
-    script = place / "train_gpt.py"
-    keys = []
-
-    def add_key(*options):
-        folder = compare_sources.copy_tree(place / "logs" / str(len(keys)))
-        variant = compare_sources.Variant("x", folder, "train_gpt.py", ["--takes", "1", *options])
-        compare_sources.check_settings([variant], 1)
-        variant.settings |= dict(train_files="data/*/*.bin", val_files="data/*/*.bin")
-        keys.append(compare_runs.open_pool([variant], lock=0).key(variant))
-
-    (place / "data" / "x").mkdir(parents=True)
-    (place / "data" / "x" / "train.bin").write_bytes(b"tokens")
-    add_key()
-    add_key("--takes", "1.0", "--seed", "3", "--val_loss_every", "5")
-    assert keys[0] == keys[1]
-    add_key("--effect", "2")
-    (place / "data" / "x" / "train.bin").write_bytes(b"others")
-    add_key()
-    script.write_bytes(script.read_bytes() + b"\n")
-    add_key()
-    for name, value in (("OMP_NUM_THREADS", "3"), ("CXX", "another-compiler")):
-        monkeypatch.setenv(name, value)
-        add_key()
-    monkeypatch.setattr(compare_runs.importlib.metadata, "version", lambda name: "9.9")
-    add_key()
-    assert len(set(keys)) == 7
-
-
-def test_data_with_absolute_names(place):
-    for name in ("a.bin", "b.bin"):
-        (place / name).write_bytes(b"tokens")
-    settings = {"train_files": str(place / "a*.bin"), "val_files": "b.bin"}
-    variant = compare_sources.Variant("x", place, "", [], settings)
-    assert set(compare_runs.data_facts([variant])) == {str(place / "a.bin"), "b.bin"}
-    (place / "a.bin").unlink()
-    with pytest.raises(UsageError, match="x: --train_files: no file matches"):
-        compare_runs.data_facts([variant])
-
-
 def test_only_what_is_missing_is_made_again(place):
     """A damaged log, and two of the runs for the slope."""
     arguments = ["--idea", "--effect 0.1", "--jobs", "1"]
@@ -316,8 +274,10 @@ def test_only_what_is_missing_is_made_again(place):
 
 
 def test_compiled_and_uncompiled_runs_are_not_mixed(place, monkeypatch):
-    answer(place, "--idea", "--effect 0.01", "--runs", "2")
     monkeypatch.setenv("STANDIN_COMPILED", "no (no C++ compiler was found)")
+    found = answer(place, "--idea", "--effect 0.01", "--runs", "2")
+    path = Path(found["runs"]["worktree"][0]["path"])
+    path.write_text(path.read_text().replace("compiled: no", "compiled: yes"))
     arguments = ["--idea", "--effect 0.01", "--runs", "3", "--no_times"]
     status, out, err = run(*arguments)
     assert (
@@ -382,35 +342,6 @@ def test_edits_of_a_recipe(place):
     found = answer(place, "--recipe", "toy", "--runs", "3")
     assert (found["base"], found["ideas"][0]["name"]) == ("HEAD", "worktree")
     assert found["ideas"][0]["difference"] == pytest.approx(0.2, abs=0.005)
-
-
-def test_the_code_that_a_run_depends_on(tmp_path):
-    """The script, and what it imports from its folder, also in a function and through another file."""
-
-    def changes(name):
-        before = compare_sources.hash_code(tmp_path, "recipes/a.py")
-        (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b"# changed\n")
-        return compare_sources.hash_code(tmp_path, "recipes/a.py") != before
-
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "package" / "inner").mkdir(parents=True)
-    files = {
-        "recipes/a.py": "import json, package.inner.module\ndef f():\n    from b import x\n",
-        "b.py": "from recipes.c import *\nimport recipes.a\n",
-        "recipes/c.py": "from . import d\n",
-        "recipes/d.py": "",
-        "package/__init__.py": "",
-        "package/inner/module.py": "",
-        "package/other.py": "",
-        "recipes/b.py": "",
-        "e.py": "import b\n",
-        "json.txt": "",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert [name for name in files if changes(name)] == list(files)[:6]
-    alone = compare_sources.hash_code(tmp_path, "recipes/d.py")
-    assert alone == [hashlib.sha256(b"# changed\n").hexdigest()]
 
 
 def test_an_idea_of_a_commit(place):
@@ -584,14 +515,21 @@ def test_the_slope_of_short_runs():
     assert compare_sources.log_ratio_of_steps(fewer, more) == pytest.approx(math.log(12 / 8))
 
 
-def test_a_second_comparison_waits_for_the_first(place):
-    (place / "logs" / "compare").mkdir(parents=True)
+def test_a_second_comparison_waits_for_the_first(place, monkeypatch):
+    """Without locks, it leaves the files of the first alone."""
+    other = place / "logs" / "compare" / "working" / "other"
+    other.mkdir(parents=True)
     with open(place / "logs" / "compare" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         status, out, err = run("--idea", "--effect 0.1")
     assert (
         status == 2 and "another comparison or screen is running" in err and len(err.splitlines()) == 1
     )
+    monkeypatch.delattr(fcntl, "LOCK_NB")
+    monkeypatch.setattr(fcntl, "LOCK_NB", 1 << 20, raising=False)  # an error of flock
+    with compare_runs.locked_folder():
+        compare_runs.scratch().mkdir()
+    assert list(other.parent.iterdir()) == [other]
 
 
 def start_on_a_terminal(place, *options) -> tuple[subprocess.Popen, int]:

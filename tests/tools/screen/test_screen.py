@@ -423,7 +423,7 @@ def test_blocks_that_do_not_belong_together(place):
         (definition(b='high = "--b 0"'), "b: both sides have the same source and settings"),
         (
             definition('script = "old.py"'),
-            "old.py isn't Python: Missing parentheses in call to 'print'",
+            "it needs to know --num_iterations; give --num_iterations 10 or more",
         ),
         (definition('commit = "v9"'), "no file or commit is called v9"),
         (
