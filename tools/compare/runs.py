@@ -54,7 +54,7 @@ from tools.sides import not_whole
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
-RUNS_A_PROCESS = 8
+RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
 WATCH = Path(__file__).resolve().parent / "watch"
 
 
