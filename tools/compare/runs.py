@@ -13,6 +13,7 @@ it reads of the folder that was copied.
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -47,12 +48,13 @@ from tools.compare.identity import (
     run_environment,
 )
 from tools.compare.sources import Variant, check_options, fill_in, link_data
-from tools.logs import SUFFIXES, Log, parse_log
+from tools.logs import SUFFIXES, Log, find_logs, parse_log
+from tools.sides import not_whole
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
-RUNS_A_PROCESS = 8
+RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
 WATCH = Path(__file__).resolve().parent / "watch"
 
 
@@ -312,8 +314,7 @@ def open_pool(
 def is_complete(pool: Pool, log: Log, variant: Variant) -> bool:
     """The log of a command needs no times and no source."""
     if variant.command:
-        end = log.end if pool.stops_early else log.final
-        return end is not None and math.isfinite(end.val_loss)
+        return not not_whole(log, pool.stops_early)
     return not log.incomplete
 
 
@@ -490,18 +491,15 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     variant = worker.task.variant
     check_arrival(worker)
     files = (worker.folder / "copy" / "logs").rglob("*")
-    logs = [file for file in files if file.suffix in SUFFIXES]
-    if len(logs) > 1:
-        fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
     try:
-        log = parse_log(logs[0] if logs else worker.folder / "console.txt")
+        logs, _ = find_logs(sorted(file for file in files if file.suffix in SUFFIXES))
+        if len(logs) > 1:
+            fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
+        log = logs[0] if logs else parse_log(worker.folder / "console.txt")
     except LogError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")
-    if not is_complete(pool, log, variant):
-        if log.end is not None and log.end.step < log.num_steps:
-            early = f"it ended at step {log.end.step} of {log.num_steps}"
-            fail(worker, f"{early}; if the runs stop early on purpose, give --stops_early")
-        fail(worker, "its log has no finite val_loss after the last step")
+    if fault := not_whole(log, pool.stops_early):
+        fail(worker, fault)
     earlier = list(pool.runs[variant.name].values())
     if earlier and earlier[0].end.step != log.end.step:
         fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
@@ -512,20 +510,20 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
 
 
 def finished_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
-    """Those that don't grow any more. Raises RunError."""
+    """Those that don't grow any more, in the order of their seeds. Raises RunError."""
     variant = worker.task.variant
     if variant.command:
         if status == 0:
             yield log_of_command(pool, worker)
         return
-    paths = sorted((worker.folder / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
-    if status is None:
-        paths = paths[:-1]
-    for path in paths:
-        log = complete_log(pool, path, variant)
-        if log is None:
-            return
-        yield log
+    paths = list((worker.folder / "logs").glob("*.txt"))
+    found = [log for path in paths if (log := complete_log(pool, path, variant))]
+    logs = {log.hyperparameters.get("seed"): log for log in found}
+    seeds = list(itertools.takewhile(logs.__contains__, worker.task.seeds))
+    if status is None and len(seeds) == len(paths):
+        seeds = seeds[:-1]  # no other log is there that could be the one that grows
+    for seed in seeds:
+        yield logs[seed]
 
 
 def collect(pool: Pool, worker: Worker) -> None:
