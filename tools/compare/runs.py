@@ -347,8 +347,9 @@ def keep_log(pool: Pool, task: Task, log: Log) -> None:
     seed = task.seeds.pop(0)
     folder = pool.folder(task.variant)
     folder.mkdir(parents=True, exist_ok=True)
-    facts = json.dumps(pool.identities[task.variant.name], indent=1)
-    write_file(folder / "facts.json", facts.encode())
+    if not (folder / "facts.json").exists():
+        facts = json.dumps(pool.identities[task.variant.name], indent=1)
+        write_file(folder / "facts.json", facts.encode())
     log.path = log.path.replace(folder / f"seed{seed}.txt")
     pool.runs[task.variant.name][seed] = log
     pool.new.add((task.variant.name, seed))
