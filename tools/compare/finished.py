@@ -9,7 +9,6 @@ import argparse
 import math
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from tools.compare.answer import (
 )
 from tools.compare.stats import Effect, add_times, given_slope, look_once
 from tools.logs import Log, read_logs
-from tools.summary import check_repeats
+from tools.sides import MACHINE, check_sides
 from tools.turns import log_ratios, turns
 
 OTHER_SESSION = (
@@ -39,34 +38,35 @@ OTHER_SESSION = (
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
 
 
-def read_side(side: str, paths: list[Path]) -> list[Log]:
-    """The runs of the base or of the idea. Raises LogError if they can't be compared."""
-    logs = read_logs(paths)
-    first = logs[0]
-    for log in logs:
-        if log.end is None or not math.isfinite(log.end.val_loss):
-            raise LogError(f"{log.path}: {log.name} has no val_loss after its last step; leave it out")
-        if log.end.step != first.end.step:
-            raise LogError(
-                f"{log.path}: {log.name} ends at step {log.end.step}, {first.name} at {first.end.step}; "
-                f"all runs of the {side} must end at the same step"
-            )
-    for repeat in check_repeats(logs):
-        raise LogError(repeat)
-    if len(logs) < 2:
-        raise LogError(f"the {side} has one run; give two or more")
-    if len(set(end_losses(logs))) < 2:
-        raise LogError(f"the losses of the {side} are all equal, so there is no test")
-    return logs
+def read_sides(args: argparse.Namespace) -> list[list[Log]]:
+    """The runs of the base, and of the idea. Raises LogError if they can't be compared."""
+    sides = [read_logs(args.base_logs), read_logs(args.idea_logs)]
+    for side, logs in zip(("base", "idea"), sides):
+        if len(logs) < 2:
+            raise LogError(f"the {side} has one run; give two or more")
+    tolerated = {
+        *MACHINE,
+        *["target_val_loss"] * bool(args.target),
+        *["stops early"] * args.stops_early,
+    }
+    check_sides(sides, tolerated)
+    for side, logs in zip(("base", "idea"), sides):
+        if len(set(end_losses(logs))) < 2:
+            raise LogError(f"the losses of the {side} are all equal, so there is no test")
+    return sides
 
 
 def machines(base: list[Log], idea: list[Log]) -> tuple[bool, str]:
     """Whether the times can be compared, and a sentence about it."""
-    hardware = sorted({log.hardware or "an unknown machine" for log in [*base, *idea]})
-    where = " and ".join(hardware)
+    logs = [*base, *idea]
+    places = {
+        f"{log.hardware or 'an unknown machine'}, PyTorch {log.torch or 'unknown'}" for log in logs
+    }
+    places |= {place for log in logs for place in log.resumed_on}
+    where = " and ".join(sorted(places))
     if not end_times(base) or not end_times(idea):
         return False, "Times aren't compared, because not all logs have them."
-    if len(hardware) > 1 or hardware == ["an unknown machine"]:
+    if len(places) > 1 or where.startswith("an unknown"):
         return False, f"Times aren't compared, because the runs were on {where}."
     return True, f"All runs were on {where}."
 
@@ -112,15 +112,7 @@ def compare_finished(args: argparse.Namespace) -> int:
 
     Raises LogError and FileError.
     """
-    base = read_side("base", args.base_logs)
-    idea = read_side("idea", args.idea_logs)
-    base_runs = {log.run for log in base}
-    for log in idea:
-        if log.run in base_runs:
-            raise LogError(f"{log.path}: {log.name} is on both sides; leave it out of one")
-    targets = {log.target for log in [*base, *idea]}
-    if args.target is None and len(targets) > 1:
-        raise LogError(f"the logs have different targets ({sorted(targets)}); give one with --target")
+    base, idea = read_sides(args)
     target, assumed = target_of(args.target, base)
     timed, where = machines(base, idea)
     pairs = turns(idea, base) if timed else []

@@ -13,6 +13,7 @@ it reads of the folder that was copied.
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -47,7 +48,8 @@ from tools.compare.identity import (
     run_environment,
 )
 from tools.compare.sources import Variant, check_options, fill_in, link_data
-from tools.logs import SUFFIXES, Log, parse_log
+from tools.logs import SUFFIXES, Log, find_logs, parse_log
+from tools.sides import not_whole
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
@@ -188,14 +190,6 @@ def cpu_line(name: str) -> str:
     return found[1] if found else ""
 
 
-def activation_dtype(variants: list[Variant]) -> str:
-    """The dtype of train_gpt.py's activations on this machine."""
-    flags = cpu_line("flags|Features").split()
-    if on_gpu(variants) or {"avx512_bf16", "amx_bf16", "bf16"} & set(flags):
-        return "bfloat16"
-    return "float32"
-
-
 def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict:
     """The machine and its software."""
     machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
@@ -273,6 +267,16 @@ def why_again(pool: Pool) -> str:
     return ""
 
 
+def add_variants(pool: Pool, variants: list[Variant]) -> None:
+    """Links their data, and finds their kept runs. Raises UsageError."""
+    for variant in variants:
+        if variant.command:
+            check_options(variant)
+        link_data(variant.folder / "data", variant.origin / "data")
+        pool.identities[variant.name] = identity(variant, pool.facts)
+        pool.runs[variant.name] = kept_runs(pool, variant)
+
+
 def open_pool(
     variants: list[Variant],
     lock: int,
@@ -289,18 +293,13 @@ def open_pool(
     for variant in variants:
         if "train_files" in (variant.settings or {}):
             launch.get_data(sys.executable, variant.settings)
-        if variant.command:
-            check_options(variant)
-        link_data(variant.folder / "data", variant.origin / "data")
     if on_gpu(variants) or processes > 1:
         jobs = 1
     jobs = jobs or (1 if are_commands(variants) else usable_cores())
     threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
     facts = machine_facts(variants, threads, processes)
     pool = Pool(facts, jobs, lock, stops_early)
-    for variant in variants:
-        pool.identities[variant.name] = identity(variant, facts)
-        pool.runs[variant.name] = kept_runs(pool, variant)
+    add_variants(pool, variants)
     check_compiled(pool)
     return pool
 
@@ -312,8 +311,7 @@ def open_pool(
 def is_complete(pool: Pool, log: Log, variant: Variant) -> bool:
     """The log of a command needs no times and no source."""
     if variant.command:
-        end = log.end if pool.stops_early else log.final
-        return end is not None and math.isfinite(end.val_loss)
+        return not not_whole(log, pool.stops_early)
     return not log.incomplete
 
 
@@ -341,8 +339,9 @@ def keep_log(pool: Pool, task: Task, log: Log) -> None:
     seed = task.seeds.pop(0)
     folder = pool.folder(task.variant)
     folder.mkdir(parents=True, exist_ok=True)
-    facts = json.dumps(pool.identities[task.variant.name], indent=1)
-    write_file(folder / "facts.json", facts.encode())
+    if not (folder / "facts.json").exists():
+        facts = json.dumps(pool.identities[task.variant.name], indent=1)
+        write_file(folder / "facts.json", facts.encode())
     log.path = log.path.replace(folder / f"seed{seed}.txt")
     pool.runs[task.variant.name][seed] = log
     pool.new.add((task.variant.name, seed))
@@ -489,18 +488,15 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     variant = worker.task.variant
     check_arrival(worker)
     files = (worker.folder / "copy" / "logs").rglob("*")
-    logs = [file for file in files if file.suffix in SUFFIXES]
-    if len(logs) > 1:
-        fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
     try:
-        log = parse_log(logs[0] if logs else worker.folder / "console.txt")
+        logs, _ = find_logs(sorted(file for file in files if file.suffix in SUFFIXES))
+        if len(logs) > 1:
+            fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
+        log = logs[0] if logs else parse_log(worker.folder / "console.txt")
     except LogError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")
-    if not is_complete(pool, log, variant):
-        if log.end is not None and log.end.step < log.num_steps:
-            early = f"it ended at step {log.end.step} of {log.num_steps}"
-            fail(worker, f"{early}; if the runs stop early on purpose, give --stops_early")
-        fail(worker, "its log has no finite val_loss after the last step")
+    if fault := not_whole(log, pool.stops_early):
+        fail(worker, fault)
     earlier = list(pool.runs[variant.name].values())
     if earlier and earlier[0].end.step != log.end.step:
         fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
@@ -511,20 +507,20 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
 
 
 def finished_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
-    """Those that don't grow any more. Raises RunError."""
+    """Those that don't grow any more, in the order of their seeds. Raises RunError."""
     variant = worker.task.variant
     if variant.command:
         if status == 0:
             yield log_of_command(pool, worker)
         return
-    paths = sorted((worker.folder / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
-    if status is None:
-        paths = paths[:-1]
-    for path in paths:
-        log = complete_log(pool, path, variant)
-        if log is None:
-            return
-        yield log
+    paths = list((worker.folder / "logs").glob("*.txt"))
+    found = [log for path in paths if (log := complete_log(pool, path, variant))]
+    logs = {log.hyperparameters.get("seed"): log for log in found}
+    seeds = list(itertools.takewhile(logs.__contains__, worker.task.seeds))
+    if status is None and len(seeds) == len(paths):
+        seeds = seeds[:-1]  # no other log is there that could be the one that grows
+    for seed in seeds:
+        yield logs[seed]
 
 
 def collect(pool: Pool, worker: Worker) -> None:
