@@ -122,9 +122,9 @@ def compare_finished(args: argparse.Namespace) -> int:
     if args.gate:
         print(effect.verdict)
     else:
-        record = record_in_words("idea", idea, target, pairs)
+        record = record_in_words("idea", idea, target, pairs, looks=False)
         lines = textwrap.wrap(record, WIDTH)
-        lines += record_table({"base": base, "idea": idea}, target)
+        lines += record_table({"base": base, "idea": idea}, target, looks=False)
         facts = [*facts_in_words(base, idea, effect.steps is not None), where, *assumed, ONE_LOOK]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
