@@ -2,16 +2,16 @@
 The rules of a record, as far as they show in logs.
 """
 
+import ast
 import itertools
 import math
-import re
 import statistics
 from dataclasses import dataclass, field
 
 from scipy import stats
 
 from tools.logs import Log
-from tools.records.compiler import compiler_settings
+from tools.records.compiler import assignments, compiler_settings, parse
 from tools.summary import P_VALUE, Summary, check_repeats, p_below, p_lower, summarize
 
 FINEWEB_VAL_TOKENS = 10_485_760
@@ -73,6 +73,7 @@ class Verdict:
 # -----------------------------------------------------------------------------
 # Statistics
 
+
 def p_above(losses: list[float], prior: list[float]) -> float:
     """One-sided t-test of mean(losses) > mean(prior), with the standard deviation of `prior`.
 
@@ -104,6 +105,7 @@ def compare(logs: list[Log], prior: list[Log], target: float) -> Comparison:
 
 # -----------------------------------------------------------------------------
 # Rules for a run. Each function returns what is wrong with it, or "".
+
 
 def is_incomplete(log: Log) -> str:
     return log.incomplete
@@ -138,12 +140,26 @@ def val_tokens(log: Log) -> int | None:
     """
     if "val_tokens" in log.hyperparameters:
         return log.hyperparameters["val_tokens"]
-    number = r"\d[\d_]{0,18}"
-    products = rf"\bval_tokens\s*(?::\s*\w+\s*)?=\s*({number}(?:\s*\*\s*{number})*)\s*(?=[,)#]|$)"
-    found = set()
-    for product in re.findall(products, (log.source or b"").decode("utf-8", "replace"), re.MULTILINE):
-        found.add(math.prod(int(n.replace("_", "")) for n in product.split("*")))
+    try:
+        assigned = list(assignments(parse(log.source or b"")))
+    except SyntaxError:
+        return None
+    values = [value for name, value in assigned if name and name.split(".")[-1] == "val_tokens"]
+    found = {whole_number(value, assigned) for value in values} - {None}
     return found.pop() if len(found) == 1 else None
+
+
+def whole_number(node: ast.AST, assigned: list[tuple[str, ast.AST]]) -> int | None:
+    """The value of a number, of a product, or of a name that has one value. None for others."""
+    match node:
+        case ast.Constant(int(number)):
+            return number
+        case ast.BinOp(left, ast.Mult(), right):
+            factors = [whole_number(side, assigned) for side in (left, right)]
+            return None if None in factors else math.prod(factors)
+        case ast.Name(name):
+            values = {whole_number(value, []) for other, value in assigned if other == name}
+            return values.pop() if len(values) == 1 else None
 
 
 def wrong_val_tokens(log: Log) -> str:
@@ -195,8 +211,9 @@ def per_run(logs: list[Log], fault) -> list[str]:
 # -----------------------------------------------------------------------------
 # Rules for several runs. Each function yields the reasons why they don't make a valid record.
 
+
 def listed(values) -> str:
-    """"A and B". A value that isn't known becomes "unknown"."""
+    """ "A and B". A value that isn't known becomes "unknown"."""
     return " and ".join("unknown" if v in ("", None) else str(v) for v in values)
 
 

@@ -6,8 +6,11 @@ import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
+from types import SimpleNamespace
+
 import pytest
 from scipy import stats
 
@@ -393,6 +396,48 @@ MARCH = "TORCHINDUCTOR_CPP_MARCH"
 )
 def test_forbidden_use_of_the_compiler(code, found):
     assert compiler_settings(f"import os, torch\n{code}\n".encode()) == [f"{found} in source line 2"]
+
+
+NAMED = """import functools, regex, torch, torch as t
+from regex import compile as match
+from {module} import compile as f
+def g(self):
+    a = b = c
+c = {module}.compile
+self.d: object = c
+(e := {module}.compile)
+"""
+
+
+@pytest.mark.parametrize("name", ["f", "c", "b", "self.d", "e"])
+@pytest.mark.parametrize(
+    "call", ["{}(x, mode='x')", "functools.partial({}, mode='x')", "@{}(mode='x')\ndef h(): pass"]
+)
+def test_names_are_followed(name, call):
+    for module, found in [("torch", ["torch.compile(mode='x') in source line 9"]), ("regex", [])]:
+        source = NAMED.format(module=module) + call.format(name)
+        assert compiler_settings(source.encode()) == found
+    source = b"import torch._inductor as i\nx = i\nprint(x.config.max_autotune)\n"
+    assert compiler_settings(source) == ["torch._inductor.config in source line 3"]
+
+
+@pytest.mark.parametrize(
+    "code, tokens",
+    [
+        ("val_tokens = 10 * 2", 20),
+        ("class Hyperparameters:\n    val_tokens: int = 20_0  # how many", 200),
+        ("N = 3 * 4\nargs = Arguments(val_tokens=N * 2)", 24),
+        ("args.val_tokens = 7\nval_tokens = args.val_tokens", 7),
+        ("# val_tokens=5\n'''\nval_tokens = 5\n'''", None),
+        ("val_tokens = 5\nval_tokens = 6", None),
+        ("N = 3\nN = 4\nval_tokens = N", None),
+        ("val_tokens = int(sys.argv[1])", None),
+        ("val_tokens = 5 +", None),
+    ],
+)
+def test_val_tokens_of_a_source(code, tokens):
+    log = SimpleNamespace(hyperparameters={}, source=code.encode())
+    assert rules.val_tokens(log) == tokens
 
 
 def test_lines_that_do_the_same_share_a_reason():
