@@ -237,13 +237,25 @@ def check_compiler(processes):
 # The command line
 
 
+def saved_settings(args):
+    """Reads the settings of the checkpoint that --resume names, and not its weights. Returns {} if there is
+    none that can be read: the run will say so."""
+    if args.resume == "latest":
+        unfinished = [
+            path for path in Path(args.log_dir).glob("*.pt") if not train_gpt.is_finished(path)
+        ]
+        args.resume = max(unfinished, key=os.path.getmtime, default="")
+    try:
+        return torch.load(args.resume, map_location="cpu", weights_only=True, mmap=True)["settings"]
+    except Exception:  # corrupt files raise many exception types
+        return {}
+
+
 def check_run(mode, script, options):
     """Returns what a run needs, as a dict. Raises InputError."""
     args, hp = script.parse_arguments(options)
-    with contextlib.redirect_stdout(None):  # the run says it, too
-        checkpoint = train_gpt.load_checkpoint(args, script.SOURCE)
-    if checkpoint:
-        hp = dataclasses.replace(hp, **checkpoint["settings"])
+    saved = saved_settings(args)
+    hp = dataclasses.replace(hp, **saved)
     script.check_hyperparameters(hp, 1)
     gpus = find_gpus()
     cores = int(environment()["OMP_NUM_THREADS"])
@@ -252,12 +264,13 @@ def check_run(mode, script, options):
     if gpus:
         check_gpus(processes)
         adapts = script is train_gpt and hp.track == "fineweb"
-        if adapts and not checkpoint and "train_seq_len" not in args.given:
+        if adapts and not saved and "train_seq_len" not in args.given:
             hp = fit_to_memory(hp, processes)
             more = [f"--train_seq_len={hp.train_seq_len}"]
     launch.get_data(sys.executable, vars(hp))
     if mode == "prepare":
-        script.check_inputs(args, hp)
+        with contextlib.suppress(OSError):  # the run will say so
+            script.check_inputs(args, hp)
     variables = {} if gpus else environment(processes) | check_compiler(processes)
     compiled = "compiled" if compiles(os.environ | variables) else "not compiled"
     where = "GPUs" if gpus else "the CPU"
@@ -265,7 +278,7 @@ def check_run(mode, script, options):
         processes=processes,
         environment=variables,
         options=more,
-        log_dir=str(Path(args.resume).parent if checkpoint else args.log_dir),
+        log_dir=str(Path(args.resume).parent if saved else args.log_dir),
         text=", ".join([f"{hp.track} on {where}", f"processes: {processes}", compiled, *more]),
     )
 
@@ -288,7 +301,7 @@ def main(argv):
             found = dict(environment=check_compiler(1))
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
         return 0
-    except (InputError, OSError) as e:
+    except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
 

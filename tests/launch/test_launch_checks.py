@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,20 +153,28 @@ def test_a_length_that_the_user_chose_stays(cards, tmp_path, capsys, options):
     assert check(tmp_path, capsys, *options)[1]["options"] == []
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, found):
-    """And its log, wherever that is. With --resume latest, there may be nothing to resume."""
-
-    def load_checkpoint(args, source):
-        args.resume = "somewhere/run.pt" if found else None
-        print("--resume: there is no unfinished run")
-        return dict(settings=asdict(TRACKS["fineweb"])) if found else None
-
+@pytest.mark.parametrize("resume, found", [("latest", True), ("old/run.pt", True), ("latest", False)])
+def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, resume, found):
+    """And its log, wherever that is. With --resume latest, there may be nothing to resume. The weights aren't
+    read."""
+    monkeypatch.chdir(tmp_path)
     cards({"H100": 1_000})
-    monkeypatch.setattr(train_gpt, "load_checkpoint", load_checkpoint)
-    _, plan, _ = check(tmp_path, capsys, "--resume=latest", "--track=fineweb")
-    assert plan["log_dir"] == ("somewhere" if found else "logs")
+    if found:
+        folder = Path("logs" if resume == "latest" else "old")
+        folder.mkdir()
+        weights = torch.zeros(2**22)
+        torch.save(dict(settings=asdict(TRACKS["fineweb"]), model=weights), folder / "run.pt")
+    before = bytes_read()
+    _, plan, _ = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
+    assert bytes_read() - before < 2**22
+    assert plan["log_dir"] == ("old" if "old" in resume else "logs")
     assert plan["options"] == ([] if found else ["--train_seq_len=12288"])
+
+
+def bytes_read():
+    """By this process, so far; 0 where Linux doesn't count them."""
+    io = Path("/proc/self/io")
+    return int(io.read_text().split()[1]) if io.exists() else 0
 
 
 @pytest.mark.parametrize("head, seq_len, peak, _", PEAKS)  # as measured with PyTorch 2.13, in MiB
