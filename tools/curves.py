@@ -38,6 +38,7 @@ class Curve:
     mean: np.ndarray  # nats per token
     spread: np.ndarray  # standard deviation over the runs; 0 for a single run
     runs: int
+    where: str  # the runs end, if that isn't the end of their schedule
 
     def at(self, fraction: float) -> float:
         """Where this fraction of the run is on the x axis."""
@@ -76,7 +77,9 @@ def curve(logs: list[Log], x: str) -> Curve:
     losses = table[:, :, 1]
     mean = np.array([statistics.fmean(column) for column in losses.T])  # rounds like the tables' mean
     spread = losses.std(axis=0, ddof=1 if len(runs) > 1 else 0)
-    return Curve(places, mean, spread, len(runs))
+    num_steps = logs[0].num_steps
+    where = f" at step {steps[-1]} of {num_steps}" if steps[-1] < num_steps else ""
+    return Curve(places, mean, spread, len(runs), where)
 
 
 # -----------------------------------------------------------------------------
@@ -88,6 +91,7 @@ def draw_curve(axes, label: str, c: Curve) -> None:
     text = f"{short(label, 40)}: {c.mean[-1]:.4f}"
     if c.runs > 1:
         text += f" ± {c.spread[-1]:.4f}, {c.runs} runs"
+    text += c.where
     (line,) = axes.plot(c.x, c.mean, marker="o", markersize=3.5, linewidth=1.6, label=text)
     low = c.mean - c.spread
     high = c.mean + c.spread

@@ -1,13 +1,12 @@
 """
-Reads logs of training runs: ours, and any other in the format of the NanoGPT speedrun.
+Reads logs of training runs: ours, and those of other programs.
 
-A log contains the sources that made the run, a line of `=`, a description of the machine, and lines
-about the run (`step:S/N val_loss:L train_time:Tms step_avg:Ams`, and others that are ignored here).
-Other people's logs vary: several runs below one source, losses printed twice, a line of `=` above the
-source or between two, times in seconds or no times, `step_avg:nan`, no line with the peak memory,
-Windows line ends.
+A log may contain the sources that made the run, a line of `=`, a description of the machine, and lines
+about the run, such as `step:S/N val_loss:L train_time:Tms step_avg:Ams` (lines.py reads these). Logs
+vary: several runs below one source, losses printed twice, a line of `=` above the source or between two,
+times in seconds or no times, `step_avg:nan`, no line with the peak memory, Windows line ends.
 
-Only this module knows the format. It judges nothing.
+Nothing here judges a run, or guesses: what can be read in two ways is an error.
 """
 
 import itertools
@@ -19,19 +18,14 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.common import LogError, without_windows
+from tools.common import LogError, short, without_windows
+from tools.lines import NUMBER, Line, find_lines, joined, plain
 
 SUFFIXES = (".txt", ".log")  # of the logs in a folder
 BESIDE_LOGS = (".md", ".png", ".json", ".py")  # what is often in a folder of logs, and never a log
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
-NUMBER = r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)"
-TIMES = rf"(?:.* )?train_time:{NUMBER}(ms|s) step_avg:{NUMBER}ms"
-# Each number has something behind it, because a log may be cut inside its last number
-VALIDATION = re.compile(
-    rf"^step:(\d{{1,12}})/\d{{1,12}} val_loss:{NUMBER}(?: {TIMES}|\s)", re.MULTILINE
-)
-STEP = re.compile(r"^step:(\d{1,12})/(\d{1,12}) (?:val_loss:(\S+)\s)?", re.MULTILINE)
+TIMES = re.compile(rf" train_time:({NUMBER})(ms|s) step_avg:({NUMBER})ms")
 PEAK_MEMORY = re.compile(r"^peak memory (?:allocated|consumption): (\d{1,12}) MiB", re.MULTILINE)
 TORCH = re.compile(r"\bpytorch (\d[\w.+]*)", re.IGNORECASE)
 CPU = re.compile(r"^CPU: *(.*?),? *\b(\d+) cores?\b(?:.*instruction sets: (.*))?", re.MULTILINE)
@@ -59,11 +53,15 @@ HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
 NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# ([\w./-]+)\n-{20,}\n\n")
 
 
+class NoLog(LogError):
+    """A file has nothing that a log has."""
+
+
 @dataclass
 class Validation:
     """One line of a log with a validation loss."""
 
-    step: int
+    step: int  # 0 in a log that has no steps, only a loss at the end
     val_loss: float  # nats per token
     train_time_ms: float  # nan in a log without times
     step_avg_ms: float  # nan in the first steps of old logs, too
@@ -78,9 +76,10 @@ class Log:
     # (name, text byte for byte) of each source, first the script. A name is only what the log says.
     sources: list[tuple[str, bytes]]
     run: str  # everything below the sources, but for the file's other runs
+    metric: str  # the full name of the loss, such as "val_loss"; "" if there is none
     hyperparameters: dict  # includes track and seed; {} if not ours
     hardware: str  # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC with AVX2, 2 cores"
-    resumed_on: list[str]  # other hardware of later parts of the run
+    resumed_on: list[str]  # other hardware, or another PyTorch, of later parts of the run
     torch: str
     peak_memory_mib: int | None
     compiler_flags: list[str]  # on a CPU
@@ -231,8 +230,8 @@ def find_hardware(header: str) -> str:
     return f"{model}, {count} {'core' if count == '1' else 'cores'}"
 
 
-def find_later_hardware(run: str, first: str) -> list[str]:
-    """The hardware on which a run was resumed, if it isn't the first one.
+def find_later_machines(run: str, first: str, torch: list[str]) -> list[str]:
+    """The hardware on which a run was resumed, and versions of PyTorch, if they aren't the first ones.
 
     `run` begins with the first step. A resumed run describes its machine again, above the line about
     the resume. That line has the number of processes: on GPUs, one per GPU.
@@ -244,9 +243,9 @@ def find_later_hardware(run: str, first: str) -> list[str]:
         processes = re.search(r"\bon (\d+) process", resume)
         if processes:
             hardware = re.sub(r"^\d+x ", f"{processes[1]}x ", hardware)
-        if hardware != first and hardware not in later:
-            later.append(hardware)
-    return later
+        versions = [version for version in TORCH.findall(part + resume) if version not in torch]
+        later += [hardware] * (hardware != first) + [f"PyTorch {version}" for version in versions]
+    return list(dict.fromkeys(later))
 
 
 def find_hyperparameters(header: str) -> dict:
@@ -275,7 +274,7 @@ def read_log_file(path: Path) -> bytes:
     except OSError as e:
         raise LogError(f"{path}: {e.strerror.lower()}") from None
     if not data.strip():
-        raise LogError(f"{path}: empty file; leave it out")
+        raise NoLog(f"{path}: empty file; leave it out")
     if b"\0" in data:
         raise LogError(
             f"{path}: a binary file, or a log damaged by a crash (contains zero bytes, as UTF-16 does); leave it "
@@ -284,107 +283,188 @@ def read_log_file(path: Path) -> bytes:
     return without_windows(data)
 
 
-def find_starts(text: str) -> list[int]:
-    """Where each run begins: at a step before the last one, or with another loss at the same step.
+def same(a: str, b: str) -> bool:
+    """Whether two numbers are equal, or one is the other one rounded."""
+    digits = min(len(number.partition(".")[2]) for number in (a, b))
+    return a == b or round(float(a), digits) == round(float(b), digits)
 
-    A loss may be printed twice, at once or again below the run. That begins no run, except at step 0,
-    where all runs have about the same loss.
+
+def find_name(path: Path, lines: list[Line]) -> str:
+    """The full name of the loss that counts: of those in lines about steps, or else of the others.
+    Raises LogError if there are several."""
+    steps = any(line.losses for line in lines if line.step is not None)
+    found = {}
+    for line in lines:
+        if (line.step is not None) == steps:
+            found |= line.losses
+    check_rivals(path, found)
+    return next(iter(found), "")
+
+
+def check_rivals(path: Path, numbers: dict[str, str]) -> None:
+    """Raises LogError if these losses of a run, by name, aren't all the same."""
+    first = next(iter(numbers.values()), "")
+    if not all(same(first, number) for number in numbers.values()):
+        listed = ", ".join(f"{name}={number}" for name, number in numbers.items())
+        raise LogError(f"{path}: which loss counts? {listed}; choose one with --metric NAME")
+
+
+def find_starts(path: Path, lines: list[Line], name: str) -> list[int]:
+    """Where each run begins: at a step before the last one, or with another loss at step 0, where all
+    runs have about the same loss.
+
+    A loss may be printed twice, at once or again below the run. Raises LogError if it is another one.
     """
     starts = []
+    first = math.inf  # step of the current run
     last = math.inf
     losses = {}  # of the current run, by step
-    for line in STEP.finditer(text):
-        step = int(line[1])
-        loss = line[3]
-        if loss and step and losses.get(step) == loss:
+    for line in lines:
+        loss = dict(line.losses).get(name)
+        earlier = losses.get(line.step)
+        again = loss and earlier and same(earlier, loss)
+        if line.step is None or again and line.step:
             continue
-        if step < last or (loss and losses.get(step, loss) != loss):
-            starts.append(line.start())
+        if line.step < last or earlier and loss and not again:
+            if line.step > first:
+                raise LogError(
+                    f"{path}: step {line.step} comes again, with another loss: {short(line.text, 60)!r}; keep "
+                    "what counts"
+                )
+            first = line.step
+            starts.append(line.start)
             losses = {}
         if loss:
-            losses[step] = loss
-        last = step
+            losses[line.step] = loss
+        last = line.step
     return starts
 
 
-def find_validations(run: str) -> list[Validation]:
-    """In the order of the log, each once."""
+def find_validations(path: Path, lines: list[Line], name: str) -> list[Validation]:
+    """In the order of the log, each once. Without a loss at any step, the last one in the log counts.
+    Raises LogError if there are others below the last step."""
     found = {}
-    for step, val_loss, time, unit, step_avg in VALIDATION.findall(run):
-        milliseconds = float(time or "nan") * (1000 if unit == "s" else 1)
-        found[step] = Validation(int(step), float(val_loss), milliseconds, float(step_avg or "nan"))
+    below = {}  # the last loss, and those below it
+    for line in lines:
+        losses = dict(line.losses)
+        if line.step is None:
+            below |= losses
+        elif name in losses:
+            below = {name: losses[name]}
+            times = TIMES.search(line.text)
+            time, unit, step_avg = times.groups() if times else ("nan", "ms", "nan")
+            milliseconds = float(time) * (1000 if unit == "s" else 1)
+            found[line.step] = Validation(line.step, float(losses[name]), milliseconds, float(step_avg))
+        elif not found:
+            below = {}
+    check_rivals(path, below)
+    if not found and below:
+        found[0] = Validation(0, float(below[name]), math.nan, math.nan)
     return list(found.values())
 
 
-def parse_trials(path: Path) -> list[Log]:
+def parse_trials(path: Path, metric: str = "") -> list[Log]:
     """Reads the runs in a file, also if they did not finish (see Log.incomplete). Raises LogError."""
     sources, rest = split_sources(read_log_file(path))
-    text = rest.decode("utf-8", "replace")
-    starts = find_starts(text)
+    text = plain(rest.decode("utf-8", "replace"))
+    lines = find_lines(text, joined([metric]))
+    name = find_name(path, lines)
+    starts = find_starts(path, lines, name) or [line.start for line in lines[:1]]
     if not starts:
-        raise LogError(
-            f"{path}: it isn't a log, or the run never got to step 0; leave it out (no line starts "
-            "with step:S/N)"
-        )
+        what = metric or "val_loss"
+        raise NoLog(f"{path}: no line has a number for {what}, or step:S/N; {what_is_there(text)}")
     header = text[: starts[0]]
     logs = []
     for start, end in itertools.pairwise([*starts, len(text)]):
-        logs.append(make_log(path, sources, header, text[start:end]))
+        own = [line for line in lines if start <= line.start < end]
+        logs.append(make_log(path, sources, header, text[start:end], own, name))
         if len(starts) > 1:
             logs[-1].trial = len(logs)
     return logs
 
 
-def make_log(path: Path, sources: list[tuple[str, bytes]], header: str, steps: str) -> Log:
-    """Of the run that begins with `steps`. The header stands below the sources."""
+def what_is_there(text: str) -> str:
+    """The first line that looks like a loss, or else the first line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    losses = [line for line in lines if re.search(r"(loss|bpb|step).*\d", line, re.IGNORECASE)]
+    return f"it has lines like {short((losses or lines or [''])[0], 60)!r}"
+
+
+def make_log(
+    path: Path,
+    sources: list[tuple[str, bytes]],
+    header: str,
+    steps: str,
+    lines: list[Line],
+    name: str,
+) -> Log:
+    """Of the run that begins with `steps`, which has these lines. The header stands below the sources."""
     run = header + steps
-    counts = STEP.findall(steps)
     hardware = find_hardware(header)
     torch = TORCH.findall(header)
     peaks = PEAK_MEMORY.findall(run)
+    validations = find_validations(path, lines, name)
+    counts = [line for line in lines if line.step is not None]
+    if validations and not any(name in dict(line.losses) for line in counts):
+        counts = []  # the loss stands below the last step: it says itself that the run is over
+    last_step = max((line.step for line in counts), default=0)
     return Log(
         path=path,
         trial=None,
         sources=sources,
         run=run,
+        metric=name.removeprefix("step_"),
         hyperparameters=find_hyperparameters(header),
         hardware=hardware,
-        resumed_on=find_later_hardware(steps, hardware),
+        resumed_on=find_later_machines(steps, hardware, torch),
         torch=torch[0] if torch else "",
         peak_memory_mib=int(peaks[-1]) if peaks else None,
         compiler_flags=list(dict.fromkeys(COMPILER.findall(run))),
         uncompiled=UNCOMPILED in run,
-        validations=find_validations(run),
-        last_step=max(int(step) for step, *_ in counts),
-        num_steps=int(counts[-1][1]),
+        validations=validations,
+        last_step=last_step,
+        num_steps=next((line.num_steps for line in counts[::-1] if line.num_steps), last_step),
     )
 
 
-def parse_log(path: str | Path) -> Log:
+def parse_log(path: str | Path, metric: str = "") -> Log:
     """Reads a log of one run. Raises LogError."""
-    logs = parse_trials(Path(path))
+    logs = parse_trials(Path(path), metric)
     if len(logs) > 1:
         raise LogError(f"{path}: {len(logs)} runs in one file; this needs a log of one run")
     return logs[0]
 
 
-def read_logs(paths: list[Path]) -> list[Log]:
+def find_logs(files: list[Path], metric: str = "") -> tuple[list[Log], list[Path]]:
+    """A log for each run in these files, and the files that are no logs. Raises LogError."""
+    logs = []
+    others = []
+    for file in files:
+        try:
+            logs += parse_trials(file, metric)
+        except NoLog:
+            others.append(file)
+    return logs, others
+
+
+def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
     """Reads files, and the .txt and .log files of folders. Returns a log for each run.
 
     Prints what it ignores in a folder. Raises LogError.
     """
     logs = []
     for path in paths:
-        files = [path]
-        if path.is_dir():
-            files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
-            others = [p for p in path.iterdir() if p.suffix not in SUFFIXES + BESIDE_LOGS]
-            names = sorted(p.name + "/" * p.is_dir() for p in others)
-            if names:
-                ignored = textwrap.shorten(", ".join(names), 200, placeholder=" ...")
-                print(f"{path}: ignored: {ignored}", file=sys.stderr)
-        if not files:
-            raise LogError(f"{path}: no .txt or .log file in this folder")
-        for file in files:
-            logs += parse_trials(file)
+        if not path.is_dir():
+            logs += parse_trials(path, metric)
+            continue
+        files = sorted(path.iterdir())
+        found, ignored = find_logs([file for file in files if file.suffix in SUFFIXES], metric)
+        ignored += [file for file in files if file.suffix not in SUFFIXES + BESIDE_LOGS]
+        if ignored:
+            names = ", ".join(file.name + "/" * file.is_dir() for file in ignored)
+            names = textwrap.shorten(names, 200, placeholder=" ...")
+            print(f"{path}: ignored, because they aren't logs: {names}", file=sys.stderr)
+        if not found:
+            raise LogError(f"{path}: no log in this folder (.txt or .log)")
+        logs += found
     return logs

@@ -1,6 +1,5 @@
 """
-Finished runs together: their losses against a target, their times against those of other runs, and
-whether one counts twice.
+Finished runs together: their losses against a target, and their times against those of other runs.
 """
 
 import math
@@ -9,8 +8,6 @@ import warnings
 from dataclasses import dataclass
 
 from scipy import stats
-
-from tools.logs import Log
 
 P_VALUE = 0.01
 CONFIDENCE = 0.95
@@ -67,17 +64,3 @@ def p_lower(ours: list[float], theirs: list[float]) -> tuple[float | None, str]:
     with warnings.catch_warnings(action="ignore"):  # almost equal numbers
         p = stats.ttest_ind(ours, theirs, equal_var=single, alternative="less").pvalue
     return float(p), name
-
-
-def check_repeats(logs: list[Log]):
-    """Two runs must not have the same log or the same seed."""
-    seen = {}
-    for log in logs:
-        for what, key in [("log", log.run), ("seed", log.hyperparameters.get("seed"))]:
-            earlier = seen.setdefault((what, key), log)
-            if earlier is not log and key is not None:
-                yield (
-                    f"{log.name}: the same {what} as {earlier.name}; each run counts once, so leave "
-                    "one out"
-                )
-                break

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import io
+import os
 import subprocess
 
 import pytest
@@ -15,6 +16,7 @@ def run_main(main, *words) -> tuple[int, str, str]:
     out = io.StringIO()
     err = io.StringIO()
     arguments = [str(word) for word in words]
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # differs from test to test, and may change a run
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         with pytest.raises(SystemExit) as end:
             run_command(lambda argv: main(arguments))

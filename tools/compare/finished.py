@@ -9,7 +9,8 @@ import argparse
 import math
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
+
+import numpy as np
 
 from tools.common import LogError, as_json, write_file
 from tools.compare.answer import (
@@ -18,63 +19,72 @@ from tools.compare.answer import (
     count_sources,
     end_losses,
     end_times,
+    far_in_words,
     other_steps,
     record_in_words,
     record_table,
-    step_time,
     summary_of,
     target_of,
 )
-from tools.compare.stats import Effect, add_time_ratio, given_slope, welch
+from tools.compare.stats import Effect, add_times, given_slope, look_once
 from tools.logs import Log, read_logs
-from tools.summary import check_repeats
+from tools.sides import MACHINE, check_sides
+from tools.turns import log_ratios, turns
 
+OTHER_SESSION = (
+    "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
+    "session. Make runs of both again: ./run.sh compare."
+)
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
 
 
-def read_side(side: str, paths: list[Path]) -> list[Log]:
-    """The runs of the base or of the idea. Raises LogError if they can't be compared."""
-    logs = read_logs(paths)
-    first = logs[0]
-    for log in logs:
-        if log.end is None or not math.isfinite(log.end.val_loss):
-            raise LogError(f"{log.path}: {log.name} has no val_loss after its last step; leave it out")
-        if log.end.step != first.end.step:
-            raise LogError(
-                f"{log.path}: {log.name} ends at step {log.end.step}, {first.name} at {first.end.step}; "
-                f"all runs of the {side} must end at the same step"
-            )
-    for repeat in check_repeats(logs):
-        raise LogError(repeat)
-    if len(logs) < 2:
-        raise LogError(f"the {side} has one run; give two or more")
-    if len(set(end_losses(logs))) < 2:
-        raise LogError(f"the losses of the {side} are all equal, so there is no test")
-    return logs
+def read_sides(args: argparse.Namespace) -> list[list[Log]]:
+    """The runs of the base, and of the idea. Raises LogError if they can't be compared."""
+    sides = [read_logs(args.base_logs), read_logs(args.idea_logs)]
+    for side, logs in zip(("base", "idea"), sides):
+        if len(logs) < 2:
+            raise LogError(f"the {side} has one run; give two or more")
+    tolerated = {
+        *MACHINE,
+        *["target_val_loss"] * bool(args.target),
+        *["stops early"] * args.stops_early,
+    }
+    check_sides(sides, tolerated)
+    for side, logs in zip(("base", "idea"), sides):
+        if len(set(end_losses(logs))) < 2:
+            raise LogError(f"the losses of the {side} are all equal, so there is no test")
+    return sides
 
 
 def machines(base: list[Log], idea: list[Log]) -> tuple[bool, str]:
     """Whether the times can be compared, and a sentence about it."""
-    hardware = sorted({log.hardware or "an unknown machine" for log in [*base, *idea]})
-    where = " and ".join(hardware)
+    logs = [*base, *idea]
+    places = {
+        f"{log.hardware or 'an unknown machine'}, PyTorch {log.torch or 'unknown'}" for log in logs
+    }
+    places |= {place for log in logs for place in log.resumed_on}
+    where = " and ".join(sorted(places))
     if not end_times(base) or not end_times(idea):
         return False, "Times aren't compared, because not all logs have them."
-    if len(hardware) > 1 or hardware == ["an unknown machine"]:
+    if len(places) > 1 or where.startswith("an unknown"):
         return False, f"Times aren't compared, because the runs were on {where}."
     return True, f"All runs were on {where}."
 
 
 def find_effect(
-    base: list[Log], idea: list[Log], loss_per_100_steps: float | None, timed: bool
+    base: list[Log],
+    idea: list[Log],
+    loss_per_100_steps: float | None,
+    pairs: list[tuple[Log, Log]],
 ) -> Effect:
+    """`pairs` are runs that took turns, if there are any."""
     steps = base[0].end.step
     slope = loss_per_100_steps and given_slope(loss_per_100_steps, steps)
-    effect = welch("idea", end_losses(idea), end_losses(base), slope, idea[0].end.step / steps)
-    if timed:
-        log_times = [[math.log(step_time(log)) for log in logs] for logs in (idea, base)]
-        times = welch("times", *log_times)
-        half = times.difference_interval[1] - times.difference
-        add_time_ratio(effect, times.difference, half, slope)
+    own_steps = idea[0].end.step / steps
+    effect = look_once("idea", end_losses(idea), end_losses(base), False, slope, own_steps=own_steps)
+    if pairs:
+        step_ratios = np.array(log_ratios(pairs)) - math.log(own_steps)
+        add_times(effect, step_ratios, slope)
     return effect
 
 
@@ -84,6 +94,8 @@ def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[st
         count = count_sources(logs)
         if count > 1:
             facts.append(f"The logs of the {side} have {count} different sources.")
+        losses = end_losses(logs)
+        facts += far_in_words(f"the {side}", losses, [log.name for log in logs])
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
@@ -100,22 +112,17 @@ def compare_finished(args: argparse.Namespace) -> int:
 
     Raises LogError and FileError.
     """
-    base = read_side("base", args.base_logs)
-    idea = read_side("idea", args.idea_logs)
-    base_runs = {log.run for log in base}
-    for log in idea:
-        if log.run in base_runs:
-            raise LogError(f"{log.path}: {log.name} is on both sides; leave it out of one")
-    targets = {log.target for log in [*base, *idea]}
-    if args.target is None and len(targets) > 1:
-        raise LogError(f"the logs have different targets ({sorted(targets)}); give one with --target")
+    base, idea = read_sides(args)
     target, assumed = target_of(args.target, base)
     timed, where = machines(base, idea)
-    effect = find_effect(base, idea, args.loss_per_100_steps, timed)
+    pairs = turns(idea, base) if timed else []
+    if timed and not pairs:
+        where += f" {OTHER_SESSION}"
+    effect = find_effect(base, idea, args.loss_per_100_steps, pairs)
     if args.gate:
         print(effect.verdict)
     else:
-        record = record_in_words("idea", idea, target, idea if timed else [], base)
+        record = record_in_words("idea", idea, target, pairs)
         lines = textwrap.wrap(record, WIDTH)
         lines += record_table({"base": base, "idea": idea}, target)
         facts = [*facts_in_words(base, idea, effect.steps is not None), where, *assumed, ONE_LOOK]

@@ -1,26 +1,24 @@
 """
 Makes the runs of compare and screen, and keeps their logs.
 
-A run is kept under everything that its loss depends on: source, settings, data, machine, compiler,
-PyTorch, threads and processes. Its log is logs/compare/runs/KEY/seedN.txt, where KEY is a hash of all
-that. Later comparisons use it. You may delete these folders at any time.
+A run is kept under all that it could read (see identity.py). Its log is logs/compare/runs/KEY/seedN.txt,
+where KEY is a hash of all that; facts.json beside it says what it was. Later comparisons use the run.
+You may delete these folders at any time.
 
 A process of our scripts makes several runs, because only the first one has to compile. A command (see
 compare --command) makes one. It runs in a fresh copy of its folder, and its log is the file that it writes
-below logs/, or else its output.
+below logs/, or else its output. watch/sitecustomize.py, which each Python of a run imports, writes down what
+it reads of the folder that was copied.
 """
 
 import contextlib
 import fcntl
-import glob
-import hashlib
-import importlib.metadata
+import itertools
 import json
 import math
 import os
 import platform
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -31,16 +29,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import launch
-from tools.common import ROOT, LogError, UsageError, chosen_threads, short, usable_cores
-from tools.compare.sources import Variant, link_data, script_environment
-from tools.logs import SUFFIXES, Log, parse_log
+from tools.common import (
+    ROOT,
+    LogError,
+    UsageError,
+    chosen_threads,
+    short,
+    usable_cores,
+    write_file,
+)
+from tools.compare.identity import (
+    difference,
+    hash_copy,
+    hash_named,
+    hash_text,
+    named_paths,
+    packages,
+    run_environment,
+)
+from tools.compare.sources import Variant, check_options, fill_in, link_data
+from tools.logs import SUFFIXES, Log, find_logs, parse_log
+from tools.sides import not_whole
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
-RUNS_A_PROCESS = 8
-# Environment variables that change the compiled code
-COMPILER_VARIABLES = ("CXX", "TORCHINDUCTOR_CPP_MARCH", "TORCH_COMPILE_DISABLE", "ATEN_CPU_CAPABILITY")
+RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
+WATCH = Path(__file__).resolve().parent / "watch"
 
 
 class RunError(Exception):
@@ -69,18 +84,19 @@ class Worker:
 class Pool:
     """The runs of a command: what they have in common, those that are there, and those under way."""
 
-    facts: dict  # what losses depend on, apart from the source and its settings
+    facts: dict  # the software and the machine
     jobs: int  # processes at a time
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
+    stops_early: bool = False  # whether commands may end before their last step
     timeout: float = math.inf  # minutes that a process may take
+    identities: dict[str, dict] = field(default_factory=dict)  # name of the variant -> see identity()
     runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
     workers: list[Worker] = field(default_factory=list)
     new: set[tuple[str, int]] = field(default_factory=set)  # runs of this session: variant's name, seed
     started: float = field(default_factory=time.monotonic)
 
     def key(self, variant: Variant) -> str:
-        text = json.dumps([variant.digest(), 0, self.facts], sort_keys=True)  # 0: as in older kept runs
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hash_text(json.dumps(self.identities[variant.name], sort_keys=True))
 
     def folder(self, variant: Variant) -> Path:
         return FOLDER / "runs" / self.key(variant)
@@ -119,15 +135,20 @@ def show_line(text: str = "") -> None:
 # The lock
 
 
+def scratch() -> Path:
+    """For the files of this process. Without locks, there may be others."""
+    return FOLDER / "working" / f"{platform.node()}-{os.getpid()}"
+
+
 @contextlib.contextmanager
 def locked_folder() -> Iterator[int]:
     """Locks FOLDER, so that only one comparison or screen makes runs in this checkout. Gives the lock's
-    file descriptor. FOLDER/working is empty at first, and deleted in the end. Raises UsageError and
-    OSError."""
+    file descriptor. scratch() is deleted in the end. Raises UsageError and OSError."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(FOLDER / "working", ignore_errors=True)  # of processes that were killed
         except BlockingIOError:
             raise UsageError(
                 f"another comparison or screen is running in {FOLDER}; wait for it to finish. If it was "
@@ -135,11 +156,12 @@ def locked_folder() -> Iterator[int]:
             ) from None
         except OSError:
             pass  # some network file systems have no locks
-        shutil.rmtree(FOLDER / "working", ignore_errors=True)
         try:
             yield lock.fileno()
         finally:
-            shutil.rmtree(FOLDER / "working", ignore_errors=True)
+            shutil.rmtree(scratch(), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                scratch().parent.rmdir()
 
 
 # -----------------------------------------------------------------------------
@@ -177,8 +199,7 @@ def activation_dtype(variants: list[Variant]) -> str:
 
 
 def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict:
-    """The machine and its software, as far as losses depend on them."""
-    flags = cpu_line("flags|Features")
+    """The machine and its software."""
     machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
     if on_gpu(variants):
         gpus = launch.output_of(
@@ -187,47 +208,80 @@ def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict
         machine = "; ".join((gpus or "a GPU").strip().splitlines())
     compiler = os.environ.get("CXX", "g++").split()[:1]
     version = launch.output_of(*compiler, "--version") or ""
-    names = COMPILER_VARIABLES
-    if are_commands(variants):
-        names += ("DATA_PATH",)  # where modded-nanogpt's scripts find their data
-    return {
+    return packages() | {
+        "Python": platform.python_version(),
         "machine": machine,
-        "instruction sets": hashlib.sha256(flags.encode()).hexdigest()[:16] if flags else "",
-        "torch": importlib.metadata.version("torch"),
-        "numpy": importlib.metadata.version("numpy"),
+        "instruction sets": hash_text(cpu_line("flags|Features")),
         "compiler": version.strip().splitlines()[:1],
-        "environment": {name: os.environ.get(name) for name in names},
         "threads": threads,
         "processes": processes,
     }
 
 
-def data_facts(variants: list[Variant]) -> dict[str, str]:
-    """SHA-256 of each data file that the variants read, by name. Raises UsageError if a variant's
-    pattern matches none.
-
-    For scripts that don't tell their settings, all data files count.
-    """
-    files = {}
-    for variant in variants:
-        settings = variant.settings or {}
-        for option in ("train_files", "val_files"):
-            pattern = settings.get(option, "data/*/*.bin")
-            matching = glob.glob(pattern, root_dir=variant.folder)
-            if option in settings and not matching:
-                raise UsageError(
-                    f"{variant.name}: --{option}: no file matches {pattern!r}; your own data must lie in a "
-                    "folder of data/, or have an absolute path"
-                )
-            files |= {str(Path(name)): variant.folder / name for name in matching}
-    found = {}
-    for name in sorted(files):
-        with open(files[name], "rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+def identity(variant: Variant, facts: dict) -> dict[str, dict]:
+    """All that a run could read (see identity.py)."""
+    is_command = bool(variant.command)
+    files = hash_copy(variant.folder, is_command)
+    data = f"{os.environ.get('DATA_PATH', '.')}/data"  # where modded-nanogpt's scripts find theirs
+    text = f"{variant.command} {variant.options} {variant.settings} {data}"
+    for path in named_paths(text, variant.folder, variant.origin):
+        files |= hash_named(path)
+    environment = {}  # values may be secrets, so only their hashes are kept
+    for name, value in run_environment(is_command).items():
+        if name != "OMP_NUM_THREADS":  # see facts
+            environment[name] = hash_text(value)
+    return {
+        "run": variant.run(),
+        "files": files,
+        "environment": environment,
+        "software": facts,
+    }
 
 
-def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, processes: int = 1) -> Pool:
+def check_unchanged(pool: Pool, variant: Variant) -> None:
+    """Raises RunError if what a run could read has changed. A run may write new files, but not into data/,
+    where the next run could find them."""
+    before = pool.identities[variant.name]
+    now = identity(variant, pool.facts | packages())
+    known = before["files"]
+    now["files"] = {
+        name: value for name, value in now["files"].items() if name in known or name.startswith("data/")
+    }
+    changed = difference(before, now)
+    if changed:
+        raise RunError(
+            f"error: {in_short(changed)} while {variant.name} trained, so this run isn't kept; run the same "
+            "command again (a run may write files, but not change those that it finds)"
+        )
+
+
+def in_short(words: list[str]) -> str:
+    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
+
+
+def code_of(kept: dict) -> list:
+    return [kept["run"], [pair for pair in kept["files"].items() if pair[0].endswith(".py")]]
+
+
+def why_again(pool: Pool) -> str:
+    """What has changed since runs were kept of the same code with the same settings, for the first variant
+    that has none now. "" if there are no such runs."""
+    facts = [json.loads(file.read_bytes()) for file in FOLDER.glob("runs/*/facts.json")]
+    for name in [name for name, runs in pool.runs.items() if not runs]:
+        new = json.loads(json.dumps(pool.identities[name]))
+        same = [difference(kept, new) for kept in facts if code_of(kept) == code_of(new)]
+        if same:
+            return in_short(min(same, key=len))
+    return ""
+
+
+def open_pool(
+    variants: list[Variant],
+    lock: int,
+    jobs: int | None = None,
+    processes: int = 1,
+    stops_early: bool = False,
+) -> Pool:
     """Gets the data of the variants, and finds the runs that are kept. `processes` are those of a run.
 
     On a CPU, the default is a job per core, because that gives the most runs an hour, and one job for
@@ -237,16 +291,17 @@ def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, proce
     for variant in variants:
         if "train_files" in (variant.settings or {}):
             launch.get_data(sys.executable, variant.settings)
-        if not variant.command:
-            link_data(variant.folder / "data")
+        if variant.command:
+            check_options(variant)
+        link_data(variant.folder / "data", variant.origin / "data")
     if on_gpu(variants) or processes > 1:
         jobs = 1
     jobs = jobs or (1 if are_commands(variants) else usable_cores())
     threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
     facts = machine_facts(variants, threads, processes)
-    facts["data"] = data_facts(variants)
-    pool = Pool(facts, jobs, lock)
+    pool = Pool(facts, jobs, lock, stops_early)
     for variant in variants:
+        pool.identities[variant.name] = identity(variant, facts)
         pool.runs[variant.name] = kept_runs(pool, variant)
     check_compiled(pool)
     return pool
@@ -256,19 +311,19 @@ def open_pool(variants: list[Variant], lock: int, jobs: int | None = None, proce
 # Kept runs
 
 
-def is_complete(log: Log, variant: Variant) -> bool:
-    """A command may stop before the end of its schedule, and needs no times and no source in its log."""
+def is_complete(pool: Pool, log: Log, variant: Variant) -> bool:
+    """The log of a command needs no times and no source."""
     if variant.command:
-        return log.end is not None and math.isfinite(log.end.val_loss)
+        return not not_whole(log, pool.stops_early)
     return not log.incomplete
 
 
-def complete_log(path: Path, variant: Variant) -> Log | None:
+def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
     try:
         log = parse_log(path)
     except LogError:
         return None
-    return log if is_complete(log, variant) else None
+    return log if is_complete(pool, log, variant) else None
 
 
 def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
@@ -276,8 +331,8 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     found = {}
     for path in pool.folder(variant).glob("seed*.txt"):
         seed = path.stem.removeprefix("seed")
-        log = complete_log(path, variant)
-        if log is not None and seed.isdecimal():  # a copy may be called "seed1 (1).txt"
+        log = complete_log(pool, path, variant)
+        if log is not None and re.fullmatch(r"-?\d+", seed):  # a copy may be called "seed1 (1).txt"
             found[int(seed)] = log
     return found
 
@@ -287,6 +342,8 @@ def keep_log(pool: Pool, task: Task, log: Log) -> None:
     seed = task.seeds.pop(0)
     folder = pool.folder(task.variant)
     folder.mkdir(parents=True, exist_ok=True)
+    facts = json.dumps(pool.identities[task.variant.name], indent=1)
+    write_file(folder / "facts.json", facts.encode())
     log.path = log.path.replace(folder / f"seed{seed}.txt")
     pool.runs[task.variant.name][seed] = log
     pool.new.add((task.variant.name, seed))
@@ -306,17 +363,32 @@ def check_compiled(pool: Pool) -> None:
 # Processes
 
 
-def start_process(pool: Pool, command: str | list[str], console: Path, **more) -> subprocess.Popen:
-    """Its output goes into a new file. `more` are options of Popen."""
-    with open(console, "wb") as output:
+def watched(variant: Variant, folder: Path) -> dict[str, str]:
+    """The variables with which each Python of a run writes into the folder what it reads of the folder
+    that was copied. It may read data there."""
+    links = [os.readlink(link) for link in (variant.folder / "data").rglob("*") if link.is_symlink()]
+    watch = {
+        "folder": str(folder),
+        "origin": str(variant.origin),
+        "allowed": [str(FOLDER), *links],
+    }
+    return {"PYTHONPATH": str(WATCH), "COMPARE_WATCH": json.dumps(watch)}
+
+
+def start_process(
+    pool: Pool, variant: Variant, command: list[str], folder: Path, cwd: Path, env: dict[str, str]
+) -> subprocess.Popen:
+    """Its output goes into a new file of the folder."""
+    with open(folder / "console.txt", "wb") as output:
         return subprocess.Popen(
             command,
+            cwd=cwd,
+            env=env | watched(variant, folder),
             pass_fds=[pool.lock],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
-            **more,
         )
 
 
@@ -335,26 +407,26 @@ def start_script(
         command += ["--num_runs", str(len(seeds))]
     if "val_loss_every" in (variant.settings or {}):
         command += ["--val_loss_every", "0"]
-    env = script_environment() | {"OMP_NUM_THREADS": str(threads)}
-    return start_process(pool, command, folder / "console.txt", cwd=variant.folder, env=env)
+    env = run_environment(is_command=False) | {"OMP_NUM_THREADS": str(threads)}
+    return start_process(pool, variant, command, folder, variant.folder, env)
 
 
 def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subprocess.Popen:
-    """Starts a command in a fresh copy of its folder. `python` and `torchrun` are those of our environment."""
+    """Starts a command in a fresh copy of its folder."""
     copy = folder / "copy"
     shutil.copytree(variant.folder, copy, symlinks=True)
     shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
-    command = f"{variant.command} {shlex.join(variant.options)}".replace("{seed}", str(seed))
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
-    env.pop("PYTHONPATH", None)
+    command = fill_in(variant.command, variant.options, seed)
+    env = run_environment(is_command=True)
     if pool.jobs > 1:
         env["OMP_NUM_THREADS"] = str(pool.facts["threads"])
-    return start_process(pool, command, folder / "console.txt", shell=True, cwd=copy, env=env)
+    # pipefail: a failure of the script counts, even if its output goes on to tee
+    return start_process(pool, variant, ["bash", "-o", "pipefail", "-c", command], folder, copy, env)
 
 
 def start(pool: Pool, task: Task) -> None:
     variant = task.variant
-    folder = FOLDER / "working" / f"{pool.key(variant)}_seed{task.seeds[0]}"
+    folder = scratch() / f"{pool.key(variant)}_seed{task.seeds[0]}"
     folder.mkdir(parents=True)
     if variant.command:
         child = start_command(pool, variant, task.seeds[0], folder)
@@ -393,19 +465,40 @@ def fail(worker: Worker, reason: str):
     )
 
 
+def check_reading(worker: Worker) -> None:
+    """Raises RunError if a run reads the files of which it has copies."""
+    file = worker.folder / "read"
+    if file.exists():
+        path = json.loads(file.read_text().splitlines()[0])
+        fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
+
+
+def check_arrival(worker: Worker) -> None:
+    """Raises RunError if options at the end of a command reached no script, where one is in Python."""
+    variant = worker.task.variant
+    file = worker.folder / "started"
+    if "{options}" in variant.command or not file.exists():
+        return
+    started = [json.loads(line) for line in file.read_text().splitlines()]
+    if not any(set(variant.options) <= set(words) for words in started):
+        options = " ".join(variant.options)
+        fail(worker, f"no Python got its options {options}; write {{options}} where they must stand")
+
+
 def log_of_command(pool: Pool, worker: Worker) -> Log:
     """The log of a command that has ended with status 0. Raises RunError."""
     variant = worker.task.variant
+    check_arrival(worker)
     files = (worker.folder / "copy" / "logs").rglob("*")
-    logs = [file for file in files if file.suffix in SUFFIXES]
-    if len(logs) > 1:
-        fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
     try:
-        log = parse_log(logs[0] if logs else worker.folder / "console.txt")
+        logs, _ = find_logs(sorted(file for file in files if file.suffix in SUFFIXES))
+        if len(logs) > 1:
+            fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
+        log = logs[0] if logs else parse_log(worker.folder / "console.txt")
     except LogError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")
-    if not is_complete(log, variant):
-        fail(worker, "its log has no finite val_loss after the last step")
+    if fault := not_whole(log, pool.stops_early):
+        fail(worker, fault)
     earlier = list(pool.runs[variant.name].values())
     if earlier and earlier[0].end.step != log.end.step:
         fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
@@ -416,20 +509,20 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
 
 
 def finished_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
-    """Those that don't grow any more. Raises RunError."""
+    """Those that don't grow any more, in the order of their seeds. Raises RunError."""
     variant = worker.task.variant
     if variant.command:
         if status == 0:
             yield log_of_command(pool, worker)
         return
-    paths = sorted((worker.folder / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
-    if status is None:
-        paths = paths[:-1]
-    for path in paths:
-        log = complete_log(path, variant)
-        if log is None:
-            return
-        yield log
+    paths = list((worker.folder / "logs").glob("*.txt"))
+    found = [log for path in paths if (log := complete_log(pool, path, variant))]
+    logs = {log.hyperparameters.get("seed"): log for log in found}
+    seeds = list(itertools.takewhile(logs.__contains__, worker.task.seeds))
+    if status is None and len(seeds) == len(paths):
+        seeds = seeds[:-1]  # no other log is there that could be the one that grows
+    for seed in seeds:
+        yield logs[seed]
 
 
 def collect(pool: Pool, worker: Worker) -> None:
@@ -439,7 +532,11 @@ def collect(pool: Pool, worker: Worker) -> None:
     """
     status = worker.child.poll()
     task = worker.task
-    for log in finished_logs(pool, worker, status):
+    check_reading(worker)
+    logs = list(finished_logs(pool, worker, status))
+    if logs:
+        check_unchanged(pool, task.variant)
+    for log in logs:
         keep_log(pool, task, log)
         worker.started = time.monotonic()
     if status is None:

@@ -7,10 +7,7 @@ A script runs in a copy of the repository's files, so that no later edit changes
 one scratch folder. An idea's folder has idea.patch and idea.json, whose commit and options count.
 """
 
-import ast
 import hashlib
-import io
-import itertools
 import json
 import math
 import os
@@ -19,16 +16,19 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tools.common import ROOT, UsageError, environment, without_windows
+from tools.common import ROOT, UsageError, short, without_windows
+from tools.compare.identity import hash_copy, run_environment
 
 # Options that compare.py gives to the runs itself
 OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
 # Settings that don't change the final loss
 NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoint")
+# Of files that git doesn't know, those with these endings aren't copied
+NO_SOURCES = (".diff", ".log", ".out", ".patch", ".png", ".txt")
 # Settings that the final loss is measured with
 VALIDATION = ("track", "val_files", "val_tokens", "val_seq_len")
 # A script with these functions can be asked for its settings
@@ -71,8 +71,10 @@ class Variant:
     script: str  # its name in the folder
     options: list[str]
     settings: dict | None = None  # the hyperparameters; None for scripts that can't be asked
-    code: list[str] | None = None  # hashes of the script and of what it imports from its folder
+    code: dict[str, str] | None = None  # hashes of the copy's files, without data
     command: str = ""  # a shell command that runs instead of the script
+    origin: Path = field(default_factory=lambda: ROOT)  # the folder that was copied
+    leave_out: Sequence[Path] = ()  # see copy_tree
 
     def module(self) -> str:
         """The name of the script for python -m, which finds imports in the folder."""
@@ -81,19 +83,23 @@ class Variant:
     def source(self) -> bytes:
         return (self.folder / self.script).read_bytes()
 
-    def digest(self) -> str:
-        """Equal for variants with the same losses on the same machine."""
-        if self.settings is None:
-            settings = self.options
-        else:
+    def run(self) -> dict:
+        """What runs in the copy. Options that give the same settings make the same run."""
+        settings = self.options
+        if self.settings is not None:
             settings = {k: v for k, v in self.settings.items() if k not in NO_EFFECT_ON_LOSS}
-        facts = [*self.code, settings, self.command or 1]  # 1: as in finished screens
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return {"what": self.command or self.script, "settings": settings}
+
+    def digest(self) -> str:
+        """Equal for variants with the same losses on the same machine with the same data."""
+        facts = json.dumps([self.code, self.run()], sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()
 
     def num_iterations(self) -> int | None:
         if self.settings is not None:
             return self.settings.get("num_iterations")
-        found = re.findall(r"--num_iterations[ =](\d+)", " ".join([self.command, *self.options]))
+        command = fill_in(self.command, self.options, 0)
+        found = re.findall(r"--num_iterations[ =](\d+)", command)
         return int(found[-1]) if found else None
 
 
@@ -104,7 +110,7 @@ class Variant:
 def git(*arguments: str, cwd: Path | None = None, input: bytes = b"", **variables: str) -> bytes:
     """Returns what git prints. Raises UsageError with the first line of its error, and OSError."""
     command = ["git", *arguments]
-    env = os.environ | variables
+    env = run_environment(is_command=True) | variables  # without GIT_DIR, which a hook of git sets
     done = subprocess.run(command, cwd=cwd or ROOT, input=input, capture_output=True, env=env)
     if done.returncode != 0:
         lines = done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"]
@@ -112,9 +118,14 @@ def git(*arguments: str, cwd: Path | None = None, input: bytes = b"", **variable
     return done.stdout
 
 
-def link_data(copy: Path, data: Path | None = None) -> None:
+def lines_of_git(*arguments: str, **more) -> list[str]:
+    """What git prints with its option -z."""
+    return os.fsdecode(git(*arguments, **more)).split("\0")[:-1]
+
+
+def link_data(copy: Path, data: Path) -> None:
     """Links what the folder `data` has and its copy lacks: data, which git ignores."""
-    for entry in (data or ROOT / "data").glob("[!_.]*"):
+    for entry in data.glob("[!_.]*"):
         link = copy / entry.name
         if entry.is_dir() and link.is_dir() and not link.is_symlink():
             link_data(link, entry)
@@ -123,31 +134,86 @@ def link_data(copy: Path, data: Path | None = None) -> None:
             link.symlink_to(entry.resolve())
 
 
-def copy_tree(scratch: Path, repository: Path | None = None) -> Path:
-    """The working tree's files as they are now, but those that git ignores. Raises UsageError."""
-    repository = repository or ROOT
+def mend_links(folder: Path, repository: Path) -> None:
+    """Links that lead out of the repository still lead there from its copy."""
+    for link in folder.rglob("*"):
+        if not link.is_symlink():
+            continue
+        target = os.path.normpath(link.relative_to(folder).parent / os.readlink(link))
+        if target.startswith(".."):
+            link.unlink()
+            link.symlink_to(os.path.normpath(repository / target))
+
+
+def check_submodule(path: Path) -> None:
+    """Raises UsageError."""
+    if not (path / ".git").exists():
+        raise UsageError(f"the submodule {path} isn't checked out; run git submodule update --init")
+
+
+def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> None:
+    """See copy_tree."""
+    names = lines_of_git("ls-files", "-z", "--cached", cwd=repository)
+    new = lines_of_git("ls-files", "-z", "--others", "--exclude-standard", cwd=repository)
+    for name in new:
+        path = repository / name
+        answer = path.suffix == ".json" and b'"runs_made"' in path.read_bytes()  # of compare --json
+        if not answer and path.suffix not in NO_SOURCES and path.resolve() not in leave_out:
+            names.append(name)
+    for name in names:
+        path = repository / name
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or path.is_file():
+            shutil.copy(path, copy, follow_symlinks=False)
+        elif path.is_dir() and name not in new:
+            check_submodule(path)
+            copy_files(copy, path, leave_out)
+
+
+def copy_tree(scratch: Path, repository: Path | None = None, leave_out: Sequence[Path] = ()) -> Path:
+    """The working tree's files as they are now, but those that git ignores. Of files that git doesn't
+    know, patches, logs and the like aren't copied, nor answers of compare, nor those to leave out: they
+    come and go, and no run needs them. Raises UsageError."""
     folder = scratch / "worktree"
-    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=repository)
-    for name in os.fsdecode(names).split("\0"):
-        if (repository / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(repository / name, folder / name)
+    copy_files(folder, repository or ROOT, leave_out)
+    mend_links(folder, repository or ROOT)
     return folder
+
+
+def checkout(commit: str, folder: Path, repository: Path, index: Path) -> None:
+    """Writes all files of a commit, those of its submodules too. `index` is a file for git. Raises
+    UsageError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = {"GIT_INDEX_FILE": str(index), "GIT_WORK_TREE": str(folder)}
+    git("read-tree", commit, cwd=repository, **variables)
+    git("checkout-index", "--all", cwd=repository, **variables)
+    for line in lines_of_git("ls-tree", "-r", "-z", "--full-tree", commit, cwd=repository):
+        kind, name = line.split("\t", 1)
+        mode, _, submodule = kind.split()
+        if mode == "160000":
+            check_submodule(repository / name)
+            checkout(submodule, folder / name, repository / name, index)
 
 
 def copy_commit(revision: str, scratch: Path, repository: Path | None = None) -> Path:
     """The files of a commit. Raises UsageError."""
+    repository = repository or ROOT
     try:
         name = f"{revision}^{{commit}}"
         commit = git("rev-parse", "--verify", "--end-of-options", name, cwd=repository).decode().strip()
     except UsageError as e:
         hint = "in a shallow clone, run git fetch --unshallow"
         raise UsageError(f"no file or commit is called {revision} ({e}); {hint}") from None
+    above = git("rev-parse", "--show-cdup", cwd=repository).decode().strip()
+    root = Path(os.path.normpath(repository / above))
     folder = scratch / commit
+    inner = folder / repository.relative_to(root)
     if not folder.exists():
-        with tarfile.open(fileobj=io.BytesIO(git("archive", commit, cwd=repository))) as archive:
-            archive.extractall(folder)
-    return folder
+        checkout(commit, folder, root, scratch / "index")
+        mend_links(folder, root)
+        mend_links(inner, inner)
+    return inner
 
 
 def changed(folder: Path, script: str, files: list[Path]) -> Path:
@@ -176,40 +242,12 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
     return copy
 
 
-def hash_code(folder: Path, script: str) -> list[str]:
-    """The SHA-256 of the script, of the files of its folder that it imports, and of those that they
-    import; then their names. Raises UsageError."""
-    names = [script]
-    hashes = []
-    for name in names:
-        source = (folder / name).read_bytes()
-        hashes.append(hashlib.sha256(source).hexdigest())
-        modules = []
-        try:
-            tree = ast.parse(source, name)
-        except (SyntaxError, ValueError) as e:  # ValueError: zero bytes
-            raise UsageError(f"{name} isn't Python: {e}") from None
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                modules += [alias.name for alias in node.names]
-            if isinstance(node, ast.ImportFrom):
-                package = Path(name).parts[: -node.level] if node.level else ()  # of a relative import
-                modules += [".".join([*package, node.module or "", alias.name]) for alias in node.names]
-        for module in modules:
-            for path in itertools.accumulate(module.split("."), os.path.join):
-                for file in (f"{path}.py", f"{path}/__init__.py"):
-                    if file not in names and (folder / file).is_file():
-                        names.append(file)
-    return hashes + names[1:]
-
-
 # -----------------------------------------------------------------------------
 # Folders in which a command runs
 
 
-def copy_folder(kind: str, scratch: Path) -> Path:
-    """A copy of PATH or PATH@REVISION, any folder of a git repository, with its data linked. Raises
-    UsageError and OSError."""
+def copy_folder(kind: str, base: Variant) -> Variant:
+    """A copy of PATH or PATH@REVISION, any folder of a git repository. Raises UsageError and OSError."""
     path, at, revision = kind.partition("@")
     if Path(kind).is_dir():
         path = kind
@@ -219,22 +257,14 @@ def copy_folder(kind: str, scratch: Path) -> Path:
         raise UsageError(
             f"there is no folder {path}; with --command, give PATH, PATH@REVISION or options"
         )
-    scratch = scratch / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
-    folder = copy_commit(revision, scratch, source) if at else copy_tree(scratch, source)
+    scratch = base.folder.parent / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
+    if at:
+        folder = copy_commit(revision, scratch, source)
+    else:
+        folder = copy_tree(scratch, source, base.leave_out)
     if not folder.is_dir():
         raise UsageError(f"git knows no file in {source}; it may ignore this folder")
-    link_data(folder / "data", source / "data")
-    return folder
-
-
-def hash_folder(folder: Path) -> str:
-    """The SHA-256 of all files. Links, which lead to data, don't count."""
-    found = hashlib.sha256()
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and not file.is_symlink():
-            found.update(f"{file.relative_to(folder)}\n{file.stat().st_size}\n".encode())
-            found.update(file.read_bytes())
-    return found.hexdigest()
+    return replace(base, folder=folder, origin=source)
 
 
 # -----------------------------------------------------------------------------
@@ -267,24 +297,26 @@ def idea_commit(text: str) -> str:
     return str(read_idea(Path(kind)).get("commit", ""))
 
 
-def read_source(kind: str, base: Variant) -> tuple[Path, str]:
-    """The folder and the script that a file, a revision, a revision's file (REVISION:PATH) or "." names;
-    with --command, the folder that PATH or PATH@REVISION names. Files change the base's folder.
+def read_source(kind: str, base: Variant) -> Variant:
+    """The base with the folder and the script that a file, a revision, a revision's file (REVISION:PATH)
+    or "." names; with --command, the folder that PATH or PATH@REVISION names. Files change the base's
+    folder.
 
     Raises UsageError and OSError.
     """
     file = Path(kind)
     script = base.script
     if base.command and file.suffix not in (".patch", ".diff"):
-        return copy_folder(kind, base.folder.parent), script
+        return copy_folder(kind, base)
     if kind == ".":
-        return base.folder.with_name("worktree"), script
+        return replace(base, folder=base.folder.with_name("worktree"))
     if file.suffix in (".py", ".patch", ".diff") and (":" not in kind or file.exists()):
         if file.suffix == ".py" and file.resolve().parent == ROOT / "recipes":
             script = f"recipes/{file.name}"
-        return changed(base.folder, script, [file]), script
+        return replace(base, folder=changed(base.folder, script, [file]), script=script)
     revision, _, path = kind.partition(":")
-    return copy_commit(revision, base.folder.parent), path or script
+    folder = copy_commit(revision, base.folder.parent)
+    return replace(base, folder=folder, script=path or script)
 
 
 def default_name(kind: str, options: list[str]) -> str:
@@ -320,10 +352,9 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
         kind = os.path.join(kind, "idea.patch")
     if not base.folder.is_dir():
         kind = kind or "."  # options alone, for the base of a command
-    folder, script = base.folder, base.script
     try:
         if kind:
-            folder, script = read_source(kind, base)
+            base = read_source(kind, base)
     except UsageError as e:
         raise UsageError(f"{text}: {e}") from None
     for word in common + options:
@@ -331,7 +362,7 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
         if option in OURS and not base.command:
             raise UsageError(f"{option}: compare sets this option for each run; remove it")
     name = re.sub(r"[^\w.+-]+", "_", name or usual_name).strip("_.")
-    return Variant(name[:60] or "idea", folder, script, common + options, command=base.command)
+    return replace(base, name=name[:60] or "idea", options=common + options)
 
 
 # -----------------------------------------------------------------------------
@@ -346,14 +377,6 @@ def by_script(variants: list[Variant]) -> list[list[Variant]]:
     return list(groups.values())
 
 
-def script_environment() -> dict[str, str]:
-    """The environment of a script. Without PYTHONPATH, which names this repository, a script finds only
-    the files of its own folder."""
-    variables = os.environ | environment()
-    variables.pop("PYTHONPATH", None)
-    return variables
-
-
 def ask(code: str, variants: list[Variant], *more: str) -> list:
     """What the code prints for each of these variants of one script. Raises UsageError with the last line
     of the script's error."""
@@ -361,7 +384,7 @@ def ask(code: str, variants: list[Variant], *more: str) -> list:
     done = subprocess.run(
         [sys.executable, "-c", LOAD + code, variants[0].module(), options, *more],
         cwd=variants[0].folder,
-        env=script_environment(),
+        env=run_environment(is_command=False),
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -381,7 +404,7 @@ def check_settings(variants: list[Variant], processes: int) -> None:
         first = group[0]
         if first.command:
             for variant in group:
-                variant.code = [hash_folder(first.folder)]
+                variant.code = hash_copy(first.folder, is_command=True)
             continue
         if not (first.folder / first.script).is_file():
             raise UsageError(f"{first.name}: there is no file {first.script}")
@@ -392,7 +415,7 @@ def check_settings(variants: list[Variant], processes: int) -> None:
                 variant.settings = answer
         elif b"--log_dir" not in first.source():  # it would train, and its log couldn't be found
             raise UsageError(f"{first.name}: this script has no option --log_dir, which compare needs")
-        code = hash_code(first.folder, first.script)
+        code = hash_copy(first.folder, is_command=False)
         for variant in group:
             variant.code = code
 
@@ -444,6 +467,59 @@ def log_ratio_of_steps(fewer: Variant, more: Variant) -> float:
     return math.log(more.num_iterations() / fewer.num_iterations())
 
 
+def open_quote(text: str) -> str:
+    """The quote that is still open at the end of this part of a shell command, or ""."""
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        list(lexer)
+    except ValueError:
+        return lexer.state
+    return ""
+
+
+def fill_in(command: str, options: list[str], seed: int) -> str:
+    """The command with its options and its seed. Without {options}, they stand at its end."""
+    if "{options}" not in command:
+        command += " {options}"
+    text, *parts = command.split("{options}")
+    for part in parts:
+        words = shlex.join(options)
+        quote = open_quote(text)
+        if quote == "'":
+            words = words.replace("'", "'\\''")
+        if quote == '"':
+            words = re.sub(r'([\\"$`])', r"\\\1", words)
+        text += words + part
+    return text.replace("{seed}", str(seed))
+
+
+def is_plain(command: str) -> bool:
+    """Whether options at its end reach the script: the shell finds one program with its arguments, and
+    none of these holds another command."""
+    lexer = shlex.shlex(command.strip(), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        words = list(lexer)
+    except ValueError:
+        return False
+    return "\n" not in command.strip() and not any(
+        re.search(r"\s|`|^#|^[();<>|&]+$|^-\w*c$", word) for word in words
+    )
+
+
+def check_options(variant: Variant) -> None:
+    """Raises UsageError if the options of a command might not reach the script."""
+    if variant.options and "{options}" not in variant.command and not is_plain(variant.command):
+        options = short(shlex.join(variant.options), 40)
+        raise UsageError(
+            f"{variant.name}: write {{options}} where {options} must stand in --command; they can't "
+            "follow a command with shell syntax, or with another command in an argument"
+        )
+
+
 def set_steps(variant: Variant, steps: int) -> Variant:
     """The variant with this number of steps."""
     settings = None
@@ -467,6 +543,8 @@ def with_steps(base: Variant, factor: float, others: list[Variant] | None = None
             "--num_iterations; give --num_iterations 10 or more"
         )
     variant = set_steps(base, round(steps * factor))
+    if variant.num_iterations() == steps:
+        raise UsageError("write {options} behind --num_iterations in --command")
     for other in others or []:
         if other.digest() == variant.digest():
             return other

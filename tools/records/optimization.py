@@ -26,12 +26,14 @@ from pathlib import Path
 from tools.common import LogError, plural, table
 from tools.logs import Log, read_logs
 from tools.records.report import print_wrapped
-from tools.summary import check_repeats, p_below, p_lower
+from tools.sides import MACHINE, check_sides
+from tools.summary import p_below, p_lower
 
 TARGET = 3.28  # nats per token
 THRESHOLD = 0.004  # nats per token
 LOSS_PER_STEP = 0.0045 / 100  # by which each step less raises the final loss
 SHOWN = 10  # results in the table
+ALLOWED = {"unfinished", "last step", *MACHINE}  # differences between runs
 ASSUMPTION = "the rule assumes a standard deviation of about 0.0013 (p < 0.001)"
 
 
@@ -93,20 +95,12 @@ class Decision:
 def read_recipe(name: str, paths: list[Path]) -> Recipe:
     """Reads the runs of one recipe, at least one.
 
-    Raises LogError if a log can't be read, if runs have different numbers of steps, or if a run counts
-    twice. A run that ended before the others doesn't matter below the step that the rule accepts. If
-    there is none, this raises LogError, too.
+    Raises LogError if a log can't be read, or if the runs aren't repetitions of one training. A run that
+    ended before the others doesn't matter below the step that the rule accepts. If there is none, this
+    raises LogError, too.
     """
     runs = read_logs(paths)
-    first = runs[0]
-    for run in runs:
-        if run.num_steps != first.num_steps:
-            raise LogError(
-                f"{run.name}: a run of {run.num_steps} steps, but {first.name} has "
-                f"{first.num_steps}; all runs must have the same number"
-            )
-    for repeat in check_repeats(runs):
-        raise LogError(repeat)
+    check_sides([runs], ALLOWED)
     losses = [finite_losses(run) for run in runs]
     results = []
     for step in sorted(set.intersection(*map(set, losses))):
@@ -224,6 +218,7 @@ def decide(logs: list[Path], against: list[Path], as_json: bool = False) -> int:
     decision = judge_result(recipes[0].result)
     if against:
         recipes.append(read_recipe("old", against))
+        check_sides([recipe.runs for recipe in recipes], ALLOWED)
         decision = judge_pair(*[recipe.result for recipe in recipes])
     show = print_json if as_json else print_decision
     show(recipes, decision)

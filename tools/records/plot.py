@@ -4,7 +4,8 @@ Plots the validation losses of runs.
     ./run.sh plot [LABEL=]LOG_OR_FOLDER... -o curves.png [--x step|time|tokens] [--target 3.28]
 
 The logs of a folder share a label: the name of the folder. Arguments with the same LABEL= share it
-too. If a label has several runs, the plot shows their mean and a band of one standard deviation.
+too. If a label has several runs, the plot shows their mean and a band of one standard deviation. They
+must be repetitions of one training that end at the same step.
 
 Exit status: 0 written, 2 bad input.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from tools.common import command_parser, positive, run_command
 from tools.curves import X_LABELS, plot_curves
 from tools.logs import Log, read_logs
+from tools.sides import MACHINE, check_sides
 
 
 def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
@@ -44,6 +46,8 @@ def main(argv: list[str]) -> int:
     if args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")
     groups = read_groups(args.logs)
+    tolerated = {"stops early"} if args.x == "time" else {"stops early", *MACHINE}
+    check_sides(list(groups.values()), tolerated)
     target = args.target
     if target is None:
         target = min(log.target for logs in groups.values() for log in logs)

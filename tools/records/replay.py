@@ -17,6 +17,8 @@ from pathlib import Path
 from tools.common import LogError, command_parser, new_folder, run_command, write_file
 from tools.logs import Log, parse_trials
 
+NO_OPTIONS = ("world_size", "model", "save_checkpoint")  # settings that can't be given
+
 
 def read_log(path: Path) -> Log:
     """The first run of a log, because all have its sources. Raises LogError if there are none."""
@@ -63,15 +65,18 @@ def write_sources(log: Log, folder: Path) -> None:
 
 
 def command_to_run(log: Log, folder: Path) -> str:
-    """The command that runs the sources in `folder`, with the track and the seed of the log."""
+    """The command that runs the sources in `folder`, with the settings of the log."""
     words = [sys.executable]
     gpus = re.match(r"(\d+)x ", log.hardware)
     if gpus and gpus[1] != "1":
         words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus[1]}"]
     words.append(f"{folder}/{log.sources[0][0]}")
-    for name in ("track", "seed"):
-        if name in log.hyperparameters:
-            words += [f"--{name}", str(log.hyperparameters[name])]
+    empty = "none" if b'"none"' in log.source else ""  # older scripts read an empty list from ""
+    for name, value in log.hyperparameters.items():
+        if isinstance(value, list):
+            value = ",".join(map(str, value)) or empty
+        if name not in NO_OPTIONS and value is not None:
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     command = shlex.join(words)
     if len(log.sources) > 1:  # a script in a subfolder imports from the folder
         command = f"PYTHONPATH={shlex.quote(str(folder))} {command}"

@@ -2,7 +2,6 @@
 The rules of a record, as far as they show in logs.
 """
 
-import ast
 import itertools
 import math
 import statistics
@@ -11,8 +10,9 @@ from dataclasses import dataclass, field
 from scipy import stats
 
 from tools.logs import Log
-from tools.records.compiler import assignments, compiler_settings, parse
-from tools.summary import P_VALUE, Summary, check_repeats, p_below, p_lower, summarize
+from tools.records.compiler import compiler_settings
+from tools.sides import check_between, check_repeats, difference, differences, val_tokens
+from tools.summary import P_VALUE, Summary, p_below, p_lower, summarize
 
 FINEWEB_VAL_TOKENS = 10_485_760
 # Values that a track fixes, so that losses can be compared
@@ -39,8 +39,6 @@ SMALLEST = {
 }
 # On a CPU: the flags that train_gpt.py sets, and those of PyTorch
 COMPILER_FLAGS = {"-march=native -mtune=icelake-server", "-march=native"}
-# Hyperparameters that may differ between runs
-PER_RUN = {"seed", "save_checkpoint", "checkpoint_every"}
 # With --same-ml, these may differ, too: they change the speed, and losses at most by rounding
 SPEED_ONLY = {"val_loss_every", "warmup_steps", "sequences_per_pass", "world_size"}
 # What to do if a prior record can't prove the losses
@@ -124,42 +122,15 @@ def not_compiled(log: Log) -> str:
     return ""
 
 
-def other_hardware(log: Log) -> str:
+def other_machine(log: Log) -> str:
+    if not log.hardware:
+        return "unknown hardware"
     if not log.resumed_on:
         return ""
     return (
         f"started on {listed([log.hardware])} and resumed on {listed(log.resumed_on)}; "
-        "make a run on one kind of hardware only"
+        "make a run on one machine only"
     )
-
-
-def val_tokens(log: Log) -> int | None:
-    """Tokens in a validation. Other programs have no hyperparameters, so their source counts.
-
-    None if it assigns no number to val_tokens, or several. Products like 20 * 524288 are computed.
-    """
-    if "val_tokens" in log.hyperparameters:
-        return log.hyperparameters["val_tokens"]
-    try:
-        assigned = list(assignments(parse(log.source or b"")))
-    except SyntaxError:
-        return None
-    values = [value for name, value in assigned if name and name.split(".")[-1] == "val_tokens"]
-    found = {whole_number(value, assigned) for value in values} - {None}
-    return found.pop() if len(found) == 1 else None
-
-
-def whole_number(node: ast.AST, assigned: list[tuple[str, ast.AST]]) -> int | None:
-    """The value of a number, of a product, or of a name that has one value. None for others."""
-    match node:
-        case ast.Constant(int(number)):
-            return number
-        case ast.BinOp(left, ast.Mult(), right):
-            factors = [whole_number(side, assigned) for side in (left, right)]
-            return None if None in factors else math.prod(factors)
-        case ast.Name(name):
-            values = {whole_number(value, []) for other, value in assigned if other == name}
-            return values.pop() if len(values) == 1 else None
 
 
 def wrong_val_tokens(log: Log) -> str:
@@ -233,29 +204,14 @@ def check_sources(logs: list[Log]):
             yield f"not allowed: {what} of {name}"
 
 
-def check_hyperparameters(logs: list[Log]):
-    runs = [log.hyperparameters for log in logs]
-    names = sorted(set().union(*runs) - PER_RUN)
-    differ = [name for name in names if any(run.get(name) != runs[0].get(name) for run in runs)]
-    if differ:
-        yield f"the runs differ in their hyperparameters: {', '.join(differ)}"
-
-
-def check_hardware(logs: list[Log]):
-    hardware = list(dict.fromkeys(log.hardware for log in logs))
-    if hardware == [""] or len(hardware) > 1:
-        yield f"all runs must be on the same known hardware; these are on {listed(hardware)}"
-
-
 def broken_rules(logs: list[Log]) -> list[str]:
     """The rules that the logs break, one line each."""
     return [
         *per_run(logs, is_incomplete),
         *per_run(logs, not_compiled),
         *check_sources(logs),
-        *check_hyperparameters(logs),
-        *check_hardware(logs),
-        *per_run(logs, other_hardware),
+        *per_run(logs, lambda log: difference(logs[0], log, {"last step", "resumed on"})),
+        *per_run(logs, other_machine),
         *per_run(logs, wrong_val_tokens),
         *per_run(logs, too_small),
         *per_run(logs, other_than_fixed),
@@ -282,13 +238,7 @@ def judge_prior(logs: list[Log], prior: list[Log], same_ml: bool):
 
     With --same-ml, the prior record must obey all rules, because it is the proof.
     """
-    tracks = sorted({log.track for log in [*logs, *prior]})
-    if len(tracks) > 1:
-        yield f"the prior record is from another track: {listed(tracks)}"
-    ours = {log.hardware for log in logs}
-    hardware = sorted(ours | {log.hardware for log in prior})
-    if len(hardware) > 1 and len(ours) == 1:
-        yield f"the prior record ran on other hardware: {listed(hardware)}; run it again here"
+    yield from check_between([prior, logs])
     for fault in broken_rules(prior) if same_ml else per_run(prior, is_incomplete):
         yield f"prior record: {fault}"
 
@@ -308,16 +258,12 @@ def check_same_training(logs: list[Log], prior: list[Log]):
     All runs of a record have the same settings, so the first log speaks for all. The prior record
     may have more hyperparameters than ours: later versions of a script drop some.
     """
-    steps = sorted({log.num_steps for log in logs})
-    prior_steps = sorted({log.num_steps for log in prior})
-    if steps != prior_steps:
-        yield f"{listed(steps)} steps, but the prior record has {listed(prior_steps)}; {TEST_LOSSES}"
-    ours = logs[0].hyperparameters
-    theirs = prior[0].hyperparameters
-    names = sorted(set(ours) - PER_RUN - SPEED_ONLY)
-    differ = ", ".join(name for name in names if ours[name] != theirs.get(name))
-    if theirs and differ:
-        yield f"the prior record has other hyperparameters: {differ}; {TEST_LOSSES}"
+    found = differences(prior[0], logs[0])
+    known = [name for name in logs[0].hyperparameters if prior[0].hyperparameters]
+    names = [name for name in ("steps", *known) if name in found and name not in SPEED_ONLY]
+    if names:
+        texts = [f"{name} {found[name][1]}, not {found[name][0]}" for name in names]
+        yield f"other training than the prior record's: {'; '.join(texts)}; {TEST_LOSSES}"
 
 
 def judge_same_ml(logs: list[Log], prior: list[Log], target: float):

@@ -38,7 +38,8 @@ from tools.common import command_parser, finite, positive, run_command
 from tools.logs import Log, read_logs
 from tools.records import optimization
 from tools.records.report import print_reasons, print_summary, print_table
-from tools.records.rules import Verdict, judge, val_tokens
+from tools.records.rules import Verdict, judge
+from tools.sides import val_tokens
 
 
 def log_as_json(log: Log) -> dict:

@@ -109,10 +109,11 @@ class Block:
     machine: str
     threads: int
     compiler: str
+    world: str = ""  # a hash of the data, the packages and the environment
 
-    def group(self) -> tuple[str, str, str, bool]:
+    def group(self) -> tuple[str, str, str, str, bool]:
         """Blocks with another group can't be fitted together."""
-        return self.digest, self.dtype, self.torch, self.compiled
+        return self.digest, self.dtype, self.torch, self.world, self.compiled
 
 
 def from_file(kind: type, values: dict):

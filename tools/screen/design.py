@@ -24,10 +24,10 @@ from tools.compare.stats import (
     P_VALUE,
     Bounds,
     Slope,
+    half_width,
     log_steps,
     relative,
     relative_interval,
-    widest_ratio,
 )
 
 FEWEST_FACTORS = 5  # with fewer, configurations repeat
@@ -96,8 +96,7 @@ def interval_half_width(sd: float, freedom: int, runs: int, contrasts: int) -> f
     mean of half of the `runs` minus that of the other half.
     """
     weight = runs / 4  # the variance of a contrast is sd^2 / weight
-    t_squared = freedom * widest_ratio(contrasts / P_VALUE, weight, freedom)
-    return sd * math.sqrt(t_squared / weight)
+    return half_width(freedom * sd**2, weight, freedom + 1, contrasts / P_VALUE)
 
 
 def fit(losses: np.ndarray, factors: int) -> Fit:

@@ -18,6 +18,8 @@ Exit status: 0 done, 1 a run failed, 2 bad input, 130 interrupted.
 
 import argparse
 import itertools
+import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -38,6 +40,7 @@ from tools.common import (
     write_file,
 )
 from tools.compare import runs as compare_runs
+from tools.compare.identity import hash_text, packages
 from tools.compare.runs import Pool, RunError, make_runs, open_pool, show_line
 from tools.compare.sources import check_data, log_ratio_of_steps
 from tools.compare.stats import measure_slope
@@ -97,13 +100,29 @@ def make_block(screen: Screen, pool: Pool, seed: int) -> Block:
         machine=pool.facts["machine"],
         threads=pool.facts["threads"],
         compiler=" ".join(pool.facts["compiler"]),
+        world=hash_world(screen, pool),
     )
+
+
+def hash_world(screen: Screen, pool: Pool) -> str:
+    """Of all that the runs could read, but for the source. Blocks of several machines belong together, so
+    variables that name a path or the user don't count."""
+    found = pool.identities[screen.fewer.name]
+    data = {name: value for name, value in found["files"].items() if name.startswith("data/")}
+    versions = {name: pool.facts[name] for name in ("Python", *packages())}
+    environment = {
+        name: value
+        for name, value in found["environment"].items()
+        if name not in ("USER", "LOGNAME") and "/" not in os.environ.get(name, "")
+    }
+    return hash_text(json.dumps([data, versions, environment], sort_keys=True))
 
 
 def seeds_to_make(screen: Screen, pool: Pool, count: int) -> list[int]:
     """The seeds of the blocks that are missing until there are `count`. Raises UsageError."""
-    ours = (screen.digest(), compare_runs.activation_dtype(screen.variants()), pool.facts["torch"])
-    done = [block.seed for block in read_blocks(screen) if block.group()[:3] == ours]
+    dtype = compare_runs.activation_dtype(screen.variants())
+    ours = (screen.digest(), dtype, pool.facts["torch"], hash_world(screen, pool))
+    done = [block.seed for block in read_blocks(screen) if block.group()[:4] == ours]
     free = (seed for seed in itertools.count(screen.seed) if seed not in done)
     return list(itertools.islice(free, max(0, count - len(done))))
 
@@ -181,7 +200,7 @@ def screen_command(argv: list[str]) -> int:
         return 0
     status = 0
     with compare_runs.locked_folder() as lock:
-        screen = read_screen(args.definition, compare_runs.FOLDER / "working")
+        screen = read_screen(args.definition, compare_runs.scratch())
         try:
             pool = open_pool(screen.variants(), lock, args.jobs)
             # `more` needs the most data. Patched scripts aren't asked, because each takes seconds to load

@@ -14,6 +14,7 @@ import pytest
 
 from tools.common import run_command
 from tools.logs import read_logs
+from tools.compare import compare
 from tools.records import plot, replay, rules, submit, verify
 from tests.util import ROOT
 
@@ -109,7 +110,7 @@ def make_runs(
     return folder
 
 
-MAINS = dict(verify=verify.main, replay=replay.main, plot=plot.main, submit=submit.main)
+MAINS = dict(compare=compare.main, verify=verify.main, replay=replay.main, plot=plot.main, submit=submit.main)
 
 
 def run(script: str, *arguments, cwd="/") -> subprocess.CompletedProcess:

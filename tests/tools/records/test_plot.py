@@ -57,7 +57,8 @@ def test_a_recipe_has_two_sources(tmp_path):
     done = run("replay", path, "-o", "my old", cwd=tmp_path)
     assert everything(tmp_path / "my old") == dict(log.sources)
     _, command = done.stdout.decode().split(": ")
-    assert command.endswith(" 'my old/recipes/mine.py' --track tiny --seed 0\n")
+    options = "--track tiny --seed 0 --val_tokens 327680 --batch_tokens 4096 --target_val_loss 1.5"
+    assert command.endswith(f" 'my old/recipes/mine.py' {options}\n")
     ran = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True)
     assert ran.stdout == b"hello\n", ran.stderr.decode()
     again = run("replay", path, "-o", "my old", cwd=tmp_path)
@@ -176,7 +177,7 @@ def test_plot_command(tmp_path):
     only_final = text.replace("step:0/3200", "nothing")
     (tmp_path / "b.txt").write_text(only_final)
     assert run("plot", "b.txt", "-o", "out.png", cwd=tmp_path).returncode == 0
-    (tmp_path / "c.txt").write_text(only_final.replace("val_loss", "loss"))
+    (tmp_path / "c.txt").write_text(only_final.replace("val_", ""))
     assert b"no validation" in run("plot", "c.txt", "-o", "out.png", cwd=tmp_path).stderr
 
 

@@ -97,16 +97,16 @@ def test_fit_is_least_squares(factors):
     ],
 )
 def test_interval_is_where_the_bayes_factor_is_the_limit(blocks, contrasts):
-    """The density of Student's t averaged over effects of N(0, sd^2 / 8), over its density without one."""
+    """The density of Student's t averaged over effects of the prior, over its density without one."""
     freedom = 31 * (blocks - 1)
     weight = 8 * blocks
 
     def bayes_factor(t):
         def integrand(effect):
-            prior = stats.norm.pdf(effect, 0, 8**-0.5)
-            return stats.nct.pdf(t, freedom, effect * math.sqrt(weight)) * prior
+            priors = [0.6, 0.3, 0.1] @ stats.norm.pdf(effect, 0, np.sqrt([1 / 8, 4, 1000]))
+            return stats.nct.pdf(t, freedom, effect * math.sqrt(weight)) * priors
 
-        top, _ = integrate.quad(integrand, -3, 3, limit=200)
+        top, _ = integrate.quad(integrand, -3, 5, limit=200)
         return top / stats.t.pdf(t, freedom)
 
     t = optimize.brentq(lambda t: math.log(bayes_factor(t) * 0.01 / contrasts), 1, 8)
@@ -423,7 +423,7 @@ def test_blocks_that_do_not_belong_together(place):
         (definition(b='high = "--b 0"'), "b: both sides have the same source and settings"),
         (
             definition('script = "old.py"'),
-            "old.py isn't Python: Missing parentheses in call to 'print'",
+            "it needs to know --num_iterations; give --num_iterations 10 or more",
         ),
         (definition('commit = "v9"'), "no file or commit is called v9"),
         (
