@@ -64,6 +64,7 @@ from tools.common import (
     as_json,
     command_parser,
     fraction,
+    join_values,
     output_file,
     p_text,
     plural,
@@ -103,10 +104,9 @@ from tools.compare.sources import (
     check_data,
     check_settings,
     check_validation,
-    copy_tree,
     idea_commit,
     read_variant,
-    split_source,
+    start,
     tell_apart,
     with_steps,
 )
@@ -167,20 +167,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def join_values(argv: list[str]) -> list[str]:
-    """Joins --idea and --base with their values, because argparse takes "--x" for an option."""
-    joined = []
-    for word in argv:
-        if joined and joined[-1] in ("--base", "--idea"):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns our options, and the options for all runs. Raises UsageError."""
-    args, common = make_parser().parse_known_args(join_values(argv))
+    args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea")))
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
             fail(
@@ -217,16 +206,8 @@ def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
 
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UsageError."""
-    script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"
-    scratch = compare_runs.scratch()
-    texts = filter(None, [args.base, *(args.idea or [])])
-    named = [Path(split_source(text)[1]) for text in texts]
-    leave_out = [path.resolve() for path in named if path.is_file()]
-    if args.command:
-        folder = scratch / "none"
-        tree = Variant("none", folder, "", [], command=args.command, leave_out=leave_out)
-    else:
-        tree = Variant("worktree", copy_tree(scratch, None, leave_out), script, [])
+    texts = [text for text in [args.base, *(args.idea or [])] if text]
+    tree = start(texts, args.command, args.recipe, compare_runs.scratch())
     base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]

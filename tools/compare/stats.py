@@ -89,20 +89,21 @@ def log_bayes_factors(ratio, weight, n):
     """log(density of the differences with an effect / without one), for each variance of the prior.
 
     n - 1 is the number of degrees of freedom. `weight` is the variance of a difference over that of the
-    mean: n. `ratio` is weight * mean^2 / sum of squared deviations. Shapes (..., 1).
+    mean: n, but for the contrasts of screen. `ratio` is weight * mean^2 / sum of squared deviations. Shapes (..., 1).
     """
     shrinkage = 1 / (1 + weight * VARIANCES)  # (..., variances)
     return (np.log(shrinkage) + n * (np.log1p(ratio) - np.log1p(shrinkage * ratio))) / 2
 
 
-def log_evidence(n, mean, squares):
-    """log(e-value) of n differences with this mean and this sum of squared deviations, against a mean of at
-    most zero: large if the mean is higher. Adds an axis, and sums over it: the prior's variances."""
-    n, mean, squares = np.asarray(n)[..., None], mean[..., None], squares[..., None]
-    log_factors = log_bayes_factors(n * mean**2 / squares, n, n)
+def log_evidence(mean, squares, weight, n):
+    """log(e-value) of a mean, against a true mean of at most zero: large if it is higher. `squares` is the
+    sum of squared deviations; the others are those of log_bayes_factors. Adds an axis, and sums over it:
+    the prior's variances."""
+    mean, squares, weight, n = (np.asarray(x)[..., None] for x in (mean, squares, weight, n))
+    log_factors = log_bayes_factors(weight * mean**2 / squares, weight, n)
     # Only effects above zero: twice their share of the posterior, which is Student's t
-    shrunk = squares + n * mean**2 / (1 + n * VARIANCES)
-    t = np.sqrt(n) * n * mean / np.sqrt((n + 1 / VARIANCES) * shrunk)
+    shrunk = squares + weight * mean**2 / (1 + weight * VARIANCES)
+    t = np.sqrt(n) * weight * mean / np.sqrt((weight + 1 / VARIANCES) * shrunk)
     return logsumexp(log_factors, axis=-1, b=2 * WEIGHTS * stdtr(n, t))
 
 
@@ -115,7 +116,7 @@ def log_e_values(differences: np.ndarray, step: float) -> np.ndarray:
     n = np.arange(1, differences.shape[-1] + 1)
     mean = np.cumsum(differences, axis=-1) / n
     squares = np.cumsum(differences**2, axis=-1) - n * mean**2  # sum of squared deviations
-    log_e = log_evidence(n, mean, np.maximum(squares, 0) + n * step**2 / 6)
+    log_e = log_evidence(mean, np.maximum(squares, 0) + n * step**2 / 6, n, n)
     log_e[..., 0] = 0  # one pair tells nothing
     return log_e
 
@@ -161,34 +162,20 @@ def far_from_others(losses: list[float]) -> list[int]:
 # From loss to steps
 
 
-def measure_slope(
-    fewer: list[float],
-    more: list[float],
-    width: float,
-    run_sd: float | None = None,
-    freedom: int = 0,
-) -> Slope | None:
+def measure_slope(fewer: list[float], more: list[float], width: float) -> Slope | None:
     """The slope from the base's losses with fewer and with more steps, at the same seeds. `width` is the
     logarithm of the ratio of the two numbers of steps.
 
-    Its error comes from the spread of the seeds' slopes. With few seeds, this is a poor estimate. If
-    other runs give the standard deviation of a run's loss, `run_sd`, with `freedom` degrees of
-    freedom, the error comes from that instead.
-
-    None if there are fewer than two seeds, or if the loss doesn't clearly fall.
+    Its error comes from the spread of the seeds' slopes. With few seeds, this is a poor estimate. None if
+    there are fewer than two seeds, or if the loss doesn't clearly fall.
     """
     n = min(len(fewer), len(more))
     if n < 2:
         return None
     slopes = [(high - low) / width for low, high in zip(fewer, more)]
     value = statistics.fmean(slopes)
-    if run_sd is None:
-        slope_sd = statistics.stdev(slopes)
-        freedom = n - 1
-    else:
-        slope_sd = math.sqrt(2) * run_sd / width  # of the difference of two runs
-    error = slope_sd / math.sqrt(n)
-    slope = Slope(value, error / abs(value) if value else math.inf, n, freedom)
+    error = statistics.stdev(slopes) / math.sqrt(n)
+    slope = Slope(value, error / abs(value) if value else math.inf, n, n - 1)
     if value >= 0 or slope.half_width() >= 1:
         return None
     return slope
@@ -394,8 +381,8 @@ def pairs_for(mean: float, sd: float, goal: float | None, ideas: int = 1) -> int
     they are."""
     n = np.unique(np.geomspace(3, 100_000, 400).astype(int))
     squares = (n - 1) * sd**2
-    decided = log_evidence(n, np.full(len(n), abs(mean)), squares) >= math.log(ideas / P_VALUE)
+    decided = log_evidence(abs(mean), squares, n, n) >= math.log(ideas / P_VALUE)
     if goal is not None:
-        log_e = log_evidence(n, np.full(len(n), mean + goal), squares)
+        log_e = log_evidence(mean + goal, squares, n, n)
         decided |= log_e >= math.log(ideas / P_WORTHLESS)
     return int(n[decided.argmax()]) if decided.any() else int(n[-1])
