@@ -225,6 +225,9 @@ def test_the_vocabulary_is_downloaded_once(monkeypatch, tmp_path):
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "cache")
     with pytest.raises(ShardError, match="./run.sh sample MODEL downloads it"):
         gpt2_bpe.gpt2_encoding(offline=True)
+    for name in gpt2_bpe.FILES:  # damaged ones are downloaded again
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        (tmp_path / "cache" / name).write_bytes(b"junk")
     encoding = gpt2_bpe.gpt2_encoding()
     assert encoding.encode_ordinary(SENTENCE) == SENTENCE_TOKENS
     assert encoding.decode(SENTENCE_TOKENS) == SENTENCE

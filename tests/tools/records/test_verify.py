@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import numpy as np
+
 import pytest
 from scipy import stats
 
 import train_gpt
+from tools import sides
 from tools.compare.stats import log_e_values, p_if_looked
 from tools.records import rules
 from tools.records.compiler import compiler_settings
@@ -158,7 +160,10 @@ OTHER_CPU = cpu(sets="avx2 avx512_bf16 avx512f")
     [
         (dict(loss=1.52), "the mean loss is not shown to be below 1.5: p = "),
         (dict(source=SOURCE + "#\n"), "2 different sources"),
-        (dict(machine=cpu(cores=4)), "hardware AMD EPYC with AVX2, 4 cores, not AMD EPYC with AVX2, 2 cores"),
+        (
+            dict(machine=cpu(cores=4)),
+            "hardware AMD EPYC with AVX2, 4 cores, not AMD EPYC with AVX2, 2 cores",
+        ),
         (dict(machine="a machine"), "unknown"),
         (dict(seed=1), "the same seed as"),
         (dict(seed=6), "seed 4 is missing; the seeds of a record follow each other (0 to 6)"),
@@ -408,6 +413,47 @@ MARCH = "TORCHINDUCTOR_CPP_MARCH"
 )
 def test_forbidden_use_of_the_compiler(code, found):
     assert compiler_settings(f"import os, torch\n{code}\n".encode()) == [f"{found} in source line 2"]
+
+
+NAMED = """import functools, regex, torch, torch as t
+from regex import compile as match
+from {module} import compile as f
+def g(self):
+    a = b = c
+c = {module}.compile
+self.d: object = c
+(e := {module}.compile)
+"""
+
+
+@pytest.mark.parametrize("name", ["f", "c", "b", "self.d", "e"])
+@pytest.mark.parametrize(
+    "call", ["{}(x, mode='x')", "functools.partial({}, mode='x')", "@{}(mode='x')\ndef h(): pass"]
+)
+def test_names_are_followed(name, call):
+    for module, found in [("torch", ["torch.compile(mode='x') in source line 9"]), ("regex", [])]:
+        source = NAMED.format(module=module) + call.format(name)
+        assert compiler_settings(source.encode()) == found
+    source = b"import torch._inductor as i\nx = i\nprint(x.config.max_autotune)\n"
+    assert compiler_settings(source) == ["torch._inductor.config in source line 3"]
+
+
+@pytest.mark.parametrize(
+    "code, tokens",
+    [
+        ("val_tokens = 10 * 2", 20),
+        ("class Hyperparameters:\n    val_tokens: int = 20_0  # how many", 200),
+        ("N = 3 * 4\nargs = Arguments(val_tokens=N * 2)", 24),
+        ("args.val_tokens = 7\nval_tokens = args.val_tokens", 7),
+        ("# val_tokens=5\n'''\nval_tokens = 5\n'''", None),
+        ("val_tokens = 5\nval_tokens = 6", None),
+        ("N = 3\nN = 4\nval_tokens = N", None),
+        ("val_tokens = int(sys.argv[1])", None),
+        ("val_tokens = 5 +", None),
+    ],
+)
+def test_val_tokens_of_a_source(code, tokens):
+    assert sides.val_tokens_of_source(code.encode()) == tokens
 
 
 def test_lines_that_do_the_same_share_a_reason():
