@@ -122,7 +122,7 @@ def losses_and_gradients(model, hp):
     count = max(hp.batch_tokens, hp.val_seq_len) + 1
     tokens = torch.randint(hp.vocab_size, (count,), generator=rng, dtype=torch.int32)
     batch = tokens[: hp.batch_tokens + 1]
-    buckets = train_gpt.GradientBuckets(model.parameters())
+    buckets = train_gpt.GradientBuckets(model)
     last = hp.num_iterations  # the longest window
     results = {"training loss": train_gpt.train_step(model, [], buckets, batch, last, hp)}
     for name, p in model.named_parameters():

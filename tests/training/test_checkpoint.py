@@ -78,7 +78,7 @@ def trace(log):
     """The parts of a log that an interruption must not change: not the times and a few lines."""
     log = re.sub(r"train_time:\S+ step_avg:\S+|[\d.,]+ (s|tokens/s)\b", "", log)
     source, machine, run = log.split("=" * 100 + "\n")
-    other = ("CPU: ", "Compiler: ", "resume: ")
+    other = ("Running ", "Variables: ", "CPU: ", "Compiler: ", "resume: ")
     return [source, machine, *(line for line in run.splitlines() if not line.startswith(other))]
 
 

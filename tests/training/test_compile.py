@@ -26,7 +26,7 @@ def test_compiled_steps_are_uncompiled_steps():
         if compiled:
             model.compile(dynamic=False)
         optimizers = train_gpt.build_optimizers(model, hp)
-        buckets = train_gpt.GradientBuckets(model.parameters())
+        buckets = train_gpt.GradientBuckets(model)
         losses = []
         for step in range(2):
             losses.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp).item())
