@@ -334,7 +334,23 @@ class Muon(torch.optim.Optimizer):
 
 
 # -----------------------------------------------------------------------------
-# 4. Model
+# 4. Model. In fineweb, it has 12 layers (mini: 4), of which some differ:
+#
+#   layer               0    1    2    3    4    5    6    7    8    9   10   11
+#   attention window   long  .    .    .   long  .    .  none   .    .    .  long   (. is half of it)
+#   value embeddings    A    B    C                                  A    B    C
+#   U-net              +- out of 5 ------------+-> into 6: each layer of the second half adds the output
+#                      of one of the first: 6 that of 5, 7 that of 4, and so on to 11 that of 0
+#
+#   x = x0 = norm(embedding of each token)
+#   each layer:    x = x + weight * output of the first half   (second half only)
+#                  x = lambda * x + lambda * x0
+#                  x = x + attention(norm(x)), in which V = lambda * V + lambda * value embedding
+#                  x = x + MLP(norm(x)), with 4 C hidden channels
+#   at the end:    logits = softcap(norm(x) @ head), loss = cross-entropy with the next token
+#
+# Value embeddings are a second embedding of each token, added to V. In a step of 49,152 tokens, x is
+# (1, 49152, 768), Q, K and V (1, 49152, 6, 128), the logits (49152, 50304).
 
 
 def norm(x):
@@ -465,7 +481,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, ve, mask):  # x, normed (B, S, C), ve (B, S, H * D) or None -> (B, S, C)
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.unflatten(-1, (3, -1, self.head_dim)).unbind(2)  # each (B, S, H, D)
-        q = self.rotary(norm(q))  # QK norm (#5)
+        q = self.rotary(norm(q))  # QK norm (#5); portable_attention relies on it
         k = self.rotary(norm(k))
         v = self.value_lambdas[0] * v
         if ve is not None:

@@ -16,7 +16,10 @@ import os
 import sys
 from pathlib import Path
 
-import train_gpt  # before torch: it sets variables that torch reads when it is imported
+try:
+    import train_gpt  # before torch: it sets variables that torch reads when it is imported
+except ImportError as e:  # of a package that an idea needs
+    sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
 from tools import launch
 from tools.common import ROOT, environment
@@ -189,7 +192,7 @@ def check_compiler(processes):
     """Returns the environment variables of a run: none if compiled code is right. Random tokens are
     split among `processes` as in a run, which then finds the code in PyTorch's cache."""
     right = stamp()
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or right.exists():
+    if not train_gpt.compiles() or right.exists():
         return {}
     launch.say("comparing compiled code with uncompiled code: a minute or two, once")
     train_gpt.init_processes()  # as the run does
@@ -234,9 +237,8 @@ def check_run(mode, script, options):
         variables = environment(processes)
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
         variables |= check_compiler(processes)
-    compiled = (
-        "not compiled" if (os.environ | variables).get("TORCH_COMPILE_DISABLE") == "1" else "compiled"
-    )
+    compiles = train_gpt.compiles() and "TORCH_COMPILE_DISABLE" not in variables
+    compiled = "compiled" if compiles else "not compiled"
     where = "GPUs" if gpus else "the CPU"
     return dict(
         processes=processes,
@@ -259,7 +261,7 @@ def main(argv):
             found = dict(environment=check_compiler(1))
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
         return 0
-    except (InputError, OSError) as e:
+    except (InputError, ImportError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
 

@@ -45,7 +45,9 @@ def losses_in_float32(folder, nproc=1, **changes):
     """The validation losses of a run. Such runs agree to the last printed digits."""
     job = Job(tiny_run(folder, **NO_SCALARS | changes), folder, nproc, hook=in_float32)
     assert job.wait() == 0, job.err
-    return val_losses(read_log(folder))
+    log = read_log(folder)
+    found = re.findall(r"^step:(\d)/6 val_loss:\S+ train_loss:(\S+) ", log, re.M)
+    return val_losses(log) | {f"training, to step {step}": float(loss) for step, loss in found}
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +58,29 @@ def one_process(tmp_path_factory):
 @pytest.mark.parametrize("nproc, per_pass", [(1, 4), (2, 1), (4, 1)])
 def test_processes_and_micro_batches_change_no_loss(nproc, per_pass, one_process, tmp_path):
     """With two processes, the 7th and the 8th validation sequence are in different shards."""
-    assert list(one_process) == [0, 2, 4, 6]
+    assert list(one_process) == [0, 2, 4, 6, *(f"training, to step {step}" for step in (2, 4, 6))]
     assert one_process[0] == INITIAL_LOSS
     assert one_process[6] < one_process[0] - 1
     losses = losses_in_float32(tmp_path, nproc, sequences_per_pass=per_pass)
     assert losses == pytest.approx(one_process, abs=2e-4)
+
+
+def another_source():
+    """A hook: rank 1 has other code."""
+    if train_gpt.RANK == 1:
+        train_gpt.SOURCE += "# changed"
+
+
+def another_rate():
+    if train_gpt.RANK == 1:
+        train_gpt.TRACKS["mini"] = dataclasses.replace(TRACKS["mini"], muon_lr=0.06)
+
+
+@pytest.mark.parametrize("hook, what", [(another_source, "source"), (another_rate, "settings")])
+def test_ranks_that_differ_are_refused(hook, what, tmp_path):
+    job = Job(tiny_run(tmp_path), tmp_path, nproc=2, hook=hook)
+    assert job.wait() == 2
+    assert job.err == f"error: rank 1 and rank 0 have different {what}; make them the same\n"
 
 
 @pytest.mark.slow
@@ -218,12 +238,13 @@ def test_batches_that_a_resumed_run_skips_are_not_timed(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(train_gpt, "distributed_data_generator", batches)
     monkeypatch.setattr(train_gpt, "evaluate", lambda *args: 1.0)
-    monkeypatch.setattr(train_gpt, "train_step", lambda *args: torch.zeros(()))
+    monkeypatch.setattr(train_gpt, "train_step", lambda *args: torch.tensor(4.5))
     hp = dataclasses.replace(TRACKS["mini"], num_iterations=4, val_loss_every=0)
     run = train_gpt.Run(hp, Path(), saves=False, log="", data_checksums=[], step=3, train_ms=50.0)
     monkeypatch.setattr(run, "write", lambda *args: None)
     train_gpt.train(run, None, [], None)
     assert run.train_ms == 50 + 100_000
+    assert run.train_loss == 4.5
 
 
 def test_no_paths_of_processes_in_a_log(tmp_path, monkeypatch):
@@ -301,6 +322,12 @@ ERRORS = {
     "training length": (dict(train_seq_len=64), nothing, "--train_seq_len 64"),
     "validation tokens": (dict(val_tokens=1000), nothing, "--val_tokens 1000"),
     "no steps": (dict(num_iterations=0), nothing, "--num_iterations"),
+    "no layers": (dict(num_layers=0), nothing, "--num_layers must be more than 0"),
+    "more layers": (dict(num_layers=6), nothing, "layers are 0 to 5, and 5 must have the long window"),
+    "a window of no layer": (dict(long_window_layers="0,2,9"), nothing, "layers are 0 to 2"),
+    "no such layer": (dict(attn_free_layers="3"), nothing, "layers are 0 to 2"),
+    "too many tables": (dict(num_value_embeds=2), nothing, "at most half of --num_layers"),
+    "rotary pairs": (dict(head_dim=30), nothing, "--head_dim must be a multiple of 4"),
     "a word for a flag": (
         dict(fp8="0"),
         nothing,
@@ -376,6 +403,14 @@ def test_errors_in_training_are_one_line(error, words, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     status = train_gpt.main(tiny_run(tmp_path))
     assert_one_line(status, capsys.readouterr().err, words)
+
+
+def test_without_file_locks(tmp_path, monkeypatch, capsys):
+    """As on Lustre without flock: it trains, with a warning."""
+    no_locks = mock.Mock(side_effect=OSError(38, "Function not implemented"))
+    monkeypatch.setattr(train_gpt.fcntl, "flock", no_locks)
+    run_here(tiny_run(tmp_path, num_iterations=1), tmp_path, monkeypatch)
+    assert capsys.readouterr().out.startswith("warning: can't lock logs/")
 
 
 # --------------------------------------------------------------- signals
