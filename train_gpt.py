@@ -337,13 +337,13 @@ class Muon(torch.optim.Optimizer):
 # 4. Model. In fineweb, it has 12 layers (mini: 4), of which some differ:
 #
 #   layer               0    1    2    3    4    5    6    7    8    9   10   11
-#   attention window   long  .    .    .   long  .    .  none   .    .    .  long   (. is half of it)
+#   attention window  long  .    .    .  long  .    .   none  .    .    .   long  (. is half of it)
 #   value embeddings    A    B    C                                  A    B    C
-#   U-net              +- out of 5 ------------+-> into 6: each layer of the second half adds the output
-#                      of one of the first: 6 that of 5, 7 that of 4, and so on to 11 that of 0
+#   U-net: keeps as     a    b    c    d    e    f
+#          adds before                               f    e    d    c    b    a
 #
 #   x = x0 = norm(embedding of each token)
-#   each layer:    x = x + weight * output of the first half   (second half only)
+#   each layer:    x = x + weight * kept output                (layers 6 to 11)
 #                  x = lambda * x + lambda * x0
 #                  x = x + attention(norm(x)), in which V = lambda * V + lambda * value embedding
 #                  x = x + MLP(norm(x)), with 4 C hidden channels

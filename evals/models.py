@@ -13,9 +13,9 @@ training doesn't need.
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Callable
 
 import train_gpt  # before torch: it sets variables that torch reads
 from data.gpt2_bpe import gpt2_encoding

@@ -609,6 +609,7 @@ class GPT(nn.Module):
         attn_w = dict(zip(self.attn_layers, self.attn_bank.unbind()))
         mlp_in_w = self.mlp_in_bank.unbind()
         mlp_out_w = self.mlp_out_bank.unbind()
+        skip = backout = x
         for i in range(hp.num_layers):
             if i == hp.skip_to:
                 skip_gate = torch.sigmoid(self.skip_lambda) * 2 * gate(x0, self.skip_gate)
