@@ -102,6 +102,7 @@ from tools.compare.sources import (
 )
 from tools.compare.stats import SLOPE_FACTOR, Effect, fewest_pairs
 from tools.compare.steps import ROUNDS, measure_rounds, times_file
+from tools.sides import add_metric, judged_in_words, settle_metric
 
 TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 
@@ -131,6 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hours", type=float, default=1e9, metavar="H", help="stop after H hours; default: no limit")
     command = "train with this shell command instead of train_gpt.py"
     add("--command", metavar="COMMAND", help=command)
+    add_metric(parser)
     early = "the runs of --command end before their last step, all at the same one"
     add("--stops_early", action="store_true", help=early)
     timeout = "end compare if a run takes longer than this; default: no limit"
@@ -179,6 +181,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                 f"unexpected argument: {word}. Say what to compare with --idea or --base, and put several "
                 'words in quotes: --idea "--muon_lr 0.03"'
             )
+    settle_metric(args)
     if args.gate and len(args.idea or []) > 1:
         fail("--gate judges one idea; give one --idea")
     if args.command and (args.recipe or args.nproc_per_node > 1):
@@ -236,7 +239,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
         more = with_steps(base, SLOPE_FACTOR, ideas)
         variants = [*variants, fewer, more]
-    pool = open_pool(variants, lock, args.jobs, args.nproc_per_node, args.stops_early)
+    pool = open_pool(variants, lock, args.jobs, args.nproc_per_node, args.stops_early, args.metric)
     changed = compare_runs.why_again(pool)
     if changed and not args.gate:
         print(f"training again, because {changed}", file=sys.stderr)
@@ -334,6 +337,7 @@ def facts_in_words(c: Comparison) -> list[str]:
         ]
     if c.args.command and "{seed}" not in c.args.command:
         sentences.append("The runs of a pair share no seed.")
+    sentences.append(judged_in_words(list(c.pool.runs[c.base.name].values())))
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for idea in c.ideas:
@@ -390,7 +394,7 @@ def record_lines(c: Comparison) -> list[str]:
     base = sides[c.base.name]
     target, assumed = target_of(c.args.target, base)
     lines = [*record_table(sides, target), *assumed]
-    for idea in variants[1:]:
+    for idea in variants[1:] if target is not None else []:
         seeds = c.timed.get(idea.name, [])
         timed = [c.pool.runs[idea.name][seed] for seed in seeds]
         timed_base = [c.pool.runs[c.base.name][seed] for seed in seeds]

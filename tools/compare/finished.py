@@ -26,14 +26,14 @@ from tools.compare.answer import (
 )
 from tools.compare.stats import Effect, add_time_ratio, given_slope, welch
 from tools.logs import Log, read_logs
-from tools.sides import MACHINE, check_sides
+from tools.sides import MACHINE, check_sides, judged_in_words
 
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
 
 
 def read_sides(args: argparse.Namespace) -> list[list[Log]]:
     """The runs of the base, and of the idea. Raises LogError if they can't be compared."""
-    sides = [read_logs(args.base_logs), read_logs(args.idea_logs)]
+    sides = [read_logs(paths, args.metric) for paths in (args.base_logs, args.idea_logs)]
     for side, logs in zip(("base", "idea"), sides):
         if len(logs) < 2:
             raise LogError(f"the {side} has one run; give two or more")
@@ -67,9 +67,9 @@ def machines(base: list[Log], idea: list[Log]) -> tuple[bool, str]:
 def find_effect(
     base: list[Log], idea: list[Log], loss_per_100_steps: float | None, timed: bool
 ) -> Effect:
-    steps = base[0].end.step
+    steps = base[0].end.step or 1
     slope = loss_per_100_steps and given_slope(loss_per_100_steps, steps)
-    effect = welch("idea", end_losses(idea), end_losses(base), slope, idea[0].end.step / steps)
+    effect = welch("idea", end_losses(idea), end_losses(base), slope, (idea[0].end.step or 1) / steps)
     if timed:
         log_times = [[math.log(step_time(log)) for log in logs] for logs in (idea, base)]
         times = welch("times", *log_times)
@@ -87,8 +87,8 @@ def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[st
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
-def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float) -> bytes:
-    found = {"effect": asdict(effect), "target": target}
+def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float | None) -> bytes:
+    found = {"effect": asdict(effect), "target": target, "metric": base[0].metric}
     for side, logs in (("base", base), ("idea", idea)):
         runs = [{"path": str(log.path), "trial": log.trial, **asdict(log.end)} for log in logs]
         found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
@@ -107,10 +107,19 @@ def compare_finished(args: argparse.Namespace) -> int:
     if args.gate:
         print(effect.verdict)
     else:
-        record = record_in_words("idea", idea, target, idea if timed else [], base)
-        lines = textwrap.wrap(record, WIDTH)
+        lines = []
+        if target is not None:
+            record = record_in_words("idea", idea, target, idea if timed else [], base)
+            lines += textwrap.wrap(record, WIDTH)
         lines += record_table({"base": base, "idea": idea}, target)
-        facts = [*facts_in_words(base, idea, effect.steps is not None), where, *assumed, ONE_LOOK]
+        judged = judged_in_words([*base, *idea])
+        facts = [
+            judged,
+            *facts_in_words(base, idea, effect.steps is not None),
+            where,
+            *assumed,
+            ONE_LOOK,
+        ]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:

@@ -61,7 +61,8 @@ def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
 def print_table(logs: list[Log]) -> None:
     rows, machines = table_rows(logs)
     shortened = [(short(name, 20), *others) for name, *others in rows]
-    print("\n".join(table([COLUMNS, *shortened], ALIGNMENT)))
+    columns = [logs[0].metric if name == "val_loss" else name for name in COLUMNS]
+    print("\n".join(table([columns, *shortened], ALIGNMENT)))
     for machine in machines:
         print_wrapped(machine, later_indent="  ")
 
@@ -83,7 +84,7 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
     else:
         p_value = f"{p} (one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g})"
 
-    lines = [("runs", f"{summary.n} complete"), ("val_loss", loss)]
+    lines = [("runs", f"{summary.n} complete"), (verdict.metric, loss)]
     if verdict.target_assumed:
         target = f"{verdict.target:g} assumed; the logs name none, so give it with --target"
         lines.append(("target", target))

@@ -60,6 +60,7 @@ class Comparison:
 class Verdict:
     """Whether the runs make a valid record, and why not."""
 
+    metric: str
     target: float  # nats per token
     same_ml: bool  # only the speed changed, so the losses need no test
     summary: Summary
@@ -300,7 +301,7 @@ def judge(
         target = logs[0].target
         assumed = "target_val_loss" not in logs[0].hyperparameters
     summary = summarize(final_losses(logs), final_times(logs), target)
-    verdict = Verdict(target, same_ml, summary, assumed, reasons=reasons)
+    verdict = Verdict(logs[0].metric, target, same_ml, summary, assumed, reasons=reasons)
     if not same_ml:
         reasons += judge_losses(summary, target)
     if prior:
