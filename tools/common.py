@@ -209,6 +209,17 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
     )
 
 
+def join_values(argv: list[str], names: Collection[str]) -> list[str]:
+    """Joins these options with their values, because argparse takes a value like "--lr 2" for an option."""
+    joined = []
+    for word in argv:
+        if joined and joined[-1] in names:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def whole_number(text: str) -> int:
     """An option's value that must be at least 1. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:

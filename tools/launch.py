@@ -47,7 +47,7 @@ USAGE = """\
 usage: ./run.sh [OPTIONS]            train; first, install packages and get data
        ./run.sh --recipe NAME        train recipes/NAME.py instead of train_gpt.py
        ./run.sh prepare              do all of that but the training
-       ./run.sh compare | screen     does an idea help? what are many ideas worth?
+       ./run.sh compare | screen     does an idea help? which parts of it matter?
        ./run.sh verify | submit      check the logs of a record; file it
        ./run.sh replay | plot        extract a run's sources; draw loss curves
        ./run.sh sample | hellaswag   let a trained model write text; score it

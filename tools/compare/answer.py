@@ -5,9 +5,10 @@ import statistics
 import textwrap
 
 from tools.common import goal, p_text, percent, percent_interval, short, table
-from tools.compare.stats import P_VALUE, Bounds, Effect, Slope
+from tools.compare.stats import FAR, P_VALUE, P_WORTHLESS, Bounds, Effect, Slope, far_from_others
 from tools.logs import Log
-from tools.summary import Summary, p_lower, summarize
+from tools.summary import Summary, summarize
+from tools.turns import p_faster
 
 WIDTH = 80
 NO_INTERVAL = "no interval yet"
@@ -18,39 +19,38 @@ NO_INTERVAL = "no interval yet"
 
 
 def headline(effect: Effect, until: float | None) -> str:
-    """The verdict as a sentence, and a second one if the time says something else."""
-    return f"{verdict_in_words(effect, until)} {time_conflict(effect)}".strip()
+    """The verdict as a sentence, and one about the time to the same loss, or else the steps."""
+    return " ".join([verdict_in_words(effect, until), *time_in_words(effect)])
 
 
 def verdict_in_words(effect: Effect, until: float | None) -> str:
     name = short(effect.name, 30)
     if effect.verdict == "identical":
         return f"{name}: the losses are identical in all {effect.n} pairs."
-    known = effect.steps is not None
-    needs = ""
-    if known:
-        more = "fewer" if effect.steps < 0 else "more"
-        needs = f" It needs {abs(effect.steps):.1%} {more} steps for the same loss."
     if effect.verdict in ("helps", "hurts"):
-        return f"{name} {effect.verdict}.{needs}"
+        return f"{name} {effect.verdict}."
     if effect.verdict == "not worth it":
-        return f"{name} is not worth it: it saves less than {goal(until)} of the steps."
-    if known and effect.has_interval():
-        low, high = effect.steps_interval
-        return f"{name}: undecided. It changes the steps by {percent(low)} to {percent(high)}."
+        sure = f"we are {1 - P_WORTHLESS:.0%} sure that it saves less than {goal(until)} of the steps"
+        return f"{name} is not worth it: {sure}."
     return f"{name}: undecided."
 
 
-def time_conflict(effect: Effect) -> str:
-    """A warning if the loss and the time to the same loss disagree; "" if not."""
-    if effect.time_interval is None:
-        return ""
-    low, high = effect.time_interval
-    if effect.verdict == "helps" and low > 0:
-        return "But its steps are slower, so the same loss takes more time."
-    if effect.verdict != "helps" and high < 0:
-        return "But its steps are faster, so the same loss takes less time."
-    return ""
+def time_in_words(effect: Effect) -> list[str]:
+    """A sentence about the time to the same loss, or about the steps; none if neither is known."""
+    if effect.time is not None:
+        low, high = effect.time_interval
+        better = effect.verdict == "helps"
+        start = "But the" if (low > 0 if better else high < 0) else "The"
+        more = "less" if effect.time < 0 else "more"
+        interval = interval_in_words(effect.time_interval)
+        return [f"{start} same loss takes {abs(effect.time):.1%} {more} time ({interval})."]
+    if effect.steps is None or effect.verdict == "not worth it":
+        return []
+    if effect.verdict == "undecided":
+        interval = interval_in_words(effect.steps_interval)
+        return [f"It changes the steps by {interval}."] if effect.has_interval() else []
+    more = "fewer" if effect.steps < 0 else "more"
+    return [f"It needs {abs(effect.steps):.1%} {more} steps for the same loss."]
 
 
 def interval_in_words(bounds: Bounds) -> str:
@@ -59,19 +59,21 @@ def interval_in_words(bounds: Bounds) -> str:
 
 
 def numbers(effect: Effect) -> list[str]:
-    """A line for each number, with its interval."""
-    low, high = effect.difference_interval
-    interval = f"{low:+.4f} to {high:+.4f}" if effect.has_interval() else NO_INTERVAL
-    rows = [("loss", f"{effect.difference:+.4f}", interval)]
-    if effect.steps is not None:
-        rows.append(("steps", percent(effect.steps), interval_in_words(effect.steps_interval)))
+    """A line for each number below the headline, with its interval."""
+    rows = []
+    if effect.verdict != "identical":
+        low, high = effect.difference_interval
+        interval = f"{low:+.4f} to {high:+.4f}" if effect.has_interval() else NO_INTERVAL
+        name = "loss at equal steps" if effect.own_steps == 1 else "last loss"
+        rows.append((name, f"{effect.difference:+.4f}", interval))
+        if effect.steps is not None:
+            interval = interval_in_words(effect.steps_interval)
+            rows.append(("steps to the same loss", percent(effect.steps), interval))
     if effect.step_time is not None:
         low, high = effect.step_time_interval
         interval = interval_in_words((low - 1, high - 1))
         rows.append(("time of a step", percent(effect.step_time - 1), interval))
-    if effect.time is not None:
-        rows.append(("time", percent(effect.time), interval_in_words(effect.time_interval)))
-    return [f"  {name:<15} {value:>8}   ({interval})" for name, value, interval in rows]
+    return [f"  {name:<22} {value:>8}   ({interval})" for name, value, interval in rows]
 
 
 def answer_in_words(
@@ -82,9 +84,8 @@ def answer_in_words(
     lines = []
     for effect in effects:
         lines += textwrap.wrap(headline(effect, until), WIDTH)
-        if effect.verdict != "identical":
-            lines += numbers(effect)
-    if all(effect.verdict == "identical" for effect in effects):
+        lines += numbers(effect)
+    if all(effect.verdict == "identical" and effect.time is None for effect in effects):
         return lines
     sentences = [test]
     if any(effect.steps is not None for effect in effects):
@@ -104,6 +105,15 @@ def other_steps(name: str, steps: int | None, base_steps: int, has_slope: bool) 
     if not has_slope:
         return [f"{sentence}; without --loss_per_100_steps, only their last losses are compared."]
     return [f"{sentence}."]
+
+
+def far_in_words(name: str, losses: list[float], labels: list) -> list[str]:
+    """A warning about runs of a variant that are far from its others."""
+    far = [str(labels[i]) for i in far_from_others(losses)]
+    if not far:
+        return []
+    runs = f"{short(name, 30)} ended more than {FAR} standard deviations from its other runs"
+    return [f"Warning: {', '.join(far)} of {runs}; look at the logs, because failed runs can mislead."]
 
 
 def slope_in_words(slope: Slope | None) -> str:
@@ -163,20 +173,23 @@ def record_table(sides: dict[str, list[Log]], target: float | None) -> list[str]
     return table(rows, "<>>>>>")
 
 
-def record_in_words(
-    name: str, logs: list[Log], target: float, timed: list[Log], timed_base: list[Log]
-) -> str:
-    """Whether the runs show what a record needs. `timed` are those whose times can be compared with the
-    base's; empty if there are none."""
-    found = summary_of(logs, target)
-    p_loss = found.p_value
-    reached = p_loss is not None and p_loss < P_VALUE
-    loss = f"the mean loss is {'' if reached else 'not '}below {target:g} (p = {p_text(p_loss)})"
+def loss_in_words(p: float | None, target: float) -> str:
+    reached = "" if p is not None and p < P_VALUE else "not shown to be "
+    return f"the mean loss is {reached}below {target:g} (p = {p_text(p)})"
+
+
+def record_in_words(name: str, logs: list[Log], target: float, pairs: list[tuple[Log, Log]]) -> str:
+    """Whether the runs show what a record needs. `pairs` are runs of the idea and of the base that took
+    turns; [] if there are none, so that times can't be compared."""
+    p_loss = summary_of(logs, target).p_value
+    loss = loss_in_words(p_loss, target)
+    timed, timed_base = [[pair[side] for pair in pairs] for side in (0, 1)]
     times, base_times = end_times(timed), end_times(timed_base)
     if not (times and base_times):
         return f"{name}: {loss}."
     saved = statistics.fmean(base_times) - statistics.fmean(times)
-    p_time = p_lower(times, base_times)[0]
+    p_time = p_faster(pairs)
+    reached = p_loss is not None and p_loss < P_VALUE
     faster = p_time is not None and p_time < P_VALUE
     valid = reached and faster and count_sources(logs) == 1
     record = "has what a record needs" if valid else "isn't a record"

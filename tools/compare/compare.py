@@ -13,7 +13,7 @@ compare stops at the first of these answers that it can prove:
     not worth it   the idea saves less than --until (default: 2%) of the steps
     identical      all losses are the same
 
-The answer is "undecided" if --hours, --runs, Ctrl-C or the maximum number of pairs ends it earlier.
+The answer is "undecided" if --hours, --runs or Ctrl-C ends it earlier.
 
 --base and --idea take [NAME=]SOURCE. SOURCE is options of the script in quotes, a .patch or .diff to
 the base, which may change several files, a folder of records/mini/ideas/, a .py script that takes the
@@ -52,6 +52,7 @@ Exit status: 0 the comparison was made, 1 a run failed, 2 another error, 130 int
 import argparse
 import json
 import math
+import statistics
 import sys
 import textwrap
 from dataclasses import asdict
@@ -63,6 +64,7 @@ from tools.common import (
     as_json,
     command_parser,
     fraction,
+    join_values,
     output_file,
     p_text,
     plural,
@@ -77,6 +79,7 @@ from tools.compare import runs as compare_runs
 from tools.compare.answer import (
     WIDTH,
     answer_in_words,
+    far_in_words,
     headline,
     other_steps,
     record_in_words,
@@ -86,22 +89,29 @@ from tools.compare.answer import (
     target_of,
 )
 from tools.compare.finished import compare_finished
-from tools.compare.plan import Comparison, plan_in_words, progress, undecided, wanted_runs
-from tools.compare.runs import RunError, make_runs, on_gpu, open_pool, show_line
+from tools.compare.plan import (
+    Comparison,
+    answer_needs_slope,
+    plan_in_words,
+    progress,
+    slope_runs,
+    undecided,
+    wanted_runs,
+)
+from tools.compare.runs import RunError, make_runs, on_gpu, open_pool, runs_a_process, show_line
 from tools.compare.sources import (
     Variant,
     check_data,
     check_settings,
     check_validation,
-    copy_tree,
     idea_commit,
     read_variant,
-    split_source,
+    start,
     tell_apart,
     with_steps,
 )
-from tools.compare.stats import SLOPE_FACTOR, Effect, fewest_pairs
-from tools.compare.steps import ROUNDS, measure_rounds, times_file
+from tools.compare.stats import SLOPE_FACTOR, Effect
+from tools.compare.steps import PROCESSES, STEPS, measure_processes, times_file
 from tools.sides import add_metric, judged_in_words, settle_metric
 
 TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
@@ -145,9 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
     for side in ("base", "idea"):
         logs = f"logs of finished runs of the {side}, or folders of them"
         add(f"--{side}_logs", nargs="+", type=Path, metavar="LOGS", help=logs)
-    runs = (
-        'make N pairs and look only once, at the end; never says "not worth it". A pair is one run of '
-    )
+    runs = 'make N pairs and look once, by a t-test; never says "not worth it". A pair is one run of '
     runs += "the base and one of the idea, with the same seed"
     add("--runs", type=whole_number, metavar="N", help=runs)
     add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
@@ -161,20 +169,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def join_values(argv: list[str]) -> list[str]:
-    """Joins --idea and --base with their values, because argparse takes "--x" for an option."""
-    joined = []
-    for word in argv:
-        if joined and joined[-1] in ("--base", "--idea"):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns our options, and the options for all runs. Raises UsageError."""
-    args, common = make_parser().parse_known_args(join_values(argv))
+    args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea")))
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
             fail(
@@ -212,16 +209,8 @@ def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
 
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UsageError."""
-    script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"
-    scratch = compare_runs.scratch()
-    texts = filter(None, [args.base, *(args.idea or [])])
-    named = [Path(split_source(text)[1]) for text in texts]
-    leave_out = [path.resolve() for path in named if path.is_file()]
-    if args.command:
-        folder = scratch / "none"
-        tree = Variant("none", folder, "", [], command=args.command, leave_out=leave_out)
-    else:
-        tree = Variant("worktree", copy_tree(scratch, None, leave_out), script, [])
+    texts = [text for text in [args.base, *(args.idea or [])] if text]
+    tree = start(texts, args.command, args.recipe, compare_runs.scratch())
     base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
@@ -244,7 +233,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
     if changed and not args.gate:
         print(f"training again, because {changed}", file=sys.stderr)
     pool.timeout = args.run_timeout
-    check_data(variants)
+    check_data([base, *ideas] if args.runs else variants)
     return Comparison(args, pool, base, ideas, fewer, more)
 
 
@@ -257,21 +246,41 @@ def say(c: Comparison, text: str = "") -> None:
         show_line(text)
 
 
-def make_pairs(c: Comparison) -> None:
-    """Makes runs until all ideas are decided, or the time is over. Raises RunError and UsageError."""
+def make_until(c: Comparison, wanted, done) -> bool:
+    """Makes runs until done() is true; returns False if the time is over before. Raises RunError and
+    UsageError."""
+    late = False
 
     def enough(new: int) -> bool:
+        nonlocal late
         if new:
-            say(c, progress(c))
-            if not c.args.runs and not undecided(c):
+            say(c, progress(c, steps_to_time(c)))
+            if done():
                 return True
         late = c.pool.minutes() > 60 * c.args.hours
-        if late:
-            c.notes.append(f"Stopped after --hours {c.args.hours:g}.")
         return late
 
+    make_runs(c.pool, wanted, enough)
+    if late:
+        c.notes.append(f"Stopped after --hours {c.args.hours:g}.")
+    return not late
+
+
+def make_all_runs(c: Comparison) -> None:
+    """Makes runs until all ideas are decided, and those for the slope if the answer needs them. Raises
+    RunError and UsageError."""
     say(c, plan_in_words(c))
-    make_runs(c.pool, lambda: wanted_runs(c), enough)
+    in_time = make_until(c, lambda: wanted_runs(c), lambda: not undecided(c))
+    if in_time and answer_needs_slope(c):
+        make_until(c, lambda: slope_runs(c), lambda: not slope_runs(c))
+    return in_time
+
+
+def steps_to_time(c: Comparison) -> int:
+    """By measure_times; 0 if it isn't needed."""
+    if c.args.no_times or c.args.gate or times_are_in_logs(c):
+        return 0
+    return len(c.ideas) * 2 * PROCESSES * STEPS
 
 
 def measure_times(c: Comparison) -> None:
@@ -279,10 +288,13 @@ def measure_times(c: Comparison) -> None:
     for idea in c.ideas:
         name = short(idea.name, 30)
         try:
-            ratios = measure_rounds(
-                c.pool, c.base, idea, lambda n: say(c, f"step times of {name}: {n} of {ROUNDS} rounds")
+            processes = measure_processes(
+                c.pool,
+                c.base,
+                idea,
+                lambda n, name=name: say(c, f"step times of {name}: {n} of {PROCESSES} processes"),
             )
-            c.log_ratios[idea.name] = ratios
+            c.log_ratios[idea.name] = [statistics.fmean(rounds) for rounds in processes]
         except (RunError, FileError, OSError) as e:
             say(c)
             print(e, file=sys.stderr)
@@ -296,7 +308,9 @@ def times_are_in_logs(c: Comparison) -> bool:
 
 def read_times(c: Comparison) -> None:
     """The step times of all ideas from whole runs: log(idea's / base's) of each pair. Only pairs count
-    whose runs took turns. A run that is kept from another comparison met the machine at another time."""
+    whose runs took turns. A run that is kept from another comparison met the machine at another time.
+
+    Pairs of the same two processes aren't independent, so their mean counts."""
     for idea in c.ideas:
         file = times_file(c.pool, c.base, idea)
         ratios = json.loads(file.read_bytes()) if file.exists() else {}
@@ -307,7 +321,10 @@ def read_times(c: Comparison) -> None:
             if took_turns and time > 0 and base_time > 0:
                 ratios[str(seed)] = math.log(time / base_time)
         write_file(file, json.dumps(ratios).encode())
-        c.log_ratios[idea.name] = list(ratios.values())
+        processes = {}
+        for seed, ratio in ratios.items():
+            processes.setdefault(int(seed) // runs_a_process(c.base), []).append(ratio)
+        c.log_ratios[idea.name] = [statistics.fmean(pairs) for pairs in processes.values()]
         c.timed[idea.name] = [int(seed) for seed in ratios]
 
 
@@ -316,12 +333,17 @@ def read_times(c: Comparison) -> None:
 
 
 def test_in_words(c: Comparison, effects: list[Effect]) -> str:
-    if len(c.ideas) == 1:
-        p = p_text(effects[0].p)
-        return f"{effects[0].n} pairs of runs, p = {p}. In parentheses: 99% confidence intervals."
-    pairs = ", ".join(f"{short(effect.name, 30)} {effect.n}" for effect in effects)
-    together = f"intervals with 99% confidence for all {len(c.ideas)} ideas together"
-    return f"Pairs of runs: {pairs}. In parentheses: {together}."
+    if len(c.ideas) > 1:
+        pairs = ", ".join(f"{short(effect.name, 30)} {effect.n}" for effect in effects)
+        together = f"intervals with 99% confidence for all {len(c.ideas)} ideas together"
+        return f"Pairs of runs: {pairs}. In parentheses: {together}."
+    (effect,) = effects
+    test = f"one-sided p = {p_text(effect.p)}, however often you look"
+    if c.args.runs:
+        test = f"p = {p_text(effect.p)} by a {'paired' if c.paired else 'Welch'} t-test, for one look"
+        if effect.n < c.args.runs:
+            test = f"but the test is for {c.args.runs}"
+    return f"{effect.n} pairs of runs, {test}. In parentheses: 99% confidence intervals."
 
 
 def facts_in_words(c: Comparison) -> list[str]:
@@ -335,11 +357,15 @@ def facts_in_words(c: Comparison) -> list[str]:
         sentences = [
             "Steps are unknown: give --loss_per_100_steps, or --num_iterations in the command."
         ]
-    if c.args.command and "{seed}" not in c.args.command:
+    if not c.paired:
         sentences.append("The runs of a pair share no seed.")
     sentences.append(judged_in_words(list(c.pool.runs[c.base.name].values())))
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
+    for variant in [c.base, *c.ideas]:
+        seeds = sorted(c.pool.runs[variant.name])
+        losses = [c.pool.runs[variant.name][seed].end.val_loss for seed in seeds]
+        sentences += far_in_words(variant.name, losses, [f"seed {seed}" for seed in seeds])
     for idea in c.ideas:
         sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), slope is not None)
         timed = len(c.timed.get(idea.name, []))
@@ -362,7 +388,7 @@ def answer_as_json(c: Comparison) -> bytes:
     answer = {
         **{name: facts[name] for name in ("machine", "torch", "threads", "processes")},
         "jobs": c.pool.jobs,
-        "until": c.until(),
+        "until": None if c.args.runs else c.args.until,
         "base": c.base.name,
         "slope": slope and asdict(slope),
         "ideas": [{**asdict(e), "words": headline(e, c.args.until)} for e in c.effects()],
@@ -380,7 +406,7 @@ def answer(c: Comparison) -> list[str]:
         return [effects[0].verdict if effects else "undecided"]
     if not effects:
         return [TOO_EARLY.capitalize()]
-    lines = answer_in_words(effects, c.until(), test_in_words(c, effects), facts_in_words(c))
+    lines = answer_in_words(effects, c.args.until, test_in_words(c, effects), facts_in_words(c))
     for idea in c.ideas:
         if c.pairs(idea).shape[1] < 2:
             lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
@@ -395,10 +421,9 @@ def record_lines(c: Comparison) -> list[str]:
     target, assumed = target_of(c.args.target, base)
     lines = [*record_table(sides, target), *assumed]
     for idea in variants[1:] if target is not None else []:
-        seeds = c.timed.get(idea.name, [])
-        timed = [c.pool.runs[idea.name][seed] for seed in seeds]
-        timed_base = [c.pool.runs[c.base.name][seed] for seed in seeds]
-        words = record_in_words(idea.name, sides[idea.name], target, timed, timed_base)
+        runs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
+        pairs = [(runs[0][seed], runs[1][seed]) for seed in c.timed.get(idea.name, [])]
+        words = record_in_words(idea.name, sides[idea.name], target, pairs)
         lines += textwrap.wrap(words, WIDTH)
     return lines
 
@@ -410,14 +435,9 @@ def compare(argv: list[str]) -> int:
     status = 0
     with compare_runs.locked_folder() as lock:
         c = set_up(args, common, lock)
-        fewest = fewest_pairs(len(c.ideas))
-        if args.runs and args.runs < fewest and not args.gate:
-            warning = f"warning: too few to say helps or hurts; use --runs {fewest} or more"
-            print(warning, file=sys.stderr)
         try:
-            make_pairs(c)
-            identical = all(effect.verdict == "identical" for effect in c.effects())
-            if not (args.no_times or args.gate or identical or times_are_in_logs(c)):
+            make_all_runs(c)
+            if steps_to_time(c):
                 measure_times(c)
         except KeyboardInterrupt:
             status = 130

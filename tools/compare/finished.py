@@ -10,6 +10,8 @@ import math
 import textwrap
 from dataclasses import asdict
 
+import numpy as np
+
 from tools.common import LogError, as_json, write_file
 from tools.compare.answer import (
     WIDTH,
@@ -17,17 +19,22 @@ from tools.compare.answer import (
     count_sources,
     end_losses,
     end_times,
+    far_in_words,
     other_steps,
     record_in_words,
     record_table,
-    step_time,
     summary_of,
     target_of,
 )
-from tools.compare.stats import Effect, add_time_ratio, given_slope, welch
+from tools.compare.stats import Effect, add_times, given_slope, look_once
 from tools.logs import Log, read_logs
 from tools.sides import MACHINE, check_sides, judged_in_words
+from tools.turns import log_ratios, turns
 
+OTHER_SESSION = (
+    "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
+    "session. Make runs of both again: ./run.sh compare."
+)
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
 
 
@@ -65,16 +72,19 @@ def machines(base: list[Log], idea: list[Log]) -> tuple[bool, str]:
 
 
 def find_effect(
-    base: list[Log], idea: list[Log], loss_per_100_steps: float | None, timed: bool
+    base: list[Log],
+    idea: list[Log],
+    loss_per_100_steps: float | None,
+    pairs: list[tuple[Log, Log]],
 ) -> Effect:
+    """`pairs` are runs that took turns, if there are any."""
     steps = base[0].end.step or 1
     slope = loss_per_100_steps and given_slope(loss_per_100_steps, steps)
-    effect = welch("idea", end_losses(idea), end_losses(base), slope, (idea[0].end.step or 1) / steps)
-    if timed:
-        log_times = [[math.log(step_time(log)) for log in logs] for logs in (idea, base)]
-        times = welch("times", *log_times)
-        half = times.difference_interval[1] - times.difference
-        add_time_ratio(effect, times.difference, half, slope)
+    own_steps = (idea[0].end.step or 1) / steps
+    effect = look_once("idea", end_losses(idea), end_losses(base), False, slope, own_steps=own_steps)
+    if pairs:
+        step_ratios = np.array(log_ratios(pairs)) - math.log(own_steps)
+        add_times(effect, step_ratios, slope)
     return effect
 
 
@@ -84,6 +94,8 @@ def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[st
         count = count_sources(logs)
         if count > 1:
             facts.append(f"The logs of the {side} have {count} different sources.")
+        losses = end_losses(logs)
+        facts += far_in_words(f"the {side}", losses, [log.name for log in logs])
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
@@ -103,13 +115,16 @@ def compare_finished(args: argparse.Namespace) -> int:
     base, idea = read_sides(args)
     target, assumed = target_of(args.target, base)
     timed, where = machines(base, idea)
-    effect = find_effect(base, idea, args.loss_per_100_steps, timed)
+    pairs = turns(idea, base) if timed else []
+    if timed and not pairs:
+        where += f" {OTHER_SESSION}"
+    effect = find_effect(base, idea, args.loss_per_100_steps, pairs)
     if args.gate:
         print(effect.verdict)
     else:
         lines = []
         if target is not None:
-            record = record_in_words("idea", idea, target, idea if timed else [], base)
+            record = record_in_words("idea", idea, target, pairs)
             lines += textwrap.wrap(record, WIDTH)
         lines += record_table({"base": base, "idea": idea}, target)
         judged = judged_in_words([*base, *idea])

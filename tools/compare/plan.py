@@ -1,9 +1,10 @@
 """
 What compare.py knows so far, and what it runs next.
 
-Runs are planned in chunks of eight seeds, because a process makes eight runs. The first chunk of the
-base and of each idea comes first. Then the base runs with fewer and more steps, to measure what a loss
-is worth in steps. Then come further chunks of the ideas that are still undecided, and of the base.
+Runs are planned in chunks, because a process makes several runs. A chunk of the base comes first, then
+one of each idea that is still undecided, and so on. If the first pairs decide nothing, the base also runs
+with fewer and with more steps, to measure what a loss is worth in steps: only then can an idea be not
+worth it. Otherwise these runs come last, for the answer.
 
 A command makes one run, so its chunks have one. Which variant is first alternates from chunk to chunk, so
 that slow drifts of the machine cancel in the times.
@@ -16,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tools.common import goal, percent_interval, plural, short
-from tools.compare.runs import RUNS_A_PROCESS, Pool, runs_a_process
+from tools.common import percent_interval, plural, short
+from tools.compare.runs import Pool, runs_a_process
 from tools.compare.sources import Variant, log_ratio_of_steps
 from tools.compare.stats import (
     FEWEST_SLOPES,
@@ -27,14 +28,16 @@ from tools.compare.stats import (
     add_times,
     analyse,
     given_slope,
+    goal_in_loss,
+    look_once,
     measure_slope,
-    most_pairs,
     pairs_for,
 )
 
 # Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
 USUAL_SD = 0.005
-USUAL_SLOPE = -0.123
+USUAL_SLOPE = Slope(-0.123, 0.0, 0, 1)
+FIRST_PAIRS = 4  # as many decide whether losses are identical, and whether a slope may be needed
 MOST_SLOPES = 24  # seeds
 UNLIMITED = 1_000_000  # pairs
 
@@ -49,13 +52,14 @@ class Comparison:
     ideas: list[Variant]
     fewer: Variant | None = None  # the base with fewer steps; None if its runs don't measure the slope
     more: Variant | None = None
-    log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> rounds, or timed pairs
+    log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> times, for add_times
     timed: dict[str, list[int]] = field(default_factory=dict)  # idea -> seeds of the timed pairs
     notes: list[str] = field(default_factory=list)
 
-    def until(self) -> float | None:
-        """The gain that matters. With --runs, there is only one look, which excludes no gain."""
-        return None if self.args.runs else self.args.until
+    @property
+    def paired(self) -> bool:
+        """Whether the runs of a pair share a seed."""
+        return not self.args.command or "{seed}" in self.args.command
 
     def losses(self, variant: Variant) -> list[float]:
         """Final losses of the seeds from the first one on, up to the first that is missing."""
@@ -68,11 +72,15 @@ class Comparison:
         logs = list(self.pool.runs[variant.name].values())
         return logs[0].end.step if logs else variant.num_iterations()
 
+    def slopes(self) -> int:
+        """Seeds of the runs with fewer and with more steps."""
+        return min(len(self.losses(self.fewer)), len(self.losses(self.more)))
+
     def slope(self) -> Slope | None:
         if self.args.loss_per_100_steps:
             steps = self.steps(self.base)
             return steps and given_slope(self.args.loss_per_100_steps, steps)
-        if self.fewer is None:
+        if self.fewer is None or self.slopes() < FEWEST_SLOPES:
             return None
         width = log_ratio_of_steps(self.fewer, self.more)
         return measure_slope(self.losses(self.fewer), self.losses(self.more), width)
@@ -82,21 +90,28 @@ class Comparison:
         pairs = list(zip(self.losses(idea), self.losses(self.base)))
         return np.array(pairs[: self.args.runs]).reshape(-1, 2).T
 
-    def effects(self) -> list[Effect]:
-        """The effects of the ideas that have two pairs or more."""
+    def effect(self, idea: Variant) -> Effect | None:
+        """None if it takes more runs to say anything."""
+        pairs = self.pairs(idea)
+        if pairs.shape[1] < 2:
+            return None
         slope = self.slope()
-        found = []
-        for idea in self.ideas:
-            pairs = self.pairs(idea)
-            if pairs.shape[1] < 2:
-                continue
-            own_steps = self.steps(idea) / self.steps(self.base)
-            effect = analyse(idea.name, *pairs, slope, self.until(), len(self.ideas), own_steps)
-            ratios = self.log_ratios.get(idea.name)
-            if ratios:
-                add_times(effect, np.array(ratios), slope)
-            found.append(effect)
-        return found
+        own_steps = self.steps(idea) / self.steps(self.base)
+        if self.args.runs:
+            effect = look_once(idea.name, *pairs, self.paired, slope, len(self.ideas), own_steps)
+            if effect.n < self.args.runs:
+                effect.verdict = "undecided"
+        elif own_steps != 1 and slope is None and slope_runs(self):
+            return None
+        else:
+            effect = analyse(idea.name, *pairs, slope, self.args.until, len(self.ideas), own_steps)
+        if self.log_ratios.get(idea.name):
+            add_times(effect, np.array(self.log_ratios[idea.name]), slope, len(self.ideas))
+        return effect
+
+    def effects(self) -> list[Effect]:
+        """The effects of the ideas that have one."""
+        return [effect for idea in self.ideas if (effect := self.effect(idea))]
 
 
 # -----------------------------------------------------------------------------
@@ -105,53 +120,27 @@ class Comparison:
 
 def undecided(c: Comparison) -> list[Variant]:
     """The ideas that need more runs."""
-    effects = {effect.name: effect for effect in c.effects()}
-    return [
-        idea for idea in c.ideas if c.pairs(idea).shape[1] < pairs_at_most(c, effects.get(idea.name))
-    ]
-
-
-def pairs_at_most(c: Comparison, effect: Effect | None) -> int:
-    """How many pairs an idea with this effect gets."""
-    if c.args.runs:
-        return c.args.runs
-    if effect is None:
-        return 2
-    if effect.verdict == "identical":
-        return RUNS_A_PROCESS
-    if effect.verdict != "undecided":
-        return 0
-    if not has_goal(c):
-        return UNLIMITED
-    return most_pairs(goal_in_loss(c), max(effect.sd, 1e-6), len(c.ideas))
-
-
-def has_goal(c: Comparison) -> bool:
-    """False if nothing turns --until into a loss. Then there is no maximum number of pairs."""
-    return bool(c.args.runs or c.args.loss_per_100_steps or c.fewer)
-
-
-def goal_in_loss(c: Comparison) -> float:
-    """The loss that --until is worth."""
-    slope = c.slope()
-    return abs(slope.value if slope else USUAL_SLOPE) * -np.log1p(-c.args.until)
-
-
-def pairs_expected(c: Comparison) -> int:
-    """About how many pairs it takes, whether the idea does nothing or is worth --until."""
-    sds = [effect.sd for effect in c.effects() if effect.n >= RUNS_A_PROCESS]
-    sd = max([*sds, 1e-6]) if sds else USUAL_SD
-    return c.args.runs or pairs_for(goal_in_loss(c), sd, len(c.ideas))
+    waiting = []
+    for idea in c.ideas:
+        if c.args.runs:
+            needed = c.pairs(idea).shape[1] < c.args.runs
+        else:
+            effect = c.effect(idea)
+            identical = effect and effect.verdict == "identical"
+            few = c.pairs(idea).shape[1] < FIRST_PAIRS
+            needed = effect is None or effect.verdict == "undecided" or (identical and few)
+        if needed:
+            waiting.append(idea)
+    return waiting
 
 
 def slope_runs(c: Comparison) -> list[tuple[Variant, range]]:
-    """The runs of the base with fewer and with more steps that the slope needs."""
-    if c.fewer is None:
+    """The runs of the base with fewer and with more steps that the slope still needs. With --runs, none."""
+    if c.fewer is None or c.args.runs:
         return []
-    n = min(len(c.losses(c.fewer)), len(c.losses(c.more)))
+    n = c.slopes()
     slope = c.slope()
-    precise = slope is not None and slope.error <= LARGEST_SLOPE_ERROR
-    if n >= MOST_SLOPES or (n >= FEWEST_SLOPES and precise):
+    if n >= MOST_SLOPES or (slope is not None and slope.error <= LARGEST_SLOPE_ERROR):
         return []
     wanted = n - n % FEWEST_SLOPES + FEWEST_SLOPES  # some of them may be under way
     seeds = range(c.args.seed, c.args.seed + wanted)
@@ -159,67 +148,94 @@ def slope_runs(c: Comparison) -> list[tuple[Variant, range]]:
 
 
 def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
-    """What to run next, in this order. Some of these runs may be there, or under way."""
+    """What to run next to decide, in this order. Some of these runs may be there, or under way."""
     waiting = undecided(c)
-    if not waiting and not c.args.runs:
+    if not waiting:
         return
     first = c.args.seed
     last = first + (c.args.runs or UNLIMITED)
-    done = min((c.pairs(idea).shape[1] for idea in waiting), default=0)
+    done = min(c.pairs(idea).shape[1] for idea in waiting)
+    if done >= FIRST_PAIRS or any(c.steps(idea) != c.steps(c.base) for idea in waiting):
+        yield from slope_runs(c)
     size = runs_a_process(c.base)
-    chunk = first + done - done % size
+    chunk = (first + done) // size
     # At most one chunk ahead of the one that isn't complete
-    for start in (chunk, chunk + size):
-        if start >= first + RUNS_A_PROCESS:
-            yield from slope_runs(c)
+    for number in (chunk, chunk + 1):
         variants = [c.base, *waiting]
-        if size == 1 and start % 2:  # each variant of a command is as often first as last
+        if number % 2:  # each variant is as often first as last
             variants.reverse()
         for variant in variants:
-            yield variant, range(start, min(start + size, last))
-    yield from slope_runs(c)
+            yield variant, range(max(first, number * size), min((number + 1) * size, last))
+
+
+def answer_needs_slope(c: Comparison) -> bool:
+    """To say what a difference in loss is worth in steps."""
+    return not c.args.gate and any(effect.verdict in ("helps", "hurts") for effect in c.effects())
 
 
 # -----------------------------------------------------------------------------
 # In words
 
 
-def runs_to_make(c: Comparison) -> int:
-    """About how many are missing."""
-    waiting = undecided(c)
-    if not waiting:
-        return 0
-    expected = pairs_expected(c)
-    wanted = [(variant, expected) for variant in [c.base, *waiting]]
-    if c.fewer:
-        wanted += [(c.fewer, FEWEST_SLOPES), (c.more, FEWEST_SLOPES)]
-    return sum(max(0, runs - len(c.losses(variant))) for variant, runs in wanted)
+def goal_if_known(c: Comparison) -> float | None:
+    """The loss that --until is worth, about; None if nothing turns losses into steps."""
+    if c.fewer is None and not c.args.loss_per_100_steps:
+        return None
+    return goal_in_loss(c.slope() or USUAL_SLOPE, c.args.until)
+
+
+def pairs_expected(c: Comparison, idea: Variant) -> int:
+    """About how many pairs it takes in all, if the losses go on like this, or if the idea does nothing."""
+    if c.args.runs:
+        return c.args.runs
+    mean, sd = 0.0, USUAL_SD
+    effect = c.effect(idea)
+    if effect is not None and effect.n >= FIRST_PAIRS:
+        mean, sd = effect.difference, max(effect.sd, 1e-6)
+    return max(c.pairs(idea).shape[1] + 1, pairs_for(mean, sd, goal_if_known(c), len(c.ideas)))
+
+
+def runs_left(c: Comparison) -> int:
+    """About how many runs are missing, those for the slope included."""
+    wanted = list(slope_runs(c)) if undecided(c) or answer_needs_slope(c) else []
+    expected = {idea.name: pairs_expected(c, idea) for idea in undecided(c)}
+    wanted += [(idea, range(expected[idea.name])) for idea in undecided(c)]
+    wanted.append((c.base, range(max(expected.values(), default=0))))
+    return sum(max(0, len(seeds) - len(c.losses(variant))) for variant, seeds in wanted)
 
 
 def plan_in_words(c: Comparison) -> str:
     """What is to come, before the first run."""
-    expected = pairs_expected(c)
     kept = sum(len(logs) for logs in c.pool.runs.values())
-    if not has_goal(c):
-        return f"pairs of runs until the loss is clearly lower or higher, or Ctrl-C: {kept} runs kept"
-    words = f"about {expected} pairs show a saving of {goal(c.args.until)}"
     if c.args.runs:
-        words = f"{expected} pairs"
-    return f"{words}: {plural(runs_to_make(c), 'run')} to make, {kept} kept"
+        return f"{plural(c.args.runs, 'pair')}: {plural(runs_left(c), 'run')} to make, {kept} kept"
+    if goal_if_known(c) is None:
+        return f"pairs of runs until the loss is clearly lower or higher, or Ctrl-C: {kept} runs kept"
+    expected = max(pairs_expected(c, idea) for idea in c.ideas)
+    words = f"about {expected} pairs if the idea does nothing"
+    return f"{words}: {plural(runs_left(c), 'run')}, {kept} kept"
 
 
-def progress(c: Comparison) -> str:
-    """The idea with the fewest pairs of those that are still undecided, and the time."""
-    left = c.pool.time_left(runs_to_make(c))
-    of = f" of about {pairs_expected(c)}"
-    if not has_goal(c):
+def progress(c: Comparison, steps_to_time: int) -> str:
+    """The idea with the fewest pairs of those that are still undecided, and what is left of everything.
+    `steps_to_time` are those that will be timed after the runs."""
+    runs = runs_left(c)
+    times = ", times" if steps_to_time else ""
+    whole = runs + round(steps_to_time / (c.steps(c.base) or steps_to_time or 1))
+    left = f"{c.pool.time_left(whole)} ({plural(runs, 'run')}{times})"
+    waiting = undecided(c)
+    if not waiting:
+        return f"what a step is worth: {left}"
+    idea = min(waiting, key=lambda idea: c.pairs(idea).shape[1])
+    n = c.pairs(idea).shape[1]
+    of = f" of about {pairs_expected(c, idea)}"
+    if goal_if_known(c) is None and not c.args.runs:
         left = f"{c.pool.minutes() / 60:.1f} h so far"
         of = ""
-    effects = [effect for effect in c.effects() if effect.verdict == "undecided"]
-    if not effects:
-        return f"{plural(c.pool.made, 'run')} made, {left}"
-    effect = min(effects, key=lambda effect: effect.n)
-    number = f"loss {effect.difference:+.4f}"
-    if effect.steps is not None and effect.has_interval():
-        number = f"steps {percent_interval(effect.steps_interval)}"
-    return f"{short(effect.name, 14)}: {effect.n}{of} pairs, {number}, {left}"
+    effect = c.effect(idea)
+    number = "no pairs yet"
+    if effect is not None:
+        number = f"loss {effect.difference:+.4f}"
+        if effect.steps is not None and effect.has_interval():
+            number = f"steps {percent_interval(effect.steps_interval)}"
+    return f"{short(idea.name, 14)}: {n}{of} pairs, {number}, {left}"

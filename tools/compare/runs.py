@@ -54,7 +54,7 @@ from tools.sides import not_whole
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
-RUNS_A_PROCESS = 8
+RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
 WATCH = Path(__file__).resolve().parent / "watch"
 
 
@@ -276,6 +276,16 @@ def why_again(pool: Pool) -> str:
     return ""
 
 
+def add_variants(pool: Pool, variants: list[Variant]) -> None:
+    """Links their data, and finds their kept runs. Raises UsageError."""
+    for variant in variants:
+        if variant.command:
+            check_options(variant)
+        link_data(variant.folder / "data", variant.origin / "data")
+        pool.identities[variant.name] = identity(variant, pool.facts)
+        pool.runs[variant.name] = kept_runs(pool, variant)
+
+
 def open_pool(
     variants: list[Variant],
     lock: int,
@@ -293,18 +303,13 @@ def open_pool(
     for variant in variants:
         if "train_files" in (variant.settings or {}):
             launch.get_data(sys.executable, variant.settings)
-        if variant.command:
-            check_options(variant)
-        link_data(variant.folder / "data", variant.origin / "data")
     if on_gpu(variants) or processes > 1:
         jobs = 1
     jobs = jobs or (1 if are_commands(variants) else usable_cores())
     threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
     facts = machine_facts(variants, threads, processes)
     pool = Pool(facts, jobs, lock, stops_early, metric)
-    for variant in variants:
-        pool.identities[variant.name] = identity(variant, facts)
-        pool.runs[variant.name] = kept_runs(pool, variant)
+    add_variants(pool, variants)
     check_compiled(pool)
     return pool
 
@@ -344,8 +349,9 @@ def keep_log(pool: Pool, task: Task, log: Log) -> None:
     seed = task.seeds.pop(0)
     folder = pool.folder(task.variant)
     folder.mkdir(parents=True, exist_ok=True)
-    facts = json.dumps(pool.identities[task.variant.name], indent=1)
-    write_file(folder / "facts.json", facts.encode())
+    if not (folder / "facts.json").exists():
+        facts = json.dumps(pool.identities[task.variant.name], indent=1)
+        write_file(folder / "facts.json", facts.encode())
     log.path = log.path.replace(folder / f"seed{seed}.txt")
     pool.runs[task.variant.name][seed] = log
     pool.new.add((task.variant.name, seed))

@@ -238,6 +238,7 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
             patch = without_windows(file.read_bytes())
             git("apply", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
         except UsageError as e:
+            shutil.rmtree(copy)  # otherwise it would be found as the changed one
             raise UsageError(f"the patch doesn't apply ({e})") from None
     return copy
 
@@ -341,6 +342,17 @@ def split_source(text: str) -> tuple[str, str, list[str]]:
     if words[0].startswith("--"):
         return name, "", words
     return name, words[0], words[1:]
+
+
+def start(texts: list[str], command: str, recipe: str, scratch: Path) -> Variant:
+    """Where read_variant begins: the working tree without the files that these sources name, or a command
+    without a folder. Raises UsageError."""
+    named = [Path(split_source(text)[1]) for text in texts]
+    leave_out = [path.resolve() for path in named if path.is_file()]
+    if command:
+        return Variant("none", scratch / "none", "", [], command=command, leave_out=leave_out)
+    script = f"recipes/{recipe}.py" if recipe else "train_gpt.py"
+    return Variant("worktree", copy_tree(scratch, None, leave_out), script, [])
 
 
 def read_variant(text: str, base: Variant, common: list[str]) -> Variant:

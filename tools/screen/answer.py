@@ -1,254 +1,131 @@
 """The answer of screen.py: as a table, as JSON and as a plot."""
 
-import math
-import statistics
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tools.common import goal, percent, percent_interval, plural, short, table
-from tools.compare.answer import slope_in_words
-from tools.compare.stats import Slope
-from tools.screen.blocks import Block, Factor
-from tools.screen.design import (
-    Contrast,
-    Fit,
-    make_design,
-    pairs_of_group,
-    verdict,
-)
+from tools.common import as_json, plural, short, table
+from tools.screen.design import Design, Effect, find_effect
 
 WIDTH = 80
-FAR = 3  # see warning_in_words
 
 
 @dataclass
 class Result:
-    """Blocks that belong together, and what they say."""
+    """The blocks of a screen, and what they say."""
 
-    factors: list[Factor]
-    blocks: list[Block]
-    fit: Fit
-    slope: Slope | None
+    names: list[str]  # of the parts
+    design: Design
+    losses: np.ndarray  # float64 (blocks, combinations)
     until: float
+    machine: str
 
-    def verdict(self, index: int) -> str:
-        return verdict(self.fit.factors[index], self.until, self.factors[index].is_switch)
+    def effects(self) -> list[Effect]:
+        """Of the parts. Needs a block."""
+        contrasts = self.design.contrasts
+        return [find_effect(self.losses, c, self.until, len(contrasts)) for c in contrasts]
 
-    def by_size(self) -> list[int]:
-        """Indices of the factors, the largest effect first."""
-        contrasts = self.fit.factors
-        return sorted(range(len(contrasts)), key=lambda i: -abs(contrasts[i].difference))
-
-    def mean_loss(self) -> float:
-        """Of all configurations."""
-        return statistics.mean(loss for block in self.blocks for loss in block.losses)
-
-    def base_loss(self) -> float:
-        """Halfway between the base's runs with fewer and with more steps: the loss is close to linear
-        in log(steps), and both are the same factor away from the base's steps."""
-        return statistics.mean((block.fewer + block.more) / 2 for block in self.blocks)
+    def interactions(self) -> list[tuple[list[str], Effect]]:
+        """The groups of pairs that clearly act together: the names of their pairs, and the effect."""
+        found = []
+        groups = self.design.groups
+        for group in groups:
+            effect = find_effect(self.losses, group.contrast, self.until, len(groups))
+            if abs(effect.difference) > effect.half_width:
+                pairs = [f"{self.names[i]} x {self.names[j]}" for i, j in group.pairs]
+                found.append((pairs, effect))
+        return found
 
 
 # -----------------------------------------------------------------------------
 # Words
 
 
-def side(options: str) -> str:
-    """The value of the first option. Two dots stand for those of more options."""
-    values = [word for word in options.split() if not word.startswith("--")]
-    return f"{values[0]}.." if len(values) > 1 else " ".join(values)
+def bounds_in_words(effect: Effect) -> str:
+    """Of the loss without the part."""
+    low = -effect.difference - effect.half_width
+    high = -effect.difference + effect.half_width
+    return f"({low:+.4f} to {high:+.4f})" if np.isfinite(low) else "(no interval yet)"
 
 
-def low_and_high(factor: Factor) -> tuple[str, str]:
-    """What is compared, without the names of the options."""
-    return ("off", "on") if factor.is_switch else (side(factor.low), side(factor.high))
+def table_of_parts(result: Result) -> list[str]:
+    """A line a part, the most needed one first."""
+    rows = [("part", "without it", "99% interval", "answer")]
+    for effect, name in sorted(
+        zip(result.effects(), result.names), key=lambda pair: pair[0].difference
+    ):
+        without = f"{-effect.difference:+.4f}"
+        rows.append((short(name, 30), without, bounds_in_words(effect), effect.verdict))
+    return table(rows, "<><<")
 
 
-def label(factor: Factor) -> str:
-    return factor.name if factor.is_switch else f"{factor.name} ({', '.join(low_and_high(factor))})"
-
-
-def table_of_factors(result: Result) -> list[str]:
-    rows = [("factor", "low, high", "loss", "steps", "interval", "verdict")]
-    for index in result.by_size():
-        factor = result.factors[index]
-        contrast = result.fit.factors[index]
-        bounds = contrast.steps_interval
-        row = (
-            short(factor.name, 20),
-            short(", ".join(low_and_high(factor)), 14),
-            f"{contrast.difference:+.4f}",
-            percent(contrast.steps),
-            percent_interval(bounds) if bounds else "-",
-            result.verdict(index),
-        )
-        rows.append(row)
-    return table(rows, "<<>>><")
-
-
-def group_in_words(result: Result, group: int) -> list[str]:
-    """What an interaction may be."""
-    factors = result.factors
-    contrast = result.fit.groups[group - 1]
-    pairs = pairs_of_group(group, len(factors))
-    if not pairs:
-        return []
-    names = ", ".join(f"{factors[i].name} x {factors[j].name}" for i, j in pairs)
-    words = "Two factors interact" if len(pairs) == 1 else "At least one of these pairs interacts"
-    words += f": {names}. The effect is {contrast.difference:+.4f}, too large to be chance."
-    if len(pairs) > 1:
-        words += " A screen with the factors in another order leaves fewer of them together."
-    return textwrap.wrap(words, WIDTH)
-
-
-def shared_sides(result: Result, configurations: list[int]) -> list[str]:
-    """The factors that have the same side in all of these configurations, with that side."""
-    shared = []
-    for factor, column in zip(result.factors, make_design(len(result.factors)).T):
-        found = set(column[configurations])
-        if len(found) == 1:
-            shared.append(f"{factor.name} {low_and_high(factor)[found == {1}]}")
-    return shared
-
-
-def warning_in_words(result: Result) -> str:
-    """Names configurations that hardly learn, and the sides that all of them have. "" if there are none.
-
-    Their loss is more than FAR times as far above the middle, the median, as the best one is below it.
-    Effects are differences of means, so one such loss moves all of them."""
-    losses = np.mean([block.losses for block in result.blocks], axis=0)
-    middle = np.median(losses)
-    far = np.flatnonzero(losses > middle + FAR * (middle - losses.min())).tolist()
-    if not far:
-        return ""
-    numbers = ", ".join(f"{number} ({losses[number]:.4f})" for number in far)
-    words = f"Warning: {plural(len(far), 'configuration')} of {len(losses)} ended far above the median loss "
-    words += f"of {middle:.4f}, and may dominate the table: {numbers}."
-    shared = shared_sides(result, far)
-    if shared and len(far) > 1:
-        words += f" All of them have {', '.join(shared)}."
-    return words + " Consider a screen with smaller changes."
+def interaction_in_words(pairs: list[str], effect: Effect) -> str:
+    better = "more" if effect.difference < 0 else "less"
+    if len(pairs) == 1:
+        return f"{pairs[0]}: together they do {better} than the sum of both ({effect.difference:+.4f})."
+    return f"At least one of these pairs does {better} together than alone: {', '.join(pairs)}."
 
 
 def facts_in_words(result: Result) -> str:
-    blocks = result.blocks
-    machines = sorted(
-        {f"{block.machine}, {plural(block.threads, 'thread')} per run" for block in blocks}
+    blocks, combinations = result.losses.shape
+    means = result.losses.mean(axis=0)
+    every = f"The loss with all parts is {means[0]:.4f}, with none {means[-1]:.4f}."
+    runs = f"{plural(blocks, 'block')} of {combinations} combinations."
+    average = (
+        "Without it: how much higher the loss is then, a mean over combinations of the other parts."
     )
-    steps = "Steps: how many more or fewer it takes to reach the same loss"
-    words = f"Loss: high minus low. {steps} with high than with low. "
-    if all(factor.is_switch for factor in result.factors):
-        words = f"Loss: with the idea minus without it. {steps} with the idea than without it. "
-    if len(blocks) > 1:
-        words += f"Intervals have 99% confidence for all {len(result.factors)} factors together. "
-        words += f"Standard deviation of a run: {result.fit.sd:.4f}. "
-    else:
-        words += "Intervals need two blocks. "
-    if not any(factor.is_switch for factor in result.factors):
-        words += (
-            f"The mean loss of all configurations is {result.mean_loss():.4f}. That of the base is "
-        )
-        words += (
-            f"about {result.base_loss():.4f}, estimated from its runs with fewer and with more steps. "
-        )
-        words += "If the base's is lower, the best values may lie between low and high. "
-    words += slope_in_words(result.slope)
-    return f"{words} Runs on {'; '.join(machines)}."
+    if not result.design.groups and len(result.names) > 1:
+        average = "Without it: how much higher the loss of the whole is then."
+    together = "Intervals hold for all parts together, however often you look."
+    barnacle = f"Barnacle: we are 95% sure that the part is worth less than {result.until:g}."
+    return " ".join([every, runs, average, together, barnacle, result.machine])
 
 
-def answer(name: str, result: Result, current: bool) -> list[str]:
-    """Lines of 80 columns. `current`: the blocks are of the source and the settings as they are now."""
-    blocks = result.blocks
-    seeds = ", ".join(str(block.seed) for block in blocks)
-    word = "seed" if len(blocks) == 1 else "seeds"
-    title = f"{name}: {plural(len(blocks), 'block')} of 32 runs, {word} {seeds}, {blocks[0].dtype}, "
-    title += f"PyTorch {blocks[0].torch}"
-    if not current:
-        title += ", made with another source or other settings than today's"
-    lines = [*textwrap.wrap(title, WIDTH), "", *table_of_factors(result), ""]
-    for group, contrast in enumerate(result.fit.groups, start=1):
-        if contrast.found:
-            lines += group_in_words(result, group)
-    lines += textwrap.wrap(warning_in_words(result), WIDTH)
-    return lines + textwrap.wrap(facts_in_words(result), WIDTH)
+def answer(result: Result) -> list[str]:
+    """Lines of 80 columns."""
+    if not len(result.losses):
+        return ["Too early for an answer: no block is finished yet."]
+    lines = table_of_parts(result)
+    for pairs, effect in result.interactions():
+        lines += textwrap.wrap(interaction_in_words(pairs, effect), WIDTH)
+    return [*lines, "", *textwrap.wrap(facts_in_words(result), WIDTH)]
 
 
-# -----------------------------------------------------------------------------
-# JSON
-
-
-def contrast_as_json(contrast: Contrast) -> dict:
-    return {**asdict(contrast), "found": contrast.found}
-
-
-def result_as_json(result: Result) -> dict:
-    factors = result.factors
-    rows = []
-    for index, contrast in enumerate(result.fit.factors):
-        row = {**asdict(factors[index]), **contrast_as_json(contrast), "verdict": result.verdict(index)}
-        rows.append(row)
-    groups = []
-    for group, contrast in enumerate(result.fit.groups, start=1):
-        pairs = pairs_of_group(group, len(factors))
-        names = [[factors[i].name, factors[j].name] for i, j in pairs]
-        groups.append({"pairs": names, **contrast_as_json(contrast)})
-    blocks = result.blocks
-    return {
-        "dtype": blocks[0].dtype,
-        "torch": blocks[0].torch,
-        "machines": sorted({block.machine for block in blocks}),
-        "seeds": [block.seed for block in blocks],
-        "until": result.until,
-        "sd": result.fit.sd,
-        "mean_loss": result.mean_loss(),
-        "base_loss": result.base_loss(),
-        "slope": result.slope and asdict(result.slope),
-        "factors": rows,
-        "groups": groups,
-    }
+def answer_as_json(result: Result) -> bytes:
+    losses = result.losses.tolist()
+    parts = [
+        {"name": name, **asdict(e)} for name, e in zip(result.names, result.effects() if losses else [])
+    ]
+    groups = [{"pairs": pairs, **asdict(effect)} for pairs, effect in result.interactions() if losses]
+    rows = result.design.rows.tolist()
+    return as_json(
+        dict(until=result.until, parts=parts, interactions=groups, combinations=rows, losses=losses)
+    )
 
 
 # -----------------------------------------------------------------------------
 # Plot
 
 
-def draw_effect(ax, row: int, contrast: Contrast, in_steps: bool) -> None:
-    """The effect with its interval: in percent of the steps, or in loss."""
-    color = "0.45"
-    if contrast.found:
-        color = "tab:green" if contrast.difference < 0 else "tab:red"
-    center = 100 * contrast.steps if in_steps else contrast.difference
-    ax.plot([center], [row], "o", color=color, markersize=5)
-    if math.isfinite(contrast.half_width):
-        bounds = [contrast.difference - contrast.half_width, contrast.difference + contrast.half_width]
-        if in_steps:
-            bounds = [100 * bound for bound in contrast.steps_interval]
-        ax.plot(bounds, [row, row], color=color, linewidth=2)
-
-
-def plot_result(name: str, result: Result, path: Path) -> None:
-    """Draws the factors' effects with their intervals, the largest at the top. Raises FileError."""
+def plot_effects(result: Result, path: Path) -> None:
+    """Draws the loss without each part with its interval, the most needed one at the top. Raises
+    FileError."""
     from tools.figures import plt, save_figure  # slow to import, and only needed here
 
-    figure, ax = plt.subplots(figsize=(8, 1.4 + 0.35 * len(result.factors)))
-    in_steps = result.slope is not None
-    order = result.by_size()
-    for row, index in enumerate(order):
-        draw_effect(ax, row, result.fit.factors[index], in_steps)
-    ax.set_yticks(range(len(order)), [short(label(result.factors[i]), 40) for i in order])
-    ax.set_ylim(len(order) - 0.5, -0.5)
+    colors = {"needed": "tab:green", "hurts": "tab:red", "barnacle": "tab:orange", "undecided": "0.45"}
+    pairs = sorted(zip(result.effects(), result.names), key=lambda pair: pair[0].difference)
+    figure, ax = plt.subplots(figsize=(8, 1.6 + 0.35 * len(pairs)))
+    for row, (effect, _) in enumerate(pairs):
+        error = effect.half_width if np.isfinite(effect.half_width) else 0
+        color = colors[effect.verdict]
+        ax.errorbar(-effect.difference, row, xerr=error, fmt="o", color=color, linewidth=2)
+    ax.set_yticks(range(len(pairs)), [f"{short(name, 40)}: {e.verdict}" for e, name in pairs])
+    ax.set_ylim(len(pairs) - 0.5, -0.5)
     ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
-    low, high = ("off", "on") if all(f.is_switch for f in result.factors) else ("low", "high")
-    ax.set_xlabel(f"loss, {high} minus {low}")
-    if in_steps:
-        worth = 100 * result.until
-        ax.axvspan(-worth, worth, color="0.9", zorder=0, label=f"less than {goal(result.until)}")
-        ax.legend(fontsize=9)
-        ax.set_xlabel(
-            f"steps to the same loss, {high} against {low}, %, with 99% intervals\n(left: {high} is better)"
-        )
-    ax.set_title(f"{name}, {plural(len(result.blocks), 'block')}", fontsize=10)
+    ax.axvspan(-result.until, result.until, color="0.9", zorder=0, label=f"less than {result.until:g}")
+    ax.set_xlabel("loss without the part, minus the loss with it, with 99% intervals")
+    ax.legend(fontsize=9)
+    ax.set_title(f"{plural(len(result.losses), 'block')}", fontsize=10)
     save_figure(figure, path)

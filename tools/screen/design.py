@@ -1,150 +1,126 @@
 """
-The design and the statistics of screen.py: up to 16 factors in 32 configurations.
+Which combinations of parts a screen trains, and what their losses say about each part.
 
-The design is the Hadamard matrix of order 16 above its negative (a fold-over). All columns are
-orthogonal, so each factor's effect is the mean loss of 16 configurations minus that of the other 16.
-No pair of factors that act together changes it. The pairs themselves can't be told apart: they are
-aliased in 15 groups of up to eight, and only each group's sum is measured. See Box, Hunter and Hunter,
-"Statistics for Experimenters" (2005), chapter 6.
+In the factorial design, each part is in half of the combinations, and each run counts for every part.
+It is the Hadamard matrix of the smallest order that has a column for each part, above its negative (a
+fold-over). All columns are orthogonal, so the effect of a part is the mean loss of one half minus that
+of the other. No pair of parts that act together changes it. Some pairs can't be told apart: only the
+sum of such a group is measured. See Box, Hunter and Hunter, "Statistics for Experimenters" (2005),
+chapter 6. Where parts can't be combined like this, each of them is left out of the whole once.
 
-A block is one seed in all configurations. The fit has an effect for each block, factor and group. What
-is left is noise. Intervals are anytime-valid, as in tools/compare/stats.py, for contrasts of a linear model:
-Lindon et al., "Anytime-Valid Linear Models and Regression Adjusted Causal Inference in Randomized
-Experiments" (2022, https://arxiv.org/abs/2210.08589). So you may look after every block.
+A block is one seed in all combinations. The fit has a mean for each block and for each combination;
+what is left is noise. Evidence and intervals are those of tools/compare/stats.py, for contrasts of a
+linear model: Lindon et al., "Anytime-Valid Linear Models and Regression Adjusted Causal Inference in
+Randomized Experiments" (2022, https://arxiv.org/abs/2210.08589). So you may look after every block.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.linalg import hadamard
 
-from tools.compare.stats import (
-    P_VALUE,
-    Bounds,
-    Slope,
-    log_steps,
-    relative,
-    relative_interval,
-    widest_ratio,
-)
+from tools.compare.stats import P_VALUE, P_WORTHLESS, half_width, log_evidence, rounding
 
-FEWEST_FACTORS = 5  # with fewer, configurations repeat
-MOST_FACTORS = 16
-CONFIGURATIONS = 2 * MOST_FACTORS
-GROUPS = MOST_FACTORS - 1
-# The column of the Hadamard matrix for each factor. With this order, five factors already make 32
-# different configurations, and pairs of up to six factors are all in different groups.
+MOST_PARTS = 16
+# Columns of the Hadamard matrix, in the order of use
 COLUMNS = (0, 1, 2, 4, 8, 15, 7, 11, 13, 14, 3, 5, 6, 9, 10, 12)
 
 
 @dataclass
-class Contrast:
-    """The effect of a factor or of a group of pairs: high minus low, in nats per token."""
+class Group:
+    """Pairs of parts whose interactions can't be told apart."""
 
-    difference: float
-    half_width: float  # of the interval; infinite with one block
-    steps: float | None = None  # -0.04: with the high side, the same loss takes 4% fewer steps
-    steps_interval: Bounds | None = None
-
-    @property
-    def found(self) -> bool:
-        """Is it larger than chance allows?"""
-        return abs(self.difference) > self.half_width
+    pairs: list[tuple[int, int]]
+    contrast: np.ndarray  # as in Design
 
 
 @dataclass
-class Fit:
-    factors: list[Contrast]
-    groups: list[Contrast]  # group k is at index k - 1
-    sd: float  # of a run's loss around the fit; nan with one block
-    freedom: int  # degrees of freedom of sd; 0 with one block
+class Design:
+    """C combinations of P parts. The first one has all parts, and the last one none."""
+
+    rows: np.ndarray  # bool (C, P): the parts that a combination has
+    contrasts: np.ndarray  # float64 (P, C): times the mean losses, they are the effects of the parts
+    groups: list[Group] = field(default_factory=list)
+
+
+def factorial(parts: int) -> Design:
+    """At least two combinations, and at most four times as many as parts."""
+    order = 1
+    while order < parts:
+        order *= 2
+    columns = [column for column in COLUMNS if column < order][:parts]
+    half = hadamard(order)[:, columns]
+    signs = np.concatenate([half, -half[::-1]])  # reversed, so that the last one has no part
+    groups = {}
+    for i, j in itertools.combinations(range(parts), 2):
+        column = signs[:, i] * signs[:, j]
+        groups.setdefault(tuple(column), Group([], column / order)).pairs.append((i, j))
+    return Design(signs > 0, signs.T / order, list(groups.values()))
+
+
+def leave_one_out(parts: int) -> Design:
+    """The whole, the whole without each part, and no part at all."""
+    whole = np.ones((1, parts))
+    rows = np.concatenate([whole, 1 - np.eye(parts), 0 * whole])
+    contrasts = np.concatenate([whole.T, -np.eye(parts), 0 * whole.T], axis=1)
+    return Design(rows > 0, contrasts)
 
 
 # -----------------------------------------------------------------------------
-# Design
+# Effects
 
 
-def make_design(factors: int) -> np.ndarray:
-    """Returns -1 (low) or +1 (high) for each configuration and factor, shape (32, factors)."""
-    columns = hadamard(MOST_FACTORS)[:, COLUMNS[:factors]]
-    return np.concatenate([columns, -columns])
+@dataclass
+class Effect:
+    """Of a part, or of an interaction: with it minus without it, in units of the metric."""
+
+    difference: float
+    half_width: (
+        float  # of the 99% interval for all effects of its kind together; infinite with one block
+    )
+    verdict: str = "undecided"
 
 
-def group_columns() -> np.ndarray:
-    """Returns the product of the two factors of a pair, shape (32, 15): column k - 1 is group k's."""
-    columns = hadamard(MOST_FACTORS)[:, 1:]
-    return np.concatenate([columns, columns])
-
-
-def pairs_of_group(group: int, factors: int) -> list[tuple[int, int]]:
-    """The pairs whose product is this group's column: columns a and b of the Hadamard matrix multiply to
-    column a XOR b."""
-    pairs = itertools.combinations(range(factors), 2)
-    return [(i, j) for i, j in pairs if COLUMNS[i] ^ COLUMNS[j] == group]
-
-
-# -----------------------------------------------------------------------------
-# Fit
-
-
-def interval_half_width(sd: float, freedom: int, runs: int, contrasts: int) -> float:
-    """Half of the interval of one of `contrasts` contrasts that are judged together.
-
-    `sd` is the standard deviation of a run's loss, with `freedom` degrees of freedom. A contrast is the
-    mean of half of the `runs` minus that of the other half.
-    """
-    weight = runs / 4  # the variance of a contrast is sd^2 / weight
-    t_squared = freedom * widest_ratio(contrasts / P_VALUE, weight, freedom)
-    return sd * math.sqrt(t_squared / weight)
-
-
-def fit(losses: np.ndarray, factors: int) -> Fit:
-    """Fits losses of shape (blocks, 32) by least squares.
-
-    The columns of the model are orthogonal, so each effect is a difference of two means.
-    """
-    blocks = len(losses)
+def fit(losses: np.ndarray, contrast: np.ndarray) -> dict[str, float]:
+    """What losses (blocks, C) say about a contrast (C,), by least squares. Returns log_evidence's arguments."""
+    blocks, combinations = losses.shape
     means = losses.mean(axis=0)
-    differences = means @ make_design(factors) / MOST_FACTORS
-    group_differences = means @ group_columns() / MOST_FACTORS
-    sd = math.nan
-    half = group_half = math.inf
-    freedom = (blocks - 1) * (CONFIGURATIONS - 1)
-    if blocks > 1:
-        noise = losses - losses.mean(axis=1, keepdims=True) - means + means.mean()
-        sd = math.sqrt((noise**2).sum() / freedom)
-        half = interval_half_width(sd, freedom, losses.size, factors)
-        group_half = interval_half_width(sd, freedom, losses.size, GROUPS)
-    return Fit(
-        factors=[Contrast(float(d), half) for d in differences],
-        groups=[Contrast(float(d), group_half) for d in group_differences],
-        sd=sd,
-        freedom=freedom,
+    noise = losses - losses.mean(axis=1, keepdims=True) - means + means.mean()
+    return dict(
+        mean=float(contrast @ means),
+        squares=float((noise**2).sum()) + losses.size * rounding(losses.flat) ** 2 / 12,
+        weight=blocks / float(contrast @ contrast),  # the variance of a run over that of the mean
+        n=(blocks - 1) * (combinations - 1) + 1,
     )
 
 
-def add_steps(contrast: Contrast, slope: Slope) -> None:
-    """Fills in what the contrast is worth in steps to the same loss."""
-    center, half = log_steps(contrast.difference, contrast.half_width, slope)
-    contrast.steps = relative(center)
-    if math.isfinite(half):
-        contrast.steps_interval = relative_interval(center, half)
+def evidence(found: dict[str, float], above: float = 0.0, sign: int = 1) -> float:
+    """log(e-value) for an effect above this one; with sign -1, for one below its negative."""
+    return log_evidence(**found | dict(mean=sign * found["mean"] - above))
 
 
-def verdict(contrast: Contrast, until: float, is_switch: bool) -> str:
-    """One of "helps", "hurts", "not worth it" and "undecided" for a switch, which is off or on. For other
-    factors "high is better", "low is better", "no difference" and "undecided"."""
-    if contrast.found:
-        if contrast.difference < 0:
-            return "helps" if is_switch else "high is better"
-        return "hurts" if is_switch else "low is better"
-    if contrast.steps_interval is None:
-        return "undecided"
-    low, high = contrast.steps_interval
-    if is_switch and low > -until:
-        return "not worth it"
-    if not is_switch and -until < low and high < until:
-        return "no difference"
+def find_verdict(fits: list[dict[str, float]], goal: float, count: int) -> str:
+    """The first verdict about one of `count` parts that stands after a block. `goal` is a loss."""
+    sure = math.log(count / P_VALUE)
+    rather_sure = math.log(count / P_WORTHLESS)
+    for found in fits:
+        if evidence(found, sign=-1) >= sure:
+            return "needed"
+        if evidence(found) >= sure:
+            return "hurts"
+        if min(evidence(found, -goal), evidence(found, -goal, sign=-1)) >= rather_sure:
+            return "barnacle"
     return "undecided"
+
+
+def find_effect(losses: np.ndarray, contrast: np.ndarray, goal: float, count: int) -> Effect:
+    """Of one of `count` parts or groups, after each of the blocks."""
+    fits = [fit(losses[:blocks], contrast) for blocks in range(2, len(losses) + 1)]
+    half = math.inf
+    if fits:
+        *_, squares, weight, n = fits[-1].values()
+        half = half_width(squares, weight, n, count / P_VALUE)
+    difference = float(contrast @ losses.mean(axis=0))
+    return Effect(difference, half, find_verdict(fits, goal, count))

@@ -1,61 +1,107 @@
 """
-What are many settings or ideas worth? Measures up to 16 of them at once, in 32 configurations.
+Which parts of a change matter? Trains combinations of them until each part is clear.
 
-    ./run.sh screen SCREEN.toml --blocks 16    make runs until there are 16 blocks in all
-    ./run.sh screen SCREEN.toml                show the results so far
+    ./run.sh screen --base main --idea my-branch              the commits of a branch
+    ./run.sh screen --base main --idea my-branch --by hunk    the hunks of the whole difference
+    ./run.sh screen --part my.patch --part "--muon_lr 0.03"   patches and options
+    ./run.sh screen --command "python train.py {seed} {options}"
+                    --base ../theirs@main --idea ../theirs@mine
 
-SCREEN.toml names the settings or ideas. An example is records/mini/screens/ideas-1/screen.toml;
-tools/screen/blocks.py explains the format. A block is one seed in all configurations.
-tools/screen/design.py explains the statistics.
+--base, --idea and --command are those of compare (./run.sh compare --help). screen first tries the
+combinations that it needs: the patches must apply, and two steps must run. Parts that only work
+together become one. Up to 16 parts share the runs of a two-level design, in which each part is in half
+of the combinations. Where parts can't be combined like that, each is left out of the whole once.
 
-Finished blocks are kept beside SCREEN.toml, and single runs in logs/compare/runs/. Press Ctrl-C to
-stop. Run the same command again to continue, also on another machine that has the finished blocks.
-For more blocks, run it with a larger --blocks. You may look as often as you like: that doesn't make a
-wrong answer more likely. Only losses are compared, not the time of a step.
+screen stops when each part has one of these answers:
 
-Exit status: 0 done, 1 a run failed, 2 bad input, 130 interrupted.
+    needed      without it, the loss is higher
+    hurts       without it, the loss is lower
+    barnacle    we are 95% sure that it changes the loss by less than --until
+
+A part is "undecided" if --blocks, --hours or Ctrl-C ends the screen earlier. A block is one run of each
+combination with the same seed. Runs are kept as those of compare, so the same command goes on where it
+ended. You may look as often as you like.
+
+Exit status: 0 done, 1 a run failed, 2 another error, 130 interrupted.
 """
 
 import argparse
+import contextlib
+import functools
 import itertools
-import json
-import os
+import shlex
 import sys
-import tempfile
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tools.common import (
-    as_json,
+    UsageError,
     command_parser,
-    fraction,
+    join_values,
     output_file,
     plural,
+    positive,
     run_command,
-    short,
     stop_on_signals,
     whole_number,
     write_file,
 )
 from tools.compare import runs as compare_runs
-from tools.compare.identity import hash_text, packages
-from tools.compare.runs import Pool, RunError, make_runs, open_pool, show_line
-from tools.compare.sources import check_data, log_ratio_of_steps
-from tools.compare.stats import measure_slope
-from tools.screen.answer import Result, answer, plot_result, result_as_json
-from tools.screen.blocks import (
-    Block,
-    Screen,
-    belongs,
-    read_blocks,
-    read_screen,
-    write_block,
+from tools.compare.runs import Pool, RunError, add_variants, make_runs, open_pool, show_line
+from tools.compare.sources import (
+    Variant,
+    check_data,
+    check_settings,
+    read_variant,
+    set_steps,
+    start,
 )
-from tools.screen.design import add_steps, fit
+from tools.screen.answer import Result, answer, answer_as_json, plot_effects
+from tools.screen.design import Design
+from tools.screen.parts import Group, Part, choose_design, combine, given_part, members, read_parts
 
-BLOCKS_AT_ONCE = 2  # a process makes the runs of this many seeds, because only the first one compiles
+BLOCKS_AT_ONCE = (
+    2  # a process of our scripts makes the runs of this many seeds; only the first one compiles
+)
+
+
+@dataclass
+class Screen:
+    """What is screened, and the runs so far."""
+
+    args: argparse.Namespace
+    base: Variant
+    parts: list[Part]
+    groups: list[Group]
+    pool: Pool
+    design: Design | None = None
+    failures: list[str] = field(default_factory=list)  # what combinations that don't work said last
+
+    def combinations(self) -> list[Variant]:
+        """In the order of the design's rows."""
+        chosen = [members(self.groups, row) for row in self.design.rows]
+        return [combine(self.base, self.parts, some) for some in chosen]
+
+    def losses(self) -> np.ndarray:
+        """Of the blocks that are whole, from the first seed on. Shape (blocks, combinations)."""
+        runs = [self.pool.runs[variant.name] for variant in self.combinations()]
+        blocks = []
+        for seed in itertools.count(self.args.seed):
+            if not all(seed in logs for logs in runs):
+                return np.array(blocks).reshape(-1, len(runs))
+            blocks.append([logs[seed].end.val_loss for logs in runs])
+
+    def result(self) -> Result:
+        names = [" + ".join(self.parts[i].name for i in group) for group in self.groups]
+        machine = f"{self.pool.facts['machine']}, PyTorch {self.pool.facts['torch']}."
+        return Result(names, self.design, self.losses(), self.args.until, machine)
+
+    def undecided(self) -> int:
+        """How many parts."""
+        if not len(self.losses()):
+            return len(self.groups)
+        return sum(effect.verdict == "undecided" for effect in self.result().effects())
 
 
 # -----------------------------------------------------------------------------
@@ -65,151 +111,169 @@ BLOCKS_AT_ONCE = 2  # a process makes the runs of this many seeds, because only 
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("screen", __doc__)
     add = parser.add_argument
-    add("definition", type=Path, metavar="SCREEN.toml", help="defines the screen")
-    blocks = (
-        "make blocks until there are N with this source, data type and PyTorch version; without it, "
+    source = "[NAME=]SOURCE"
+    add("--base", metavar=source, default=".", help="default: the working tree")
+    add("--idea", metavar=source, help="the base with all parts")
+    by = "what the parts of the idea are; default: commit"
+    add("--by", choices=["commit", "hunk"], default="commit", help=by)
+    part = "a part instead of --idea: a patch, or options in quotes; can be given several times"
+    add("--part", metavar="[NAME=]PART", action="append", help=part)
+    add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
+    add("--command", default="", metavar="COMMAND", help="train with this shell command instead")
+    trial = (
+        "options that make a run short, to try a combination; default: --num_iterations 2, where the "
     )
-    blocks += "make none"
-    add("--blocks", type=whole_number, metavar="N", help=blocks)
-    until = "the smallest saving of steps that matters; default: that in SCREEN.toml, or 1%%"
-    add("--until", type=fraction, metavar="X%", help=until)
-    jobs = "runs at a time on a CPU; default: one per core"
-    add("--jobs", type=whole_number, metavar="N", help=jobs)
+    trial += "number of steps is known"
+    add("--try", dest="trial", default="", metavar="OPTIONS", help=trial)
+    until = "a part that changes the loss by less than this is a barnacle; default: 0.002"
+    add("--until", type=positive, default=0.002, metavar="LOSS", help=until)
+    add("--blocks", type=whole_number, default=sys.maxsize, metavar="N", help="stop after N blocks")
+    add("--hours", type=float, default=1e9, metavar="H", help="stop after H hours")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the first block; default: 0")
+    add("--jobs", type=whole_number, metavar="N", help="runs at a time on a CPU; default: one per core")
     add("--json", type=output_file, metavar="FILE", help="write all numbers")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the effects and their intervals")
     return parser
 
 
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns our options, and the options for all runs. Raises UsageError."""
+    names = ("--base", "--idea", "--part", "--try")
+    args, common = make_parser().parse_known_args(join_values(argv, names))
+    if bool(args.idea) == bool(args.part):
+        raise UsageError(
+            "give --idea, whose difference from --base has the parts, or the parts with --part"
+        )
+    return args, common
+
+
 # -----------------------------------------------------------------------------
-# Runs
+# Which combinations work
 
 
-def make_block(screen: Screen, pool: Pool, seed: int) -> Block:
-    """The block of a seed whose runs are all there."""
-    losses = {name: logs[seed].final.val_loss for name, logs in pool.runs.items()}
-    return Block(
-        seed=seed,
-        losses=[losses[variant.name] for variant in screen.configurations],
-        fewer=losses[screen.fewer.name],
-        more=losses[screen.more.name],
-        factors=[asdict(factor) for factor in screen.factors],
-        digest=screen.digest(),
-        dtype=compare_runs.activation_dtype(screen.variants()),
-        torch=pool.facts["torch"],
-        compiled=not pool.runs[screen.fewer.name][seed].uncompiled,
-        machine=pool.facts["machine"],
-        threads=pool.facts["threads"],
-        compiler=" ".join(pool.facts["compiler"]),
-        world=hash_world(screen, pool),
-    )
+def trial_of(variant: Variant, options: str) -> Variant | None:
+    """The variant with so few steps that it ends at once; None if nobody knows how."""
+    name = f"{variant.name} (trial)"
+    if options:
+        return replace(variant, name=name, options=variant.options + shlex.split(options))
+    if variant.num_iterations() is None:
+        return None
+    return replace(set_steps(variant, 2), name=name)
 
 
-def hash_world(screen: Screen, pool: Pool) -> str:
-    """Of all that the runs could read, but for the source. Blocks of several machines belong together, so
-    variables that name a path or the user don't count."""
-    found = pool.identities[screen.fewer.name]
-    data = {name: value for name, value in found["files"].items() if name.startswith("data/")}
-    versions = {name: pool.facts[name] for name in ("Python", *packages())}
-    environment = {
-        name: value
-        for name, value in found["environment"].items()
-        if name not in ("USER", "LOGNAME") and "/" not in os.environ.get(name, "")
-    }
-    return hash_text(json.dumps([data, versions, environment], sort_keys=True))
+def make_trials(s: Screen, variants: list[Variant]) -> None:
+    """Makes a short run of each. Raises UsageError if a script refuses its options, and RunError."""
+    check_settings(variants, 1)
+    trials = [trial for variant in variants if (trial := trial_of(variant, s.args.trial))]
+    add_variants(s.pool, trials)
+    wanted = [(trial, [s.args.seed]) for trial in trials]
+    make_runs(s.pool, lambda: wanted, lambda new: False)
 
 
-def seeds_to_make(screen: Screen, pool: Pool, count: int) -> list[int]:
-    """The seeds of the blocks that are missing until there are `count`. Raises UsageError."""
-    dtype = compare_runs.activation_dtype(screen.variants())
-    ours = (screen.digest(), dtype, pool.facts["torch"], hash_world(screen, pool))
-    done = [block.seed for block in read_blocks(screen) if block.group()[:4] == ours]
-    free = (seed for seed in itertools.count(screen.seed) if seed not in done)
-    return list(itertools.islice(free, max(0, count - len(done))))
+def applies(s: Screen, chosen: tuple[int, ...]) -> bool:
+    """Whether the patches of these parts can be applied to the base."""
+    try:
+        combine(s.base, s.parts, chosen)
+    except UsageError:
+        return False
+    return True
 
 
-def make_blocks(screen: Screen, pool: Pool, count: int) -> None:
-    """Makes blocks, a few at a time, until there are `count`. Raises RunError, UsageError and FileError."""
-    seeds = seeds_to_make(screen, pool, count)
-    total = sum(seed not in logs for logs in pool.runs.values() for seed in seeds)
-    show_line(f"{plural(len(seeds), 'block')} to make: {plural(total, 'run')}")
-    for start in range(0, len(seeds), BLOCKS_AT_ONCE):
-        part = seeds[start : start + BLOCKS_AT_ONCE]
-        wanted = [(variant, part) for variant in screen.variants()]
-        words = f"{short(screen.name, 18)}: seeds {part[0]} to {part[-1]}"
+def survives(s: Screen, chosen: tuple[int, ...]) -> bool:
+    """Whether the script makes a short run with these parts."""
+    variant = combine(s.base, s.parts, chosen)
+    try:
+        make_trials(s, [variant])
+    except (UsageError, RunError) as e:
+        s.failures.append(f"{variant.name}: {str(e).splitlines()[-1]}")
+        return False
+    return True
 
-        def show(new: int) -> bool:
+
+def choose_combinations(s: Screen) -> None:
+    """Raises UsageError if the whole doesn't work."""
+    s.groups, s.design = choose_design(s.groups, lambda chosen: applies(s, chosen))
+    show_line(f"{plural(len(s.groups), 'part')}: trying {len(s.design.rows)} combinations")
+    with contextlib.suppress(UsageError, RunError):  # then each is tried alone
+        make_trials(s, s.combinations())
+    s.groups, s.design = choose_design(s.groups, functools.cache(lambda chosen: survives(s, chosen)))
+
+
+def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
+    """Raises UsageError and RunError."""
+    parts = [given_part(text) for text in args.part or []]
+    texts = [args.base, *(args.part or []), args.idea or ""]
+    tree = start(texts, args.command, args.recipe, compare_runs.scratch())
+    base = read_variant(args.base, tree, common)
+    check_settings([base], 1)
+    pool = open_pool([base], lock, args.jobs)
+    check_data([base])
+    if args.idea:
+        idea = read_variant(args.idea, base, common)
+        parts = read_parts(base, idea, (args.base, args.idea), args.by)
+    if not parts:
+        raise UsageError(f"{args.base} and {args.idea} are the same, so there are no parts")
+    s = Screen(args, base, parts, [(i,) for i in range(len(parts))], pool)
+    choose_combinations(s)
+    return s
+
+
+# -----------------------------------------------------------------------------
+# Blocks
+
+
+def progress(s: Screen, missing: int) -> str:
+    """Like "2 blocks, 5 of 8 parts undecided, 12 runs to the next look"."""
+    of = f"{s.undecided()} of {plural(len(s.groups), 'part')} undecided"
+    return f"{plural(len(s.losses()), 'block')}, {of}, {plural(missing, 'run')} to the next look"
+
+
+def make_blocks(s: Screen) -> None:
+    """Makes blocks until each part is decided, or the time is over. Raises RunError and UsageError."""
+    variants = s.combinations()
+    check_settings(variants, 1)
+    add_variants(s.pool, variants)
+    at_once = 1 if s.base.command else BLOCKS_AT_ONCE
+    while (done := len(s.losses())) < s.args.blocks and s.undecided():
+        seeds = range(s.args.seed, s.args.seed + min(done + at_once, s.args.blocks))
+        wanted = [(variant, seeds) for variant in variants]
+
+        def enough(new: int) -> bool:
             if new:
-                left = pool.time_left(total - pool.made)
-                show_line(f"{words}, {pool.made} of {total} runs, {left}")
-            return False
+                missing = sum(seed not in s.pool.runs[v.name] for v in variants for seed in seeds)
+                show_line(progress(s, missing))
+            return s.pool.minutes() > 60 * s.args.hours
 
-        make_runs(pool, lambda: wanted, show)
-        for seed in part:
-            write_block(screen, make_block(screen, pool, seed))
+        make_runs(s.pool, lambda: wanted, enough)
+        if s.pool.minutes() > 60 * s.args.hours:
+            return
 
 
 # -----------------------------------------------------------------------------
 # The answer
 
 
-def results(screen: Screen, until: float) -> list[Result]:
-    """The fit of each group of blocks that belong together, the largest group first. Raises UsageError."""
-    groups = {}
-    for block in read_blocks(screen):
-        if belongs(screen, block):
-            groups.setdefault(block.group(), []).append(block)
-    width = log_ratio_of_steps(screen.fewer, screen.more)
-    found = []
-    for blocks in sorted(groups.values(), key=len, reverse=True):
-        fitted = fit(np.array([block.losses for block in blocks]), len(screen.factors))
-        fewer = [block.fewer for block in blocks]
-        more = [block.more for block in blocks]
-        slope = measure_slope(fewer, more, width, fitted.sd, fitted.freedom)
-        if slope is not None:
-            for contrast in [*fitted.factors, *fitted.groups]:
-                add_steps(contrast, slope)
-        found.append(Result(screen.factors, blocks, fitted, slope, until))
-    return found
+def report(s: Screen) -> None:
+    """Prints the answer, and writes what was asked for. Raises FileError."""
+    result = s.result()
+    print("\n".join(answer(result)))
+    if s.args.json:
+        write_file(s.args.json, answer_as_json(result))
+    if s.args.plot:
+        plot_effects(result, s.args.plot)
 
 
-def report(args: argparse.Namespace, screen: Screen) -> None:
-    """Prints the answer, and writes what was asked for. Raises FileError and UsageError."""
-    found = results(screen, args.until or screen.until)
-    if not found:
-        print(f"{screen.name}: no block is finished yet.")
-        others = len(read_blocks(screen))
-        if others:
-            print(f"Its folder has {plural(others, 'block')} of another definition.")
-        return
-    for number, result in enumerate(found):
-        if number:
-            print()
-        current = result.blocks[0].digest == screen.digest()
-        print("\n".join(answer(screen.name, result, current)))
-    if args.json:
-        write_file(args.json, as_json([result_as_json(result) for result in found]))
-    if args.plot:
-        plot_result(screen.name, found[0], args.plot)
-
-
-def screen_command(argv: list[str]) -> int:
-    args = make_parser().parse_args(argv)
-    if not args.blocks:
-        with tempfile.TemporaryDirectory() as scratch:
-            report(args, read_screen(args.definition, Path(scratch)))
-        return 0
-    status = 0
+def screen(argv: list[str]) -> int:
+    args, common = read_arguments(argv)
     with compare_runs.locked_folder() as lock:
-        screen = read_screen(args.definition, compare_runs.scratch())
+        s = set_up(args, common, lock)
+        status = 0
         try:
-            pool = open_pool(screen.variants(), lock, args.jobs)
-            # `more` needs the most data. Patched scripts aren't asked, because each takes seconds to load
-            check_data([v for v in screen.variants() if v.folder == screen.base.folder])
-            make_blocks(screen, pool, args.blocks)
+            make_blocks(s)
         except KeyboardInterrupt:
             status = 130
-    show_line()
-    report(args, screen)
+        show_line()
+        report(s)
     if status:
         print("Interrupted; run the same command again to continue.")
     return status
@@ -217,7 +281,7 @@ def screen_command(argv: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     try:
-        return screen_command(argv)
+        return screen(argv)
     except RunError as e:
         print(e, file=sys.stderr)
         return 1

@@ -133,7 +133,7 @@ print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
 """
     (theirs / "train.py").write_text(script)
     command = ["--command", "exec python train.py {seed} --num_iterations 100", "--base", "theirs"]
-    status, out, err = run(*command, "--idea", "--effect 0.1", "--runs", "3", "--json", "o.json")
+    status, out, err = run(*command, "--idea", "--effect 0.1", "--json", "o.json")
     assert status == 0, err
     found = json.loads(Path("o.json").read_text())
     (idea,) = found["ideas"]
@@ -212,11 +212,15 @@ SIDES = ["--base_logs", "base", "--idea_logs", "idea"]
 GPU = "|   0  NVIDIA H100 80GB HBM3          On  |\n"
 
 
-def write_logs(folder: str, losses, times, steps: int = 100, gpu: str = GPU) -> str:
-    """Logs of the field's kind, with times in seconds."""
+def write_logs(
+    folder: str, losses, times, steps: int = 100, gpu: str = GPU, minutes=range(0, 60, 2)
+) -> str:
+    """Logs of the field's kind, with times in seconds. They began at these minutes of an hour."""
     Path(folder).mkdir()
-    for i, (loss, seconds) in enumerate(zip(losses, times)):
-        head = "import torch\n" + "=" * 100 + f"\nRunning PyTorch 2.10.0\n{gpu}" + "=" * 100 + "\n"
+    for i, (loss, seconds, minute) in enumerate(zip(losses, times, minutes)):
+        date = f"Thu Oct  1 12:{minute:02}:59 2026       \n"
+        header = f"\nRunning PyTorch 2.10.0\n{date}{gpu}"
+        head = "import torch\n" + "=" * 100 + header + "=" * 100 + "\n"
         first = f"step:0/{steps} val_loss:10.8258 train_time:0.000s step_avg:nanms\n"
         last = f"step:{steps}/{steps} val_loss:{loss} train_time:{seconds}s step_avg:1.0ms\n"
         Path(folder, f"{i}.txt").write_text(head + first + last)
@@ -232,7 +236,7 @@ def logs(tmp_path, monkeypatch):
         losses = rng.normal(loss, 0.0015, 12).round(4)
         times = rng.normal(seconds, 0.1, 12).round(3)
         sides[side] = (losses.tolist(), times.tolist())
-        write_logs(side, *sides[side])
+        write_logs(side, *sides[side], minutes=range(side == "idea", 60, 2))
     return sides
 
 
@@ -248,7 +252,7 @@ def test_finished_logs(logs):
     bounds = test.confidence_interval(0.99)
     assert found["effect"]["p"] == pytest.approx(test.pvalue)
     assert found["effect"]["difference_interval"] == pytest.approx([bounds.low, bounds.high])
-    test = stats.ttest_ind(np.log(times), np.log(base_times), equal_var=False)
+    test = stats.ttest_rel(np.log(times), np.log(base_times))  # the runs took turns
     bounds = test.confidence_interval(0.99)
     expected = np.exp([bounds.low, bounds.high]).tolist()
     assert found["effect"]["step_time_interval"] == pytest.approx(expected)
@@ -267,8 +271,8 @@ def test_finished_logs(logs):
 
 
 def test_finished_logs_of_fewer_steps(logs):
-    """Other machines' times aren't compared."""
-    write_logs("fewer", *logs["idea"], steps=90)
+    """Times of other machines, or of another session, aren't compared."""
+    write_logs("fewer", *logs["idea"], steps=90, minutes=range(1, 60, 2))
     arguments = ["--base_logs", "base", "--loss_per_100_steps", "0.1"]
     words = words_of(*arguments, "--idea_logs", "fewer")
     assert "The idea trains 90 steps, the base 100." in words
@@ -276,7 +280,7 @@ def test_finished_logs_of_fewer_steps(logs):
     test = stats.ttest_ind(equal, logs["base"][0], equal_var=False)
     low, high = np.expm1(test.confidence_interval(0.99))
     saved = -np.expm1((np.mean(equal) - np.mean(logs["base"][0])) / 0.1)
-    assert f"idea helps. It needs {saved:.1%} fewer steps for the same loss." in words
+    assert f"steps to the same loss {-saved:+.1%} (" in words
     words_alone = words_of("--base_logs", "base", "--idea_logs", "fewer")
     assert "idea: undecided." in words_alone
     assert "without --loss_per_100_steps, only their last losses are compared." in words_alone
@@ -286,6 +290,12 @@ def test_finished_logs_of_fewer_steps(logs):
     words = words_of(*arguments, "--idea_logs", "slow")
     assert "on 1x NVIDIA A100 80GB HBM3, PyTorch 2.10.0 and 1x NVIDIA H100" in words
     assert "time of a" not in words
+    for folder, minutes in [("later", range(31, 60)), ("together", range(0, 60, 2))]:
+        write_logs(folder, *logs["idea"], minutes=minutes)
+        words = words_of("--base_logs", "base", "--idea_logs", folder)
+        assert words.startswith("idea: the mean loss is below 3.28 (p = ")
+        assert "Their times can't be compared, because they didn't take turns" in words
+        assert "time of a" not in words and words.count("p = ") == 2  # of the losses
 
 
 def test_finished_logs_that_cannot_be_compared(logs):

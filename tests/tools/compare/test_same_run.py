@@ -239,7 +239,7 @@ ELSEWHERE = [
         "data/x/a.bin changed while idea trained",
     ),
     ("python train.py", "open('data/x/b.bin', 'a')", "data/x/b.bin is new while idea trained"),
-    ("python train.py", "print('step:1/9 val_loss:3 '); sys.exit()", "it ended at step 1 of 9"),
+    ("python train.py", "print('step:1/9 val_loss:3 '); sys.exit()", "stopped at step 1 of 9"),
 ]
 
 
