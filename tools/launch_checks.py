@@ -131,7 +131,6 @@ def loss_and_gradients(model, hp, part):
     )
     randomize(model)
     rng = torch.Generator().manual_seed(0)
-<<<<<<< HEAD
     tokens = torch.randint(hp.vocab_size, (count + 1,), generator=rng, dtype=torch.int32)
     inputs, targets = train_gpt.to_batch(tokens, seq_len)
     window = train_gpt.get_window_blocks(hp.num_iterations, hp)  # the longest
@@ -143,21 +142,6 @@ def loss_and_gradients(model, hp, part):
         results |= {
             f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.ndim >= 2
         }
-=======
-    count = max(hp.batch_tokens, hp.val_seq_len) + 1
-    tokens = torch.randint(hp.vocab_size, (count,), generator=rng, dtype=torch.int32)
-    batch = tokens[: hp.batch_tokens + 1]
-    buckets = train_gpt.GradientBuckets(model)
-    last = hp.num_iterations  # the longest window
-    results = {"training loss": train_gpt.train_step(model, [], buckets, batch, last, hp)}
-    for name, p in model.named_parameters():
-        if p.ndim >= 2:
-            results[f"gradient of {name}"] = p.grad
-    inputs, targets = train_gpt.to_batch(tokens[: hp.val_seq_len + 1], hp.val_seq_len)
-    model.eval()
-    with torch.no_grad():
-        results["validation loss"] = model(inputs, targets, train_gpt.get_window_blocks(last, hp))
->>>>>>> fork
     return results
 
 
@@ -232,19 +216,10 @@ def stamp():
     return Path(folder, f"compiled-code-is-right-{hashlib.sha256(facts.encode()).hexdigest()[:16]}")
 
 
-def compiles(variables):
-    """Does PyTorch compile models with these environment variables?"""
-    return "1" not in (variables.get("TORCH_COMPILE_DISABLE"), variables.get("TORCHDYNAMO_DISABLE"))
-
-
 def check_compiler(processes):
     """Returns the environment variables of a run on a CPU: none if compiled code is right."""
     right = stamp()
-<<<<<<< HEAD
-    if not compiles(os.environ) or right.exists():
-=======
     if not train_gpt.compiles() or right.exists():
->>>>>>> fork
         return {}
     problem = find_problem(processes)
     if problem:
@@ -292,21 +267,11 @@ def check_run(mode, script, options):
             more = [f"--train_seq_len={hp.train_seq_len}"]
     launch.get_data(sys.executable, vars(hp))
     if mode == "prepare":
-<<<<<<< HEAD
         with contextlib.suppress(OSError):  # the run will say so
             script.check_inputs(args, hp)
     variables = {} if gpus else environment(processes) | check_compiler(processes)
-    compiled = "compiled" if compiles(os.environ | variables) else "not compiled"
-=======
-        script.check_inputs(args, hp)
-    variables = {}
-    if not gpus:
-        variables = environment(processes)
-        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-        variables |= check_compiler(processes)
     compiles = train_gpt.compiles() and "TORCH_COMPILE_DISABLE" not in variables
     compiled = "compiled" if compiles else "not compiled"
->>>>>>> fork
     where = "GPUs" if gpus else "the CPU"
     return dict(
         processes=processes,
@@ -335,11 +300,7 @@ def main(argv):
             found = dict(environment=check_compiler(1))
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
         return 0
-<<<<<<< HEAD
-    except InputError as e:
-=======
-    except (InputError, ImportError, OSError) as e:
->>>>>>> fork
+    except (InputError, ImportError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
 

@@ -21,7 +21,7 @@ from recipes import january2026
 from tools import common, launch, launch_checks
 from tools.gpu.page import PEAKS
 from train_gpt import TRACKS
-from tests.util import ROOT, env, random_tokens, run_forked, write_shard
+from tests.util import ROOT, random_tokens, run_forked, write_shard
 
 
 @pytest.fixture(autouse=True)
@@ -315,13 +315,8 @@ def tiny_mini(tmp_path, monkeypatch):
     files = dict(train_files=str(tmp_path / "train_*.bin"), val_files=str(tmp_path / "val_*.bin"))
     monkeypatch.setitem(TRACKS, "mini", replace(TINY, num_iterations=4, **files))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-<<<<<<< HEAD
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
-    monkeypatch.setattr(launch_checks, "find_problem", lambda processes: "")
-=======
     monkeypatch.setattr(train_gpt, "compiles", lambda: True)
-    monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: None)
->>>>>>> fork
+    monkeypatch.setattr(launch_checks, "find_problem", lambda processes: "")
 
 
 def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
@@ -357,21 +352,12 @@ def test_a_wrong_answer_is_not_remembered(tiny_mini, tmp_path, monkeypatch, caps
         assert variables.items() <= plan["environment"].items()
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
-def test_the_user_can_do_without_compiled_code(tiny_mini, tmp_path, monkeypatch, capsys, name):
-    """Then nothing is compared, and no answer is remembered."""
-    monkeypatch.setenv(name, "1")
-    status, plan, err = check(tmp_path, capsys)
-    assert (status, err, plan["text"][-12:]) == (0, "", "not compiled")
-=======
 def test_the_user_can_do_without_compiled_code(tiny_mini, tmp_path, monkeypatch, capsys):
     """With any of the variables that turn torch.compile off. Nothing is called right then."""
     monkeypatch.setattr(train_gpt, "compiles", lambda: False)
     status, plan, err = check(tmp_path, capsys)
     assert (status, err) == (0, "")
     assert plan["text"].endswith(", not compiled")
->>>>>>> fork
     assert not (tmp_path / "cache").exists()
 
 

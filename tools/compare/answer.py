@@ -156,25 +156,29 @@ def count_sources(logs: list[Log]) -> int:
     return len({tuple(log.sources) for log in logs})
 
 
-def summary_of(logs: list[Log], target: float) -> Summary:
+def summary_of(logs: list[Log], target: float | None) -> Summary:
     return summarize(end_losses(logs), end_times(logs), target)
 
 
-def target_of(given: float | None, logs: list[Log]) -> tuple[float, list[str]]:
+def target_of(given: float | None, logs: list[Log]) -> tuple[float | None, list[str]]:
     """The target, and what to say if nobody named it."""
-    assumed = given is None and "target_val_loss" not in logs[0].hyperparameters
     target = given or logs[0].target
-    return target, [f"The target {target:g} is assumed; --target changes it."] if assumed else []
+    if given or target is None or "target_val_loss" in logs[0].hyperparameters:
+        return target, []
+    return target, [f"The target {target:g} is assumed; --target changes it."]
 
 
-def p_of_losses(logs: list[Log], target: float, looks: bool) -> float | None:
+def p_of_losses(logs: list[Log], target: float | None, looks: bool) -> float | None:
     """Of a mean below the target; with `looks`, however often one looks."""
-    return p_if_looked(end_losses(logs), target) if looks else summary_of(logs, target).p_value
+    if target is None or not looks:
+        return summary_of(logs, target).p_value
+    return p_if_looked(end_losses(logs), target)
 
 
-def record_table(sides: dict[str, list[Log]], target: float, looks: bool) -> list[str]:
+def record_table(sides: dict[str, list[Log]], target: float | None, looks: bool) -> list[str]:
     """A row for each side, with its p-value for a mean loss below the target."""
-    rows = [("", "runs", "mean loss", "sd", f"p (below {target:g})", "time")]
+    p = "p" if target is None else f"p (below {target:g})"
+    rows = [("", "runs", "mean loss", "sd", p, "time")]
     for name, logs in sides.items():
         found = summary_of(logs, target)
         sd = "-" if found.loss_std is None else f"{found.loss_std:.4f}"

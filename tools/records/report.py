@@ -61,7 +61,8 @@ def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
 def print_table(logs: list[Log]) -> None:
     rows, machines = table_rows(logs)
     shortened = [(short(name, 20), *others) for name, *others in rows]
-    print("\n".join(table([COLUMNS, *shortened], ALIGNMENT)))
+    columns = [logs[0].metric if name == "val_loss" else name for name in COLUMNS]
+    print("\n".join(table([columns, *shortened], ALIGNMENT)))
     for machine in machines:
         print_wrapped(machine, later_indent="  ")
 
@@ -85,7 +86,7 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
         if verdict.p_if_looked is not None:
             p_value += f"; if you looked more than once, p <= {p_text(verdict.p_if_looked)}"
 
-    lines = [("runs", f"{summary.n} complete"), ("val_loss", loss)]
+    lines = [("runs", f"{summary.n} complete"), (verdict.metric, loss)]
     if verdict.target_assumed:
         target = f"{verdict.target:g} assumed; the logs name none, so give it with --target"
         lines.append(("target", target))

@@ -62,6 +62,7 @@ class Comparison:
 class Verdict:
     """Whether the runs make a valid record, and why not."""
 
+    metric: str
     target: float  # nats per token
     same_ml: bool  # only the speed changed, so the losses need no test
     summary: Summary
@@ -330,7 +331,7 @@ def judge(
         assumed = "target_val_loss" not in logs[0].hyperparameters
     summary = summarize(final_losses(logs), final_times(logs), target)
     looked = p_if_looked(final_losses(logs), target)
-    verdict = Verdict(target, same_ml, summary, assumed, looked, reasons=reasons)
+    verdict = Verdict(logs[0].metric, target, same_ml, summary, assumed, looked, reasons=reasons)
     if not same_ml:
         reasons += judge_losses(summary, target)
     if prior:

@@ -3,7 +3,7 @@ Checks whether the logs of several runs make a valid record.
 
     ./run.sh verify LOG_OR_FOLDER...
                            [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
-                           [--rule optimization]
+                           [--rule optimization] [--metric NAME [--higher_is_better]]
 
 A log has one run or several, one after the other. Of a folder, the .txt and .log files are read.
 
@@ -39,7 +39,7 @@ from tools.logs import Log, read_logs
 from tools.records import optimization
 from tools.records.report import print_reasons, print_summary, print_table
 from tools.records.rules import Verdict, judge
-from tools.sides import val_tokens
+from tools.sides import add_metric, settle_metric, val_tokens
 
 
 def log_as_json(log: Log) -> dict:
@@ -89,9 +89,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--same-ml", action="store_true", help=same_ml)
     add("--json", action="store_true", help="print everything as JSON")
     add("--rule", choices=("record", "optimization"), default="record", help=rule)
+    add_metric(parser)
     args = parser.parse_args(argv)
     if args.rule == "optimization" and (args.same_ml or args.target is not None):
         parser.error("--rule optimization has its own target; drop --target and --same-ml")
+    settle_metric(args)
+    if args.metric and args.rule == "record" and args.target is None:
+        parser.error("--metric needs --target")
     if args.same_ml and not args.against:
         parser.error("--same-ml needs --against, the record whose losses prove the target")
     return args
@@ -100,9 +104,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     if args.rule == "optimization":
-        return optimization.decide(args.logs, args.against, args.json)
-    logs = read_logs(args.logs)
-    verdict = judge(logs, args.target, read_logs(args.against), args.same_ml)
+        return optimization.decide(args.logs, args.against, args.json, args.metric)
+    logs = read_logs(args.logs, args.metric)
+    verdict = judge(logs, args.target, read_logs(args.against, args.metric), args.same_ml)
     show = print_json if args.json else print_answer
     show(logs, verdict)
     return 1 if verdict.reasons else 0
