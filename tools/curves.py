@@ -106,20 +106,20 @@ def set_losses(axes, losses: list[float]) -> None:
     axes.set_ylim(lowest - margin, highest + margin)
 
 
-def set_limits(whole, end, curves: list[Curve], target: float) -> None:
+def set_limits(whole, end, curves: list[Curve], targets: list[float]) -> None:
     """Zooms in on the losses after the steep fall at the start, and on the end."""
     lows = [min(c.mean - c.spread) for c in curves]
     second = max(c.mean[:2][-1] for c in curves)  # at the first validation after the start
     tenth = max(c.loss_at(0.1) for c in curves)
-    set_losses(whole, [target, *lows, min(second, tenth)])
-    set_losses(end, [target, *lows, max(c.loss_at(END) for c in curves)])
+    set_losses(whole, [*targets, *lows, min(second, tenth)])
+    set_losses(end, [*targets, *lows, max(c.loss_at(END) for c in curves)])
     start = min(c.at(END) for c in curves)
     last = max(c.x[-1] for c in curves)
     room = 0.04 * (last - start) or 1
     end.set_xlim(start, last + room)
 
 
-def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, target: float) -> None:
+def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, target: float | None) -> None:
     """`groups` maps labels to their runs. The target is a loss. Raises LogError and FileError."""
     curves = {label: curve(logs, x) for label, logs in groups.items()}
     height = 3.7 + 0.12 * (len(groups) + 1)
@@ -128,16 +128,12 @@ def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, target: float)
         axes.set_prop_cycle(LOOKS)
         for label, c in curves.items():
             draw_curve(axes, label, c)
-        axes.axhline(
-            target,
-            color="0.35",
-            linestyle="--",
-            linewidth=1.2,
-            zorder=1,
-            label=f"target: {target:g}",
-        )
-    set_limits(whole, end, list(curves.values()), target)
-    whole.set_ylabel("validation loss (nats per token)")
+        if target is not None:
+            label = f"target: {target:g}"
+            axes.axhline(target, color="0.35", linestyle="--", linewidth=1.2, zorder=1, label=label)
+    set_limits(whole, end, list(curves.values()), [] if target is None else [target])
+    metric = next(iter(groups.values()))[0].metric
+    whole.set_ylabel("validation loss (nats per token)" if metric == "val_loss" else metric)
     end.set_title("the end of the runs")
     figure.supxlabel(X_LABELS[x], fontsize=11)
     # matplotlib itself leaves out a label that begins with _

@@ -21,7 +21,10 @@ import sys
 import threading
 from pathlib import Path
 
-import train_gpt  # before torch: it sets variables that torch reads when it is imported
+try:
+    import train_gpt  # before torch: it sets variables that torch reads when it is imported
+except ImportError as e:  # of a package that an idea needs
+    sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
 from tools import launch
 from tools.common import ROOT, environment
@@ -213,15 +216,10 @@ def stamp():
     return Path(folder, f"compiled-code-is-right-{hashlib.sha256(facts.encode()).hexdigest()[:16]}")
 
 
-def compiles(variables):
-    """Does PyTorch compile models with these environment variables?"""
-    return "1" not in (variables.get("TORCH_COMPILE_DISABLE"), variables.get("TORCHDYNAMO_DISABLE"))
-
-
 def check_compiler(processes):
     """Returns the environment variables of a run on a CPU: none if compiled code is right."""
     right = stamp()
-    if not compiles(os.environ) or right.exists():
+    if not train_gpt.compiles() or right.exists():
         return {}
     problem = find_problem(processes)
     if problem:
@@ -272,7 +270,8 @@ def check_run(mode, script, options):
         with contextlib.suppress(OSError):  # the run will say so
             script.check_inputs(args, hp)
     variables = {} if gpus else environment(processes) | check_compiler(processes)
-    compiled = "compiled" if compiles(os.environ | variables) else "not compiled"
+    compiles = train_gpt.compiles() and "TORCH_COMPILE_DISABLE" not in variables
+    compiled = "compiled" if compiles else "not compiled"
     where = "GPUs" if gpus else "the CPU"
     return dict(
         processes=processes,
@@ -301,7 +300,7 @@ def main(argv):
             found = dict(environment=check_compiler(1))
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
         return 0
-    except InputError as e:
+    except (InputError, ImportError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
 

@@ -59,7 +59,7 @@ class NoLog(LogError):
 
 @dataclass
 class Validation:
-    """One line of a log with a validation loss."""
+    """One line of a log with a validation loss, or another metric."""
 
     step: int  # 0 in a log that has no steps, only a loss at the end
     val_loss: float  # nats per token
@@ -148,8 +148,15 @@ class Log:
         return self.hyperparameters.get("track", "")
 
     @property
-    def target(self) -> float:
-        return self.hyperparameters.get("target_val_loss", DEFAULT_TARGET)
+    def target(self) -> float | None:
+        default = DEFAULT_TARGET if "loss" in self.metric or not self.metric else None
+        return self.hyperparameters.get("target_val_loss", default)
+
+    def negate(self) -> None:
+        """Makes lower numbers better."""
+        self.metric = f"-{self.metric}"
+        for validation in self.validations:
+            validation.val_loss *= -1
 
 
 def contradicts_itself(v: Validation) -> bool:
@@ -305,7 +312,9 @@ def check_rivals(path: Path, numbers: dict[str, str]) -> None:
     """Raises LogError if these losses of a run, by name, aren't all the same."""
     first = next(iter(numbers.values()), "")
     if not all(same(first, number) for number in numbers.values()):
-        listed = ", ".join(f"{name}={number}" for name, number in numbers.items())
+        listed = ", ".join(
+            f"{name.removeprefix('step_')} ({number})" for name, number in numbers.items()
+        )
         raise LogError(f"{path}: which loss counts? {listed}; choose one with --metric NAME")
 
 
@@ -364,10 +373,12 @@ def find_validations(path: Path, lines: list[Line], name: str) -> list[Validatio
 
 
 def parse_trials(path: Path, metric: str = "") -> list[Log]:
-    """Reads the runs in a file, also if they did not finish (see Log.incomplete). Raises LogError."""
+    """Reads the runs in a file, also if they did not finish (see Log.incomplete). Without a metric, the
+    validation loss counts. "-NAME" is the negative of a metric. Raises LogError.
+    """
     sources, rest = split_sources(read_log_file(path))
     text = plain(rest.decode("utf-8", "replace"))
-    lines = find_lines(text, joined([metric]))
+    lines = find_lines(text, joined(metric.removeprefix("-").split()))
     name = find_name(path, lines)
     starts = find_starts(path, lines, name) or [line.start for line in lines[:1]]
     if not starts:
@@ -380,6 +391,8 @@ def parse_trials(path: Path, metric: str = "") -> list[Log]:
         logs.append(make_log(path, sources, header, text[start:end], own, name))
         if len(starts) > 1:
             logs[-1].trial = len(logs)
+        if metric.startswith("-"):
+            logs[-1].negate()
     return logs
 
 

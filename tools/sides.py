@@ -4,12 +4,13 @@ Which runs belong together: a side has repetitions of one training, which differ
 All commands that read logs use this. Each says only which differences it tolerates.
 """
 
+import argparse
 import ast
 import functools
 import math
 from collections.abc import Collection, Iterator
 
-from tools.common import LogError, short
+from tools.common import LogError, UsageError, short
 from tools.logs import Log, what_is_there
 from tools.records.compiler import assignments, parse
 
@@ -28,6 +29,28 @@ IN_COMMON = (
 )
 MACHINE = {"hardware", "PyTorch", "resumed on"}
 FEW = 6  # numbers that two runs may share by chance
+
+
+def add_metric(parser: argparse.ArgumentParser) -> None:
+    metric = "what to judge, by its name in the logs; default: the validation loss"
+    parser.add_argument("--metric", default="", metavar="NAME", help=metric)
+    higher = "judge the negative of the metric, so that lower is better"
+    parser.add_argument("--higher_is_better", action="store_true", help=higher)
+
+
+def settle_metric(args: argparse.Namespace) -> None:
+    """Makes lower numbers better: with --higher_is_better, metric and target are negative."""
+    if args.higher_is_better and not args.metric:
+        raise UsageError("--higher_is_better needs --metric NAME")
+    if args.higher_is_better:
+        args.metric = f"-{args.metric}"
+        args.target = args.target and -args.target
+
+
+def judged_in_words(logs: list[Log]) -> str:
+    """Which number counts."""
+    steps = " or ".join(str(step) for step in sorted({log.end.step for log in logs}) if step)
+    return f"The loss is {logs[0].metric} {f'at step {steps}' if steps else 'at the end'}."
 
 
 def not_whole(log: Log, stops_early: bool = False) -> str:

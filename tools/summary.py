@@ -28,14 +28,15 @@ class Summary:
     time_interval: tuple[float, float] | None = None  # 95% confidence
 
 
-def p_below(losses: list[float], target: float) -> float | None:
-    """One-sided one-sample t-test of mean(losses) < target. None if the losses have no spread."""
-    if len(set(losses)) < 2:
+def p_below(losses: list[float], target: float | None) -> float | None:
+    """One-sided one-sample t-test of mean(losses) < target. None without a target, or if the losses have
+    no spread."""
+    if target is None or len(set(losses)) < 2:
         return None
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
 
-def summarize(losses: list[float], times: list[float], target: float) -> Summary:
+def summarize(losses: list[float], times: list[float], target: float | None) -> Summary:
     """Statistics of runs with these final losses and training times."""
     summary = Summary(len(losses))
     if losses:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Callable
+from collections.abc import Callable
 from unittest import SkipTest
 
 

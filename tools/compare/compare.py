@@ -112,6 +112,7 @@ from tools.compare.sources import (
 )
 from tools.compare.stats import SLOPE_FACTOR, Effect
 from tools.compare.steps import PROCESSES, STEPS, measure_processes, times_file
+from tools.sides import add_metric, judged_in_words, settle_metric
 
 TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 
@@ -141,6 +142,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hours", type=float, default=1e9, metavar="H", help="stop after H hours; default: no limit")
     command = "train with this shell command instead of train_gpt.py"
     add("--command", metavar="COMMAND", help=command)
+    add_metric(parser)
     early = "the runs of --command end before their last step, all at the same one"
     add("--stops_early", action="store_true", help=early)
     timeout = "end compare if a run takes longer than this; default: no limit"
@@ -176,6 +178,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                 f"unexpected argument: {word}. Say what to compare with --idea or --base, and put several "
                 'words in quotes: --idea "--muon_lr 0.03"'
             )
+    settle_metric(args)
     if args.gate and len(args.idea or []) > 1:
         fail("--gate judges one idea; give one --idea")
     if args.command and (args.recipe or args.nproc_per_node > 1):
@@ -225,7 +228,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
         more = with_steps(base, SLOPE_FACTOR, ideas)
         variants = [*variants, fewer, more]
-    pool = open_pool(variants, lock, args.jobs, args.nproc_per_node, args.stops_early)
+    pool = open_pool(variants, lock, args.jobs, args.nproc_per_node, args.stops_early, args.metric)
     changed = compare_runs.why_again(pool)
     if changed and not args.gate:
         print(f"training again, because {changed}", file=sys.stderr)
@@ -356,6 +359,7 @@ def facts_in_words(c: Comparison) -> list[str]:
         ]
     if not c.paired:
         sentences.append("The runs of a pair share no seed.")
+    sentences.append(judged_in_words(list(c.pool.runs[c.base.name].values())))
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for variant in [c.base, *c.ideas]:
@@ -415,11 +419,12 @@ def record_lines(c: Comparison) -> list[str]:
     sides = {variant.name: list(c.pool.runs[variant.name].values()) for variant in variants}
     base = sides[c.base.name]
     target, assumed = target_of(c.args.target, base)
-    lines = [*record_table(sides, target), *assumed]
-    for idea in variants[1:]:
+    looks = not c.args.runs
+    lines = [*record_table(sides, target, looks), *assumed]
+    for idea in variants[1:] if target is not None else []:
         runs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
         pairs = [(runs[0][seed], runs[1][seed]) for seed in c.timed.get(idea.name, [])]
-        words = record_in_words(idea.name, sides[idea.name], target, pairs)
+        words = record_in_words(idea.name, sides[idea.name], target, pairs, looks)
         lines += textwrap.wrap(words, WIDTH)
     return lines
 

@@ -28,7 +28,7 @@ from tools.compare.answer import (
 )
 from tools.compare.stats import Effect, add_times, given_slope, look_once
 from tools.logs import Log, read_logs
-from tools.sides import MACHINE, check_sides
+from tools.sides import MACHINE, check_sides, judged_in_words
 from tools.turns import log_ratios, turns
 
 OTHER_SESSION = (
@@ -40,7 +40,7 @@ ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen 
 
 def read_sides(args: argparse.Namespace) -> list[list[Log]]:
     """The runs of the base, and of the idea. Raises LogError if they can't be compared."""
-    sides = [read_logs(args.base_logs), read_logs(args.idea_logs)]
+    sides = [read_logs(paths, args.metric) for paths in (args.base_logs, args.idea_logs)]
     for side, logs in zip(("base", "idea"), sides):
         if len(logs) < 2:
             raise LogError(f"the {side} has one run; give two or more")
@@ -78,9 +78,9 @@ def find_effect(
     pairs: list[tuple[Log, Log]],
 ) -> Effect:
     """`pairs` are runs that took turns, if there are any."""
-    steps = base[0].end.step
+    steps = base[0].end.step or 1
     slope = loss_per_100_steps and given_slope(loss_per_100_steps, steps)
-    own_steps = idea[0].end.step / steps
+    own_steps = (idea[0].end.step or 1) / steps
     effect = look_once("idea", end_losses(idea), end_losses(base), False, slope, own_steps=own_steps)
     if pairs:
         step_ratios = np.array(log_ratios(pairs)) - math.log(own_steps)
@@ -99,8 +99,8 @@ def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[st
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
-def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float) -> bytes:
-    found = {"effect": asdict(effect), "target": target}
+def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float | None) -> bytes:
+    found = {"effect": asdict(effect), "target": target, "metric": base[0].metric}
     for side, logs in (("base", base), ("idea", idea)):
         runs = [{"path": str(log.path), "trial": log.trial, **asdict(log.end)} for log in logs]
         found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
@@ -122,10 +122,14 @@ def compare_finished(args: argparse.Namespace) -> int:
     if args.gate:
         print(effect.verdict)
     else:
-        record = record_in_words("idea", idea, target, pairs)
-        lines = textwrap.wrap(record, WIDTH)
-        lines += record_table({"base": base, "idea": idea}, target)
-        facts = [*facts_in_words(base, idea, effect.steps is not None), where, *assumed, ONE_LOOK]
+        lines = []
+        if target is not None:
+            record = record_in_words("idea", idea, target, pairs, looks=False)
+            lines += textwrap.wrap(record, WIDTH)
+        lines += record_table({"base": base, "idea": idea}, target, looks=False)
+        judged = judged_in_words([*base, *idea])
+        facts = facts_in_words(base, idea, effect.steps is not None)
+        facts = [judged, *facts, where, *assumed, ONE_LOOK]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:

@@ -88,6 +88,7 @@ class Pool:
     jobs: int  # processes at a time
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
     stops_early: bool = False  # whether commands may end before their last step
+    metric: str = ""  # as for read_logs
     timeout: float = math.inf  # minutes that a process may take
     identities: dict[str, dict] = field(default_factory=dict)  # name of the variant -> see identity()
     runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
@@ -283,6 +284,7 @@ def open_pool(
     jobs: int | None = None,
     processes: int = 1,
     stops_early: bool = False,
+    metric: str = "",
 ) -> Pool:
     """Gets the data of the variants, and finds the runs that are kept. `processes` are those of a run.
 
@@ -298,7 +300,7 @@ def open_pool(
     jobs = jobs or (1 if are_commands(variants) else usable_cores())
     threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
     facts = machine_facts(variants, threads, processes)
-    pool = Pool(facts, jobs, lock, stops_early)
+    pool = Pool(facts, jobs, lock, stops_early, metric)
     add_variants(pool, variants)
     check_compiled(pool)
     return pool
@@ -317,7 +319,7 @@ def is_complete(pool: Pool, log: Log, variant: Variant) -> bool:
 
 def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
     try:
-        log = parse_log(path)
+        log = parse_log(path, pool.metric)
     except LogError:
         return None
     return log if is_complete(pool, log, variant) else None
@@ -489,10 +491,10 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     check_arrival(worker)
     files = (worker.folder / "copy" / "logs").rglob("*")
     try:
-        logs, _ = find_logs(sorted(file for file in files if file.suffix in SUFFIXES))
+        logs, _ = find_logs(sorted(file for file in files if file.suffix in SUFFIXES), pool.metric)
         if len(logs) > 1:
             fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
-        log = logs[0] if logs else parse_log(worker.folder / "console.txt")
+        log = logs[0] if logs else parse_log(worker.folder / "console.txt", pool.metric)
     except LogError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")
     if fault := not_whole(log, pool.stops_early):

@@ -215,7 +215,7 @@ def losses_of_seeds(hp, seeds):
     """Trains once per seed. Returns the training losses: {seed: [loss of each step]}."""
     model = train_gpt.build_model(hp)
     model.compile(dynamic=False)
-    buckets = train_gpt.GradientBuckets(model.parameters())
+    buckets = train_gpt.GradientBuckets(model)
     losses = {}
     for seed in seeds:
         initial = train_gpt.build_model(dataclasses.replace(hp, seed=seed))

@@ -92,14 +92,14 @@ class Decision:
     test: str  # what the t-test tests, or why there is none
 
 
-def read_recipe(name: str, paths: list[Path]) -> Recipe:
+def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
     """Reads the runs of one recipe, at least one.
 
     Raises LogError if a log can't be read, or if the runs aren't repetitions of one training. A run that
     ended before the others doesn't matter below the step that the rule accepts. If there is none, this
     raises LogError, too.
     """
-    runs = read_logs(paths)
+    runs = read_logs(paths, metric)
     check_sides([runs], ALLOWED)
     losses = [finite_losses(run) for run in runs]
     results = []
@@ -162,7 +162,7 @@ def print_recipe(recipe: Recipe) -> None:
     print("\n".join(table(rows, ">>>><")))
 
     std = f"{result.std:.6f}" if result.n > 1 else "unknown"
-    print(f"\nLosses at step {result.step}, standard deviation {std}:")
+    print(f"\n{recipe.runs[0].metric} at step {result.step}, standard deviation {std}:")
     losses = [f"{run.name}={loss:.5f}" for run, loss in zip(recipe.runs, result.losses)]
     print_wrapped(" ".join(losses), "  ", "  ")
     print()
@@ -209,15 +209,15 @@ def print_json(recipes: list[Recipe], decision: Decision) -> None:
     print(json.dumps(answer, indent=2))
 
 
-def decide(logs: list[Path], against: list[Path], as_json: bool = False) -> int:
+def decide(logs: list[Path], against: list[Path], as_json: bool, metric: str) -> int:
     """Applies the rule to logs, or folders of logs, and prints what it says.
 
     Returns the exit status: 0 accepted, 1 not. Raises LogError if the logs can't be used.
     """
-    recipes = [read_recipe("new", logs)]
+    recipes = [read_recipe("new", logs, metric)]
     decision = judge_result(recipes[0].result)
     if against:
-        recipes.append(read_recipe("old", against))
+        recipes.append(read_recipe("old", against, metric))
         check_sides([recipe.runs for recipe in recipes], ALLOWED)
         decision = judge_pair(*[recipe.result for recipe in recipes])
     show = print_json if as_json else print_decision

@@ -2,6 +2,7 @@
 Plots the validation losses of runs.
 
     ./run.sh plot [LABEL=]LOG_OR_FOLDER... -o curves.png [--x step|time|tokens] [--target 3.28]
+                    [--metric NAME [--higher_is_better]]
 
 The logs of a folder share a label: the name of the folder. Arguments with the same LABEL= share it
 too. If a label has several runs, the plot shows their mean and a band of one standard deviation. They
@@ -16,10 +17,10 @@ from pathlib import Path
 from tools.common import command_parser, positive, run_command
 from tools.curves import X_LABELS, plot_curves
 from tools.logs import Log, read_logs
-from tools.sides import MACHINE, check_sides
+from tools.sides import MACHINE, add_metric, check_sides, settle_metric
 
 
-def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
+def read_groups(arguments: list[str], metric: str = "") -> dict[str, list[Log]]:
     """Reads [LABEL=]LOG_OR_FOLDER arguments. Returns label -> logs. Raises LogError."""
     groups = {}
     for argument in arguments:
@@ -27,7 +28,7 @@ def read_groups(arguments: list[str]) -> dict[str, list[Log]]:
         if os.path.exists(argument):  # False if it is too long for a name
             label = ""
             path = argument
-        logs = read_logs([Path(path)])
+        logs = read_logs([Path(path)], metric)
         if not label and Path(path).is_dir():
             label = Path(path).resolve().name
         for log in logs:
@@ -41,16 +42,18 @@ def main(argv: list[str]) -> int:
     add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
     add("-o", "--output", type=Path, required=True, metavar="FILE.png", help="the picture to write")
     add("--x", choices=X_LABELS, default="step", help="the x axis (default: step)")
-    add("--target", type=positive, help="draw the target at this loss (default: the lowest of the logs)")
+    add("--target", type=positive, help="draw the target at this loss (default: that of the logs)")
+    add_metric(parser)
     args = parser.parse_args(argv)
+    settle_metric(args)
     if args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")
-    groups = read_groups(args.logs)
+    groups = read_groups(args.logs, args.metric)
     tolerated = {"stops early"} if args.x == "time" else {"stops early", *MACHINE}
     check_sides(list(groups.values()), tolerated)
     target = args.target
     if target is None:
-        target = min(log.target for logs in groups.values() for log in logs)
+        target = next(iter(groups.values()))[0].target
     plot_curves(groups, args.output, args.x, target)
     print(args.output)
     return 0

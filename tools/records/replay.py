@@ -15,17 +15,19 @@ import sys
 from pathlib import Path
 
 from tools.common import LogError, command_parser, new_folder, run_command, write_file
-from tools.logs import Log, parse_trials
+from tools.lines import plain
+from tools.logs import Log, make_log, read_log_file, split_sources
 
 NO_OPTIONS = ("world_size", "model", "save_checkpoint")  # settings that can't be given
 
 
 def read_log(path: Path) -> Log:
-    """The first run of a log, because all have its sources. Raises LogError if there are none."""
-    log = parse_trials(path)[0]
-    if not log.sources:
+    """What stands above the first step. Raises LogError if there are no sources."""
+    sources, rest = split_sources(read_log_file(path))
+    if not sources:
         raise LogError(f"{path}: no source in this log; it should come first, above a line of = signs")
-    return log
+    header = plain(rest.decode("utf-8", "replace")).partition("\nstep:")[0]
+    return make_log(path, sources, header, "", [], "")
 
 
 def texts(log: Log) -> dict[str, list[str]]:

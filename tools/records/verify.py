@@ -3,18 +3,18 @@ Checks whether the logs of several runs make a valid record.
 
     ./run.sh verify LOG_OR_FOLDER...
                            [--target 3.28] [--against LOG_OR_FOLDER...] [--same-ml] [--json]
-                           [--rule optimization]
+                           [--rule optimization] [--metric NAME [--higher_is_better]]
 
 A log has one run or several, one after the other. Of a folder, the .txt and .log files are read.
 
 The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01).
 verify also checks those rules of tools/README.md that can be checked in a log. With --against,
-the runs must also be faster than another record: one-sided Welch's t-test on the training times,
-p < 0.01. If one side has a single run, it is Student's t-test. With one run on each side, there is
-no test, and the mean time must be lower.
+the runs must also be faster than those of another record, in a one-sided t-test of pairs, p < 0.01. A
+pair is a run of each that were made one after the other, by the dates in the logs. Without such turns,
+times aren't comparable: submit --make makes them.
 
---same-ml is for changes that only make the same training faster. One log is enough, because the
-losses of the --against record are taken as proof of the target. So that record must obey the rules,
+--same-ml is for changes that only make the same training faster. Their own losses need no test,
+because the losses of the --against record are taken as proof of the target. So that record must obey the rules,
 and its own losses must pass the test. Our runs must have its number of steps and its
 hyperparameters, except the seed, checkpoint settings, and some that only affect the speed. Finally,
 our losses must not be above those of the record: a one-sided t-test with the standard deviation of
@@ -39,7 +39,7 @@ from tools.logs import Log, read_logs
 from tools.records import optimization
 from tools.records.report import print_reasons, print_summary, print_table
 from tools.records.rules import Verdict, judge
-from tools.sides import val_tokens
+from tools.sides import add_metric, settle_metric, val_tokens
 
 
 def log_as_json(log: Log) -> dict:
@@ -89,9 +89,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--same-ml", action="store_true", help=same_ml)
     add("--json", action="store_true", help="print everything as JSON")
     add("--rule", choices=("record", "optimization"), default="record", help=rule)
+    add_metric(parser)
     args = parser.parse_args(argv)
     if args.rule == "optimization" and (args.same_ml or args.target is not None):
         parser.error("--rule optimization has its own target; drop --target and --same-ml")
+    settle_metric(args)
+    if args.metric and args.rule == "record" and args.target is None:
+        parser.error("--metric needs --target")
     if args.same_ml and not args.against:
         parser.error("--same-ml needs --against, the record whose losses prove the target")
     return args
@@ -100,9 +104,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     if args.rule == "optimization":
-        return optimization.decide(args.logs, args.against, args.json)
-    logs = read_logs(args.logs)
-    verdict = judge(logs, args.target, read_logs(args.against), args.same_ml)
+        return optimization.decide(args.logs, args.against, args.json, args.metric)
+    logs = read_logs(args.logs, args.metric)
+    verdict = judge(logs, args.target, read_logs(args.against, args.metric), args.same_ml)
     show = print_json if args.json else print_answer
     show(logs, verdict)
     return 1 if verdict.reasons else 0

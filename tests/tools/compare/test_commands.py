@@ -89,7 +89,10 @@ def test_a_command(theirs, monkeypatch):
     assert out.startswith("theirs_better helps.")
     assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
-    assert "The runs of a pair share no seed. The base is theirs." in words
+    assert (
+        "The runs of a pair share no seed. The loss is val_loss at step 90. The base is theirs."
+        in words
+    )
     assert "theirs_better isn't a record: the mean loss is below 3.28 (p = " in words
     assert "a run takes 0.000 s more" in words
     assert "time of a step +0.0%" in words

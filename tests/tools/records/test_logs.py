@@ -59,6 +59,74 @@ def test_logs_of_the_field(tmp_path, kind):
     assert rules.val_tokens(log) == 10_485_760
 
 
+# Lines like those of other projects. What is judged, by --metric: (value, step, steps of the schedule).
+# None is a log that could be read in two ways, or that has no such number.
+OTHERS = {
+    "parameter-golf, March": (
+        "step:0/900 val_loss:6.9 val_bpb:4.1 train_time:0ms\n"
+        "step:700/900 val_loss:2.07 val_bpb:1.22 train_time:600ms\n"
+        "final_int8_roundtrip val_loss:2.09 val_bpb:1.24 eval_time:14ms\n"
+        "final_int8_roundtrip_exact val_loss:2.0912 val_bpb:1.2436\n",
+        {
+            "": None,
+            "val_bpb": None,
+            "step val_bpb": (1.22, 700, 900),
+            "final_int8_roundtrip_exact val_bpb": (1.2436, 0, 0),
+            "final_int8_roundtrip_exact_val_loss": (2.0912, 0, 0),
+        },
+    ),
+    "parameter-golf, April": (
+        "0/900 val_loss: 9.01 val_bpb: 3.49\n800/900 train_loss: 2.8\n"
+        "850/900 val_loss: 2.77 val_bpb: 1.07\n"
+        "diagnostic pre-quantization post-ema val_loss:2.76 val_bpb:1.06 eval_time:6ms\n"
+        "quantized_ttt val_loss:2.75 val_bpb:1.05 eval_time:3ms\n",
+        {"val_bpb": None, "quantized_ttt val_bpb": (1.05, 0, 0), "Step val_bpb": (1.07, 850, 900)},
+    ),
+    "nanochat": (
+        "Step 00000 | Validation bpb: 3.2\nstep 00199/00200 (99%) | loss: 2.7 | dt: 1.2ms\n"
+        "Step 00200 | Validation bpb: 0.84\nMinimum validation bpb: 0.83\n",
+        {"": None, "validation_bpb": None, "step validation bpb": (0.84, 200, 200), "minimum_validation_bpb": (0.83, 0, 0)},
+    ),
+    "autoresearch": (
+        "step 00001 (0.1%) | loss: 9.0\rstep 00950 (99.9%) | loss: 2.9\r\n---\n"
+        "val_bpb:          0.998100\nnum_steps:        951\n",
+        {"": None, "val_bpb": (0.9981, 0, 0), "num_steps": (951, 0, 0), "-num_steps": (-951, 0, 0)},
+    ),
+    "slowrun": (
+        "Step 00000 | Val BPB: 3.1 | Val Loss: 10.8\nStep 00099 | Epoch 1 | Val BPB: 1.1 | Val Loss: 3.3\n",
+        {"": (3.3, 99, 99), "val_bpb": (1.1, 99, 99), "val loss": (3.3, 99, 99), "loss": (3.3, 99, 99)},
+    ),
+    "nanoGPT": (
+        "step 0: train loss 4.2, val loss 4.3\niter 0: loss 4.2, time 9ms\n"
+        "step 250: train loss 1.9, val loss 2.0\niter 250: loss 1.8, time 9ms\n",
+        {"": (2.0, 250, 250), "train_loss": (1.9, 250, 250), "loss": None, "train": None},
+    ),
+    "optimization track": (
+        "step:5/9 val_loss:3.3 val_avg_loss:3.1 val_ema_loss:3.2 train_time:1s step_avg:1ms\n"
+        "step:8/9 val_loss:3.29 val_avg_loss:3.09 val_ema_loss:3.19 train_time:2s step_avg:1ms\n",
+        {"": None, "val_loss": (3.29, 8, 9), "val_ema_loss": (3.19, 8, 9), "ema_loss": None},
+    ),
+    "JSON lines": (
+        '{"loss": 3.1, "step": 1}\n{"step": 2, "val/loss": 3.05, "core": 0.21}\n',
+        {"": (3.05, 2, 2), "val/loss": (3.05, 2, 2), "core": (0.21, 2, 2)},
+    ),
+    "one JSON file": ('{\n "name": "x",\n "val_bpb": 1.0614\n}', {"val_bpb": (1.0614, 0, 0)}),
+}
+
+
+@pytest.mark.parametrize("project", OTHERS)
+def test_any_metric(tmp_path, project):
+    text, expected = OTHERS[project]
+    path = tmp_path / "run.log"
+    path.write_text(text)
+    for metric, found in expected.items():
+        end = None
+        with contextlib.suppress(LogError):
+            log = parse_log(path, metric)
+            end = log.end and (log.end.val_loss, log.end.step, log.num_steps)
+        assert end == found, metric
+
+
 # How a log can join a script with two more files, and the names that these get
 APPENDED = {
     "named, between dashes": (

@@ -156,7 +156,7 @@ def collected(path: Path):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.txt").write_bytes(path.read_bytes())
     variant = SimpleNamespace(name="idea", command="x")
-    pool = SimpleNamespace(runs={"idea": {}}, stops_early=False)
+    pool = compare_runs.Pool({}, 1, 0, runs={"idea": {}})
     task = SimpleNamespace(variant=variant, seeds=[0])
     Path("worker/console.txt").touch()
     worker = SimpleNamespace(task=task, folder=Path("worker"))
@@ -167,7 +167,7 @@ def collected(path: Path):
 @pytest.mark.parametrize("damage", BROKEN)
 def test_broken_logs(damaged, damage):
     text = damaged.read_text()
-    accepted = call(*OPTIMIZATION).stdout.partition(b"Losses at step")[2]
+    accepted = call(*OPTIMIZATION).stdout.partition(b"val_loss at step")[2]
     damaged.write_text(BROKEN[damage](text))
     assert damaged.read_text() != text
     for words in (COMPARE, PLOT, VERIFY):
@@ -233,5 +233,5 @@ def test_seeds_are_those_in_the_logs(sides):
     task = SimpleNamespace(variant=variant, seeds=[0, 1, 2])
     worker = SimpleNamespace(task=task, folder=Path("worker"))
     for status, seeds in ((0, [0, 1, 2]), (None, [0, 1])):
-        logs = compare_runs.finished_logs(None, worker, status)
+        logs = compare_runs.finished_logs(compare_runs.Pool({}, 1, 0), worker, status)
         assert [log.hyperparameters["seed"] for log in logs] == seeds

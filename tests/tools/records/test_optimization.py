@@ -136,7 +136,7 @@ step  runs      mean  statistic  verdict
 3475     4  3.300000  -0.040000  fails
 3500     4  {np.mean(OLD):.6f}   {(3.28 - np.mean(OLD)) * 2:.6f}  fails
 
-Losses at step 3500, standard deviation {np.std(OLD, ddof=1):.6f}:
+val_loss at step 3500, standard deviation {np.std(OLD, ddof=1):.6f}:
   0=3.27990 1=3.27810 2=3.28050 3=3.27870
 
 rule    ({dloss:.6f} + 100 * 0.0045 / 100) / sqrt(1/5 + 1/4) = {score:.6f}, needs
@@ -178,7 +178,7 @@ def test_the_first_step_that_passes(tmp_path):
     (tmp_path / "all.txt").write_text(text)
     done = run("verify", "--rule", "optimization", "all.txt", cwd=tmp_path)
     assert done.returncode == 0
-    *_, before, first = done.stdout.decode().partition("\n\nLosses at step 2750,")[0].splitlines()
+    *_, before, first = done.stdout.decode().partition("\n\nval_loss at step 2750,")[0].splitlines()
     assert before.split() == ["2745", "20", "3.279254", f"{0.000746 * 20**0.5:.6f}", "fails"]
     assert first.split()[3:] == [f"{0.001144 * 20**0.5:.6f}", "passes:", "the", "first"]
     assert done.stdout.endswith(b"\n\naccepted at step 2750\n")
