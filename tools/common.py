@@ -98,32 +98,21 @@ def environment(processes: int = 1) -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The environment of child processes. Variables that could change what they run are dropped, or they
-# are in KEPT.
-DROPPED = (
-    "GIT_*",  # in a hook, they name another repository
-    "PYTHON*",  # other modules; run.sh drops them, too, because some break Python
-    # packages would go elsewhere, or be built here
-    *("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_PYTHON", "PIP_DRY_RUN", "PIP_NO_*"),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE"),  # another job's: a run would wait for its processes
-    *(
-        "OMP_*",
-        "GOMP_*",
-        "KMP_*",
-        "MKL_*",
-        "ONEDNN_*",
-        "DNNL_*",
-    ),  # threads bound to cores, other kernels
-    *("TORCH*", "PYTORCH_*"),  # switches of PyTorch and its compiler
-)
-KEPT = (
-    *("PIP_NO_INDEX", "PIP_NO_CACHE_DIR", "PIP_NO_INPUT", "PIP_NO_COLOR"),
-    # what the log of a run names
-    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTORCH_*ALLOC_CONF"),
-    *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CPP_MARCH"),
-    # folders, and what is printed
-    *("TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_LOGS", "TORCH_NCCL_*"),
-)
+# The environment of child processes. What could change what they run is dropped, or it is in KEPT
+#   - variables of git (in a hook, they name another repository), of Python, and of another job
+#   - where pip installs, and what it builds
+#   - places for threads, other kernels, switches of PyTorch and its compiler
+DROPPED = """
+    GIT_* PYTHON* RANK LOCAL_RANK WORLD_SIZE
+    PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_PYTHON PIP_DRY_RUN PIP_NO_DEPS PIP_NO_BINARY
+    OMP_* GOMP_* KMP_* MKL_* ONEDNN_* DNNL_* TORCH* PYTORCH_*
+""".split()
+# The log of a run names those of the first two lines. The others are folders, or change what is printed
+KEPT = """
+    OMP_NUM_THREADS OMP_WAIT_POLICY PYTORCH_*ALLOC_CONF
+    TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE TORCHINDUCTOR_CPP_MARCH
+    TORCHINDUCTOR_CACHE_DIR TORCH_HOME TORCH_LOGS TORCH_NCCL_*
+""".split()
 FIXED = {
     "PYTHONUTF8": "1",  # PyTorch can't read its files in an ASCII locale
     # git works in a folder of another user, too

@@ -140,7 +140,9 @@ def wait(children):
         try:
             first = next((code for code in futures.as_completed(codes) if code.result()), codes[0])
             # each rank finds the user's error, but only rank 0 prints it, perhaps later
-            if first.result() == 2 and futures.wait(codes[:1], 10).done:
+            if first.result() == 2 and 2 in [
+                code.result() for code in futures.wait(codes[:1], 10).done
+            ]:
                 first = codes[0]
         finally:
             for child in children:
@@ -278,9 +280,8 @@ def install(folders, theirs=False, data=""):
     making = None
     if missing and data and not gpu_maker():
         pip_install(python, [line for line in missing if line.startswith("numpy==")])
-        quiet = dict(
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )  # get_data says what is wrong
+        # get_data will say what is wrong
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         making = start([python, "-m", data], cwd=ROOT, **quiet)
     pip_install(python, missing)
     require(
@@ -290,7 +291,7 @@ def install(folders, theirs=False, data=""):
     )
     if making:
         making.wait()
-    if ours:
+    if ours and not ready.exists():
         ready.touch()
     return python
 

@@ -126,9 +126,8 @@ def loss_and_gradients(model, hp, part):
     """Computes the loss of random tokens, and for training the gradients by name. Gradients of scalars are
     left out: they are mostly rounding error."""
     training = part == "training"
-    count, seq_len = (
-        (hp.batch_tokens, hp.train_seq_len) if training else (hp.val_seq_len, hp.val_seq_len)
-    )
+    seq_len = hp.train_seq_len if training else hp.val_seq_len
+    count = hp.batch_tokens if training else seq_len
     randomize(model)
     rng = torch.Generator().manual_seed(0)
     tokens = torch.randint(hp.vocab_size, (count + 1,), generator=rng, dtype=torch.int32)
@@ -239,10 +238,7 @@ def saved_settings(args):
     """Reads the settings of the checkpoint that --resume names, and not its weights. Returns {} if there is
     none that can be read: the run will say so."""
     if args.resume == "latest":
-        unfinished = [
-            path for path in Path(args.log_dir).glob("*.pt") if not train_gpt.is_finished(path)
-        ]
-        args.resume = max(unfinished, key=os.path.getmtime, default="")
+        args.resume = train_gpt.latest_checkpoint(args.log_dir)
     try:
         return torch.load(args.resume, map_location="cpu", weights_only=True, mmap=True)["settings"]
     except Exception:  # corrupt files raise many exception types
