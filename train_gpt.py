@@ -787,7 +787,9 @@ class Hyperparameters:
     num_layers: int = setting(12, "number of blocks")
     num_heads: int = setting(6, "attention heads per block")
     head_dim: int = setting(128, "channels per head, a multiple of 4")
-    model_dim: int = setting(768, "channels of the residual stream")
+    # at other widths, set num_heads to model_dim / head_dim; the learning rates can stay
+    # (records/mini/NOTES.md); FP8 needs a multiple of 16
+    model_dim: int = setting(768, "channels of the residual stream; set --num_heads, too")
     num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
     # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7 or none")
