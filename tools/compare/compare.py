@@ -102,7 +102,6 @@ from tools.compare.ledger import (
 from tools.compare.plan import (
     Comparison,
     answer_needs_slope,
-    plan_in_words,
     progress,
     slope_runs,
     undecided,
@@ -275,10 +274,10 @@ def make_until(c: Comparison, wanted, done) -> bool:
 
     def enough(new: int) -> bool:
         nonlocal late
+        if new and done():
+            return True
         if new:
             say(c, progress(c, steps_to_time(c)))
-            if done():
-                return True
         late = c.pool.minutes() > 60 * c.args.hours
         return late
 
@@ -291,7 +290,7 @@ def make_until(c: Comparison, wanted, done) -> bool:
 def make_all_runs(c: Comparison) -> None:
     """Makes runs until all ideas are decided, and those for the slope if the answer needs them. Raises
     RunError and UsageError."""
-    say(c, plan_in_words(c))
+    say(c, progress(c, steps_to_time(c)))
     in_time = make_until(c, lambda: wanted_runs(c), lambda: not undecided(c))
     if in_time and answer_needs_slope(c):
         make_until(c, lambda: slope_runs(c), lambda: not slope_runs(c))

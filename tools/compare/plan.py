@@ -204,38 +204,26 @@ def runs_left(c: Comparison) -> int:
     return sum(max(0, len(seeds) - len(c.losses(variant))) for variant, seeds in wanted)
 
 
-def plan_in_words(c: Comparison) -> str:
-    """What is to come, before the first run."""
-    kept = sum(len(logs) for logs in c.pool.runs.values())
-    if c.args.runs:
-        return f"{plural(c.args.runs, 'pair')}: {plural(runs_left(c), 'run')} to make, {kept} kept"
-    if goal_if_known(c) is None:
-        return f"pairs of runs until the loss is clearly lower or higher, or Ctrl-C: {kept} runs kept"
-    expected = max(pairs_expected(c, idea) for idea in c.ideas)
-    words = f"about {expected} pairs if the idea does nothing"
-    return f"{words}: {plural(runs_left(c), 'run')}, {kept} kept"
-
-
 def progress(c: Comparison, steps_to_time: int) -> str:
     """The idea with the fewest pairs of those that are still undecided, and what is left of everything.
     `steps_to_time` are those that will be timed after the runs."""
     runs = runs_left(c)
-    times = ", times" if steps_to_time else ""
-    whole = runs + round(steps_to_time / (c.steps(c.base) or steps_to_time or 1))
-    left = f"{c.pool.time_left(whole)} ({plural(runs, 'run')}{times})"
+    steps = c.steps(c.base) or steps_to_time or 1
+    times = " and times" if steps_to_time else ""
+    left = f"{c.pool.time_left(runs + round(steps_to_time / steps))}: {plural(runs, 'run')}{times}"
     waiting = undecided(c)
     if not waiting:
-        return f"what a step is worth: {left}"
+        return f"what a step is worth, {left}"
     idea = min(waiting, key=lambda idea: c.pairs(idea).shape[1])
-    n = c.pairs(idea).shape[1]
-    of = f" of about {pairs_expected(c, idea)}"
-    if goal_if_known(c) is None and not c.args.runs:
+    known = f"{short(idea.name, 14)}: {c.pairs(idea).shape[1]}"
+    if goal_if_known(c) is None and not c.args.runs:  # it may go on forever
         left = f"{c.pool.minutes() / 60:.1f} h so far"
-        of = ""
+    else:
+        known += f" of about {pairs_expected(c, idea)}"
+    known += " pairs"
     effect = c.effect(idea)
-    number = "no pairs yet"
-    if effect is not None:
-        number = f"loss {effect.difference:+.4f}"
-        if effect.steps is not None and effect.has_interval():
-            number = f"steps {percent_interval(effect.steps_interval)}"
-    return f"{short(idea.name, 14)}: {n}{of} pairs, {number}, {left}"
+    if effect is not None and effect.steps is not None and effect.has_interval():
+        known += f", steps {percent_interval(effect.steps_interval)}"
+    elif effect is not None:
+        known += f", loss {effect.difference:+.4f}"
+    return f"{known}, {left}"

@@ -424,15 +424,29 @@ def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subp
     return start_process(pool, variant, ["bash", "-o", "pipefail", "-c", command], folder, copy, env)
 
 
+@contextlib.contextmanager
+def no_interrupt() -> Iterator[None]:
+    """Ctrl-C waits until the end, for example until a process that was started is in the pool."""
+    waiting = []
+    before = signal.signal(signal.SIGINT, lambda *_: waiting.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            raise KeyboardInterrupt
+
+
 def start(pool: Pool, task: Task) -> None:
     variant = task.variant
     folder = scratch() / f"{pool.key(variant)}_seed{task.seeds[0]}"
     folder.mkdir(parents=True)
-    if variant.command:
-        child = start_command(pool, variant, task.seeds[0], folder)
-    else:
-        child = start_script(pool, variant, task.seeds, folder, pool.facts["threads"])
-    pool.workers.append(Worker(task, child, folder))
+    with no_interrupt():
+        if variant.command:
+            child = start_command(pool, variant, task.seeds[0], folder)
+        else:
+            child = start_script(pool, variant, task.seeds, folder, pool.facts["threads"])
+        pool.workers.append(Worker(task, child, folder))
 
 
 def stop(pool: Pool, worker: Worker) -> None:
