@@ -2,20 +2,23 @@
 # Everything behind one command: installs packages, makes data, trains, compares, tests. All of it is
 # tools/launch.py. This script finds the Python that runs it. ./run.sh --help lists the commands.
 set -eu
-unset CDPATH                          # with it, cd may go to another folder of the same name
-unset PYTHONHOME PYTHONPATH           # junk in them would break any Python
-unset PYTHONDONTWRITEBYTECODE         # without compiled files, each start takes ten seconds more
-unset RANK LOCAL_RANK WORLD_SIZE      # of another job: a run would wait for its processes
-export PYTHONUTF8=1                   # files are UTF-8 in every locale
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+unset ${!PYTHON@}        # junk in Python's variables would break any Python
+export PYTHONUTF8=1      # files are UTF-8 in every locale
+# The next file that a program opens would take the place of a closed stdin, stdout or stderr. For
+# stderr, that file is this script
+if [ /dev/fd/2 -ef "${BASH_SOURCE[0]}" ] || ! { : 3>&2; }; then exec 2>/dev/null; fi
+{ : 3>&1; } 2>/dev/null || exec >/dev/null
+{ : 3<&0; } 2>/dev/null || exec </dev/null
 
 active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
 pythons="python3 python3.13 python3.12 python3.11 python3.14"
 if [ -n "$active" ]; then
     pythons=python
 fi
+# prints the folder of this script, which may have been started through a link
+folder='import os, sys; assert sys.version_info >= (3, 11); print(os.path.dirname(os.path.realpath(sys.argv[1])))'
 for python in $pythons; do
-    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    if root=$("$python" -c "$folder" "${BASH_SOURCE[0]}" 2>/dev/null); then
         exec "$python" "$root/tools/launch.py" "$@"
     fi
 done

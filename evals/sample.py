@@ -19,7 +19,7 @@ import sys
 import time
 
 import train_gpt  # before torch: it sets variables that torch reads
-from evals import models
+from evals import models, speed
 from train_gpt import DEVICE, require
 
 import torch
@@ -112,6 +112,9 @@ def sample_after_training(args):
     """The training has succeeded. Whatever happens here doesn't change the exit status."""
     try:
         sample(args)
+        checkpoint = torch.load(args.model, map_location="cpu", mmap=True, weights_only=True)
+        if "run" in checkpoint and "num_value_embeds" in checkpoint["settings"]:  # of train_gpt.py
+            print(f"\n{speed.describe(checkpoint)}")
     except Exception as e:  # an idea may change the model in ways that evals/ doesn't know
         print(f"can't print a sample: {e}", file=sys.stderr)
 

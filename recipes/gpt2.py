@@ -24,7 +24,7 @@ import itertools
 import math
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import train_gpt  # before torch: it sets variables that torch reads
@@ -35,7 +35,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from evals import openai_gpt2
-from train_gpt import DEVICE, DTYPE, RANK, WORLD_SIZE, clock, distributed_data_generator, require
+from train_gpt import (
+    DEVICE,
+    DTYPE,
+    RANK,
+    WORLD_SIZE,
+    clock,
+    distributed_data_generator,
+    require,
+    setting,
+)
 
 # Each source under its name: a log begins with this
 LINE = "-" * 40
@@ -140,65 +149,86 @@ class GPT(nn.Module):
 # -----------------------------------------------------------------------------
 # 3. Hyperparameters. `--name value` changes any of them.
 
-# A name, and its defaults in the tracks fineweb, edu (FineWeb-Edu) and mini
-SETTINGS = dict(
-    track=("fineweb", "edu", "mini", "set of defaults: fineweb, edu or mini"),
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    track: str = setting("fineweb", "set of defaults: fineweb, edu or mini")
     # data
-    train_files=(
-        "data/fineweb10B/fineweb_train_*.bin",
-        "data/fineweb_edu10B/fineweb_train_*.bin",
-        "data/shakespeare/shakespeare_train_*.bin",
-        "training shards",
-    ),
-    val_files=(
-        "data/fineweb10B/fineweb_val_*.bin",
-        "data/fineweb_edu10B/fineweb_val_*.bin",
-        "data/shakespeare/shakespeare_val_*.bin",
-        "validation shards",
-    ),
-    val_tokens=(10_485_760, 10_485_760, 389_120, "validation tokens; fixed, to compare losses"),
-    repeat_data=(False, True, True, "true to begin again after the last shard"),
-    batch_tokens=(524_288, 524_288, 2048, "tokens per step, summed over all processes"),
-    block_size=(1024, 1024, 128, "tokens per sequence, and the longest context"),
-    sequences_per_pass=(32, 32, 16, "sequences in a micro-batch; fewer if it doesn't divide them"),
-    vocab_size=(50257, 50257, 257, "number of token ids"),
+    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
+    val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
+    val_tokens: int = setting(10_485_760, "validation tokens; fixed, to compare losses")
+    repeat_data: bool = setting(False, "true to begin again after the last shard")
+    batch_tokens: int = setting(524_288, "tokens per step, summed over all processes")
+    block_size: int = setting(1024, "tokens per sequence, and the longest context")
+    sequences_per_pass: int = setting(32, "sequences in a micro-batch; fewer if it doesn't divide them")
+    vocab_size: int = setting(50257, "number of token ids")
     # model
-    init_from=(
-        "scratch",
-        "scratch",
-        "scratch",
-        "scratch, or OpenAI's gpt2, gpt2-medium, -large or -xl",
-    ),
-    n_layer=(12, 12, 3, "number of blocks"),
-    n_head=(12, 12, 7, "attention heads per block"),
-    n_embd=(768, 768, 224, "channels of the residual stream"),
+    init_from: str = setting("scratch", "scratch, or OpenAI's gpt2, gpt2-medium, -large or -xl")
+    n_layer: int = setting(12, "number of blocks")
+    n_head: int = setting(12, "attention heads per block")
+    n_embd: int = setting(768, "channels of the residual stream")
     # optimization
-    num_iterations=(19_073, 19_073, 3500, "training steps; 0: only validate"),
-    warmup_iters=(715, 715, 200, "steps in which the learning rate rises"),
-    learning_rate=(6e-4, 6e-4, 1.4e-3, "AdamW's highest learning rate"),
-    final_lr_frac=(0.1, 0.1, 0.0, "final learning rate, relative to the highest"),
-    weight_decay=(0.1, 0.1, 0.05, "weight decay of matrices and embeddings"),
-    beta1=(0.9, 0.9, 0.8, "decay of AdamW's first moment"),
-    beta2=(0.95, 0.95, 0.998, "decay of AdamW's second moment"),
-    grad_clip=(1.0, 1.0, 1.0, "highest norm of the gradient; above, it is scaled down"),
+    num_iterations: int = setting(19_073, "training steps; 0: only validate")
+    warmup_iters: int = setting(715, "steps in which the learning rate rises")
+    learning_rate: float = setting(6e-4, "AdamW's highest learning rate")
+    final_lr_frac: float = setting(0.1, "final learning rate, relative to the highest")
+    weight_decay: float = setting(0.1, "weight decay of matrices and embeddings")
+    beta1: float = setting(0.9, "decay of AdamW's first moment")
+    beta2: float = setting(0.95, "decay of AdamW's second moment")
+    grad_clip: float = setting(1.0, "highest norm of the gradient; above, it is scaled down")
     # speedups
-    tf32=(True, True, True, "true to multiply float32 matrices in TF32, on GPUs"),
-    bf16=(True, True, True, "true for bf16 autocast, where the hardware has bf16"),
-    compile=(True, True, True, "true to compile the model"),
-    flash=(True, True, False, "true for scaled_dot_product_attention; slower in mini on a CPU"),
-    pad_vocab=(True, True, True, "true to pad wte to a multiple of 64 rows"),
-    fused=(True, True, True, "true for fused AdamW"),
+    tf32: bool = setting(True, "true to multiply float32 matrices in TF32, on GPUs")
+    bf16: bool = setting(True, "true for bf16 autocast, where the hardware has bf16")
+    compile: bool = setting(True, "true to compile the model")
+    flash: bool = setting(True, "true for scaled_dot_product_attention; slower in mini on a CPU")
+    pad_vocab: bool = setting(True, "true to pad wte to a multiple of 64 rows")
+    fused: bool = setting(True, "true for fused AdamW")
     # the run
-    seed=(1337, 1337, 1337, "seed of the initial weights"),
-    warmup_steps=(3, 3, 3, "untimed steps on random tokens; the weights are then reset"),
-    val_loss_every=(250, 250, 250, "steps between validations; 0: only at the end"),
-    target_val_loss=(3.28, 3.29, 1.50, "validation loss to reach"),
+    seed: int = setting(1337, "seed of the initial weights")
+    warmup_steps: int = setting(3, "untimed steps on random tokens; the weights are then reset")
+    val_loss_every: int = setting(250, "steps between validations; 0: only at the end")
+    target_val_loss: float = setting(3.28, "validation loss to reach")
+
+
+FINEWEB = Hyperparameters()
+# FineWeb-Edu
+EDU = replace(
+    FINEWEB,
+    track="edu",
+    train_files="data/fineweb_edu10B/fineweb_train_*.bin",
+    val_files="data/fineweb_edu10B/fineweb_val_*.bin",
+    repeat_data=True,
+    target_val_loss=3.29,
 )
-TRACKS = train_gpt.make_tracks(SETTINGS)
+MINI = replace(
+    FINEWEB,
+    track="mini",
+    train_files="data/shakespeare/shakespeare_train_*.bin",
+    val_files="data/shakespeare/shakespeare_val_*.bin",
+    val_tokens=389_120,
+    repeat_data=True,
+    batch_tokens=2048,
+    block_size=128,
+    sequences_per_pass=16,
+    vocab_size=257,
+    n_layer=3,
+    n_head=7,
+    n_embd=224,
+    num_iterations=3500,
+    warmup_iters=200,
+    learning_rate=1.4e-3,
+    final_lr_frac=0.0,
+    weight_decay=0.05,
+    beta1=0.8,
+    beta2=0.998,
+    flash=False,
+    target_val_loss=1.5,
+)
+TRACKS = {"fineweb": FINEWEB, "edu": EDU, "mini": MINI}
 
 
 def parse_arguments(argv):
-    args, hp = train_gpt.parse_arguments(argv, SETTINGS, TRACKS)
+    args, hp = train_gpt.parse_arguments(argv, TRACKS)
     names = ["scratch", *openai_gpt2.SIZES]
     require(hp.init_from in names, f"--init_from {hp.init_from}: must be one of {', '.join(names)}")
     if hp.init_from != "scratch":
@@ -316,28 +346,27 @@ def evaluate(model, hp):
     for batch in tokens.split(micro_batch):
         with autocast(hp):
             losses.append(model(batch[:, :-1], batch[:, 1:].long()))
-    mean = torch.stack(losses).double().mean()
-    if WORLD_SIZE > 1:
-        dist.all_reduce(mean)
-    return mean.item() / WORLD_SIZE
+    return train_gpt.mean_of_ranks(losses)
 
 
-def warm_up(model, optimizer, buckets, hp):
+def warm_up(model, buckets, hp):
     """Trains on random tokens: this compiles the kernels, connects the processes and allocates
     memory. Then sets the initial weights of the run's seed."""
+    optimizer = build_optimizer(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
     for _ in range(min(hp.warmup_steps, hp.num_iterations)):
         train_step(model, optimizer, buckets, tokens, 0, hp)
     model.load_state_dict(build_model(hp).state_dict())
-    optimizer.state.clear()
 
 
 # -----------------------------------------------------------------------------
 # 6. The timed loop
 
 
-def train(run, hp, model, optimizer, buckets, save):
-    """Trains until the last step. With `save`, each validation saves a checkpoint."""
+def train(run, model, optimizer, buckets):
+    """Trains until the last step."""
+    hp = run.hp
+    train_losses = []  # since the last validation; reading them would wait for the GPU
     batches = training_batches(hp)
     for _ in range(run.step):
         next(batches)  # the checkpoint was trained on these
@@ -348,17 +377,12 @@ def train(run, hp, model, optimizer, buckets, save):
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
             run.train_ms = clock() - start_ms
             val_loss = evaluate(model, hp)
-            require(
-                math.isfinite(val_loss), f"step {step}: the loss is not finite; lower --learning_rate"
-            )
-            if save:  # before the line in the log: a resumed run validates again, and writes it
-                train_gpt.save_checkpoint(run, model, [optimizer])
-            run.write_validation(val_loss)
+            train_gpt.end_validation(run, model, [optimizer], val_loss, train_losses)
             start_ms = clock() - run.train_ms
         if last_step:
             break
         # --------------- training
-        train_step(model, optimizer, buckets, next(batches), step, hp)
+        train_losses.append(train_step(model, optimizer, buckets, next(batches), step, hp))
         run.step += 1
         run.train_ms = 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
         run.write_step(end="  \r")
@@ -390,15 +414,16 @@ def train_runs(argv):
     checksums = check_inputs(args, hp)
     train_gpt.init_processes()
     model = build_model(hp)
-    optimizer = build_optimizer(model, hp)
-    buckets = train_gpt.GradientBuckets(model.parameters())
+    buckets = train_gpt.GradientBuckets(model)
     for seed in range(hp.seed, hp.seed + args.num_runs):
         hp = replace(hp, seed=seed)
-        run = train_gpt.start_run(args, hp, SOURCE, checksums, checkpoint)
-        warm_up(model, optimizer, buckets, hp)
+        optimizer = build_optimizer(model, hp)
+        table = train_gpt.parameter_table(model, [optimizer])
+        run = train_gpt.start_run(args, hp, SOURCE, checksums, checkpoint, table)
+        warm_up(model, buckets, hp)
         if checkpoint:
             train_gpt.load_states(checkpoint, run, model, [optimizer])
-        train(run, hp, model, optimizer, buckets, args.save_checkpoint)
+        train(run, model, optimizer, buckets)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

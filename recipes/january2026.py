@@ -49,7 +49,7 @@ import math
 import sys
 import time
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import train_gpt  # before torch: it sets variables that torch reads
@@ -69,6 +69,7 @@ from train_gpt import (
     RANK,
     WORLD_SIZE,
     all_gather,
+    all_gather_now,
     as_scale,
     attention,
     block_lists,
@@ -79,6 +80,7 @@ from train_gpt import (
     portable_mask,
     rank_share,
     require,
+    setting,
     uses_fp8,
 )
 
@@ -201,7 +203,8 @@ def save_for_backward(ctx, inputs, output):
 
 
 def head_loss_gradients(ctx, grad, *unused):
-    return *head_loss_backward_op(grad, *ctx.saved_tensors), None, None
+    grad_x, grad_w = head_loss_backward_op(grad, *ctx.saved_tensors)
+    return grad_x, grad_w, None, None  # targets and weights have no gradient
 
 
 head_loss_op.register_autograd(head_loss_gradients, setup_context=save_for_backward)
@@ -291,17 +294,18 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 gathers.append((p, all_gather(self.new_weights(p, group))))
-        for p, wait in gathers:
+        for p, (weights, handle) in gathers:
+            if handle:
+                handle.wait()
             count = p.shape[:-2].numel()
-            p.copy_(wait()[:count].view_as(p))  # [:count] drops repeats at the end
+            p.copy_(weights[:count].view_as(p))  # [:count] drops repeats at the end
 
     def state_dict(self):
         """The state of all ranks, which doesn't depend on their number. Call it on all ranks."""
         saved = super().state_dict()
         for index, state in saved["state"].items():
             count = parameters_of(self)[index].shape[:-2].numel()
-            # all_gather starts, () waits, [:count] drops repeats at the end
-            saved["state"][index] = {name: all_gather(share)()[:count] for name, share in state.items()}
+            saved["state"][index] = {k: all_gather_now(share)[:count] for k, share in state.items()}
         return saved
 
     def load_state_dict(self, saved):  # PyTorch's would round the state to the dtype of the parameter
@@ -424,10 +428,10 @@ def flex_block_mask(docs, window):
     partial = visible & ~full
     return BlockMask(
         (len(docs), len(docs)),
-        *block_lists(partial),  # kv_num_blocks, kv_indices: key blocks of each query block (forward)
-        *block_lists(full),  # full_kv_num_blocks, full_kv_indices
-        *block_lists(partial.T),  # q_num_blocks, q_indices: query blocks of each key block (backward)
-        *block_lists(full.T),  # full_q_num_blocks, full_q_indices
+        **block_lists("kv", partial),  # the key blocks of each query block, for the forward pass
+        **block_lists("full_kv", full),
+        **block_lists("q", partial.T),  # the query blocks of each key block, for the backward pass
+        **block_lists("full_q", full.T),
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=document_causal_window,
     )
@@ -451,8 +455,8 @@ def gate(x, weight):  # (..., C), (n, 12) -> (..., n)
 
 class GPT(nn.Module):
     """GPT(hp)(input_seq (B, S) int32, target_seq (B, S) int64, window_blocks () int32) is in training
-    the weighted cross-entropy of the next three tokens in nats, summed, and in evaluation that of
-    the next token, averaged. S is a multiple of 128. Lambdas are float32, all other parameters are
+    the weighted cross-entropy of the next three tokens in nats, and in evaluation that of the next
+    token, summed over tokens. S is a multiple of 128. Lambdas are float32, all other parameters are
     DTYPE. set_step sets what is scheduled."""
 
     val_slice = 32768  # tokens whose logits validation computes at a time, to save memory
@@ -605,6 +609,7 @@ class GPT(nn.Module):
         attn_w = dict(zip(self.attn_layers, self.attn_bank.unbind()))
         mlp_in_w = self.mlp_in_bank.unbind()
         mlp_out_w = self.mlp_out_bank.unbind()
+        skip = backout = x
         for i in range(hp.num_layers):
             if i == hp.skip_to:
                 skip_gate = torch.sigmoid(self.skip_lambda) * 2 * gate(x0, self.skip_gate)
@@ -628,7 +633,7 @@ class GPT(nn.Module):
         for part, part_targets in zip(x.split(self.val_slice), targets.split(self.val_slice)):
             logits = softcap(F.linear(part, self.lm_head))
             total += F.cross_entropy(logits, part_targets, reduction="sum")
-        return total / len(targets)
+        return total
 
     def training_loss(self, x, target_seq):
         """x (T, C), target_seq (B, S) -> the weighted cross-entropy in nats, summed over tokens."""
@@ -723,6 +728,77 @@ def check_training_shards(hp):
 # -----------------------------------------------------------------------------
 # 6. Hyperparameters. `--name value` changes any of them.
 
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    track: str = setting("fineweb", "set of defaults: fineweb or mini")
+    # data
+    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards")
+    val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
+    val_tokens: int = setting(10_485_760, "validation tokens; fixed, to compare losses")
+    val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
+    num_sequences: int = setting(8, "sequences per step, on all processes together")
+    seq_lens: tuple[int, ...] = setting(
+        (16384, 32768, 49152), "tokens per sequence, in thirds of the run"
+    )
+    sequences_per_pass: int = setting(1, "sequences in a micro-batch; fewer if it doesn't divide them")
+    max_document: int = setting(2048, "tokens after which a document is cut")
+    skip_rest: bool = setting(True, "true to skip what a document has left when it is cut")
+    vocab_size: int = setting(50257, "number of token ids")
+    eot_token: int = setting(50256, "token id that begins a document")
+    # model
+    num_layers: int = setting(11, "number of layers")
+    num_heads: int = setting(6, "attention heads per layer, an even number")
+    model_dim: int = setting(768, "channels of the residual stream")
+    attn_free_layers: tuple[int, ...] = setting((6,), "layers without attention, such as 0,7 or none")
+    long_window_layers: tuple[int, ...] = setting((3, 10), "layers with the long window and key offset")
+    paired_layers: tuple[int, ...] = setting((0, 2, 5, 9), "layers with paired heads")
+    value_layers: tuple[int, ...] = setting((0, 1, 8, 9, 10), "layers with value embeddings")
+    num_value_embeds: int = setting(
+        3, "value embedding tables; the last value layers use them in order"
+    )
+    skip_from: int = setting(3, "layer whose output is added again")
+    skip_to: int = setting(6, "layer before which it is added")
+    backout_layer: int = setting(7, "layer whose output is subtracted at the end")
+    bigram_factor: int = setting(5, "rows of the bigram table per token id; 0 for no table")
+    window_block: int = setting(
+        128, "tokens in which windows are counted (masks always have blocks of 128)"
+    )
+    windows: tuple[int, ...] = setting((3, 7, 11, 13), "long windows, in thirds and in the extension")
+    val_window: int = setting(20, "long window of the last validation")
+    yarn_beta: int = setting(
+        32, "YaRN keeps frequencies that turn more often than this within a window"
+    )
+    fp8: bool = setting(True, "true to compute the head in FP8 in training, on GPUs that can")
+    # optimization
+    num_iterations: int = setting(1600, "training steps, with the extension")
+    extension_frac: float = setting(0.025, "fraction of the steps after the schedules' end")
+    lr_factor2: float = setting(1.52, "factor of learning rates in the second third")
+    lr_factor3: float = setting(1.73, "factor of learning rates in the last third")
+    cooldown_frac: float = setting(0.55, "fraction of the schedule in which learning rates decay")
+    final_lr: float = setting(0.1, "factor of learning rates in the extension")
+    head_lr: float = setting(0.008, "Adam's learning rate for head, embedding and gates")
+    table_lr: float = setting(0.6, "Adam's learning rate for value and bigram embeddings")
+    scalar_lr: float = setting(0.04, "Adam's learning rate for lambdas")
+    adam_weight_decay: float = setting(0.005, "factor of Adam's cautious weight decay")
+    muon_lr: float = setting(0.023, "Muon's learning rate, for the matrices")
+    muon_weight_decay: float = setting(1.2, "Muon's cautious weight decay")
+    muon_momentum: float = setting(0.95, "Muon's momentum after its warm-up")
+    muon_momentum_start: float = setting(0.85, "Muon's momentum at the start and the end")
+    muon_momentum_warmup: int = setting(300, "steps in which Muon's momentum rises")
+    muon_momentum_cooldown: int = setting(50, "last steps, in which Muon's momentum falls")
+    muon_beta2: float = setting(0.95, "decay of NorMuon's mean squares")
+    # the run
+    seed: int = setting(0, "seed of the initial weights")
+    warmup_steps: int = setting(
+        4, "untimed steps per sequence length on random tokens; the weights are then reset"
+    )
+    val_loss_every: int = setting(250, "steps between validations, an even number; 0: only at the end")
+    target_val_loss: float = setting(3.28, "validation loss to reach")
+
+
+FINEWEB = Hyperparameters()
+
 # mini is the same model in miniature, on Shakespeare's bytes, for two CPU cores. Its rules:
 # - Depth: 4 layers in place of 11. The layers of the skip, backout and value embeddings keep their
 #   relative depth. The long windows are in layers 1 and 3, and the paired heads in the other two. No
@@ -734,71 +810,54 @@ def check_training_shards(hp):
 #   in a window, and YaRN's beta is 1/8. The last validation has the windows of the extension: with
 #   longer ones than in training, the loss is higher at this size.
 # - Steps that are counted (Muon's momentum) are scaled with the number of steps.
-SETTINGS = dict(
-    track=("fineweb", "mini", "set of defaults: fineweb or mini"),
-    # data
-    train_files=(*train_gpt.SETTINGS["train_files"][:2], "training shards"),
-    val_files=(*train_gpt.SETTINGS["val_files"][:2], "validation shards"),
-    val_tokens=(10_485_760, 389_120, "validation tokens; fixed, to compare losses"),
-    val_seq_len=(4 * 64 * 1024, 12_160, "tokens per validation sequence"),
-    num_sequences=(8, 4, "sequences per step, on all processes together"),
-    seq_lens=((16384, 32768, 49152), (256, 512, 768), "tokens per sequence, in thirds of the run"),
-    sequences_per_pass=(1, 4, "sequences in a micro-batch; fewer if it doesn't divide them"),
-    max_document=(2048, 2048, "tokens after which a document is cut"),
-    skip_rest=(True, False, "true to skip what a document has left when it is cut"),
-    vocab_size=(50257, 257, "number of token ids"),
-    eot_token=(50256, 256, "token id that begins a document"),
-    # model
-    num_layers=(11, 4, "number of layers"),
-    num_heads=(6, 2, "attention heads per layer, an even number"),
-    model_dim=(768, 128, "channels of the residual stream"),
-    attn_free_layers=((6,), (), "layers without attention, such as 0,7 or none"),
-    long_window_layers=((3, 10), (1, 3), "layers with the long window and key offset"),
-    paired_layers=((0, 2, 5, 9), (0, 2), "layers with paired heads"),
-    value_layers=((0, 1, 8, 9, 10), (0, 3), "layers with value embeddings"),
-    num_value_embeds=(3, 1, "value embedding tables; the last value layers use them in order"),
-    skip_from=(3, 1, "layer whose output is added again"),
-    skip_to=(6, 3, "layer before which it is added"),
-    backout_layer=(7, 2, "layer whose output is subtracted at the end"),
-    bigram_factor=(5, 5, "rows of the bigram table per token id; 0 for no table"),
-    window_block=(128, 16, "tokens in which windows are counted (masks always have blocks of 128)"),
-    windows=((3, 7, 11, 13), (3, 7, 11, 13), "long windows, in thirds and in the extension"),
-    val_window=(20, 13, "long window of the last validation"),
-    yarn_beta=(32, 4, "YaRN keeps frequencies that turn more often than this within a window"),
-    fp8=(True, True, "true to compute the head in FP8 in training, on GPUs that can"),
-    # optimization
-    num_iterations=(1600, 560, "training steps, with the extension"),
-    extension_frac=(0.025, 0.025, "fraction of the steps after the schedules' end"),
-    lr_factor2=(1.52, 1.25, "factor of learning rates in the second third"),
-    lr_factor3=(1.73, 1.35, "factor of learning rates in the last third"),
-    cooldown_frac=(0.55, 0.8, "fraction of the schedule in which learning rates decay"),
-    final_lr=(0.1, 0.1, "factor of learning rates in the extension"),
-    head_lr=(0.008, 0.01, "Adam's learning rate for head, embedding and gates"),
-    table_lr=(0.6, 0.24, "Adam's learning rate for value and bigram embeddings"),
-    scalar_lr=(0.04, 0.04, "Adam's learning rate for lambdas"),
-    adam_weight_decay=(0.005, 0.005, "factor of Adam's cautious weight decay"),
-    muon_lr=(0.023, 0.035, "Muon's learning rate, for the matrices"),
-    muon_weight_decay=(1.2, 0.9, "Muon's cautious weight decay"),
-    muon_momentum=(0.95, 0.86, "Muon's momentum after its warm-up"),
-    muon_momentum_start=(0.85, 0.8, "Muon's momentum at the start and the end"),
-    muon_momentum_warmup=(300, 105, "steps in which Muon's momentum rises"),
-    muon_momentum_cooldown=(50, 18, "last steps, in which Muon's momentum falls"),
-    muon_beta2=(0.95, 0.9, "decay of NorMuon's mean squares"),
-    # the run
-    seed=(0, 0, "seed of the initial weights"),
-    warmup_steps=(
-        4,
-        4,
-        "untimed steps per sequence length on random tokens; the weights are then reset",
-    ),
-    val_loss_every=(250, 40, "steps between validations, an even number; 0: only at the end"),
-    target_val_loss=(3.28, 1.50, "validation loss to reach"),
+MINI = replace(
+    FINEWEB,
+    track="mini",
+    train_files="data/shakespeare/shakespeare_train_*.bin",
+    val_files="data/shakespeare/shakespeare_val_*.bin",
+    val_tokens=389_120,
+    val_seq_len=12_160,
+    num_sequences=4,
+    seq_lens=(256, 512, 768),
+    sequences_per_pass=4,
+    skip_rest=False,
+    vocab_size=257,
+    eot_token=256,
+    num_layers=4,
+    num_heads=2,
+    model_dim=128,
+    attn_free_layers=(),
+    long_window_layers=(1, 3),
+    paired_layers=(0, 2),
+    value_layers=(0, 3),
+    num_value_embeds=1,
+    skip_from=1,
+    skip_to=3,
+    backout_layer=2,
+    window_block=16,
+    val_window=13,
+    yarn_beta=4,
+    num_iterations=560,
+    lr_factor2=1.25,
+    lr_factor3=1.35,
+    cooldown_frac=0.8,
+    head_lr=0.01,
+    table_lr=0.24,
+    muon_lr=0.035,
+    muon_weight_decay=0.9,
+    muon_momentum=0.86,
+    muon_momentum_start=0.8,
+    muon_momentum_warmup=105,
+    muon_momentum_cooldown=18,
+    muon_beta2=0.9,
+    val_loss_every=40,
+    target_val_loss=1.5,
 )
-TRACKS = train_gpt.make_tracks(SETTINGS)
+TRACKS = {"fineweb": FINEWEB, "mini": MINI}
 
 
 def parse_arguments(argv):
-    return train_gpt.parse_arguments(argv, SETTINGS, TRACKS)
+    return train_gpt.parse_arguments(argv, TRACKS)
 
 
 def check_hyperparameters(hp, world_size):
@@ -881,11 +940,6 @@ def build_optimizers(model, hp):
         dict(params=[model.mlp_out_bank], scale=4.0),
     ]
     muon = Muon(banks, hp.muon_lr, hp.muon_momentum, hp.muon_beta2, hp.muon_weight_decay)
-    grouped = parameters_of(adam) + parameters_of(muon)
-    for name, p in model.named_parameters():
-        assert sum(p is other for other in grouped) == 1, f"{name} must be in exactly one group"
-    for group in adam.param_groups + muon.param_groups:
-        group["initial_lr"] = group["lr"]
     return [adam, muon]
 
 
@@ -964,8 +1018,9 @@ def is_tied(step, hp):
 def set_schedules(model, optimizers, step, hp):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * get_lr(step, hp)
-            if "momentum" in group:
+            initial_lr = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = initial_lr * get_lr(step, hp)
+            if isinstance(optimizer, Muon):
                 group["momentum"] = get_muon_momentum(step, hp)
     model.set_step(step)
 
@@ -1027,9 +1082,10 @@ def train_step(model, optimizers, sequences, step, hp):
     return total / inputs.numel()
 
 
-def warm_up(model, optimizers, hp):
+def warm_up(model, hp):
     """Trains on random tokens of each length: this compiles the kernels, connects the processes and
     allocates memory. Then sets the initial weights of the run's seed."""
+    optimizers = build_optimizers(model, hp)
     for stage in range(3):
         first = math.ceil(stage * scheduled_iterations(hp) / 3)
         for step in range(first, first + hp.warmup_steps):
@@ -1037,18 +1093,17 @@ def warm_up(model, optimizers, hp):
             train_step(
                 model, optimizers, torch.randint(hp.vocab_size, shape, dtype=torch.int32), step, hp
             )
+    model.zero_grad()
     model.load_state_dict(build_model(hp).state_dict())
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-        optimizer.state.clear()
 
 
 # -----------------------------------------------------------------------------
 # 9. The timed loop
 
 
-def train(run, hp, model, optimizers, save):
-    """Trains until the last step. With `save`, each validation saves a checkpoint."""
+def train(run, model, optimizers):
+    """Trains until the last step."""
+    hp = run.hp
     batches = training_batches(hp, run.step)
     batches = itertools.chain([next(batches)], batches)  # reads the first shard before the clock starts
     start_ms = clock() - run.train_ms  # when it would have started without a pause
@@ -1059,12 +1114,8 @@ def train(run, hp, model, optimizers, save):
             run.train_ms = clock() - start_ms
             model.set_step(step)
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
-            require(
-                math.isfinite(val_loss), f"step {step}: the loss is not finite; lower a learning rate"
-            )
-            if save:  # before the line in the log: a resumed run validates again, and writes it
-                train_gpt.save_checkpoint(run, model, optimizers)
-            run.write_validation(val_loss)
+            # without the training loss, which is that of three tokens
+            train_gpt.end_validation(run, model, optimizers, val_loss, [])
             start_ms = clock() - run.train_ms
         if last_step:
             break
@@ -1087,14 +1138,15 @@ def train_runs(argv):
     train_gpt.init_processes()
     model = build_model(hp)
     model.compile(dynamic=False)
-    optimizers = build_optimizers(model, hp)
     for seed in range(hp.seed, hp.seed + args.num_runs):
         hp = replace(hp, seed=seed)
-        run = train_gpt.start_run(args, hp, SOURCE, checksums, checkpoint)
-        warm_up(model, optimizers, hp)
+        optimizers = build_optimizers(model, hp)
+        table = train_gpt.parameter_table(model, optimizers)
+        run = train_gpt.start_run(args, hp, SOURCE, checksums, checkpoint, table)
+        warm_up(model, hp)
         if checkpoint:
             train_gpt.load_states(checkpoint, run, model, optimizers)
-        train(run, hp, model, optimizers, args.save_checkpoint)
+        train(run, model, optimizers)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ What several commands use: errors, files, signals, cores, and text for the termi
 import argparse
 import codecs
 import contextlib
+import fnmatch
 import json
 import math
 import os
@@ -88,13 +89,60 @@ def environment(processes: int = 1) -> dict[str, str]:
     stays, but processes share the threads of OMP_NUM_THREADS."""
     cores = chosen_threads() or usable_cores()
     variables = {
-        "PYTHONUTF8": "1",  # PyTorch can't read its files in an ASCII locale
         # glibc keeps freed memory, because mapping it again is slow
         "MALLOC_TRIM_THRESHOLD_": "-1",  # never returns the top of the heap
         "MALLOC_MMAP_MAX_": "0",  # takes large blocks from the heap, too
     }
     variables = {name: os.environ.get(name, value) for name, value in variables.items()}
     return variables | {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+
+
+# --------------------------------------------------------------------------------------------------
+# The environment of child processes. What could change what they run is dropped, or it is in KEPT
+#   - variables of git (in a hook, they name another repository), of Python, and of another job
+#   - where pip installs, and what it builds
+#   - places for threads, other kernels, switches of PyTorch and its compiler
+DROPPED = """
+    GIT_* PYTHON* RANK LOCAL_RANK WORLD_SIZE
+    PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_PYTHON PIP_DRY_RUN PIP_NO_DEPS PIP_NO_BINARY
+    OMP_* GOMP_* KMP_* MKL_* ONEDNN_* DNNL_* TORCH* PYTORCH_*
+""".split()
+# The log of a run names those of the first two lines. The others are folders, or change what is printed
+KEPT = """
+    OMP_NUM_THREADS OMP_WAIT_POLICY PYTORCH_*ALLOC_CONF
+    TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE TORCHINDUCTOR_CPP_MARCH
+    TORCHINDUCTOR_CACHE_DIR TORCH_HOME TORCH_LOGS TORCH_NCCL_*
+""".split()
+FIXED = {
+    "PYTHONUTF8": "1",  # PyTorch can't read its files in an ASCII locale
+    # git works in a folder of another user, too
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "safe.directory",
+    "GIT_CONFIG_VALUE_0": "*",
+}
+
+
+def is_dropped(name: str) -> bool:
+    dropped = any(fnmatch.fnmatchcase(name, pattern) for pattern in DROPPED)
+    return dropped and not any(fnmatch.fnmatchcase(name, pattern) for pattern in KEPT)
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of child processes: that of this process, without what could change what runs."""
+    variables = {name: value for name, value in os.environ.items() if not is_dropped(name)}
+    if os.path.expanduser("~") == "~":  # no HOME, and the user isn't in /etc/passwd
+        variables["HOME"] = tempfile.gettempdir()
+    return variables | FIXED
+
+
+def clean_environment() -> list[str]:
+    """Gives this process the environment of its child processes. Returns the variables of training and
+    of pip that it drops: the user may have set them on purpose."""
+    variables = child_environment()
+    dropped = sorted(os.environ.keys() - variables.keys())
+    os.environ.clear()
+    os.environ.update(variables)
+    return [name for name in dropped if not name.startswith(("GIT_", "PYTHON"))]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import glob
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -31,13 +32,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 import venv
+from concurrent import futures
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of tools/
+
+from tools.common import ROOT, clean_environment
+
 VENV = ROOT / ".venv"
 TORCH_INDEX = "https://download.pytorch.org/whl"  # has cpu/, rocm7.2/
 DEVICES = Path("/dev")  # where drivers put their files
@@ -129,29 +134,35 @@ def start(command, **options):
 
 def wait(children):
     """Waits until all have ended or one has failed, then ends the others. Returns its number and exit
-    status, or (0, 0)."""
-    try:
-        while True:
-            codes = [child.poll() for child in children]
-            if any(codes) or None not in codes:
-                break
-            time.sleep(0.02)
-        if 2 in codes:  # each rank finds the user's error, but only rank 0 prints it, perhaps later
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                if children[0].wait(10) == 2:
-                    codes[0] = 2
-    finally:
-        for child in children:
-            child.terminate()
-        for child in children:
-            child.wait()
-    for i, code in enumerate(codes):
-        if code and code > 0:
-            return i, code
-        if code:
-            say(f"process {i} was ended by signal {-code}")
-            return i, 128 - code
-    return 0, 0
+    status, or (0, 0). A thread waits for each child, which takes no time of a core."""
+    with futures.ThreadPoolExecutor(len(children)) as threads:
+        codes = [threads.submit(child.wait) for child in children]
+        try:
+            first = next((code for code in futures.as_completed(codes) if code.result()), codes[0])
+            # each rank finds the user's error, but only rank 0 prints it, perhaps later
+            if first.result() == 2 and 2 in [
+                code.result() for code in futures.wait(codes[:1], 10).done
+            ]:
+                first = codes[0]
+        finally:
+            for child in children:
+                child.terminate()
+    failed = codes.index(first)
+    status = first.result()
+    if status < 0:
+        say(f"process {failed} was ended by signal {-status}")
+        status = 128 - status
+    return failed, status
+
+
+def clock(text, ended):
+    """Says the text and, on a terminal, how many seconds have passed until `ended` is set."""
+    for seconds in itertools.count():
+        if not sys.stderr.isatty():
+            return say(text)
+        print(f"\rrun.sh: {text}: {seconds} s ", end="", file=sys.stderr, flush=True)
+        if ended.wait(1):
+            return print(file=sys.stderr)
 
 
 def run(command, **options):
@@ -246,27 +257,41 @@ def missing_packages(path, folders):
     return [line for line in requirements if not version_of(line.partition("==")[0], path)]
 
 
-def install(folders, theirs=False):
+def install(folders, theirs=False, data=""):
     """Installs what is missing of the folders' requirements.txt. Returns the environment's Python. The
-    scripts of others may need an older PyTorch than train_gpt.py."""
+    scripts of others may need an older PyTorch than train_gpt.py. `data` is a module that makes data
+    meanwhile."""
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
-    if active and not (Path(active) == VENV and (VENV / "ours").exists()):
-        require(
-            theirs or has_pytorch(sys.path) or not version_of("torch", sys.path),
-            f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
-            "the environment",
-        )
-        pip_install(sys.executable, missing_packages(sys.path, folders))
-        return sys.executable
-    python = plain_folder() / "bin" / "python"
+    if sys.prefix != sys.base_prefix:  # the first python3 may be that of an environment
+        active = sys.prefix
+    ours = not active or (os.path.realpath(active) == str(VENV) and (VENV / "ours").exists())
     ready = VENV / "ready"
-    if not ready.exists() or not search_path(python):
+    python = plain_folder() / "bin" / "python" if ours else sys.executable
+    require(
+        ours or theirs or has_pytorch(sys.path) or not version_of("torch", sys.path),
+        f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
+        "the environment",
+    )
+    if ours and not (ready.exists() and search_path(python)):
         make_environment()
     missing = missing_packages(search_path(python), folders)
-    if missing:
+    if missing and ours:
         ready.unlink(missing_ok=True)
-        pip_install(python, missing)
-    if not ready.exists():
+    making = None
+    if missing and data and not gpu_maker():
+        pip_install(python, [line for line in missing if line.startswith("numpy==")])
+        # get_data will say what is wrong
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        making = start([python, "-m", data], cwd=ROOT, **quiet)
+    pip_install(python, missing)
+    require(
+        not missing_packages(search_path(python), folders),
+        "pip has installed the packages elsewhere; remove target, prefix, root and user from its "
+        "settings (pip config list)",
+    )
+    if making:
+        making.wait()
+    if ours and not ready.exists():
         ready.touch()
     return python
 
@@ -499,7 +524,8 @@ def newest_checkpoint(plan):
 
 def at_home(word):
     """Replaces a ~ that the shell leaves as it is, as in --log_dir=~/logs."""
-    return re.sub(r"^([\w-]+=)?~(?=/|$)", rf"\g<1>{Path.home()}", word)
+    option, equals, value = word.partition("=")
+    return option + equals + os.path.expanduser(value)
 
 
 def from_caller(path):
@@ -525,9 +551,7 @@ def parse(name, words):
 def test_command(python, arguments):
     """./run.sh test. Returns the command that it becomes."""
     for i, word in enumerate(arguments):
-        path = word.split("::")[0]
-        require(os.path.exists(path) or not path.endswith(".py"), f"there is no file {path}")
-        if os.path.exists(path):
+        if os.path.exists(word.split("::")[0]):
             arguments[i] = from_caller(word)
     get_data(python, dict(train_files="data/shakespeare/*"))
     os.chdir(ROOT)
@@ -560,6 +584,10 @@ def split_command(argv):
 
 def launch(argv):
     """Runs a command. Returns its exit status."""
+    dropped = clean_environment()
+    if dropped:
+        say(f"ignored: {', '.join(dropped)}")
+    require(":" not in str(ROOT), f"{ROOT} has a colon in its path; move it to a folder without one")
     name, words = split_command(list(map(at_home, argv)))
     args, words = parse(name, words)
     if args.device:
@@ -569,8 +597,12 @@ def launch(argv):
         print(USAGE, flush=True)
     script, folders = COMMANDS[name]
     theirs = any(word.startswith(("--command", "--base_logs")) for word in words)  # of compare
-    with setup_lock():
-        python = install(folders, theirs)
+    try:
+        with setup_lock():
+            tempfile.gettempdir()
+            python = install(folders, theirs, "data.shakespeare" if script == "train_gpt" else "")
+    except OSError as e:  # a disk is full or read-only
+        raise LaunchError(f"can't install the packages: {e}")
     choose_code_folder()
     if script == "train_gpt":
         module = f"recipes.{args.recipe}" if args.recipe else script
@@ -592,7 +624,7 @@ def main(argv):
     handle_signals(stop)
     try:
         return launch(argv)
-    except (LaunchError, OSError, ValueError) as e:  # ValueError: venv refuses a path with a colon
+    except LaunchError as e:
         print(f"run.sh: error: {e}", file=sys.stderr)
         return 2
     except Stopped as e:

@@ -2,9 +2,11 @@
 Checks the machine before a run, in the Python that will train. tools/launch.py calls it:
 
     python -m tools.launch_checks ANSWER MODE [SCRIPT OPTIONS...]
+    python -m tools.launch_checks PROCESSES compile PART
 
 MODE is train or prepare; without a script, it is for compare and screen. Writes what the run needs into
-the file ANSWER, as JSON: processes, environment variables and more options.
+the file ANSWER, as JSON: processes, environment variables and more options. compile prints what is wrong
+with the compiled code of one part, training or validation.
 """
 
 import contextlib
@@ -13,10 +15,16 @@ import hashlib
 import importlib
 import json
 import os
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
-import train_gpt  # before torch: it sets variables that torch reads when it is imported
+try:
+    import train_gpt  # before torch: it sets variables that torch reads when it is imported
+except ImportError as e:  # of a package that an idea needs
+    sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
 from tools import launch
 from tools.common import ROOT, environment
@@ -114,36 +122,33 @@ def randomize(model):
         p.copy_(values)
 
 
-def losses_and_gradients(model, hp):
-    """Runs a step without an optimizer and a validation sequence, of random tokens. Returns the losses
-    and the gradients by name. Gradients of scalars are left out: they are mostly rounding error."""
+def loss_and_gradients(model, hp, part):
+    """Computes the loss of random tokens, and for training the gradients by name. Gradients of scalars are
+    left out: they are mostly rounding error."""
+    training = part == "training"
+    seq_len = hp.train_seq_len if training else hp.val_seq_len
+    count = hp.batch_tokens if training else seq_len
     randomize(model)
     rng = torch.Generator().manual_seed(0)
-    count = max(hp.batch_tokens, hp.val_seq_len) + 1
-    tokens = torch.randint(hp.vocab_size, (count,), generator=rng, dtype=torch.int32)
-    batch = tokens[: hp.batch_tokens + 1]
-    buckets = train_gpt.GradientBuckets(model.parameters())
-    last = hp.num_iterations  # the longest window
-    results = {"training loss": train_gpt.train_step(model, [], buckets, batch, last, hp)}
-    for name, p in model.named_parameters():
-        if p.ndim >= 2:
-            results[f"gradient of {name}"] = p.grad
-    inputs, targets = train_gpt.to_batch(tokens[: hp.val_seq_len + 1], hp.val_seq_len)
-    model.eval()
-    with torch.no_grad():
-        results["validation loss"] = model(inputs, targets, train_gpt.get_window_blocks(last, hp))
+    tokens = torch.randint(hp.vocab_size, (count + 1,), generator=rng, dtype=torch.int32)
+    inputs, targets = train_gpt.to_batch(tokens, seq_len)
+    window = train_gpt.get_window_blocks(hp.num_iterations, hp)  # the longest
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        results = {f"{part} loss": model(inputs, targets, window)}
+    if training:
+        results[f"{part} loss"].backward()
+        results |= {
+            f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.ndim >= 2
+        }
     return results
-
-
-def relative_error(value, right):
-    value, right = value.double(), right.double()
-    return (value - right).norm() / right.norm().clamp_min(1e-30)  # 0 if both are zero
 
 
 def difference(results, expected):
     """Returns what differs, or ""."""
     for name, right in expected.items():
-        error = relative_error(results[name], right)
+        right = right.detach().double()
+        error = (results[name] - right).norm() / right.norm().clamp_min(1e-30)  # 0 if both are zero
         limit = MAX_LOSS_ERROR if name.endswith("loss") else MAX_GRADIENT_ERROR
         if not error <= limit:  # or it is NaN
             return f"the {name} is off by {100 * error:.2g}%"
@@ -159,19 +164,44 @@ def first_error(text):
     return text.partition("\n")[0].strip()[:200]
 
 
-def compile_problem(hp):
-    """Compares compiled code with uncompiled code. Returns why it can't be used, or ""."""
-    expected = losses_and_gradients(train_gpt.build_model(hp), hp)
+def compile_problem(hp, part):
+    """Compares compiled code for training or for validation with uncompiled code. Returns why it can't be
+    used, or ""."""
+    # as train_gpt.init_processes
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    expected = loss_and_gradients(train_gpt.build_model(hp), hp, part)
     model = train_gpt.build_model(hp)
     try:
         model.compile(dynamic=False)
-        results = losses_and_gradients(model, hp)
+        results = loss_and_gradients(model, hp, part)
     except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
         return f"{first_error(str(e))}; {COMPILE_ADVICE}"
     wrong = difference(results, expected)
     if wrong:
         return f"code compiled by {CXX} is wrong ({wrong}); install GCC 14 or later, or set CXX"
     return ""
+
+
+def find_problem(processes):
+    """Returns compile_problem of mini, as each of `processes` trains it. Two processes compile, one for
+    training and one for validation: together they keep two cores busy. The run finds the code in
+    PyTorch's cache."""
+    command = [sys.executable, "-m", "tools.launch_checks", str(processes), "compile"]
+    how = dict(env=os.environ | environment(processes), stdout=subprocess.PIPE, encoding="utf-8")
+    parts = ["training", "validation"]
+    children = [launch.start([*command, part], cwd=ROOT, **how) for part in parts]
+    ended = threading.Event()
+    text = "compiling, and comparing with uncompiled code (once)"
+    threading.Thread(target=launch.clock, args=(text, ended)).start()
+    try:
+        failed, status = launch.wait(children)
+    finally:
+        ended.set()
+    problem = children[failed].stdout.read()
+    if status and not problem:
+        sys.exit(status)
+    return problem
 
 
 def stamp():
@@ -186,15 +216,11 @@ def stamp():
 
 
 def check_compiler(processes):
-    """Returns the environment variables of a run: none if compiled code is right. Random tokens are
-    split among `processes` as in a run, which then finds the code in PyTorch's cache."""
+    """Returns the environment variables of a run on a CPU: none if compiled code is right."""
     right = stamp()
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or right.exists():
+    if not train_gpt.compiles() or right.exists():
         return {}
-    launch.say("comparing compiled code with uncompiled code: a minute or two, once")
-    train_gpt.init_processes()  # as the run does
-    mini = TRACKS["mini"]
-    problem = compile_problem(dataclasses.replace(mini, batch_tokens=mini.batch_tokens // processes))
+    problem = find_problem(processes)
     if problem:
         launch.say(f"warning: training without torch.compile, at about half the speed: {problem}")
         return {"TORCH_COMPILE_DISABLE": "1", "SPEEDRUN_COMPILE_REASON": f"({problem})"}
@@ -208,13 +234,22 @@ def check_compiler(processes):
 # The command line
 
 
+def saved_settings(args):
+    """Reads the settings of the checkpoint that --resume names, and not its weights. Returns {} if there is
+    none that can be read: the run will say so."""
+    if args.resume == "latest":
+        args.resume = train_gpt.latest_checkpoint(args.log_dir)
+    try:
+        return torch.load(args.resume, map_location="cpu", weights_only=True, mmap=True)["settings"]
+    except Exception:  # corrupt files raise many exception types
+        return {}
+
+
 def check_run(mode, script, options):
     """Returns what a run needs, as a dict. Raises InputError."""
     args, hp = script.parse_arguments(options)
-    with contextlib.redirect_stdout(None):  # the run says it, too
-        checkpoint = train_gpt.load_checkpoint(args, script.SOURCE)
-    if checkpoint:
-        hp = dataclasses.replace(hp, **checkpoint["settings"])
+    saved = saved_settings(args)
+    hp = dataclasses.replace(hp, **saved)
     script.check_hyperparameters(hp, 1)
     gpus = find_gpus()
     cores = int(environment()["OMP_NUM_THREADS"])
@@ -223,26 +258,22 @@ def check_run(mode, script, options):
     if gpus:
         check_gpus(processes)
         adapts = script is train_gpt and hp.track == "fineweb"
-        if adapts and not checkpoint and "train_seq_len" not in args.given:
+        if adapts and not saved and "train_seq_len" not in args.given:
             hp = fit_to_memory(hp, processes)
             more = [f"--train_seq_len={hp.train_seq_len}"]
     launch.get_data(sys.executable, vars(hp))
     if mode == "prepare":
-        script.check_inputs(args, hp)
-    variables = {}
-    if not gpus:
-        variables = environment(processes)
-        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-        variables |= check_compiler(processes)
-    compiled = (
-        "not compiled" if (os.environ | variables).get("TORCH_COMPILE_DISABLE") == "1" else "compiled"
-    )
+        with contextlib.suppress(OSError):  # the run will say so
+            script.check_inputs(args, hp)
+    variables = {} if gpus else environment(processes) | check_compiler(processes)
+    compiles = train_gpt.compiles() and "TORCH_COMPILE_DISABLE" not in variables
+    compiled = "compiled" if compiles else "not compiled"
     where = "GPUs" if gpus else "the CPU"
     return dict(
         processes=processes,
         environment=variables,
         options=more,
-        log_dir=str(Path(args.resume).parent if checkpoint else args.log_dir),
+        log_dir=str(Path(args.resume).parent if saved else args.log_dir),
         text=", ".join([f"{hp.track} on {where}", f"processes: {processes}", compiled, *more]),
     )
 
@@ -250,6 +281,12 @@ def check_run(mode, script, options):
 def main(argv):
     answer, mode, *words = argv
     try:
+        if mode == "compile":
+            mini = TRACKS["mini"]
+            hp = dataclasses.replace(mini, batch_tokens=mini.batch_tokens // int(answer))
+            problem = compile_problem(hp, *words)
+            print(problem, end="")
+            return 1 if problem else 0
         if words:
             found = check_run(mode, importlib.import_module(words[0]), words[1:])
         elif find_gpus():
@@ -259,10 +296,11 @@ def main(argv):
             found = dict(environment=check_compiler(1))
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
         return 0
-    except (InputError, OSError) as e:
+    except (InputError, ImportError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes that compile, too
     sys.exit(main(sys.argv[1:]))

@@ -36,7 +36,7 @@ def measure(hp, steps):
     torch._dynamo.reset()
     model = gpt2.build_model(hp)
     optimizer = gpt2.build_optimizer(model, hp)
-    buckets = GradientBuckets(model.parameters())
+    buckets = GradientBuckets(model)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens + 1,), dtype=torch.int32)
 
     def step():

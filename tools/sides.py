@@ -5,12 +5,14 @@ All commands that read logs use this. Each says only which differences it tolera
 """
 
 import argparse
+import ast
+import functools
 import math
-import re
 from collections.abc import Collection, Iterator
 
 from tools.common import LogError, UsageError, short
 from tools.logs import Log, what_is_there
+from tools.records.compiler import assignments, parse
 
 # Hyperparameters that may differ between the runs of a side
 PER_RUN = {"seed", "save_checkpoint", "checkpoint_every"}
@@ -63,18 +65,35 @@ def not_whole(log: Log, stops_early: bool = False) -> str:
 
 
 def val_tokens(log: Log) -> int | None:
-    """Tokens in a validation. Other programs have no hyperparameters, so their source counts.
-
-    None if it assigns no number to val_tokens, or several. Products like 20 * 524288 are computed.
-    """
+    """Tokens in a validation. Other programs have no hyperparameters, so their source counts."""
     if "val_tokens" in log.hyperparameters:
         return log.hyperparameters["val_tokens"]
-    number = r"\d[\d_]{0,18}"
-    products = rf"\bval_tokens\s*(?::\s*\w+\s*)?=\s*({number}(?:\s*\*\s*{number})*)\s*(?=[,)#]|$)"
-    found = set()
-    for product in re.findall(products, (log.source or b"").decode("utf-8", "replace"), re.MULTILINE):
-        found.add(math.prod(int(n.replace("_", "")) for n in product.split("*")))
+    return val_tokens_of_source(log.source or b"")
+
+
+@functools.cache
+def val_tokens_of_source(source: bytes) -> int | None:
+    """None if it assigns no number to val_tokens, or several. Products like 20 * 524288 are computed."""
+    try:
+        assigned = list(assignments(parse(source)))
+    except SyntaxError:
+        return None
+    values = [value for name, value in assigned if name and name.split(".")[-1] == "val_tokens"]
+    found = {whole_number(value, assigned) for value in values} - {None}
     return found.pop() if len(found) == 1 else None
+
+
+def whole_number(node: ast.AST, assigned: list[tuple[str, ast.AST]]) -> int | None:
+    """The value of a number, of a product, or of a name that has one value. None for others."""
+    match node:
+        case ast.Constant(int(number)):
+            return number
+        case ast.BinOp(left, ast.Mult(), right):
+            factors = [whole_number(side, assigned) for side in (left, right)]
+            return None if None in factors else math.prod(factors)
+        case ast.Name(name):
+            values = {whole_number(value, []) for other, value in assigned if other == name}
+            return values.pop() if len(values) == 1 else None
 
 
 def traits(log: Log) -> dict:

@@ -13,15 +13,15 @@ from tools.logs import Log
 
 # The first line of nvidia-smi, like "Thu Oct 10 12:34:56 2024"; and what submit --make adds to a log
 NVIDIA_SMI = re.compile(r"^\w{3} (\w{3} +\d+ \d\d:\d\d:\d\d \d{4})\s*$", re.MULTILINE)
-STARTED = re.compile(r"^started: (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)$", re.MULTILINE)
+STARTED = re.compile(r"^started: ([\d-]+ [\d:.]+)$", re.MULTILINE)
 
 
 def started(log: Log) -> datetime | None:
     """When the run began; None if its log doesn't say."""
-    for pattern, form in [(STARTED, "%Y-%m-%d %H:%M:%S"), (NVIDIA_SMI, "%b %d %H:%M:%S %Y")]:
-        found = pattern.search(log.run)
-        if found:
-            return datetime.strptime(found[1], form)
+    if found := STARTED.search(log.run):
+        return datetime.fromisoformat(found[1])
+    if found := NVIDIA_SMI.search(log.run):
+        return datetime.strptime(found[1], "%b %d %H:%M:%S %Y")
     return None
 
 

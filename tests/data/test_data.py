@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import time
 import numpy as np
 import pytest
 
+import train_gpt
 from data import fineweb, gpt2_bpe, shakespeare, shards, wheels
 from data.shards import ShardError
 from tests.util import ROOT, env, run_script, shard_bytes
@@ -225,6 +227,9 @@ def test_the_vocabulary_is_downloaded_once(monkeypatch, tmp_path):
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "cache")
     with pytest.raises(ShardError, match="./run.sh sample MODEL downloads it"):
         gpt2_bpe.gpt2_encoding(offline=True)
+    for name in gpt2_bpe.FILES:  # damaged ones are downloaded again
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        (tmp_path / "cache" / name).write_bytes(b"junk")
     encoding = gpt2_bpe.gpt2_encoding()
     assert encoding.encode_ordinary(SENTENCE) == SENTENCE_TOKENS
     assert encoding.decode(SENTENCE_TOKENS) == SENTENCE
@@ -381,6 +386,33 @@ def test_bad_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ShardError, match=message):
         list(fineweb.stream_files([str(tmp_path / name)]))
+
+
+def test_bytes_of_own_text(make, tmp_path, capsys):
+    """The command that is printed trains on them; the number of steps follows the size of the text."""
+    texts = ["".join(random.choices("abc d\né€", k=n)) for n in (70_000, 130_000, 10)]
+    for name, text in zip("abc", texts):
+        (tmp_path / f"{name}.txt").write_text(text)
+    make("text", "--bytes", "*.txt")
+    tokens = [token for text in texts for token in (256, *text.encode())]
+    cut = sum(len(text.encode()) for text in texts) // 10
+    val, train = (
+        shards.read_shard(path, 257).tolist() for path in sorted(tmp_path.glob("out/*"), reverse=True)
+    )
+    assert (val, train) == (tokens[:cut], tokens[cut:])
+    command = capsys.readouterr().out.rpartition("./run.sh")[2].replace("\\\n", "")
+    args, hp = train_gpt.parse_arguments(shlex.split(command))
+    train_gpt.check_inputs(args, hp)
+    assert hp.num_iterations == (len(train) - 1) // 4096
+    assert hp.val_tokens == 24_320
+
+
+def test_too_few_bytes(make, tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 99_999)
+    with pytest.raises(
+        ShardError, match="99,999 bytes .* at least 100,000, and 1,479,112 for all 325 steps"
+    ):
+        make("text", "--bytes", "a.txt")
 
 
 def test_too_little_text(make, tmp_path):

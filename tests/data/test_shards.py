@@ -188,7 +188,10 @@ def test_the_reader_of_trainings(tmp_path, content):
     tokens = meaning(content)
     batches = (len(tokens) - 1) // BATCH if tokens else 0
     used = tokens[: batches * BATCH + 1] if batches else []
-    read = lambda: list(train_gpt.distributed_data_generator(str(path), BATCH, VOCAB))
+
+    def read():
+        return list(train_gpt.distributed_data_generator(str(path), BATCH, VOCAB))
+
     if tokens is None or max(used, default=0) >= VOCAB:
         refused(train_gpt.InputError, read)
         refused(train_gpt.InputError, train_gpt.check_shards, str(path), BATCH, max(batches, 1), VOCAB)

@@ -7,6 +7,7 @@ compares these with transformers), and the HellaSwag scores with hand-made answe
 
 import dataclasses
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import train_gpt
 from data import gpt2_bpe
-from evals import hellaswag, models, openai_gpt2, sample
+from evals import hellaswag, models, openai_gpt2, sample, speed
 from evals.models import TextModel
 from recipes import gpt2
 from train_gpt import InputError
@@ -140,10 +141,10 @@ def test_speedrun_forward_is_the_models_own(max_window, long_layers, free_layers
     targets = ids[:, 1:]
     window = torch.tensor(max_window // 128, dtype=torch.int32)
     logits = model.logits(inputs)
-    for row in range(2):  # one by one, because a mean over both would hide a swap
+    for row in range(2):  # one by one, because a sum over both would hide a swap
         one = slice(row, row + 1)
         expected = model.module(inputs[one].int(), targets[one], window).item()
-        loss = F.cross_entropy(logits[row], targets[row]).item()
+        loss = F.cross_entropy(logits[row], targets[row], reduction="sum").item()
         assert loss == pytest.approx(expected, rel=1e-4)
 
 
@@ -322,6 +323,19 @@ def test_what_is_printed(tmp_path, monkeypatch, capsys):
     assert asked[0].tolist() == [[256, 72, 105]] * 2
     assert asked[1:4] == [300, 0.8, 3]
     assert capsys.readouterr().out == "[1/2] Hi\u00e9\ufffd\ufffd\n\n[2/2] HiA\n"
+
+
+def test_the_speed_of_a_run(trained, monkeypatch, capsys):
+    """Counted by hand: three layers of width 32, a head of 320 rows. The run has two steps of 512 tokens."""
+    monkeypatch.setattr(speed, "matmul_flops", lambda: 1e9)
+    run_sample(trained, "--brief")
+    line = capsys.readouterr().out.splitlines()[-1]
+    weights = 3 * (4 * 32 * 32 + 2 * 32 * 128) + 320 * 32
+    parameters = weights + 2 * 257 * 32 + 3 * (2 + 2 + 2) + 1 + 12 + 1
+    assert line.startswith(f"{parameters:,} parameters; {6 * weights:,} FLOPs per token; ")
+    seconds = torch.load(trained, weights_only=True)["run"]["train_ms"] / 1000
+    share = float(re.search(r"(\d+)% of what a large", line)[1])
+    assert share == pytest.approx(6 * weights * 2 * 512 / seconds / 1e9 * 100, abs=0.51)
 
 
 def test_a_brief_sample(tmp_path, monkeypatch, capsys):

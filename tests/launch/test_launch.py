@@ -29,13 +29,14 @@ from recipes import january2026
 from train_gpt import TRACKS
 from tests.util import ROOT, env
 
-OURS = ["VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONSAFEPATH"]
+OURS = ["VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_VISIBLE_DEVICES"]
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """An empty repository. `answers` says what programs print, by a part of their command line, `versions`
-    which packages are there. `ran` collects the commands that are run, which print `error`."""
+    which packages are there. `ran` collects the commands that are run, which print `error`; pip installs
+    what it is told to."""
     machine = SimpleNamespace(
         answers={}, versions={}, ran=[], status=0, error="", root=tmp_path / "root"
     )
@@ -50,11 +51,18 @@ def machine(tmp_path, monkeypatch):
         machine.ran.append([str(word) for word in command])
         if stderr:
             stderr.write(machine.error)
+        if machine.status == 0:
+            machine.versions |= dict(word.split("==") for word in machine.ran[-1] if "==" in word)
         return machine.status
 
+    def start(command, **options):
+        run(command)
+        return SimpleNamespace(wait=lambda: machine.ran.append("waited"))
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # launch cleans it
     for name in OURS:
-        monkeypatch.setenv(name, "")  # so that what the test sets is undone
-        monkeypatch.delenv(name)
+        os.environ.pop(name, None)
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setattr(launch, "ROOT", machine.root)
@@ -64,6 +72,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "output_of", output_of)
     monkeypatch.setattr(launch, "version_of", lambda package, path: machine.versions.get(package, ""))
     monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(venv, "create", lambda folder, **how: None)
     return machine
 
@@ -79,9 +88,43 @@ def file(path, text=""):
 
 LAUNCH = """
 import os, sys
-names = [name for name in os.environ if name.startswith(("PYTHON", "RANK", "WORLD"))]
-print(__file__, sys.argv[1:], names)
+opened = [os.fstat(number) and True for number in range(3)]
+print(__file__, sys.argv[1:], [name for name in os.environ if name.startswith("PYTHON")], file=sys.stderr)
+open("ran", "w").close()
 """
+
+
+@pytest.fixture
+def run_sh(tmp_path):
+    """A function that runs a copy of run.sh, through a link, in front of LAUNCH. Only one of the programs is
+    a Python that is new enough. Python's variables are junk."""
+    file(tmp_path / "root" / "tools" / "launch.py", LAUNCH)
+    shutil.copy(ROOT / "run.sh", tmp_path / "root")
+    (tmp_path / "link").symlink_to("root/run.sh")
+    for name in ("python", "python3"):
+        old = "#!/bin/sh\n[ $1 = --version ] && echo Python 3.10.13\n"
+        file(tmp_path / "bin" / name, old).chmod(0o755)
+
+    def run(new="python3", closing="", **variables):
+        for name, program in {
+            "bash": shutil.which("bash"),
+            new: os.path.realpath(sys.executable),
+        }.items():
+            (tmp_path / "bin" / name).unlink(missing_ok=True)
+            (tmp_path / "bin" / name).symlink_to(program)
+        variables |= dict.fromkeys(
+            ["PYTHONHOME", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONSAFEPATH"], "junk"
+        )
+        command = f"{tmp_path}/link --seed 3 {closing}"
+        return subprocess.run(
+            ["/bin/sh", "-c", command],
+            cwd=tmp_path,
+            env=dict(PATH=f"{tmp_path}/bin") | variables,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -98,28 +141,16 @@ print(__file__, sys.argv[1:], names)
         ("none", "", "error: Python 3.11 or later is needed, but python3 is Python 3.10.13; install"),
     ],
 )
-def test_run_sh_finds_a_python(tmp_path, new, active, says):
-    """Only one of the programs is new enough. CDPATH has a folder of the same name, and Python's variables
-    are junk."""
-    file(tmp_path / "root" / "tools" / "launch.py", LAUNCH)
-    (tmp_path / "other" / "root").mkdir(parents=True)
-    shutil.copy(ROOT / "run.sh", tmp_path / "root")
-    old = "#!/bin/sh\n[ $1 = --version ] && echo Python 3.10.13\n"
-    for name in ("python", "python3"):
-        file(tmp_path / "bin" / name, old).chmod(0o755)
-    programs = {name: shutil.which(name) for name in ("bash", "dirname")}
-    programs[new] = os.path.realpath(sys.executable)
-    for name, path in programs.items():
-        (tmp_path / "bin" / name).unlink(missing_ok=True)
-        (tmp_path / "bin" / name).symlink_to(path)
-    variables = dict(PATH=f"{tmp_path}/bin", CDPATH="other", VIRTUAL_ENV=active)
-    variables |= dict(PYTHONHOME="junk", PYTHONPATH="junk", PYTHONDONTWRITEBYTECODE="1")
-    variables |= dict(RANK="", WORLD_SIZE="2")
-    words = ["root/run.sh", "--seed", "3"]
-    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True)
-    assert says in done.stdout + done.stderr
-    assert str(tmp_path / "other") not in done.stdout
-    assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if "error" in says else (0, 0))
+def test_run_sh_finds_a_python(run_sh, new, active, says):
+    done = run_sh(new, VIRTUAL_ENV=active)
+    assert says in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if "error" in says else (0, 1))
+
+
+@pytest.mark.parametrize("closing", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_run_sh_opens_what_is_closed(run_sh, tmp_path, closing):
+    assert run_sh(closing=closing).returncode == 0
+    assert (tmp_path / "ran").exists()
 
 
 # -----------------------------------------------------------------------------
@@ -137,7 +168,7 @@ def test_a_new_environment_is_ready_only_after_the_installation(machine):
     assert machine.ran[1][-2:] == ["torch==2.13.0", "numpy==2.4.6"]
 
     machine.answers["sys.path"] = "x\n"
-    machine.versions = dict(torch="2.12.0", numpy="2.4.6")  # another version stays
+    machine.versions["torch"] = "2.12.0"  # another version stays
     launch.install([])
     assert len(machine.ran) == 2
     del machine.versions["numpy"]  # it was lost
@@ -173,11 +204,31 @@ def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
         launch.install([])
     assert launch.install([], theirs=True) == sys.executable
     machine.versions.clear()
-    launch.install([])
+    monkeypatch.delenv("CONDA_PREFIX")
+    monkeypatch.setattr(sys, "prefix", "/theirs")  # it isn't activated, but its python3 comes first
+    assert launch.install([]) == sys.executable
     assert not launch.VENV.exists()
-    monkeypatch.setenv("VIRTUAL_ENV", str(launch.VENV))  # ours may be active, too
+    monkeypatch.setattr(sys, "prefix", str(launch.VENV))  # ours may be active, too
     file(launch.VENV / "ours")
     assert launch.install([]) == launch.VENV / "bin" / "python"
+
+
+def test_packages_that_pip_puts_elsewhere_are_noticed(machine, monkeypatch):
+    monkeypatch.setattr(launch, "version_of", lambda package, path: "")
+    with pytest.raises(LaunchError, match="packages elsewhere; remove target"):
+        launch.install([])
+    assert not (launch.VENV / "ready").exists()
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_data_are_made_while_packages_are_installed(machine, monkeypatch, gpu):
+    monkeypatch.setattr(launch, "gpu_maker", lambda: "AMD" if gpu else "")
+    launch.install([], data="data.shakespeare")
+    words = [words if isinstance(words, str) else words[-1] for words in machine.ran]
+    expected = (
+        ["numpy==2.4.6"] if gpu else ["numpy==2.4.6", "data.shakespeare", "numpy==2.4.6", "waited"]
+    )
+    assert words == expected
 
 
 def test_which_packages_are_installed():
@@ -186,24 +237,24 @@ def test_which_packages_are_installed():
     assert launch.version_of("no-package", path) == ""
 
 
-@pytest.mark.parametrize("version, used", [("2.11.0", True), ("2.9.1", False)])
-def test_the_systems_pytorch(machine, monkeypatch, version, used):
+@pytest.mark.parametrize("torch, modules", [("2.11.0", ["ensurepip"]), ("2.9.1", ["pip"]), ("", [])])
+def test_a_new_environment(machine, monkeypatch, torch, modules):
+    """It has the system's PyTorch, if that is new enough. Debian takes ensurepip away."""
     how = {}
     monkeypatch.setattr(venv, "create", lambda folder, **options: how.update(options))
-    machine.versions["torch"] = version
-    launch.make_environment()
-    assert (how["system_site_packages"], how["with_pip"]) == (used, True)
-
-
-@pytest.mark.parametrize("has_pip", [True, False])
-def test_a_python_without_ensurepip(machine, monkeypatch, has_pip):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "pip" and has_pip)
-    if has_pip:
-        launch.make_environment()
-        assert machine.ran[0][-3:] == ["--python", str(launch.VENV / "bin" / "python"), "pip"]
-    else:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in modules)
+    machine.versions["torch"] = torch
+    if not modules:
         with pytest.raises(LaunchError, match="has no venv module; .* apt install python3-venv"):
             launch.make_environment()
+        return
+    launch.make_environment()
+    assert (how["system_site_packages"], how["with_pip"]) == (
+        torch == "2.11.0",
+        modules == ["ensurepip"],
+    )
+    pip = [] if how["with_pip"] else [["--python", str(launch.VENV / "bin" / "python"), "pip"]]
+    assert [command[-3:] for command in machine.ran] == pip
 
 
 @pytest.mark.parametrize("name, link", [("a b", True), ("a", False)])
@@ -397,11 +448,13 @@ def training(machine, monkeypatch, tmp_path):
             os.utime(path, (0, machine.written - age))
         return machine.status
 
-    def install(folders, theirs):
+    def install(folders, theirs, data):
+        assert "OMP_PROC_BIND" not in os.environ
         machine.folders = folders
         return "python"
 
     monkeypatch.setattr(launch, "check_machine", check_machine)
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
     monkeypatch.setattr(launch, "run_ranks", run_ranks)
     monkeypatch.setattr(launch, "install", install)
     monkeypatch.setattr(launch, "handle_signals", lambda handler: None)
@@ -413,13 +466,13 @@ def training(machine, monkeypatch, tmp_path):
 
 
 def test_a_training(training, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/x")
+    monkeypatch.setenv("HOME", r"/home/\x")
     options = ["--val_files=~/v_*.bin", "--what=a ~/b"]
     assert (
         launch.main(["--seed", "3", "--recipe=soup", "--log_dir", "mine", "--resume=latest", *options])
         == 0
     )
-    options = ["--what=a ~/b", "--log_dir=../mine", "--val_files=/home/x/v_*.bin", "--resume=latest"]
+    options = ["--what=a ~/b", "--log_dir=../mine", r"--val_files=/home/\x/v_*.bin", "--resume=latest"]
     words = ["recipes.soup", "--seed", "3", *options]
     assert training.checked == ["train", *words]
     train, sample = training.ran
@@ -518,9 +571,19 @@ def test_what_does_not_exist(training, capsys):
     with pytest.raises(SystemExit):
         launch.main(["--recipe=cake"])
     assert "invalid choice: 'cake' (choose from" in capsys.readouterr().err
-    assert launch.main(["test", "none.py::a"]) == 2
-    assert capsys.readouterr().err == "run.sh: error: there is no file none.py\n"
     assert training.ran == []
+
+
+def test_a_full_disk_is_one_line_and_a_bug_is_not(training, monkeypatch, capsys):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "execv", fail)
+    with pytest.raises(OSError):
+        launch.main(["plot"])
+    monkeypatch.setattr(launch, "install", fail)
+    assert launch.main(["plot"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("No space left on device")
 
 
 def test_help_names_the_commands_first(training, capsys):

@@ -4,12 +4,14 @@ Tests of tools/launch_checks.py, the checks before a run: imitated GPUs, memory,
 The tests need no GPU. Wrong compiled code is imitated by a method `compile` that changes the model.
 """
 
+import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from recipes import january2026
 from tools import common, launch, launch_checks
 from tools.gpu.page import PEAKS
 from train_gpt import TRACKS
-from tests.util import ROOT, env, random_tokens, run_forked, write_shard
+from tests.util import ROOT, random_tokens, run_forked, write_shard
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +31,7 @@ def got(monkeypatch):
     monkeypatch.setattr(
         launch, "get_data", lambda python, settings: files.append(settings["train_files"])
     )
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(train_gpt, "init_processes", lambda: None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     return files
 
 
@@ -50,7 +51,6 @@ def test_the_answer_reaches_the_launcher(tmp_path, monkeypatch):
         return run_forked(command[3:], cwd, script=command[2]).returncode
 
     monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.chdir(tmp_path)
     options = ["--track=mini", "--log_dir=x"]
     plan = launch.check_machine(sys.executable, "prepare", "train_gpt", *options)
@@ -153,20 +153,28 @@ def test_a_length_that_the_user_chose_stays(cards, tmp_path, capsys, options):
     assert check(tmp_path, capsys, *options)[1]["options"] == []
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, found):
-    """And its log, wherever that is. With --resume latest, there may be nothing to resume."""
-
-    def load_checkpoint(args, source):
-        args.resume = "somewhere/run.pt" if found else None
-        print("--resume: there is no unfinished run")
-        return dict(settings=asdict(TRACKS["fineweb"])) if found else None
-
+@pytest.mark.parametrize("resume, found", [("latest", True), ("old/run.pt", True), ("latest", False)])
+def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, resume, found):
+    """And its log, wherever that is. With --resume latest, there may be nothing to resume. The weights aren't
+    read."""
+    monkeypatch.chdir(tmp_path)
     cards({"H100": 1_000})
-    monkeypatch.setattr(train_gpt, "load_checkpoint", load_checkpoint)
-    _, plan, _ = check(tmp_path, capsys, "--resume=latest", "--track=fineweb")
-    assert plan["log_dir"] == ("somewhere" if found else "logs")
+    if found:
+        folder = Path("logs" if resume == "latest" else "old")
+        folder.mkdir()
+        weights = torch.zeros(2**22)
+        torch.save(dict(settings=asdict(TRACKS["fineweb"]), model=weights), folder / "run.pt")
+    before = bytes_read()
+    _, plan, _ = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
+    assert bytes_read() - before < 2**22
+    assert plan["log_dir"] == ("old" if "old" in resume else "logs")
     assert plan["options"] == ([] if found else ["--train_seq_len=12288"])
+
+
+def bytes_read():
+    """By this process, so far; 0 where Linux doesn't count them."""
+    io = Path("/proc/self/io")
+    return int(io.read_text().split()[1]) if io.exists() else 0
 
 
 @pytest.mark.parametrize("head, seq_len, peak, _", PEAKS)  # as measured with PyTorch 2.13, in MiB
@@ -192,7 +200,7 @@ TINY = replace(
     head_dim=32,
     model_dim=64,
     num_value_embeds=1,
-    long_window_layers=(0,),
+    long_window_layers=(0, 1),
     max_window=256,
     train_seq_len=128,
     batch_tokens=256,
@@ -204,9 +212,9 @@ TINY = replace(
 
 def test_no_gradient_of_the_check_is_zero():
     model = train_gpt.build_model(TINY)
-    results = launch_checks.losses_and_gradients(model, TINY)
+    results = launch_checks.loss_and_gradients(model, TINY, "training")
     matrices = [f"gradient of {name}" for name, p in model.named_parameters() if p.ndim >= 2]
-    assert sorted(results) == sorted([*matrices, "training loss", "validation loss"])
+    assert sorted(results) == sorted([*matrices, "training loss"])
     for name, result in results.items():
         assert result.isfinite().all(), name
         assert result.norm() > 0, name
@@ -236,6 +244,13 @@ def full_disk(model):
     raise OSError(28, "No space left on device")
 
 
+def compile_problem(hp):
+    return next(filter(None, (launch_checks.compile_problem(hp, part) for part in PARTS)), "")
+
+
+PARTS = ["training", "validation"]
+
+
 @pytest.mark.parametrize(
     "spoil, says",
     [
@@ -249,7 +264,7 @@ def full_disk(model):
 def test_what_a_compiler_does_wrong(spoil, says, monkeypatch):
     monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: spoil(model))
     monkeypatch.setattr(launch_checks, "CXX", "g++")
-    problem = launch_checks.compile_problem(TINY)
+    problem = compile_problem(TINY)
     for words in says:
         assert words in problem
     assert "\n" not in problem
@@ -261,33 +276,35 @@ def test_an_error_of_the_model_itself_is_not_the_compilers(monkeypatch):
 
     monkeypatch.setattr(train_gpt.GPT, "forward", forward)
     with pytest.raises(RuntimeError, match="a bug"):
-        launch_checks.compile_problem(TINY)
+        compile_problem(TINY)
+
+
+COUNT = """
+from torch._dynamo.utils import counters
+print(dict(counters["aot_autograd"]), sep="\\n")
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_compiled_code_is_right(tmp_path):
+def test_compiled_code_is_right_and_made_once(tmp_path, monkeypatch, capfd):
     """Here a compiler is really called, one that doesn't know the CPU: it tunes for a generic one unless
-    PyTorch's options, which come later, say otherwise. GCC 11 to 13 then compile bf16 transposes wrongly."""
+    PyTorch's options, which come later, say otherwise. GCC 11 to 13 then compile bf16 transposes wrongly.
+    A run then finds all of the code."""
     compiler = tmp_path / "g++"
     compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} -mtune=generic "$@"\n')
     compiler.chmod(0o755)
-    code = (
-        "from tools import launch_checks\n"
-        "problem = launch_checks.compile_problem(launch_checks.TRACKS['mini'])\n"
-        "print(f'problem: {problem!r}')\n"
-    )
-    changes = dict(
-        CXX=str(compiler),
-        PYTHONPATH=str(ROOT),
-        TORCH_COMPILE_DISABLE="0",
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env(**changes), capture_output=True, text=True
-    )
-    assert done.stdout == "problem: ''\n", done.stderr
+    changes = dict(CXX=str(compiler), TORCH_COMPILE_DISABLE="0", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    os.environ.update(changes, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    assert launch_checks.find_problem(2) == ""
     assert list(tmp_path.rglob("*.so"))
+    options = ["--track=mini", "--num_iterations=1", "--batch_tokens=2048", f"--log_dir={tmp_path}"]
+    code = f"import sys, train_gpt; train_gpt.main(sys.argv[1:]){COUNT}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options], cwd=ROOT, env=os.environ, capture_output=True, text=True
+    )
+    counted = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert (counted["autograd_cache_hit"], counted.get("autograd_cache_miss", 0)) == (2, 0)
 
 
 @pytest.fixture
@@ -298,17 +315,16 @@ def tiny_mini(tmp_path, monkeypatch):
     files = dict(train_files=str(tmp_path / "train_*.bin"), val_files=str(tmp_path / "val_*.bin"))
     monkeypatch.setitem(TRACKS, "mini", replace(TINY, num_iterations=4, **files))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
-    monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: None)
+    monkeypatch.setattr(train_gpt, "compiles", lambda: True)
+    monkeypatch.setattr(launch_checks, "find_problem", lambda processes: "")
 
 
 def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     status, plan, err = check(tmp_path, capsys)
     assert (status, plan["environment"]) == (0, common.environment(plan["processes"]))
-    assert err.startswith("run.sh: comparing compiled code")
     assert plan["text"].endswith(", compiled")
-    monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: half_loss(model))
+    monkeypatch.setattr(launch_checks, "find_problem", lambda processes: "it is wrong")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     _, again, err = check(tmp_path, capsys)
     assert (again["text"], err) == (plan["text"], "")
@@ -321,34 +337,52 @@ def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
     ]:
         with monkeypatch.context() as context:
             context.setattr(module, name, value)
-            assert "is wrong (the training loss" in check(tmp_path, capsys, mode="compare")[2], name
+            assert "it is wrong" in check(tmp_path, capsys, mode="compare")[2], name
 
 
 def test_a_wrong_answer_is_not_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: half_loss(model))
-    prefix = "run.sh: warning: training without torch.compile, at about half the speed: "
+    monkeypatch.setattr(launch_checks, "find_problem", lambda processes: "it is wrong")
     for _ in range(2):
         _, plan, err = check(tmp_path, capsys)
-        warning = err.splitlines()[1]
-        assert warning.startswith(prefix)
-        assert plan["text"].endswith(", not compiled")
-        variables = dict(
-            TORCH_COMPILE_DISABLE="1", SPEEDRUN_COMPILE_REASON=f"({warning[len(prefix) :]})"
+        assert err == (
+            "run.sh: warning: training without torch.compile, at about half the speed: it is wrong\n"
         )
+        assert plan["text"].endswith(", not compiled")
+        variables = dict(TORCH_COMPILE_DISABLE="1", SPEEDRUN_COMPILE_REASON="(it is wrong)")
         assert variables.items() <= plan["environment"].items()
 
 
 def test_the_user_can_do_without_compiled_code(tiny_mini, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    assert check(tmp_path, capsys)[::2] == (0, "")
+    """With any of the variables that turn torch.compile off. Nothing is called right then."""
+    monkeypatch.setattr(train_gpt, "compiles", lambda: False)
+    status, plan, err = check(tmp_path, capsys)
+    assert (status, err) == (0, "")
+    assert plan["text"].endswith(", not compiled")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("code", ["print(sys.argv[1:], end='')", "raise MemoryError"])
+def test_each_part_is_compared_in_a_process(monkeypatch, code):
+    """Its output is what is wrong. A process that fails without any has printed a traceback."""
+    start = launch.start
+
+    def start_code(command, **options):
+        fails = f"import sys\nif 'validation' in sys.argv:\n    {code}\n    sys.exit(1)"
+        return start([sys.executable, "-c", fails, *command[3:]], **options)
+
+    monkeypatch.setattr(launch, "start", start_code)
+    if "print" in code:
+        assert launch_checks.find_problem(2) == "['2', 'compile', 'validation']"
+    else:
+        with pytest.raises(SystemExit, match="1"):
+            launch_checks.find_problem(2)
 
 
 @pytest.mark.parametrize("cores, processes", [(1, 1), (8, 2)])
 def test_processes_on_a_cpu(tiny_mini, got, tmp_path, monkeypatch, capsys, cores, processes):
-    """At most two, and they share the cores. The code that is compared is that of one of them."""
+    """At most two, and they share the cores."""
     seen = []
-    monkeypatch.setattr(launch_checks, "compile_problem", lambda hp: seen.append(hp.batch_tokens))
+    monkeypatch.setattr(launch_checks, "find_problem", seen.append)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(common, "usable_cores", lambda: cores)
     _, plan, _ = check(
@@ -356,7 +390,7 @@ def test_processes_on_a_cpu(tiny_mini, got, tmp_path, monkeypatch, capsys, cores
     )  # 8 could share these
     assert plan["processes"] == processes
     assert plan["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
-    assert seen == [TINY.batch_tokens // processes]
+    assert seen == [processes]
     assert got == [TRACKS["mini"].train_files]
 
 

@@ -12,8 +12,24 @@ import zipfile
 from pathlib import Path
 from unittest import SkipTest
 
-from tests.machines.table import Case, finish, need, one_line, run, start, stopped, trained, wait_for
-from tests.util import ROOT, tiny_run
+from tests.machines.table import (
+    PATH,
+    Case,
+    Done,
+    finish,
+    need,
+    one_line,
+    run,
+    start,
+    stopped,
+    trained,
+    wait_for,
+)
+from tests.util import ROOT, read_log, tiny_run
+from tools.common import DROPPED
+
+
+OUR_PATH = f"{sys.prefix}/bin:{os.environ['PATH']}"
 
 
 def copy_repository(folder):
@@ -37,8 +53,7 @@ def training(folder, checkout=ROOT):
 def start_training(folder, *prefix, **variables):
     """Starts a training with this Python's packages, with no compiled code yet. `prefix` is a command
     that starts it."""
-    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
-    usual = dict(VIRTUAL_ENV=sys.prefix, PATH=path, TORCHINDUCTOR_CACHE_DIR=folder / "cache")
+    usual = dict(VIRTUAL_ENV=sys.prefix, PATH=OUR_PATH, TORCHINDUCTOR_CACHE_DIR=folder / "cache")
     return start([*prefix, *training(folder)], folder, **usual | variables)
 
 
@@ -121,8 +136,76 @@ def read_only(folder):
     return one_line(run([*prefix, *REPLAY], folder), "Read-only file system")
 
 
+def pip_settings(folder):
+    """Variables that put packages elsewhere are ignored. A file that does so is noticed."""
+    variables = stub_packages(folder)
+    elsewhere = dict(PIP_TARGET=folder / "x", PIP_PREFIX=folder / "y", PIP_USER=1)
+    for word in ("installing", "ignored: PIP_PREFIX, PIP_TARGET, PIP_USER"):  # only once
+        done = run(REPLAY, folder, **variables, **elsewhere)
+        assert done.code == 0 and word in done.output, done.last_line
+    assert "installing" not in done.output
+    shutil.rmtree(folder / "clone" / ".venv")
+    (folder / "pip.conf").write_text(f"[install]\ntarget = {folder}/x\n")
+    done = run(REPLAY, folder, **variables | dict(PIP_CONFIG_FILE=folder / "pip.conf"))
+    return one_line(done, "pip has installed the packages elsewhere")
+
+
+def colon(folder):
+    """Python would take the folder beside it for that of our modules."""
+    copy_repository(folder / "p:2")
+    copy_repository(folder / "p")
+    return one_line(run([folder / "p:2/run.sh", "replay", "--help"], folder), "has a colon in its path")
+
+
 # --------------------------------------------------------------------------------------------------
 # The environment
+def not_activated(folder):
+    command = training(folder, copy_repository(folder / "clone"))
+    done = run(command, folder, PATH=OUR_PATH, TORCH_COMPILE_DISABLE=1)
+    assert not (folder / "clone" / ".venv").exists(), "made another environment"
+    return trained(done)
+
+
+def nobody(folder):
+    prefix = ["unshare", "--user", "--map-user=4321", "--map-group=4321"]
+    need(*prefix, "true")
+    return trained(train(folder, *prefix, HOME=None, USER=None, LOGNAME=None, TORCH_COMPILE_DISABLE=1))
+
+
+def closed_streams(folder):
+    prefix = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    done = train(folder, *prefix, TORCH_COMPILE_DISABLE=1)
+    return trained(Done(done.code, read_log(folder)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Git
+def clone(folder, *options):
+    need("git", "-C", str(ROOT), "status")
+    assert run(["git", *options, "clone", ROOT, folder / "clone"], folder).code == 0
+    return folder / "clone"
+
+
+def converted_lines(folder):
+    """Git writes Windows line ends, but not here."""
+    checkout = clone(folder, "-c", "core.autocrlf=true")
+    listed = run(["git", "ls-files", "--eol"], checkout).output
+    assert "i/lf " in listed and not re.search("i/lf +w/crlf", listed)
+    return "the same bytes"
+
+
+def other_owner(folder):
+    """Git refuses the repository of another user, or one that a hook's variables name."""
+    checkout = clone(folder)
+    if os.getuid():
+        raise SkipTest("needs root")
+    for path in [checkout, checkout / ".git", checkout / ".git" / "HEAD"]:
+        os.chown(path, 4321, 4321)
+    command = [checkout / "run.sh", "compare", "--idea=nonsense"]
+    variables = dict(GIT_DIR="/nowhere", TORCH_COMPILE_DISABLE=1, VIRTUAL_ENV=sys.prefix, PATH=OUR_PATH)
+    return one_line(run(command, folder, **variables), "no file or commit is called nonsense")
+
+
 def system_pytorch(folder):
     """A Python, not in an environment, that has this one's packages."""
     library = folder / "system" / "lib" / f"python3.{sys.version_info.minor}"
@@ -134,8 +217,7 @@ def system_pytorch(folder):
     (folder / "system" / "bin").mkdir()
     shutil.copy(sys._base_executable, folder / "system" / "bin" / "python3")
     command = training(folder, copy_repository(folder / "clone"))
-    path = f"{folder}/system/bin:{os.environ['PATH']}"
-    done = run(command, folder, PATH=path, TORCH_COMPILE_DISABLE=1)
+    done = run(command, folder, PATH=f"{folder}/system/bin:{PATH}", TORCH_COMPILE_DISABLE=1)
     assert "installing" not in done.output
     return trained(done, "making the virtual environment .venv, with the PyTorch of the system")
 
@@ -217,12 +299,16 @@ def special_path(folder):
 # --------------------------------------------------------------------------------------------------
 # Variables
 def strange_variables(folder):
-    junk = folder / "junk"
+    """All that is dropped is junk, and some of Python's and OpenMP's variables are worse."""
+    junk = folder / r"junk\1"
     junk.mkdir()
     (junk / "random.py").write_text("raise SystemExit('junk')\n")
-    ascii_only = dict(LC_ALL="C", LANG="C", PYTHONCOERCECLOCALE=0, PYTHONUTF8=0)
-    done = train(folder, TORCH_COMPILE_DISABLE=1, PYTHONHOME=junk, PYTHONPATH=junk, **ascii_only)
-    return trained(done)
+    variables = dict.fromkeys([pattern.replace("*", "JUNK") for pattern in DROPPED], "junk")
+    variables |= dict(PYTHONHOME=junk, PYTHONPATH=junk, PYTHONHASHSEED="abc", PYTHONSAFEPATH=1)
+    variables |= dict(LC_ALL="C", LANG="C", PYTHONCOERCECLOCALE=0, PYTHONUTF8=0)
+    variables |= dict(OMP_PROC_BIND="true", GOMP_CPU_AFFINITY=0, TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)
+    done = train(folder, TORCH_COMPILE_DISABLE=1, HOME=junk, **variables)
+    return trained(done, "GOMP_CPU_AFFINITY, GOMP_JUNK")
 
 
 CASES = [
@@ -245,5 +331,12 @@ CASES = [
     Case("no network", "a line", no_network),
     Case("read-only disk", "a line", read_only),
     Case("the system's Python has PyTorch", "trains", system_pytorch),
-    Case("C locale, junk in Python's variables", "trains", strange_variables),
+    Case("C locale, junk in variables", "trains", strange_variables),
+    Case("pip's settings put packages elsewhere", "a line", pip_settings),
+    Case("a colon in the path", "a line", colon),
+    Case("an environment that isn't activated", "trains", not_activated),
+    Case("a user without a name and a home", "trains", nobody),
+    Case("closed stdin, stdout and stderr", "trains", closed_streams),
+    Case("git converts line ends", "the same bytes", converted_lines),
+    Case("the repository is another user's", "a line", other_owner),
 ]

@@ -5,13 +5,14 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import textwrap
 import time
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Callable
+from collections.abc import Callable
 from unittest import SkipTest
 
 
@@ -39,16 +40,16 @@ class Done:
         return (self.output.splitlines() or [""])[-1]
 
 
-# A user's shell doesn't have these variables
+# A user's shell doesn't have these variables, and finds a Python that is in no environment
 UNWANTED = (
-    "VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME PYTHONSAFEPATH CUDA_VISIBLE_DEVICES "
-    "TORCH_COMPILE_DISABLE OMP_NUM_THREADS"
+    "VIRTUAL_ENV CONDA_PREFIX PYTHONPATH CUDA_VISIBLE_DEVICES TORCH_COMPILE_DISABLE OMP_NUM_THREADS"
 ).split()
+PATH = f"{sys.base_prefix}/bin:{os.environ['PATH']}"
 
 
 def start(command, folder, **variables):
     """Starts a command as the leader of a process group, as a shell does. None removes a variable."""
-    environment = os.environ | dict.fromkeys(UNWANTED) | variables
+    environment = os.environ | dict.fromkeys(UNWANTED) | dict(PATH=PATH) | variables
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=folder,

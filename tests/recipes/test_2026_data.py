@@ -125,8 +125,8 @@ def test_masks(mean, window):
     g = torch.Generator().manual_seed(8)
     tokens = torch.randint(0, EOT, (2, 384), generator=g)
     tokens[torch.rand(tokens.shape, generator=g) < 1 / mean] = EOT
-    docs = document_ids(tokens.int(), EOT)
-    for docs in (docs, docs.repeat_interleave(2)[:768]):
+    single = document_ids(tokens.int(), EOT)
+    for docs in (single, single.repeat_interleave(2)[:768]):
         want = reference.visible(docs, window)
         assert torch.equal(read_block_mask(flex_block_mask(docs, torch.tensor(window))), want)
         tiles = want.view(6, 128, 6, 128).transpose(1, 2)

@@ -47,7 +47,7 @@ def test_muon():
     hp = tiny(model_dim=48)
     model = randomize(GPT(hp))
     muon = build_optimizers(model, hp)[1]
-    assert {group["initial_lr"] for group in muon.param_groups} == {0.023}
+    assert {group["lr"] for group in muon.param_groups} == {0.023}
     scales = {model.attn_bank: 1.0, model.mlp_in_bank: 2.0, model.mlp_out_bank: 4.0}
     want = {}
     for bank, scale in scales.items():
@@ -106,7 +106,7 @@ def test_adam():
     for step in range(5):
         schedule = 1.5 - 0.3 * step
         for group in adam.param_groups:
-            group["lr"] = group["initial_lr"] * schedule
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * schedule
         for n, p in params.items():
             p.grad = gradient(step, p.shape, 0.01)
             want[n].step(p.grad, schedule)

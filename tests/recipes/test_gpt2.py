@@ -268,7 +268,7 @@ def one_step(**changes):
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 
     optimizer.register_step_pre_hook(keep)
-    loss = gpt2.train_step(model, optimizer, GradientBuckets(model.parameters()), tokens, 1, hp)
+    loss = gpt2.train_step(model, optimizer, GradientBuckets(model), tokens, 1, hp)
     return model.state_dict(), loss, gradients[0]
 
 
@@ -331,7 +331,7 @@ def test_a_killed_run_can_be_resumed(folder, whole):
 
 def test_a_loss_that_is_not_finite_is_one_line(folder, capsys):
     assert gpt2.main(words(learning_rate=1e30)) == 2
-    assert capsys.readouterr().err == "error: step 2: the loss is not finite; lower --learning_rate\n"
+    assert capsys.readouterr().err == "error: step 2: the loss is not finite; lower a learning rate\n"
 
 
 @pytest.mark.slow

@@ -63,6 +63,43 @@ def test_what_the_user_set_stays(monkeypatch):
         assert common.environment(processes=2)["OMP_NUM_THREADS"] == of_two
 
 
+@pytest.mark.parametrize(
+    "kept, dropped",
+    [
+        ("PATH HOME CXX LD_PRELOAD NCCL_DEBUG", "RANK LOCAL_RANK WORLD_SIZE"),
+        ("PIP_INDEX_URL PIP_CONFIG_FILE PIP_CACHE_DIR", "PIP_TARGET PIP_PREFIX PIP_USER PIP_NO_BINARY"),
+        ("OMP_NUM_THREADS OMP_WAIT_POLICY", "OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY"),
+        (
+            "TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE",
+            "TORCHINDUCTOR_FREEZING TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        ),
+    ],
+)
+def test_what_could_change_what_runs_is_dropped(monkeypatch, kept, dropped):
+    monkeypatch.setattr(
+        os, "environ", dict.fromkeys(f"{kept} {dropped} GIT_DIR PYTHONPATH".split(), "junk")
+    )
+    assert common.clean_environment() == sorted(dropped.split())
+    assert os.environ.keys() - common.FIXED.keys() == set(kept.split())
+
+
+def test_git_finds_the_repository_of_another_user(tmp_path, monkeypatch):
+    """In a hook, its variables name another repository."""
+    monkeypatch.setenv("GIT_DIR", "/elsewhere")
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init"], env=common.child_environment(), check=True)
+    if os.getuid() == 0:
+        for path in [tmp_path, tmp_path / ".git"]:
+            os.chown(path, 4321, 4321)
+    subprocess.run([*git, "status"], env=common.child_environment(), check=True)
+
+
+def test_a_user_who_is_not_in_passwd_has_a_home(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert os.path.isdir(common.child_environment()["HOME"])
+
+
 def test_output_into_a_closed_pipe():
     """`| head` may stop reading early. That is no error of a file, so nothing is printed about one."""
     code = "from tools import common; common.run_command(lambda argv: print('text', flush=True))"

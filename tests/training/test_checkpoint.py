@@ -1,5 +1,6 @@
 """Tests of checkpoints: runs that are killed, also while they write a checkpoint, and resumed."""
 
+import ast
 import os
 import pkgutil
 import random
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import train_gpt
-from tests.util import Job, in_float32, read_log, tiny_run, val_losses
+from tests.util import ROOT, Job, in_float32, read_log, tiny_run, val_losses
 
 # 12 steps, with validations and checkpoints after steps 0, 4, 8 and 12. NorMuon has the most state.
 SETTINGS = dict(num_iterations=12, val_loss_every=4, muon_beta2=0.9)
@@ -78,7 +79,7 @@ def trace(log):
     """The parts of a log that an interruption must not change: not the times and a few lines."""
     log = re.sub(r"train_time:\S+ step_avg:\S+|[\d.,]+ (s|tokens/s)\b", "", log)
     source, machine, run = log.split("=" * 100 + "\n")
-    other = ("CPU: ", "Compiler: ", "resume: ")
+    other = ("Running ", "Variables: ", "CPU: ", "Compiler: ", "resume: ")
     return [source, machine, *(line for line in run.splitlines() if not line.startswith(other))]
 
 
@@ -137,7 +138,8 @@ def test_killed_and_resumed_is_the_same_run(kill, step, whole, tmp_path):
     assert str(checkpoint_of(tmp_path).relative_to(tmp_path).with_suffix(".txt")) in job.out
     log = read_log(tmp_path)
     assert re.search(rf"^resume: from step {step}\b", log, re.M)
-    assert len(re.findall("^CPU: ", log, re.M)) == 2  # it may be another machine
+    for line in ("CPU: ", "Running PyTorch "):  # it may be another machine
+        assert len(re.findall(f"^{line}", log, re.M)) == 2
     times = list(map(int, re.findall(r"train_time:(\d+)ms", log)))
     assert times == sorted(times)  # the training time goes on from that of the checkpoint
     assert not list(tmp_path.rglob("*.tmp"))
@@ -162,11 +164,41 @@ def test_full_disk_leaves_the_checkpoint_whole(whole, stopped):
     assert job.wait() == 2
     (line,) = job.err.splitlines()
     assert line.startswith("error: ")
-    assert "File too large" in line
+    temporary = checkpoint_of(stopped).relative_to(stopped).with_suffix(".tmp")
+    assert line.endswith(f"{temporary}: File too large")
+    assert not temporary.exists()
+    assert re.search(r"^step:4/12 val_loss:\d", job.out, re.M)  # the result isn't lost
     assert checkpoint_of(stopped).read_bytes() == before
     os.truncate(checkpoint_of(stopped).with_suffix(".txt"), 100)  # what of the log reached the disk
     succeeds(resume(stopped))
     assert_same_run(stopped, whole)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """And its name is, before training goes on."""
+    calls = []
+    rename, fsync = Path.rename, os.fsync
+
+    def renamed(path, target):
+        calls.append("rename")
+        return rename(path, target)
+
+    def synced(descriptor):
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).suffix)
+        fsync(descriptor)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt.main(tiny_run(tmp_path, "--save_checkpoint", num_iterations=2)) == 0
+    assert calls == [".tmp", "rename", ""] * 2
+
+
+def test_nothing_depends_on_assert():
+    """python -O removes it."""
+    for name in ("train_gpt.py", "recipes/january2026.py", "recipes/gpt2.py"):
+        tree = ast.parse((ROOT / name).read_text())
+        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], name
 
 
 # --------------------------------------------------------------- which run is resumed
@@ -179,14 +211,33 @@ def test_latest_is_the_newest_unfinished_run(whole, stopped, capsys):
             shutil.copy(source.with_suffix(suffix), newest.with_name(copy + suffix))
         os.utime(newest.with_name(f"{copy}.pt"), (time, time))
     os.utime(newest, (2, 2))
-    with open(newest.with_suffix(".txt"), "a") as log:
-        log.write("step:12/12 train_time:9ms step_avg:1ms\n")  # only the final validation is missing
+    text = newest.with_suffix(".txt").read_text()
+    assert "\ntarget " not in text
+    newest.with_suffix(".txt").write_text(  # only the result is missing; the source has such a line
+        f"\ntarget 1.5: met\n{text}step:12/12 val_loss:1.5000 train_time:9ms step_avg:1ms\n"
+    )
     args, _ = train_gpt.parse_arguments(["--resume=latest", "--log_dir=runs[1]"])
     train_gpt.load_checkpoint(args, train_gpt.SOURCE)
-    assert Path(args.resume) == newest.relative_to(stopped)
+    assert args.resume == newest.relative_to(stopped)
     args, _ = train_gpt.parse_arguments(["--resume=latest", "--log_dir=other"])
     assert train_gpt.load_checkpoint(args, train_gpt.SOURCE) is None  # and a new run begins
     assert "there is no unfinished run in other" in capsys.readouterr().out
+
+
+def other_times():
+    """A hook: rank 1's clock makes the older file the newer one."""
+    if os.environ["RANK"] == "1":
+        getmtime = os.path.getmtime
+        os.path.getmtime = lambda path: -getmtime(path)
+
+
+def test_rank_0_chooses_the_run(stopped):
+    older = checkpoint_of(stopped)
+    for suffix in (".pt", ".txt"):
+        shutil.copy(older.with_suffix(suffix), older.with_name(f"newer{suffix}"))
+    os.utime(older, (1, 1))
+    job = succeeds(resume(stopped, 2, hook=other_times))
+    assert "log: logs/newer.txt" in job.out
 
 
 # --------------------------------------------------------------- refused

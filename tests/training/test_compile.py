@@ -4,13 +4,29 @@ test_run.py trains it.
 """
 
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 import train_gpt
+from tests.util import ROOT, env
 from tests.training.test_model import SINGLE, TINY, build, randomize
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", ["", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_the_log_says_whether_the_model_is_compiled(switch):
+    """Whichever variable turns it off."""
+    variables = {"TORCH_COMPILE_DISABLE": "0", switch or "UNUSED": "1"}
+    code = "import train_gpt; print(train_gpt.describe_machine())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=env(**variables), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    says = "no (torch.compile is turned off)" if switch else "yes"
+    assert done.stdout.endswith(f"model compiled: {says}\n")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -26,7 +42,7 @@ def test_compiled_steps_are_uncompiled_steps():
         if compiled:
             model.compile(dynamic=False)
         optimizers = train_gpt.build_optimizers(model, hp)
-        buckets = train_gpt.GradientBuckets(model.parameters())
+        buckets = train_gpt.GradientBuckets(model)
         losses = []
         for step in range(2):
             losses.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp).item())

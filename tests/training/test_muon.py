@@ -5,6 +5,7 @@ They compare Newton-Schulz with the singular value decomposition, and Muon on on
 with a plain loop.
 """
 
+import copy
 import math
 from unittest import mock
 
@@ -169,12 +170,14 @@ def check_state(world_size):
     saved = opt.state_dict()
     for group, numbers, mine in zip(opt.param_groups, saved["param_groups"], own, strict=True):
         share = math.ceil(len(group["params"]) / world_size)
-        assert len(mine["average"]) == share
+        assert len(mine["momentum_buffer"]) == share
         first = numbers["params"][0]
         whole = saved["state"][first]
-        for p, average in zip(group["params"], whole["average"], strict=True):
-            torch.testing.assert_close(average, wide((1 - MOMENTUM) * p.grad))
+        for p, momentum in zip(group["params"], whole["momentum_buffer"], strict=True):
+            torch.testing.assert_close(momentum, wide((1 - MOMENTUM) * p.grad))
+    kept = copy.deepcopy(saved)
     opt.load_state_dict(saved)
+    torch.testing.assert_close(saved, kept, rtol=0, atol=0)  # its argument stays as it is
     for before, after in zip(own, opt.state.values(), strict=True):
         assert before.keys() == after.keys()
         for name in before:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -44,7 +45,9 @@ def losses_in_float32(folder, nproc=1, **changes):
     """The validation losses of a run. Such runs agree to the last printed digits."""
     job = Job(tiny_run(folder, **NO_SCALARS | changes), folder, nproc, hook=in_float32)
     assert job.wait() == 0, job.err
-    return val_losses(read_log(folder))
+    log = read_log(folder)
+    found = re.findall(r"^step:(\d)/6 val_loss:\S+ train_loss:(\S+) ", log, re.M)
+    return val_losses(log) | {f"training, to step {step}": float(loss) for step, loss in found}
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +58,29 @@ def one_process(tmp_path_factory):
 @pytest.mark.parametrize("nproc, per_pass", [(1, 4), (2, 1), (4, 1)])
 def test_processes_and_micro_batches_change_no_loss(nproc, per_pass, one_process, tmp_path):
     """With two processes, the 7th and the 8th validation sequence are in different shards."""
-    assert list(one_process) == [0, 2, 4, 6]
+    assert list(one_process) == [0, 2, 4, 6, *(f"training, to step {step}" for step in (2, 4, 6))]
     assert one_process[0] == INITIAL_LOSS
     assert one_process[6] < one_process[0] - 1
     losses = losses_in_float32(tmp_path, nproc, sequences_per_pass=per_pass)
     assert losses == pytest.approx(one_process, abs=2e-4)
+
+
+def another_source():
+    """A hook: rank 1 has other code."""
+    if train_gpt.RANK == 1:
+        train_gpt.SOURCE += "# changed"
+
+
+def another_rate():
+    if train_gpt.RANK == 1:
+        train_gpt.TRACKS["mini"] = dataclasses.replace(TRACKS["mini"], muon_lr=0.06)
+
+
+@pytest.mark.parametrize("hook, what", [(another_source, "source"), (another_rate, "settings")])
+def test_ranks_that_differ_are_refused(hook, what, tmp_path):
+    job = Job(tiny_run(tmp_path), tmp_path, nproc=2, hook=hook)
+    assert job.wait() == 2
+    assert job.err == f"error: rank 1 and rank 0 have different {what}; make them the same\n"
 
 
 @pytest.mark.slow
@@ -127,26 +148,30 @@ def test_plain_run_and_its_log(tmp_path, monkeypatch):
     assert settings["world_size"] == 1
     assert settings["target_val_loss"] == 5.2
     assert settings["head_lr"] == TRACKS["mini"].head_lr
+    for row in (
+        r"lm_head\.weight +\[320, 32\] Adam, lr 0.1",
+        r"blocks\.\*\.attn\.qkv_w .* Muon, lr 0.05",
+    ):
+        assert len(re.findall(f"^{row}$", run, re.M)) == 1
 
     number = r"\d+\.\d{4}"
     times = r" train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
-    steps = re.findall(rf"^step:(\d)/6( val_loss:{number})?{times}$", run, re.M)
+    losses = rf" val_loss:({number})(?: train_loss:({number}))?"
+    steps = re.findall(rf"^step:(\d)/6(?:{losses})?{times}$", run, re.M)
     assert [step for step, *_ in steps] == list("012334566")
     assert [step for step, val_loss, *_ in steps if val_loss] == list("036")
-    for step, _, total, average in steps:
+    assert [step for step, _, train_loss, *_ in steps if train_loss] == list("36")
+    for step, _, _, total, average in steps:
         assert float(average) == pytest.approx(int(total) / max(1, int(step)), abs=0.51)
     totals = [int(total) for *_, total, _ in steps]
     assert totals == sorted(totals)
-    losses = val_losses(log)
-    met = next(step for step in losses if losses[step] <= 5.2)
-    verdict = run.splitlines()[-1]
-    says = rf"target 5.2: met at step {met} after \d+\.\d\d s of training; val_loss {losses[6]:.4f} "
-    assert re.fullmatch(says + r"after \d+\.\d\d s, [\d,]+ tokens/s", verdict)
+    says = rf"target 5.2: met; val_loss {val_losses(log)[6]:.4f} after \d+\.\d\d s, [\d,]+ tokens/s"
+    assert re.fullmatch(says, run.splitlines()[-1])
 
     # The console names the log, and then shows the same lines. In a pipe, nothing is overwritten.
     first, *shown = done.stdout.split("\n")
     assert first == f"track mini on cpu; log: {path.relative_to(tmp_path)}"
-    assert "\n".join(shown) == run.partition("\n")[2]
+    assert "\n".join(shown) == run[run.index("\nstep:") + 1 :]
 
 
 def test_target_not_met_and_validation_only_at_the_end(tmp_path, monkeypatch):
@@ -213,22 +238,28 @@ def test_batches_that_a_resumed_run_skips_are_not_timed(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(train_gpt, "distributed_data_generator", batches)
     monkeypatch.setattr(train_gpt, "evaluate", lambda *args: 1.0)
-    monkeypatch.setattr(train_gpt, "train_step", lambda *args: None)
-    run = train_gpt.Run("", [], step=3, train_ms=50.0)
-    run.hp = dataclasses.replace(TRACKS["mini"], num_iterations=4, val_loss_every=0)
+    monkeypatch.setattr(train_gpt, "train_step", lambda *args: torch.tensor(4.5))
+    hp = dataclasses.replace(TRACKS["mini"], num_iterations=4, val_loss_every=0)
+    run = train_gpt.Run(hp, Path(), saves=False, log="", data_checksums=[], step=3, train_ms=50.0)
     monkeypatch.setattr(run, "write", lambda *args: None)
-    train_gpt.train(run, run.hp, None, [], None, save=False)
+    train_gpt.train(run, None, [], None)
     assert run.train_ms == 50 + 100_000
+    assert run.train_loss == 4.5
 
 
 def test_no_paths_of_processes_in_a_log(tmp_path, monkeypatch):
-    """nvidia-smi shows them in a second table."""
+    """nvidia-smi shows them in a second table. A library's path may have the user's name in it."""
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho '| NVIDIA H100 |\n   \n| /home/somebody/bin/python |'\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(train_gpt, "ON_GPU", True)
-    assert train_gpt.describe_machine() == "| NVIDIA H100 |"
+    monkeypatch.setenv("LD_PRELOADED", "/home/somebody/libmalloc.so.2:/lib/x.so")
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0-1")
+    text = train_gpt.describe_machine()
+    assert text.splitlines()[-1] == "| NVIDIA H100 |"
+    assert " GOMP_CPU_AFFINITY=0-1 LD_PRELOADED=libmalloc.so.2:x.so " in text
+    assert "somebody" not in text
 
 
 # --------------------------------------------------------------- options and parameters
@@ -238,12 +269,8 @@ def test_options():
     changes = dict(muon_lr=0.125, fp8=False, attn_free_layers=(1, 2), train_files="x_*.bin")
     assert hp == dataclasses.replace(TRACKS["fineweb"], **changes)
     assert args.save_checkpoint
-    home = os.path.expanduser("~")
-    args, hp = train_gpt.parse_arguments(
-        ["--track=fineweb", "--attn_free_layers=none", "--log_dir=~/a"]
-    )
+    _, hp = train_gpt.parse_arguments(["--track=fineweb", "--attn_free_layers=none"])
     assert hp == dataclasses.replace(TRACKS["fineweb"], attn_free_layers=())
-    assert args.log_dir == f"{home}/a"
 
 
 def test_help_shows_the_defaults_of_both_tracks(monkeypatch, capsys):
@@ -252,9 +279,10 @@ def test_help_shows_the_defaults_of_both_tracks(monkeypatch, capsys):
         train_gpt.main(["--help"])
     assert exit.value.code == 0
     shown = capsys.readouterr().out
-    for name, (fineweb, mini, text) in train_gpt.SETTINGS.items():
-        (line,) = re.findall(rf"^ *--{name} .*(?:\n     .*)?", shown, re.M)
-        for part in (str(fineweb), str(mini), text):
+    for field in dataclasses.fields(TRACKS["mini"]):
+        (line,) = re.findall(rf"^ *--{field.name} .*(?:\n     .*)?", shown, re.M)
+        defaults = {track: getattr(hp, field.name) for track, hp in TRACKS.items()}
+        for part in (field.type.__name__, field.metadata["text"], str(defaults)):
             assert part in line
 
 
@@ -294,6 +322,12 @@ ERRORS = {
     "training length": (dict(train_seq_len=64), nothing, "--train_seq_len 64"),
     "validation tokens": (dict(val_tokens=1000), nothing, "--val_tokens 1000"),
     "no steps": (dict(num_iterations=0), nothing, "--num_iterations"),
+    "no layers": (dict(num_layers=0), nothing, "--num_layers must be more than 0"),
+    "more layers": (dict(num_layers=6), nothing, "layers are 0 to 5, and 5 must have the long window"),
+    "a window of no layer": (dict(long_window_layers="0,2,9"), nothing, "layers are 0 to 2"),
+    "no such layer": (dict(attn_free_layers="3"), nothing, "layers are 0 to 2"),
+    "too many tables": (dict(num_value_embeds=2), nothing, "at most half of --num_layers"),
+    "rotary pairs": (dict(head_dim=30), nothing, "--head_dim must be a multiple of 4"),
     "a word for a flag": (
         dict(fp8="0"),
         nothing,
@@ -369,6 +403,14 @@ def test_errors_in_training_are_one_line(error, words, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     status = train_gpt.main(tiny_run(tmp_path))
     assert_one_line(status, capsys.readouterr().err, words)
+
+
+def test_without_file_locks(tmp_path, monkeypatch, capsys):
+    """As on Lustre without flock: it trains, with a warning."""
+    no_locks = mock.Mock(side_effect=OSError(38, "Function not implemented"))
+    monkeypatch.setattr(train_gpt.fcntl, "flock", no_locks)
+    run_here(tiny_run(tmp_path, num_iterations=1), tmp_path, monkeypatch)
+    assert capsys.readouterr().out.startswith("warning: can't lock logs/")
 
 
 # --------------------------------------------------------------- signals

@@ -5,7 +5,15 @@ import statistics
 import textwrap
 
 from tools.common import goal, p_text, percent, percent_interval, short, table
-from tools.compare.stats import FAR, P_VALUE, P_WORTHLESS, Bounds, Effect, Slope, far_from_others
+from tools.compare.stats import (
+    P_VALUE,
+    P_WORTHLESS,
+    Bounds,
+    Effect,
+    Slope,
+    far_from_others,
+    p_if_looked,
+)
 from tools.logs import Log
 from tools.summary import Summary, summarize
 from tools.turns import p_faster
@@ -112,8 +120,8 @@ def far_in_words(name: str, losses: list[float], labels: list) -> list[str]:
     far = [str(labels[i]) for i in far_from_others(losses)]
     if not far:
         return []
-    runs = f"{short(name, 30)} ended more than {FAR} standard deviations from its other runs"
-    return [f"Warning: {', '.join(far)} of {runs}; look at the logs, because failed runs can mislead."]
+    where = f"{', '.join(far)} of {short(name, 30)} ended far from its other runs"
+    return [f"Warning: {where}; look at the logs, because failed runs can mislead."]
 
 
 def slope_in_words(slope: Slope | None) -> str:
@@ -160,7 +168,14 @@ def target_of(given: float | None, logs: list[Log]) -> tuple[float | None, list[
     return target, [f"The target {target:g} is assumed; --target changes it."]
 
 
-def record_table(sides: dict[str, list[Log]], target: float | None) -> list[str]:
+def p_of_losses(logs: list[Log], target: float | None, looks: bool) -> float | None:
+    """Of a mean below the target; with `looks`, however often one looks."""
+    if target is None or not looks:
+        return summary_of(logs, target).p_value
+    return p_if_looked(end_losses(logs), target)
+
+
+def record_table(sides: dict[str, list[Log]], target: float | None, looks: bool) -> list[str]:
     """A row for each side, with its p-value for a mean loss below the target."""
     p = "p" if target is None else f"p (below {target:g})"
     rows = [("", "runs", "mean loss", "sd", p, "time")]
@@ -168,28 +183,29 @@ def record_table(sides: dict[str, list[Log]], target: float | None) -> list[str]
         found = summary_of(logs, target)
         sd = "-" if found.loss_std is None else f"{found.loss_std:.4f}"
         time = "-" if found.time_mean is None else f"{found.time_mean:.3f} s"
-        mean = f"{found.loss_mean:.4f}"
-        rows.append((f"  {short(name, 16)}", str(found.n), mean, sd, p_text(found.p_value), time))
+        p = p_text(p_of_losses(logs, target, looks))
+        rows.append((f"  {short(name, 16)}", str(found.n), f"{found.loss_mean:.4f}", sd, p, time))
     return table(rows, "<>>>>>")
 
 
-def loss_in_words(p: float | None, target: float) -> str:
-    reached = "" if p is not None and p < P_VALUE else "not shown to be "
-    return f"the mean loss is {reached}below {target:g} (p = {p_text(p)})"
-
-
-def record_in_words(name: str, logs: list[Log], target: float, pairs: list[tuple[Log, Log]]) -> str:
+def record_in_words(
+    name: str, logs: list[Log], target: float, pairs: list[tuple[Log, Log]], looks: bool
+) -> str:
     """Whether the runs show what a record needs. `pairs` are runs of the idea and of the base that took
-    turns; [] if there are none, so that times can't be compared."""
-    p_loss = summary_of(logs, target).p_value
-    loss = loss_in_words(p_loss, target)
+    turns; [] if there are none, so that times can't be compared. `looks`: the runs came one by one, and
+    somebody looked."""
+    p_loss = p_of_losses(logs, target, looks)
+    reached = p_loss is not None and p_loss < P_VALUE
+    test = f"p = {p_text(p_loss)}"
+    if not looks:
+        test += f"; if you looked more than once, p <= {p_text(p_of_losses(logs, target, True))}"
+    loss = f"the mean loss is {'' if reached else 'not shown to be '}below {target:g} ({test})"
     timed, timed_base = [[pair[side] for pair in pairs] for side in (0, 1)]
     times, base_times = end_times(timed), end_times(timed_base)
     if not (times and base_times):
         return f"{name}: {loss}."
     saved = statistics.fmean(base_times) - statistics.fmean(times)
     p_time = p_faster(pairs)
-    reached = p_loss is not None and p_loss < P_VALUE
     faster = p_time is not None and p_time < P_VALUE
     valid = reached and faster and count_sources(logs) == 1
     record = "has what a record needs" if valid else "isn't a record"

@@ -419,11 +419,12 @@ def record_lines(c: Comparison) -> list[str]:
     sides = {variant.name: list(c.pool.runs[variant.name].values()) for variant in variants}
     base = sides[c.base.name]
     target, assumed = target_of(c.args.target, base)
-    lines = [*record_table(sides, target), *assumed]
+    looks = not c.args.runs
+    lines = [*record_table(sides, target, looks), *assumed]
     for idea in variants[1:] if target is not None else []:
         runs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
         pairs = [(runs[0][seed], runs[1][seed]) for seed in c.timed.get(idea.name, [])]
-        words = record_in_words(idea.name, sides[idea.name], target, pairs)
+        words = record_in_words(idea.name, sides[idea.name], target, pairs, looks)
         lines += textwrap.wrap(words, WIDTH)
     return lines
 

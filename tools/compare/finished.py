@@ -124,17 +124,12 @@ def compare_finished(args: argparse.Namespace) -> int:
     else:
         lines = []
         if target is not None:
-            record = record_in_words("idea", idea, target, pairs)
+            record = record_in_words("idea", idea, target, pairs, looks=False)
             lines += textwrap.wrap(record, WIDTH)
-        lines += record_table({"base": base, "idea": idea}, target)
+        lines += record_table({"base": base, "idea": idea}, target, looks=False)
         judged = judged_in_words([*base, *idea])
-        facts = [
-            judged,
-            *facts_in_words(base, idea, effect.steps is not None),
-            where,
-            *assumed,
-            ONE_LOOK,
-        ]
+        facts = facts_in_words(base, idea, effect.steps is not None)
+        facts = [judged, *facts, where, *assumed, ONE_LOOK]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:

@@ -21,15 +21,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.common import environment
+from tools.common import child_environment, environment
 
 # The terminal, the shell's own notes, the desktop, remote logins, the name of a container. Runs don't get
-# these. PYTHONPATH names our tools, and git's variables may name another repository
+# these, nor what tools/common.py drops
 IGNORED = """
     _ PWD OLDPWD SHLVL PS? PROMPT_COMMAND HIST* TERM TERM_* COLORTERM COLUMNS LINES LS_COLORS LESS* PAGER
     EDITOR VISUAL MAIL TMUX* STY WINDOW* VTE_VERSION VSCODE_* CONDA_SHLVL *_PROMPT *_PROMPT_MODIFIER
     DISPLAY WAYLAND_DISPLAY XAUTHORITY XDG_SESSION_* XDG_RUNTIME_DIR DBUS_* DESKTOP_* GNOME_*
-    INVOCATION_ID JOURNAL_STREAM SSH_* SUDO_* HOSTNAME PYTHONPATH GIT_*
+    INVOCATION_ID JOURNAL_STREAM SSH_* SUDO_* HOSTNAME
 """.split()
 # What is in the repository, and no script of ours reads: a new note isn't a new script
 NOT_READ = ("*.md", "records/*", "tests/*")
@@ -118,7 +118,9 @@ def hash_named(path: Path) -> dict[str, str]:
 
 def run_environment(is_command: bool) -> dict[str, str]:
     """The environment of a run. `python` and `torchrun` of a command are those of our environment."""
-    variables = {name: value for name, value in os.environ.items() if not matches(name, IGNORED)}
+    variables = {
+        name: value for name, value in child_environment().items() if not matches(name, IGNORED)
+    }
     if is_command:
         path = variables.get("PATH", "")
         return variables | {"PATH": f"{Path(sys.executable).parent}:{path}"}

@@ -191,14 +191,6 @@ def cpu_line(name: str) -> str:
     return found[1] if found else ""
 
 
-def activation_dtype(variants: list[Variant]) -> str:
-    """The dtype of train_gpt.py's activations on this machine."""
-    flags = cpu_line("flags|Features").split()
-    if on_gpu(variants) or {"avx512_bf16", "amx_bf16", "bf16"} & set(flags):
-        return "bfloat16"
-    return "float32"
-
-
 def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict:
     """The machine and its software."""
     machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"

@@ -30,7 +30,6 @@ WEIGHTS = np.array([0.6, 0.3, 0.1])
 SLOPE_FACTOR = 1.25  # the base also runs with this many times fewer and more steps
 FEWEST_SLOPES = 4  # seeds
 LARGEST_SLOPE_ERROR = 0.1  # standard error of the slope, as a fraction of it
-FAR = 4  # standard deviations; see far_from_others
 
 Bounds = tuple[float, float]
 
@@ -146,14 +145,24 @@ def p_value(log_e: np.ndarray) -> float:
     return math.exp(-max(0.0, float(log_e.max())))
 
 
+def p_if_looked(losses: list[float], target: float) -> float | None:
+    """Of a mean below the target, valid even if somebody makes runs until it is small enough. None for a
+    single loss."""
+    if len(losses) < 2:
+        return None
+    step = rounding(losses) / math.sqrt(2)  # a difference has one rounded loss here, and not two
+    return p_value(log_e_values(target - np.array(losses), step)[-1:])
+
+
 def far_from_others(losses: list[float]) -> list[int]:
-    """The indices of losses that lie more than FAR standard deviations from the mean of the others. Such
-    runs have failed, or the losses are so skewed that the test may be wrong. Of fewer than eight losses,
-    chance makes some."""
+    """The indices of losses that lie far from the others: about 4 standard deviations, more of few. Chance
+    makes one in 1% of comparisons. Such runs have failed, or the losses are so skewed that the test errs."""
     found = []
-    for i, loss in enumerate(losses if len(losses) >= 8 else []):
+    n = len(losses)
+    for i, loss in enumerate(losses if n > 3 else []):
         others = np.delete(losses, i)
-        if abs(loss - others.mean()) > FAR * others.std(ddof=1) > 0:
+        error = others.std(ddof=1) * math.sqrt(1 + 1 / (n - 1))
+        if error > 0 and 2 * n * stats.t.sf(abs(loss - others.mean()) / error, n - 2) < P_VALUE:
             found.append(i)
     return found
 

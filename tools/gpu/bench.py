@@ -3,7 +3,7 @@ Times a training step on this machine: each part of it, and how close it comes t
 speed.
 
     ./run.sh bench                                the default track, on a GPU if there is one
-    ./run.sh bench --fp8 false --num_layers 4     with any option of train_gpt.py
+    ./run.sh bench --fp8 false --max_window 512   with any option of train_gpt.py
     ./run.sh bench --kernels 25                   also list the 25 slowest kernels
 
 It runs on a CPU or on one GPU.

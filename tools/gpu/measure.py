@@ -115,7 +115,7 @@ class Training:
         self.model = train_gpt.build_model(hp)
         self.model.compile(dynamic=False)
         self.optimizers = train_gpt.build_optimizers(self.model, hp)
-        self.buckets = train_gpt.GradientBuckets(self.model.parameters())
+        self.buckets = train_gpt.GradientBuckets(self.model)
         self.tokens = random_batch(hp)
 
     def train(self, step):

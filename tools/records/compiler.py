@@ -1,4 +1,4 @@
-"""Which settings of the compiler a source changes, as far as its text shows it."""
+"""What a source does, as far as its syntax tree shows it: which settings of the compiler it changes."""
 
 import ast
 import re
@@ -23,14 +23,18 @@ def compiler_settings(source: bytes) -> list[str]:
     tree is searched. If this Python can't parse it, the only line says so.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(source.decode("utf-8", "replace"))
+        tree = parse(source)
     except SyntaxError as e:
         return [f"syntax that this Python can't parse in source line {e.lineno}"]
     lines = {}  # one message for all lines that do the same
     for line, what in sorted({*forbidden_settings(tree), *forbidden_variables(tree)}):
         lines.setdefault(what, []).append(str(line))
     return [f"{what} in source line {', '.join(numbers)}" for what, numbers in lines.items()]
+
+
+def parse(source: bytes) -> ast.AST:
+    with warnings.catch_warnings(action="ignore"):
+        return ast.parse(source.decode("utf-8", "replace"))
 
 
 def imports(tree: ast.AST):
@@ -42,25 +46,43 @@ def imports(tree: ast.AST):
                 yield node.lineno, module + alias.name, alias.asname or alias.name
 
 
+def assignments(tree: ast.AST):
+    """Yields (name, value) of c = value, self.c: int = value, f(c=value) and the like."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword):
+            yield node.arg, node.value
+        elif isinstance(node, ast.Assign):
+            yield from ((ast.unparse(target), node.value) for target in node.targets)
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+            yield ast.unparse(node.target), node.value
+
+
 def full_name(node: ast.AST, names: dict[str, str]) -> str:
     """What an expression like t.compile stands for: "torch.compile". "" if it isn't a name.
 
     `names` maps names in the source to what they stand for.
     """
     if isinstance(node, ast.Attribute):
-        return f"{full_name(node.value, names)}.{node.attr}"
-    name = getattr(node, "id", "")
+        name = f"{full_name(node.value, names)}.{node.attr}"
+    else:
+        name = getattr(node, "id", "")
     return names.get(name, name)
 
 
-def forbidden_flags(call: ast.Call, names: dict[str, str]):
+def is_compile(name: str, imported: set[str]) -> bool:
+    """Whether it is torch.compile, or a method like model.compile. What a module that isn't PyTorch
+    calls compile, like re.compile, is neither."""
+    owner, _, attribute = name.rpartition(".")
+    return attribute == "compile" and (owner == "torch" or not {owner, name} & imported)
+
+
+def forbidden_flags(call: ast.Call, functions: list[str], imported: set[str]):
     """Yields (line, flag) for flags of torch.compile that are not allowed.
 
-    A call is torch.compile(f, ...), partial(torch.compile, ...) or model.compile(...).
+    `functions` are what a call like torch.compile(f, ...), partial(torch.compile, ...) or
+    model.compile(...) calls or passes on.
     """
-    function, *arguments = [full_name(node, names) for node in (call.func, *call.args)]
-    is_method = function.endswith(".compile") and function != "re.compile"
-    if not is_method and "torch.compile" not in arguments:
+    if not any(is_compile(name, imported) for name in functions if "." in name):
         return
     for keyword in call.keywords:
         flag = f"{keyword.arg or '**'}={ast.unparse(keyword.value)}"
@@ -75,11 +97,17 @@ def forbidden_settings(tree: ast.AST):
         names[name] = imported
         if imported.startswith("torch._inductor.config"):
             yield line, "torch._inductor.config"
+    modules = set(names.values())
+    for name, value in 3 * list(assignments(tree)):  # c = t.compile may come before t = torch
+        meaning = full_name(value, names)
+        if re.match(r"torch\b|.*\.compile$", meaning):
+            names[name] = meaning
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and full_name(node, names) == "torch._inductor.config":
             yield node.lineno, "torch._inductor.config"
         elif isinstance(node, ast.Call):
-            yield from forbidden_flags(node, names)
+            functions = [full_name(function, names) for function in (node.func, *node.args)]
+            yield from forbidden_flags(node, functions, modules)
 
 
 def harmless_nodes(tree: ast.AST):

@@ -19,6 +19,7 @@ from tools.records.rules import final_losses, final_times, judge
 from tools.summary import P_VALUE, Summary, summarize
 
 RECORDS = ROOT / "records"
+BEFORE = "before"  # the folder in a record with the runs of the one that it beat
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Record:
 
     folder: Path
     logs: list[Log]
+    before: list[Log]  # runs of the record that it beat, which took turns with them; may be []
     name: str
     what: str  # what changed, in Markdown
     target: float  # loss, in nats per token
@@ -52,10 +54,11 @@ class Record:
 
 def read_record(folder: Path) -> Record:
     """Raises LogError."""
-    logs = read_logs([folder])
+    logs = read_logs(sorted(folder.glob("*.txt")) or [folder])
+    before = read_logs([folder / BEFORE]) if (folder / BEFORE).is_dir() else []
     file = folder / "record.json"
     try:
-        return Record(folder, logs, **json.loads(file.read_bytes()))
+        return Record(folder, logs, before, **json.loads(file.read_bytes()))
     except (TypeError, ValueError) as e:
         raise LogError(f"{file}: it doesn't describe a record ({e})") from None
 
@@ -136,7 +139,7 @@ def commands_to_repeat(record: Record, prior: Record | None) -> str:
     if not prior:
         return f"{verify}\n{replay}"
     before = f"records/{record.track}/{prior.folder.name}"
-    verify += f" --against {before}"
+    verify += f" --against {f'{folder}/{BEFORE}' if record.before else before}"
     if record.same_ml:
         verify += " --same-ml"
     diff = f"./run.sh replay {before}/{prior.logs[0].path.name} --diff {log}"
@@ -145,7 +148,8 @@ def commands_to_repeat(record: Record, prior: Record | None) -> str:
 
 def record_readme(record: Record, prior: Record | None) -> str:
     """The README of a record's folder."""
-    verdict = judge(record.logs, record.target, prior.logs if prior else [], record.same_ml)
+    prior_logs = record.before or (prior.logs if prior else [])
+    verdict = judge(record.logs, record.target, prior_logs, record.same_ml)
     results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
     results = results.replace("- prior:", "- previous record:")
     cells, machines = table_rows(record.logs)
@@ -233,6 +237,7 @@ def readme(tracks: dict[str, list[Record]]) -> str:
 # -----------------------------------------------------------------------------
 # Plots
 
+
 def plot_leaderboard(records: list[Record], path: Path) -> None:
     """Plots the times of records by number, with a line for each hardware."""
     figure, axes = plt.subplots()
@@ -260,6 +265,7 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
 
 # -----------------------------------------------------------------------------
 # Files
+
 
 def write_pages(root: Path) -> None:
     """Writes all pages and pictures about records. Raises LogError and FileError."""

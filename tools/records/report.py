@@ -84,6 +84,8 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
         p_value = f"waived (--same-ml): the prior record's losses count; here it is {p}"
     else:
         p_value = f"{p} (one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g})"
+        if verdict.p_if_looked is not None:
+            p_value += f"; if you looked more than once, p <= {p_text(verdict.p_if_looked)}"
 
     lines = [("runs", f"{summary.n} complete"), (verdict.metric, loss)]
     if verdict.target_assumed:
@@ -99,9 +101,12 @@ def comparison_lines(comparison: Comparison) -> list[tuple[str, str]]:
     """The prior record's time and the time saved, as pairs (name, value)."""
     prior = comparison.prior
     saved = f"{comparison.saved:.3f} s ({comparison.saved_fraction:.2%})"
+    test = "other session: not comparable"
+    if comparison.pairs:
+        test = f"p {p_text(comparison.p_value)} (t-test of {plural(comparison.pairs, 'pair')} that took turns)"
     return [
         ("prior", f"mean {prior.time_mean:.3f} s, {plural(prior.n, 'run')}"),
-        ("saved", f"{saved}, p {p_text(comparison.p_value)} ({comparison.test})"),
+        ("saved", f"{saved}, {test}"),
     ]
 
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 from scipy import stats
 
+from tools.compare.stats import p_if_looked
 from tools.logs import Log
 from tools.records.compiler import compiler_settings
 from tools.sides import check_between, check_repeats, difference, differences, val_tokens
-from tools.summary import P_VALUE, Summary, p_below, p_lower, summarize
+from tools.summary import P_VALUE, Summary, p_below, summarize
+from tools.turns import p_faster, turns
 
 FINEWEB_VAL_TOKENS = 10_485_760
 # Values that a track fixes, so that losses can be compared
@@ -52,8 +54,8 @@ class Comparison:
     prior: Summary
     saved: float  # mean of the other record - mean of ours
     saved_fraction: float
+    pairs: int  # of runs that took turns; 0 if they didn't, so that the times can't be compared
     p_value: float | None  # of ours being faster; None if no test is possible
-    test: str
 
 
 @dataclass
@@ -65,12 +67,18 @@ class Verdict:
     same_ml: bool  # only the speed changed, so the losses need no test
     summary: Summary
     target_assumed: bool = False  # neither the logs nor the command name a target
+    p_if_looked: float | None = None  # of the losses, if somebody looked after each run
     comparison: Comparison | None = None
     reasons: list[str] = field(default_factory=list)  # why it isn't valid; [] if it is
 
 
 # -----------------------------------------------------------------------------
 # Statistics
+
+
+def p_in_words(p: float | None) -> str:
+    return "too few runs for a p-value" if p is None else f"p = {p:.2g}"
+
 
 def p_above(losses: list[float], prior: list[float]) -> float:
     """One-sided t-test of mean(losses) > mean(prior), with the standard deviation of `prior`.
@@ -97,12 +105,13 @@ def compare(logs: list[Log], prior: list[Log], target: float) -> Comparison:
     ours = final_times(logs)
     before = summarize(final_losses(prior), final_times(prior), target)
     saved = before.time_mean - statistics.fmean(ours)
-    p, test = p_lower(ours, final_times(prior))
-    return Comparison(before, saved, saved / before.time_mean, p, test)
+    pairs = turns([log for log in logs if log.final], [log for log in prior if log.final])
+    return Comparison(before, saved, saved / before.time_mean, len(pairs), p_faster(pairs))
 
 
 # -----------------------------------------------------------------------------
 # Rules for a run. Each function returns what is wrong with it, or "".
+
 
 def is_incomplete(log: Log) -> str:
     return log.incomplete
@@ -181,8 +190,9 @@ def per_run(logs: list[Log], fault) -> list[str]:
 # -----------------------------------------------------------------------------
 # Rules for several runs. Each function yields the reasons why they don't make a valid record.
 
+
 def listed(values) -> str:
-    """"A and B". A value that isn't known becomes "unknown"."""
+    """ "A and B". A value that isn't known becomes "unknown"."""
     return " and ".join("unknown" if v in ("", None) else str(v) for v in values)
 
 
@@ -202,12 +212,24 @@ def check_sources(logs: list[Log]):
             yield f"not allowed: {what} of {name}"
 
 
+def check_seeds(logs: list[Log]):
+    """Seeds follow each other, so that no run is left out. Logs of other programs have none."""
+    seeds = {log.hyperparameters["seed"] for log in logs if "seed" in log.hyperparameters}
+    if seeds and len(seeds) <= max(seeds) - min(seeds):
+        missing = next(seed for seed in itertools.count(min(seeds)) if seed not in seeds)
+        yield (
+            f"seed {missing} is missing; the seeds of a record follow each other ({min(seeds)} to {max(seeds)}), "
+            "because no run may be left out"
+        )
+
+
 def broken_rules(logs: list[Log]) -> list[str]:
     """The rules that the logs break, one line each."""
     return [
         *per_run(logs, is_incomplete),
         *per_run(logs, not_compiled),
         *check_sources(logs),
+        *check_seeds(logs),
         *per_run(logs, lambda log: difference(logs[0], log, {"last step", "resumed on"})),
         *per_run(logs, other_machine),
         *per_run(logs, wrong_val_tokens),
@@ -227,8 +249,8 @@ def judge_losses(summary: Summary, target: float):
     elif summary.loss_std == 0:
         yield "all runs end at the same loss, so there is no p-value; make more runs"
     elif summary.n and not summary.p_value < P_VALUE:
-        p = f"{summary.p_value:.2g}"
-        yield f"the mean loss is not below {target:g} at p < {P_VALUE:g}: p = {p}"
+        found = f"p = {summary.p_value:.2g}, but a record needs p < {P_VALUE:g}"
+        yield f"the mean loss is not shown to be below {target:g}: {found}"
 
 
 def judge_prior(logs: list[Log], prior: list[Log], same_ml: bool):
@@ -241,13 +263,21 @@ def judge_prior(logs: list[Log], prior: list[Log], same_ml: bool):
         yield f"prior record: {fault}"
 
 
-def judge_times(comparison: Comparison):
+def judge_times(comparison: Comparison, track: str):
     """Do the times show that the runs are faster than the prior record?"""
     p = comparison.p_value
-    if not comparison.saved > 0:
+    if not comparison.pairs:
+        command = "compare --command COMMAND --base THEIRS --idea OURS"
+        if track:
+            command = f"submit --track {track} --name NAME --make"
+        yield (
+            "other session: times are comparable only between runs that took turns; rule 10 asks you to run the "
+            f"record again beside yours: ./run.sh {command}"
+        )
+    elif not comparison.saved > 0:
         yield f"not faster than the prior record: {-comparison.saved:.3f} s slower"
-    elif p is not None and not p < P_VALUE:
-        yield f"not faster than the prior record at p < {P_VALUE:g}: p = {p:.2g}"
+    elif p is None or not p < P_VALUE:
+        yield f"not shown to be faster than the prior record: {p_in_words(p)}"
 
 
 def check_same_training(logs: list[Log], prior: list[Log]):
@@ -271,9 +301,8 @@ def judge_same_ml(logs: list[Log], prior: list[Log], target: float):
     prior_losses = final_losses(prior)
     p = p_below(prior_losses, target)
     if p is None or not p < P_VALUE:
-        found = "too few runs for a p-value" if p is None else f"p = {p:.2g}"
         yield (
-            f"the prior record doesn't show that the target {target:g} is met: {found}; {TEST_LOSSES}"
+            f"the prior record doesn't show that the target {target:g} is met: {p_in_words(p)}; {TEST_LOSSES}"
         )
     if losses and p is not None:
         p_higher = p_above(losses, prior_losses)
@@ -301,7 +330,8 @@ def judge(
         target = logs[0].target
         assumed = "target_val_loss" not in logs[0].hyperparameters
     summary = summarize(final_losses(logs), final_times(logs), target)
-    verdict = Verdict(logs[0].metric, target, same_ml, summary, assumed, reasons=reasons)
+    looked = p_if_looked(final_losses(logs), target)
+    verdict = Verdict(logs[0].metric, target, same_ml, summary, assumed, looked, reasons=reasons)
     if not same_ml:
         reasons += judge_losses(summary, target)
     if prior:
@@ -309,7 +339,7 @@ def judge(
         same_hardware = {log.hardware for log in logs} == {log.hardware for log in prior}
         if same_hardware and final_times(logs) and final_times(prior):
             verdict.comparison = compare(logs, prior, target)
-            reasons += judge_times(verdict.comparison)
+            reasons += judge_times(verdict.comparison, logs[0].track)
         if same_ml:
             reasons += judge_same_ml(logs, prior, target)
     return verdict

@@ -1,16 +1,20 @@
 """
 Files a record: checks its logs, copies them, writes a README, and updates the leaderboard.
 
-    ./run.sh submit --track T --name NAME LOG_OR_FOLDER...
+    ./run.sh submit --track T --name NAME --make
+    ./run.sh submit --track T --name NAME LOG_OR_FOLDER... [--against LOG_OR_FOLDER...]
                            [--what TEXT] [--date YYYY-MM-DD] [--same-ml]
     ./run.sh submit --regenerate      write the pages and plots in records/ again
+
+A record must be faster than the fastest record of its track on the same hardware. Another session isn't
+comparable, so --make trains both, in turns: your train_gpt.py and the record's source, ten runs each. It
+keeps the logs in logs/records/, and files your record. --against names the record's runs if you made them
+yourself, in turns. On hardware that is new to the track, there is no time to beat.
 
 It refuses logs that verify refuses, logs that contain the name of the user or the machine or an
 absolute path, and logs of train_gpt.py with fewer than 8 validations after step 0. (Records that were
 filed before this rule stay valid.) A name such as "data", which is also a word in the logs of the
-records in this repository, may occur. A record must be faster than the fastest record of its track on
-the same hardware, in the test of verify --against. On hardware that is new to the track, there is no
-time to beat.
+records in this repository, may occur.
 
 Exit status: 0 filed, 1 refused (the reasons are listed), 2 bad input.
 """
@@ -18,14 +22,25 @@ Exit status: 0 filed, 1 refused (the reasons are listed), 2 bad input.
 import argparse
 import datetime
 import getpass
+import hashlib
 import json
 import re
 import socket
 from pathlib import Path
 
-from tools.common import UsageError, command_parser, new_folder, plural, positive, run_command, write_file
+from tools.common import (
+    ROOT,
+    UsageError,
+    command_parser,
+    new_folder,
+    plural,
+    positive,
+    run_command,
+    write_file,
+)
 from tools.logs import Log, read_logs
-from tools.records.pages import RECORDS, Record, read_records, record_to_beat, write_pages
+from tools.records.make import make_runs
+from tools.records.pages import BEFORE, RECORDS, Record, read_records, record_to_beat, write_pages
 from tools.records.report import print_reasons, print_summary, print_table
 from tools.records.rules import judge, per_run
 
@@ -38,6 +53,7 @@ FEWEST_VALIDATIONS = 8  # in a run, so that its curve can be drawn; validations 
 
 # -----------------------------------------------------------------------------
 # What a record may not contain
+
 
 def words(text: str) -> set[str]:
     return set(re.findall(r"[\w-]+", text))
@@ -118,6 +134,7 @@ def reasons_to_refuse(
 # -----------------------------------------------------------------------------
 # Filing
 
+
 def describe_change(prior: Record | None, track: str) -> str:
     """What changed since the prior record, in Markdown."""
     if prior is None:
@@ -126,17 +143,24 @@ def describe_change(prior: Record | None, track: str) -> str:
     return f"The last command below shows what changed since {link}."
 
 
-def file_record(logs: list[Log], folder: Path, facts: dict) -> None:
+def copy_logs(logs: list[Log], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for log in logs:
+        write_file(folder / f"{log.path.stem}.txt", log.path.read_bytes())
+
+
+def file_record(logs: list[Log], before: list[Log], folder: Path, facts: dict) -> None:
     """Writes the record's folder. `facts` is the content of record.json. Raises FileError."""
     with new_folder(folder) as made:
-        for log in logs:
-            write_file(made / f"{log.path.stem}.txt", log.path.read_bytes())
+        copy_logs(logs, made)
+        if before:
+            copy_logs(before, made / BEFORE)
         text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
         write_file(made / "record.json", text.encode())
 
 
 def folder_name(name: str) -> str:
-    """"What is new" -> "WhatIsNew"."""
+    """ "What is new" -> "WhatIsNew"."""
     parts = re.findall(r"[A-Za-z0-9]+", name)
     return "".join(part[0].upper() + part[1:] for part in parts)
 
@@ -144,10 +168,17 @@ def folder_name(name: str) -> str:
 # -----------------------------------------------------------------------------
 # Command line
 
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("submit", __doc__)
     add = parser.add_argument
-    add("logs", nargs="*", type=Path, metavar="LOG_OR_FOLDER")
+    paths = "LOG_OR_FOLDER"
+    add("logs", nargs="*", type=Path, metavar=paths)
+    against = "runs of the record to beat, which took turns with yours"
+    add("--against", nargs="+", type=Path, default=[], metavar=paths, help=against)
+    add(
+        "--make", action="store_true", help="make ten runs of yours and of the record to beat, in turns"
+    )
     add("--track", help="the track of the record: fineweb, mini, or your own")
     add("--name", default="", help="a few words that say what is new")
     add("--what", help="what changed, in Markdown (default: says how to see it)")
@@ -159,8 +190,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--regenerate", action="store_true", help="only write the pages and plots again")
     add("--records_dir", type=Path, default=RECORDS, metavar="DIR", help="default: records/")
     args = parser.parse_args(argv)
-    if not args.regenerate and not (args.track and folder_name(args.name) and args.logs):
-        parser.error("give --track, --name (with a letter or a digit) and the logs")
+    named = args.track and folder_name(args.name)
+    if not args.regenerate and not (named and bool(args.logs) != args.make):
+        parser.error("give --track, --name (with a letter or a digit), and the logs or --make")
     return args
 
 
@@ -170,15 +202,31 @@ def main(argv: list[str]) -> int:
         write_pages(args.records_dir)
         return 0
 
-    logs = read_logs(args.logs)
+    folder = args.records_dir / args.track / f"{args.date}_{folder_name(args.name)}"
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; choose another name")
     tracks = read_records(args.records_dir)
-    prior = record_to_beat(tracks.get(args.track, []), logs[0].hardware)
+
+    def to_beat(hardware: str) -> Record | None:
+        return record_to_beat(tracks.get(args.track, []), hardware)
+
+    if args.make:
+        source = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:8]
+        made = ROOT / "logs" / "records" / f"{folder.name}_{source}"
+        ours, *args.against = make_runs(made, args.track, to_beat)
+        args.logs = [ours]
+    logs = read_logs(args.logs)
+    prior = to_beat(logs[0].hardware)
+    before = read_logs(args.against) if args.against else []
     if args.same_ml and prior is None:
         raise UsageError(
             f"--same-ml needs an earlier record of {args.track} on {logs[0].hardware}, but there is none"
         )
-    verdict = judge(logs, args.target, prior.logs if prior else [], args.same_ml)
+    verdict = judge(logs, args.target, before or (prior.logs if prior else []), args.same_ml)
     reasons = verdict.reasons + reasons_to_refuse(logs, args.track, verdict.target, tracks)
+    if before and (prior is None or before[0].sources != prior.logs[0].sources):
+        name = prior.folder.name if prior else "none on this hardware"
+        reasons.append(f"the runs of --against have other sources than the record to beat: {name}")
     print_table(logs)
     print()
     print_summary(verdict)
@@ -187,7 +235,6 @@ def main(argv: list[str]) -> int:
         print_reasons(reasons)
         return 1
 
-    folder = args.records_dir / args.track / f"{args.date}_{folder_name(args.name)}"
     facts = {
         "name": args.name,
         "what": args.what or describe_change(prior, args.track),
@@ -195,7 +242,7 @@ def main(argv: list[str]) -> int:
         "same_ml": args.same_ml,
         "against": prior.folder.name if prior else "",
     }
-    file_record(logs, folder, facts)
+    file_record(logs, before, folder, facts)
     write_pages(args.records_dir)
     print(f"\nfiled under {folder}")
     return 0

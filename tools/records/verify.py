@@ -9,12 +9,12 @@ A log has one run or several, one after the other. Of a folder, the .txt and .lo
 
 The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01).
 verify also checks those rules of tools/README.md that can be checked in a log. With --against,
-the runs must also be faster than another record: one-sided Welch's t-test on the training times,
-p < 0.01. If one side has a single run, it is Student's t-test. With one run on each side, there is
-no test, and the mean time must be lower.
+the runs must also be faster than those of another record, in a one-sided t-test of pairs, p < 0.01. A
+pair is a run of each that were made one after the other, by the dates in the logs. Without such turns,
+times aren't comparable: submit --make makes them.
 
---same-ml is for changes that only make the same training faster. One log is enough, because the
-losses of the --against record are taken as proof of the target. So that record must obey the rules,
+--same-ml is for changes that only make the same training faster. Their own losses need no test,
+because the losses of the --against record are taken as proof of the target. So that record must obey the rules,
 and its own losses must pass the test. Our runs must have its number of steps and its
 hyperparameters, except the seed, checkpoint settings, and some that only affect the speed. Finally,
 our losses must not be above those of the record: a one-sided t-test with the standard deviation of

@@ -24,7 +24,7 @@ from tools.compare import runs as compare_runs
 from tools.compare import sources as compare_sources
 from tools.compare import stats as compare_stats
 from tools.compare import steps as compare_steps
-from tools.common import UsageError, stop_on_signals
+from tools.common import stop_on_signals
 from tools.logs import parse_log
 from tests.tools.helpers import git, patch_of, run_main
 from tests.util import ROOT, tiny_run

@@ -98,7 +98,6 @@ CHANGES = [
     ("packages of", write("env/lib/python3.11/site-packages/x-1.dist-info/METADATA", "Version: 3")),
     ("LR is new", lambda patch: patch.setenv("LR", "0.05")),
     ("LD_PRELOAD is new", lambda patch: patch.setenv("LD_PRELOAD", "")),
-    ("PYTHONHASHSEED is new", lambda patch: patch.setenv("PYTHONHASHSEED", "1")),
     ("PATH changed", lambda patch: patch.setenv("PATH", f"/opt:{os.environ['PATH']}")),
     ("HOME changed", lambda patch: patch.setenv("HOME", f"{os.environ['HOME']}/.")),
     ("threads 1 -> 3", lambda patch: patch.setenv("OMP_NUM_THREADS", "3")),
@@ -116,6 +115,7 @@ CHANGES = [
     ("", lambda patch: patch.setenv("TERM", "vt52")),
     ("", lambda patch: patch.setenv("SSH_CONNECTION", "1 2")),
     ("", lambda patch: patch.setenv("GIT_DIR", "/nowhere")),
+    ("", lambda patch: patch.setenv("PYTHONHASHSEED", "1")),
 ]
 
 

@@ -56,13 +56,14 @@ def our_log(
     extra="",
     machine=cpu(),
     every=100,
+    minute=None,
     **hyperparameters,
 ) -> Path:
     """
     Writes a log as train_gpt.py does.
 
     `time_ms` is the training time. The run validates `every` so many steps. `extra` is a line
-    between two steps. With track="", it is like a log of another program, without hyperparameters.
+    between two steps. `minute` is when the run began. With track="", it is like a log of another program, without hyperparameters.
     """
     facts = dict(track="tiny", seed=seed, val_tokens=327_680, batch_tokens=4096, target_val_loss=1.5)
     facts |= hyperparameters
@@ -86,6 +87,8 @@ def our_log(
         if extra and step == 200:
             lines.append(extra)
     lines += ["peak memory allocated: 612 MiB reserved: 700 MiB", "target 1.5 met after 100.0 s"]
+    if minute is not None:
+        lines.append(f"started: 2026-01-01 12:{minute:02}:00.25")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes("\n".join(lines).encode() + b"\n")
     return path
@@ -95,17 +98,20 @@ def make_runs(
     folder: Path,
     losses=(1.488, 1.491, 1.486, 1.489),
     times=(100_000, 100_400, 99_700, 100_100),
+    turn=None,
     **kwargs,
 ) -> Path:
     """
     Writes a folder of our logs, with seeds 0, 1, ...
 
-    The files have names like real ones, and as many validations as a record needs.
+    The files have names like real ones, and as many validations as a record needs. With turn 0 and 1, the
+    runs of two folders took turns.
     """
     names = random.Random(str(folder))
     for seed, (loss, time_ms) in enumerate(zip(losses, times)):
         name = uuid.UUID(int=names.getrandbits(128))
-        settings = dict(loss=loss, time_ms=time_ms, seed=seed, every=50)
+        minute = None if turn is None else 2 * seed + turn
+        settings = dict(loss=loss, time_ms=time_ms, seed=seed, every=50, minute=minute)
         our_log(folder / f"{name}.txt", **settings | kwargs)
     return folder
 

@@ -186,7 +186,7 @@ def test_leaderboard(tmp_path, figures):
     names = ["r0", "the official model in miniature", "a name that is too long to stand in the picture"]
     records = []
     for name, date in zip(names, ["2026-01-01", "2026-01-01", "2026-03-01"]):
-        records.append(record_pages.Record(tmp_path / f"{date}_R", [log], name, "", 1.5, False, ""))
+        records.append(record_pages.Record(tmp_path / f"{date}_R", [log], [], name, "", 1.5, False, ""))
     record_pages.plot_leaderboard(records, tmp_path / "x.png")
     axes = figures[0].axes[0]
     assert list(axes.lines[0].get_xdata()) == [1, 2, 3]

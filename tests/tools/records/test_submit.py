@@ -2,12 +2,13 @@
 
 import re
 import shutil
+import sys
 
 import pytest
 
 from tools.logs import parse_log
 from tools.records import pages as record_pages
-from tools.records import rules, submit
+from tools.records import make, rules, submit
 from tests.tools.records.makers import (
     FASTER,
     RECORDS,
@@ -21,13 +22,14 @@ from tests.tools.records.makers import (
     run,
     unwrapped,
 )
+from tests.util import ROOT
 
 FOLDERS = ["2026-01-02_FirstRecord", "2026-02-03_Faster", "2026-02-04_Kernel", "2026-02-05_OnGpus"]
 
 
 def file_it(root, logs, name, *options, date="2026-01-02"):
-    words = ["--records_dir", root, "--track", "tiny", "--name", name, "--date", date, *options, logs]
-    return run("submit", *words)
+    words = ["--records_dir", root, "--track", "tiny", "--name", name, "--date", date, *options]
+    return run("submit", *(logs if isinstance(logs, list) else [logs]), *words)
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +38,26 @@ def filed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("filed")
     root = folder / "records"
     root.mkdir()
+    kernel = dict(source=SOURCE + "#\n", muon_lr=0.04)
     first = make_runs(folder / "first")
-    second = make_runs(folder / "second", times=FASTER, source=SOURCE + "#\n", muon_lr=0.04)
-    one = our_log(folder / "one.out", loss=1.495, time_ms=80_000, every=50, muon_lr=0.04)
+    first_again = make_runs(folder / "first again", turn=1)
+    second = make_runs(folder / "second", times=FASTER, turn=0, **kernel)
+    second_again = make_runs(folder / "second again", times=FASTER, turn=1, **kernel)
+    times = (80_000, 80_100, 79_900)
+    third = make_runs(folder / "third", (1.495, 1.49, 1.48), times, turn=0, muon_lr=0.04)
+    (third / "one.out").write_bytes(
+        our_log(folder / "x", 1.49, 80_000, 3, muon_lr=0.04, every=50, minute=6).read_bytes()
+    )
+    third = [*third.glob("*.txt"), third / "one.out"]
+    kernel_options = ["--same-ml", "--what", "Only *it*.", "--against", second_again]
     slower = (200_000, 201_000, 200_500, 200_700)
     gpus = make_runs(folder / "gpus", times=slower, machine=SMI + "\n8 processes on cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(submit, "write_pages", lambda root: None)  # pictures take time
         done = [
             file_it(root, first, "First | record"),
-            file_it(root, second, "faster!", date="2026-02-03"),
-            file_it(root, one, "kernel", "--same-ml", "--what", "Only *it*.", date="2026-02-04"),
+            file_it(root, second, "faster!", "--against", first_again, date="2026-02-03"),
+            file_it(root, third, "kernel", *kernel_options, date="2026-02-04"),
         ]
     done.append(file_it(root, gpus, "on gpus", date="2026-02-05"))  # other hardware: no time to beat
     assert [d.returncode for d in done] == [0, 0, 0, 0], done
@@ -60,13 +71,15 @@ def test_records_are_filed(filed):
     for log in (filed.parent / "second").glob("*.txt"):
         assert (tiny / FOLDERS[1] / log.name).read_bytes() == log.read_bytes()
     assert (tiny / FOLDERS[2] / "one.txt").exists()  # a log of a folder ends in .txt or .log
+    again = [path.name for path in (filed.parent / "first again").iterdir()]
+    assert sorted(path.name for path in (tiny / FOLDERS[1] / "before").iterdir()) == sorted(again)
 
     texts = [(tiny / name / "README.md").read_text() for name in FOLDERS]
     assert "The first record of the `tiny` track on this hardware." in texts[0]
     assert "(../2026-01-02_FirstRecord/)" in texts[1]
     assert "- saved: 9.950 s (9.95%)" in texts[1]
     assert "Only *it*." in texts[2]
-    assert f"--against records/tiny/{FOLDERS[1]} --same-ml\n" in texts[2]
+    assert f"--against records/tiny/{FOLDERS[2]}/before --same-ml\n" in texts[2]
     assert "The first record" in texts[3]
 
     page = (filed / "README.md").read_text()
@@ -99,6 +112,11 @@ def test_pages_are_made_anew(filed, tmp_path):
     [
         (dict(times=(101_000, 101_500, 101_200, 102_000)), "slower"),
         (dict(losses=(1.6, 1.7)), "p < 0.01"),
+        (dict(turn=1), "other session: times are comparable only between runs that took turns"),
+        (
+            dict(turn=None),
+            "run the record again beside yours: ./run.sh submit --track tiny --name NAME --make",
+        ),
         (dict(target_val_loss=1.6), "the target is 1.5, not 1.6"),
         (dict(track="fineweb"), "of the track fineweb"),
         (dict(extra="saved to /home/jane/x.pt"), "/home/jane/x.pt; run again with"),
@@ -109,12 +127,63 @@ def test_pages_are_made_anew(filed, tmp_path):
 )
 def test_records_are_refused(tmp_path, filed, change, reason):
     before = everything(filed)
-    runs = make_runs(tmp_path / "runs", **dict(times=(70_000, 70_100, 70_200, 70_300)) | change)
-    done = file_it(filed, runs, "x")
+    again = make_runs(tmp_path / "again", times=(80_000, 80_100, 79_900, 80_050), turn=1, muon_lr=0.04)
+    fast = dict(times=(70_000, 70_100, 70_200, 70_300), turn=0)
+    runs = make_runs(tmp_path / "runs", **fast | change)
+    done = file_it(filed, runs, "x", "--against", again)
     assert done.returncode == 1
     assert reason in unwrapped(done.stdout)
     assert b"REFUSED\n- " in done.stdout
     assert everything(filed) == before
+
+
+def test_runs_of_another_source_prove_nothing(tmp_path, filed):
+    again = make_runs(
+        tmp_path / "again", times=(90_000, 90_100, 90_200, 90_300), turn=1, source=SOURCE + "#\n"
+    )
+    runs = make_runs(tmp_path / "runs", times=(70_000, 70_100, 70_200, 70_300), turn=0)
+    done = file_it(filed, runs, "x", "--against", again)
+    assert done.returncode == 1
+    words = f"the runs of --against have other sources than the record to beat: {FOLDERS[2]}"
+    assert words in unwrapped(done.stdout)
+
+
+def test_make_trains_both_in_turns(tmp_path, monkeypatch):
+    """With the stand-in as train_gpt.py: the first record, and one that is twice as fast."""
+    script = (ROOT / "tests/tools/compare/standin.py").read_text()
+    script = script.replace("flags: -;", "flags: -march=native;")
+    (tmp_path / "run.sh").write_text(f'#!/bin/bash\nexec {sys.executable} train_gpt.py "$@"\n')
+    (tmp_path / "run.sh").chmod(0o755)
+    records = tmp_path / "records"
+    for module in (submit, make):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(submit, "write_pages", lambda root: None)
+    monkeypatch.setattr(submit, "FEWEST_VALIDATIONS", 1)
+    monkeypatch.setattr(make, "RUNS", 4)
+    options = ["--records_dir", records, "--track", "tiny", "--make", "--name"]
+    (tmp_path / "train_gpt.py").write_text(script.replace("slower: float = 1.0", "slower: float = 9.0"))
+    assert run("submit", *options, "first").returncode == 0
+    (tmp_path / "train_gpt.py").write_text(script)
+    done = run("submit", *options, "second")
+    assert done.returncode == 0, done
+    shown = [line for line in done.stdout.decode().splitlines() if " run " in line]
+    assert shown == [
+        *["record run 1 of 4", "record run 2 of 4", "new run 2 of 4", "new run 3 of 4"],
+        *["record run 3 of 4", "record run 4 of 4", "new run 4 of 4"],
+    ]
+    (folder,) = records.glob("tiny/*_Second")
+    record = record_pages.read_record(folder)
+    assert len(record.logs) == len(record.before) == 4
+    assert {log.source.decode() for log in record.before} == {
+        script.replace("slower: float = 1.0", "slower: float = 9.0")
+    }
+    assert (
+        b"(t-test of 4 pairs that took turns)"
+        in run("verify", folder, "--against", folder / "before").stdout
+    )
+    (tmp_path / "train_gpt.py").write_text("import sys\nsys.exit(3)\n")
+    done = run("submit", *options, "third")
+    assert done.returncode == 2 and b"error: this run failed: ./run.sh --track tiny" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -122,7 +191,7 @@ def test_records_are_refused(tmp_path, filed, change, reason):
     [
         ("!", [], "--name"),
         ("first record", [], "exists already"),
-        ("x", ["nothing"], "nothing: "),
+        ("x", ["--against", "nothing"], "nothing: "),
     ],
 )
 def test_what_cannot_be_filed(tmp_path, filed, name, options, reason):
@@ -192,8 +261,8 @@ def test_what_stands_in_the_repository_is_fresh():
             text = (record.folder / "README.md").read_text(encoding="utf-8")
             expected = record_pages.record_readme(record, prior)
             assert text == expected, f"{record.folder.name} is {hint}"
-            prior_logs = prior.logs if prior else []
-            verdict = rules.judge(record.logs, record.target, prior_logs, record.same_ml)
+            # Older records were compared with one of another session
+            verdict = rules.judge(record.logs, record.target, record.before, record.same_ml)
             assert verdict.reasons == []
             others = [log for log in logs if log.path.parent != record.folder]
             assert submit.leaks(record.logs, others) == []

@@ -15,7 +15,6 @@ from tests.tools.helpers import git, patch_of, run_main
 from tools.compare import runs as compare_runs
 from tools.compare.stats import VARIANCES, WEIGHTS, half_width, log_evidence
 from tools.screen import screen
-from tools.screen.answer import Result, answer
 from tools.screen.design import factorial, find_verdict, fit, leave_one_out
 from tools.screen.parts import choose_design, split_hunks
 

@@ -1,0 +1,49 @@
+"""
+What share of the machine's speed a run of train_gpt.py reached. ./run.sh prints it after training.
+
+FLOPs (multiplications and additions) are those of the weights: each one multiplies and adds once per
+token in the forward pass, and twice in the backward pass, so 6 per weight and token. Embeddings are only
+looked up. Attention's scores and the optimizer don't count (tools/gpu/ counts the scores, too).
+"""
+
+import collections
+import re
+
+import train_gpt  # before torch: it sets variables that torch reads
+from train_gpt import DEVICE, DTYPE, ON_GPU, clock
+
+import torch
+
+
+def count(weights):
+    """Returns the number of parameters, and the FLOPs of a token. weights: {name: tensor}."""
+    sizes = collections.Counter()
+    for name, p in weights.items():
+        sizes[train_gpt.parameter_kind(name, p)] += p.numel()
+    return sizes.total(), 6 * (sizes["matrix"] + sizes["head"])
+
+
+def matmul_flops():
+    """Returns the FLOP/s of a large matmul in DTYPE, the fastest of four: half a second at most."""
+    n = 8192 if ON_GPU else 1024
+    x = torch.randn(n, n, device=DEVICE).to(DTYPE)
+    times = []
+    for _ in range(4):
+        start_ms = clock()
+        x @ x
+        times.append(clock() - start_ms)
+    return 2000 * n**3 / min(times)
+
+
+def describe(checkpoint):
+    """Returns a line about the run of a RUN.pt."""
+    run, settings = checkpoint["run"], checkpoint["settings"]
+    parameters, flops = count(checkpoint["model"])
+    processes = int(re.findall(r'"world_size": (\d+)', run["log"])[-1])
+    reached = 1000 * flops * settings["batch_tokens"] * run["step"] / run["train_ms"]
+    peak = processes * matmul_flops()
+    dtype = str(DTYPE).removeprefix("torch.")
+    return (
+        f"{parameters:,} parameters; {flops:,} FLOPs per token; {reached / 1e9:,.0f} GFLOP/s in training, "
+        f"{reached / peak:.0%} of what a large {dtype} matmul reaches here"
+    )

@@ -1,0 +1,148 @@
+"""
+What people change first in a copy of train_gpt.py. Each change is made by replacing text, then the copy trains
+the tiny model for two steps. It must do what was meant, or end with one line.
+"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.training.test_run import assert_one_line
+from tests.util import ROOT, SCRIPT, env, read_log, run_forked, tiny_run, val_losses
+
+QK_NORM = "q = self.rotary(norm(q))  # QK norm (#5); portable_attention relies on it\n"
+MLP_UP = "self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)"
+MUON = "return [adam, muon]"
+
+
+def fork(folder, *changes, options=()):
+    """Runs a copy with changes (old, new). Returns the finished process."""
+    argv = tiny_run(folder, "--save_checkpoint", *options, num_iterations=2, warmup_steps=2)
+    source = SCRIPT.read_text()
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (folder / "fork.py").write_text(source)
+    return run_forked(argv, folder, script=folder / "fork.py")
+
+
+def trained(folder, *changes, options=()):
+    """The log of a run that must succeed, and its checkpoint."""
+    done = fork(folder, *changes, options=options)
+    assert (done.returncode, done.stderr) == (0, "")
+    log = read_log(folder)
+    losses = val_losses(log)
+    assert losses[2] < losses[0] - 0.1
+    (path,) = folder.glob("logs/*.pt")
+    return log, torch.load(path, weights_only=True)
+
+
+def row(log, name):
+    """What the log's table says of a parameter: its shape and optimizer."""
+    (text,) = re.findall(rf"^{re.escape(name)} +(.*)$", log, re.M)
+    return text
+
+
+def test_a_third_optimizer(tmp_path):
+    """Its learning rate has the schedule, its momentum stays, and the warm-up leaves nothing in it."""
+    mlps = 'mlps = [p for n, p in model.named_parameters() if ".mlp." in n]'
+    sgd = "torch.optim.SGD(mlps, lr=0.01, momentum=0.6)"
+    changes = [
+        (MUON, f"{mlps}\n    return [adam, muon, {sgd}]"),
+        ("if p.requires_grad:\n            params[", 'if ".mlp." not in name:\n            params['),
+    ]
+    log, checkpoint = trained(tmp_path, *changes)
+    assert row(log, "blocks.*.mlp.c_fc.weight") == "[128, 32] SGD, lr 0.01"
+    (group,) = checkpoint["optimizers"][2]["param_groups"]
+    assert (group["lr"], group["momentum"]) == (0.005, 0.6)
+    buffers = [state["momentum_buffer"] for state in checkpoint["optimizers"][2]["state"].values()]
+    tmp_path.joinpath("logs").rename(tmp_path / "with")
+    _, without = trained(tmp_path, *changes, options=["--warmup_steps=0"])
+    for buffer, state in zip(buffers, without["optimizers"][2]["state"].values(), strict=True):
+        assert torch.equal(buffer, state["momentum_buffer"])
+
+
+def test_new_parameters(tmp_path):
+    """A small matrix, a vector with "embed" in its name, another MLP (SwiGLU), a frozen table."""
+    up = MLP_UP.replace("c_fc", "c_gate")
+    log, checkpoint = trained(
+        tmp_path,
+        ("# Q, K and V in one matmul", "\n        self.gate = nn.Parameter(torch.empty(2, 32))"),
+        (
+            "        y = attention(q, k, v, mask)\n",
+            "        y = attention(q, k, v, mask) * 2 * F.linear(x, self.gate.type_as(x)).sigmoid()[..., None]\n",
+        ),
+        (MLP_UP, f"{up}\n        {MLP_UP}\n        self.embed_scale = nn.Parameter(torch.ones(128))"),
+        (
+            "        x = self.c_fc(x)\n",
+            "        x = self.c_fc(x) * F.silu(self.c_gate(x)) * self.embed_scale.type_as(x)\n",
+        ),
+        ("        x = F.leaky_relu(x, self.relu_slope).square()\n", ""),
+        (
+            "        self.init_weights(hp.seed)\n",
+            "        self.init_weights(hp.seed)\n        self.embed.requires_grad_(False)\n",
+        ),
+    )
+    assert row(log, "blocks.*.attn.gate") == "[2, 32] Muon, lr 0.05"
+    assert row(log, "blocks.*.mlp.c_gate.weight") == "[128, 32] Muon, lr 0.05"
+    assert row(log, "blocks.*.mlp.embed_scale") == "[128] Adam, lr 0.04"
+    assert row(log, "embed.weight") == "[257, 32] no optimizer"
+    assert checkpoint["model"]["blocks.0.mlp.embed_scale"].mean() == pytest.approx(1, abs=0.1)
+
+
+def test_settings(tmp_path):
+    """A new setting with an integer as its default, a third track that sets only what differs."""
+    log, checkpoint = trained(
+        tmp_path,
+        ("    # the run\n", '    mlp_lr: float = setting(1, "a new one")\n    # the run\n'),
+        ('TRACKS = {"fineweb"', 'TRACKS = {"my": replace(MINI, track="my", muon_lr=0.02), "fineweb"'),
+        ("lr=hp.scalar_lr)", "lr=hp.scalar_lr * hp.mlp_lr)"),
+        options=["--track=my", "--mlp_lr", "0.5"],
+    )
+    assert checkpoint["settings"]["mlp_lr"] == 0.5
+    assert row(log, "blocks.*.attn.qkv_w").endswith("Muon, lr 0.02")
+    assert row(log, "skip_weights").endswith("Adam, lr 0.02")
+
+
+def test_without_qk_norm(tmp_path):
+    """It trains. Scores that overflow end it with a line: on a CPU, no maximum is subtracted."""
+    trained(tmp_path / "plain", (QK_NORM, "q = self.rotary(q)\n"))
+    done = fork(tmp_path / "large", (QK_NORM, "q = self.rotary(1000 * q)\n"))
+    assert_one_line(done.returncode, done.stderr, "the loss is not finite")
+
+
+# {what is changed: (old, new, words of the error line)}
+REFUSED = {
+    "an unused parameter": (
+        MLP_UP,
+        f"{MLP_UP}\n        self.spare = CastedLinear(8, 8)",
+        "no gradient for blocks.2.mlp.spare.weight, blocks.1.mlp.spare.weight",
+    ),
+    "a parameter in two optimizers": (
+        MUON,
+        "return [adam, muon, torch.optim.SGD([model.lm_head.weight], lr=0.1)]",
+        "lm_head.weight has Adam, lr 0.1 and SGD, lr 0.1; it needs one",
+    ),
+    "a parameter in no optimizer": (MUON, "return [muon]", "smear_gate has no optimizer; it needs one"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_changes(name, tmp_path):
+    old, new, words = REFUSED[name]
+    done = fork(tmp_path, (old, new))
+    assert_one_line(done.returncode, done.stderr, words)
+
+
+def test_a_missing_package(tmp_path):
+    """The launcher's check doesn't hide Python's own line."""
+    (tmp_path / "train_gpt.py").write_text("import nosuch_package\n" + SCRIPT.read_text())
+    command = [sys.executable, "-m", "tools.launch_checks", "answer", "train", "train_gpt"]
+    environment = env(PYTHONPATH=f"{tmp_path}:{ROOT}", PYTHONSAFEPATH="1")
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode
+    line = "error: train_gpt.py: ModuleNotFoundError: No module named 'nosuch_package'\n"
+    assert done.stderr == line
