@@ -44,7 +44,8 @@ def settle_metric(args: argparse.Namespace) -> None:
         raise UsageError("--higher_is_better needs --metric NAME")
     if args.higher_is_better:
         args.metric = f"-{args.metric}"
-        args.target = args.target and -args.target
+        if "target" in args and args.target:
+            args.target = -args.target
 
 
 def judged_in_words(logs: list[Log]) -> str:

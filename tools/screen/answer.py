@@ -20,7 +20,7 @@ class Result:
     design: Design
     losses: np.ndarray  # float64 (blocks, combinations)
     until: float
-    machine: str
+    facts: str  # about the metric and the machine
 
     def effects(self) -> list[Effect]:
         """Of the parts. Needs a block."""
@@ -80,7 +80,7 @@ def facts_in_words(result: Result) -> str:
         average = "Without it: how much higher the loss of the whole is then."
     together = "Intervals hold for all parts together, however often you look."
     barnacle = f"Barnacle: we are 95% sure that the part is worth less than {result.until:g}."
-    return " ".join([every, runs, average, together, barnacle, result.machine])
+    return " ".join([every, runs, average, together, barnacle, result.facts])
 
 
 def answer(result: Result) -> list[str]:

@@ -60,6 +60,7 @@ from tools.compare.sources import (
 from tools.screen.answer import Result, answer, answer_as_json, plot_effects
 from tools.screen.design import Design
 from tools.screen.parts import Group, Part, choose_design, combine, given_part, members, read_parts
+from tools.sides import add_metric, judged_in_words, settle_metric
 
 BLOCKS_AT_ONCE = (
     2  # a process of our scripts makes the runs of this many seeds; only the first one compiles
@@ -94,8 +95,11 @@ class Screen:
 
     def result(self) -> Result:
         names = [" + ".join(self.parts[i].name for i in group) for group in self.groups]
-        machine = f"{self.pool.facts['machine']}, PyTorch {self.pool.facts['torch']}."
-        return Result(names, self.design, self.losses(), self.args.until, machine)
+        logs = [log for variant in self.combinations() for log in self.pool.runs[variant.name].values()]
+        facts = f"{self.pool.facts['machine']}, PyTorch {self.pool.facts['torch']}."
+        if logs:
+            facts = f"{judged_in_words(logs)} {facts}"
+        return Result(names, self.design, self.losses(), self.args.until, facts)
 
     def undecided(self) -> int:
         """How many parts."""
@@ -131,6 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hours", type=float, default=1e9, metavar="H", help="stop after H hours")
     add("--seed", type=int, default=0, metavar="N", help="seed of the first block; default: 0")
     add("--jobs", type=whole_number, metavar="N", help="runs at a time on a CPU; default: one per core")
+    add_metric(parser)
     add("--json", type=output_file, metavar="FILE", help="write all numbers")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the effects and their intervals")
     return parser
@@ -140,6 +145,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns our options, and the options for all runs. Raises UsageError."""
     names = ("--base", "--idea", "--part", "--try")
     args, common = make_parser().parse_known_args(join_values(argv, names))
+    settle_metric(args)
     if bool(args.idea) == bool(args.part):
         raise UsageError(
             "give --idea, whose difference from --base has the parts, or the parts with --part"
@@ -206,7 +212,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
     tree = start(texts, args.command, args.recipe, compare_runs.scratch())
     base = read_variant(args.base, tree, common)
     check_settings([base], 1)
-    pool = open_pool([base], lock, args.jobs)
+    pool = open_pool([base], lock, args.jobs, metric=args.metric)
     check_data([base])
     if args.idea:
         idea = read_variant(args.idea, base, common)

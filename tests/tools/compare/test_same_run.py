@@ -262,7 +262,10 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     with compare_runs.locked_folder() as lock:
         idea = sources.copy_folder(str(place), replace(idea, folder=compare_runs.scratch() / "none"))
         pool = compare_runs.open_pool([idea], lock)
-        make = lambda: compare_runs.make_runs(pool, lambda: [(idea, [0])], lambda new: False)
+
+        def make():
+            compare_runs.make_runs(pool, lambda: [(idea, [0])], lambda new: False)
+
         if not message:
             make()
         else:

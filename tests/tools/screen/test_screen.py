@@ -244,10 +244,12 @@ def test_hunks_and_edits(theirs):
 
 
 def test_given_parts(theirs):
-    """A patch that changes nothing, and options."""
-    Path("same.patch").write_text(patch_of("train.py", SCRIPT, SCRIPT.replace("a = b", "b = a")))
-    parts = ["--part", "same.patch", "--part", "--lr 1", "--base", "theirs@main", "--json", "o.json"]
-    status, out, err = run(*parts)
+    """A patch that changes nothing, and options. The metric has another name, and higher is better."""
+    text = SCRIPT.replace("val_loss:{loss:.4f}", "score:{-loss:.4f}")
+    (theirs / "train.py").write_text(text)
+    Path("same.patch").write_text(patch_of("train.py", text, text.replace("a = b", "b = a")))
+    parts = ["--part", "same.patch", "--part", "--lr 1", "--base", "theirs", "--json", "o.json"]
+    status, out, err = run(*parts, "--metric", "score", "--higher_is_better")
     assert status == 0, err
     assert verdicts() == {"same.patch": "barnacle", "1": "hurts"}
 
