@@ -200,7 +200,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def without_windows(text: bytes) -> bytes:
     """Text without what Windows adds: a byte-order mark, and its line ends if all are of this kind.
-    Otherwise they are those of a file that the text quotes."""
+    Otherwise they are those of a file that the text quotes. PowerShell writes UTF-16."""
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = text.decode("utf-16", "replace").encode()
     text = text.removeprefix(codecs.BOM_UTF8)
     if text.count(b"\n") == text.count(b"\r\n"):
         text = text.replace(b"\r\n", b"\n")
