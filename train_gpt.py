@@ -21,8 +21,9 @@ The track mini adds four later ideas: NorMuon, XSA, smear, a leaky ReLU (section
 
 The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train
 the same model.
-Reading it takes about an hour and a half. Begin with section 4 (the model), then 3 (Muon, its optimizer),
-11 (a step) and 13 (the loop). Leave 1, 6, 7 and 12 (setup, attention on CPUs, files, logs) for later.
+
+Plan an hour and a half for reading. Begin with section 4 (the model), then 3 (Muon, its optimizer), 11 (a
+step) and 13 (the loop). Skip at first 1, 6, 7 and 12 (setup, attention on CPUs, files, logs).
 
 Shapes in comments: B sequences, S tokens per sequence, T = B * S tokens, N = T / 128 blocks of tokens,
 H heads, D channels per head, C = model_dim, V = padded vocabulary size.
@@ -787,8 +788,8 @@ class Hyperparameters:
     num_layers: int = setting(12, "number of blocks")
     num_heads: int = setting(6, "attention heads per block")
     head_dim: int = setting(128, "channels per head, a multiple of 4")
-    # at other widths, set num_heads to model_dim / head_dim; the learning rates can stay
-    # (records/mini/NOTES.md); FP8 needs a multiple of 16
+    # At another width, also set num_heads to model_dim / head_dim. Learning rates may stay: mini trains
+    # well at widths 64 to 256 with the same ones (records/mini/NOTES.md). FP8 needs a multiple of 16.
     model_dim: int = setting(768, "channels of the residual stream; set --num_heads, too")
     num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
     # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
