@@ -28,7 +28,7 @@ OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
 # Settings that don't change the final loss
 NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoint")
 # Of files that git doesn't know, those with these endings aren't copied
-NO_SOURCES = (".diff", ".log", ".out", ".patch", ".png", ".txt")
+NO_SOURCES = (".diff", ".log", ".out", ".patch", ".png", ".tsv", ".txt")
 # Settings that the final loss is measured with
 VALIDATION = ("track", "val_files", "val_tokens", "val_seq_len")
 # A script with these functions can be asked for its settings
