@@ -360,7 +360,7 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     name, kind, options = split_source(text)
     usual_name = default_name(kind, options)
     if is_idea(kind):
-        options = read_idea(Path(kind)).get("options", "").split() + options
+        options = shlex.split(read_idea(Path(kind)).get("options", "")) + options
         kind = os.path.join(kind, "idea.patch")
     if not base.folder.is_dir():
         kind = kind or "."  # options alone, for the base of a command

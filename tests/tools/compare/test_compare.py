@@ -389,7 +389,7 @@ def test_an_idea_of_a_commit(place):
     source = STANDIN.read_text()
     changed = source.replace("effect: float = 0.0 ", "effect: float = 0.03 ")
     patch = patch_of("train_gpt.py", source, changed)
-    folder = write_idea(place / "ideas" / "worse-0.03", patch, commit="v1", options="--slower 1.1")
+    folder = write_idea(place / "ideas" / "worse-0.03", patch, commit="v1", options="--slower '1.1'")
     now = source.replace("takes: float = 0.0 ", "takes: float = 0.1 ")
     (place / "train_gpt.py").write_text(now)
 
