@@ -176,19 +176,6 @@ def test_target_not_met_and_validation_only_at_the_end(tmp_path, monkeypatch):
     assert "\ntarget 0.5: not met; val_loss " in log
 
 
-def test_a_step_replaces_the_one_before_on_a_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    log = run_here(tiny_run(tmp_path), tmp_path, monkeypatch)
-    assert "\r" not in log
-    screen = []  # the lines that a terminal shows in the end
-    for line in capsys.readouterr().out.split("\n"):
-        screen.append("")
-        for text in line.split("\r"):
-            screen[-1] = text + screen[-1][len(text) :]
-    shown = [line.rstrip() for line in screen if line.startswith("step:")]
-    assert shown == re.findall("^step:.*val_loss:.*", log, re.M)
-
-
 def test_only_training_is_timed(tmp_path, monkeypatch):
     """
     The test puts the clock forward.
