@@ -50,14 +50,14 @@ def settle_metric(args: argparse.Namespace) -> None:
 
 def judged_in_words(logs: list[Log]) -> str:
     """Which number counts."""
-    steps = " or ".join(str(step) for step in sorted({log.end.step for log in logs}) if step)
+    steps = " or ".join(str(step) for step in sorted({log.end.step for log in logs}) if step > 1)
     return f"The loss is {logs[0].metric} {f'at step {steps}' if steps else 'at the end'}."
 
 
 def not_whole(log: Log, stops_early: bool = False) -> str:
     """Why this isn't a whole run, with a finite loss after its last step; "" if it is. If it stops early,
     it may end before the last step of its schedule."""
-    if log.end is None:
+    if log.end is None or log.last_step == 0:
         _, step, end = log.run.rpartition("\nstep")
         return f"no loss after its last step; {what_is_there(step + end)}"
     if log.last_step < log.num_steps and not stops_early:

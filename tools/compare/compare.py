@@ -32,13 +32,17 @@ With --command, compare trains anyone's script, for example the current one of m
 
 SOURCE is then PATH, a folder of a git repository, or PATH@REVISION, or a patch to the base, with or
 without options. The command runs in a copy of that folder. What git ignores in data/ is linked. A run
-is one command. Its log is the file that it writes below logs/, or else its output. Its losses are the
-lines step:S/N val_loss:L, and its times are train_time:Tms in the same lines. {seed} in the command
+is one command. Its log is the file that it writes below logs/, or else its output. Its losses stand in
+lines like step:S/N val_loss:L, and its times are train_time:Tms in the same lines. --metric judges
+another number than the validation loss; tools/README.md says which lines are read. {seed} in the command
 becomes the seed, and {options} those of the base or the idea, which otherwise stand at the end.
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:
 
     ./run.sh compare --base_logs logs/before --idea_logs logs/after --plot both.png
+
+A loop of ideas, decided by --gate, ends with --confirm: the first base of the ledger against the working
+tree, with new seeds.
 
 Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
 You may look as often as you like: that doesn't make a wrong answer more likely. Finished runs are
@@ -89,6 +93,13 @@ from tools.compare.answer import (
     target_of,
 )
 from tools.compare.finished import compare_finished
+from tools.compare.ledger import (
+    add_to_ledger,
+    first_base,
+    judged_before,
+    loop_in_words,
+    unused_seed,
+)
 from tools.compare.plan import (
     Comparison,
     answer_needs_slope,
@@ -163,7 +174,11 @@ def make_parser() -> argparse.ArgumentParser:
     processes = "processes per run; default: 1"
     add("--nproc_per_node", type=whole_number, default=1, metavar="N", help=processes)
     add("--no_times", action="store_true", help="don't measure step times")
-    add("--gate", action="store_true", help="print only the answer; exit status 0 if it helps")
+    add("--gate", action="store_true", help="print only the verdict; exit status 0 if it helps")
+    ledger = "the table of all ideas that were judged; default: logs/compare/ledger.tsv"
+    add("--ledger", type=output_file, metavar="FILE", help=ledger)
+    confirm = "compare the working tree with the first base of the ledger, with seeds that weren't used"
+    add("--confirm", action="store_true", help=confirm)
     add("--json", type=output_file, metavar="FILE", help="write all numbers")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the losses of finished runs")
     return parser
@@ -181,6 +196,10 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     settle_metric(args)
     if args.gate and len(args.idea or []) > 1:
         fail("--gate judges one idea; give one --idea")
+    if args.confirm and (args.base or args.idea):
+        fail(
+            "--confirm compares the first base of the ledger with the working tree; leave out --base, --idea"
+        )
     if args.command and (args.recipe or args.nproc_per_node > 1):
         fail("--command says what to run; leave out --recipe and --nproc_per_node")
     if bool(args.base_logs) != bool(args.idea_logs) or args.plot and not args.base_logs:
@@ -222,6 +241,10 @@ def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
 
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison:
     """Raises UsageError."""
+    args.ledger = args.ledger or compare_runs.FOLDER / "ledger.tsv"
+    if args.confirm:
+        args.base = f"{'.@' if args.command else ''}{first_base(args.ledger)}"
+        args.seed = unused_seed(args.ledger)
     base, *ideas = variants = read_variants(args, common)
     fewer = more = None
     if not args.loss_per_100_steps and not (args.command and base.num_iterations() is None):
@@ -273,7 +296,6 @@ def make_all_runs(c: Comparison) -> None:
     in_time = make_until(c, lambda: wanted_runs(c), lambda: not undecided(c))
     if in_time and answer_needs_slope(c):
         make_until(c, lambda: slope_runs(c), lambda: not slope_runs(c))
-    return in_time
 
 
 def steps_to_time(c: Comparison) -> int:
@@ -373,7 +395,7 @@ def facts_in_words(c: Comparison) -> list[str]:
             sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
     if any(log.uncompiled for runs in c.pool.runs.values() for log in runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
-    sentences += c.notes
+    sentences += [*c.notes, *loop_in_words(c.args.ledger)]
     sentences.append(f"{facts['machine']}; {threads}, PyTorch {facts['torch']}.")
     return sentences
 
@@ -403,7 +425,8 @@ def answer_as_json(c: Comparison) -> bytes:
 def answer(c: Comparison) -> list[str]:
     effects = c.effects()
     if c.args.gate:
-        return [effects[0].verdict if effects else "undecided"]
+        verdict = effects[0].verdict if effects else "undecided"
+        return [verdict, *loop_in_words(c.args.ledger)]
     if not effects:
         return [TOO_EARLY.capitalize()]
     lines = answer_in_words(effects, c.args.until, test_in_words(c, effects), facts_in_words(c))
@@ -436,6 +459,10 @@ def compare(argv: list[str]) -> int:
     status = 0
     with compare_runs.locked_folder() as lock:
         c = set_up(args, common, lock)
+        before = judged_before(c) if args.gate else ""
+        if before:
+            print(before, *loop_in_words(args.ledger), sep="\n")
+            return int(before != "helps")
         try:
             make_all_runs(c)
             if steps_to_time(c):
@@ -446,12 +473,14 @@ def compare(argv: list[str]) -> int:
         if times_are_in_logs(c) and not args.no_times:
             read_times(c)
         say(c)
+        if c.pool.made:
+            add_to_ledger(c)
         lines = answer(c)
         print("\n".join(lines), flush=True)
         if args.json:
             write_file(args.json, answer_as_json(c))
     if args.gate and status == 0:
-        return int(lines != ["helps"])
+        return int(lines[0] != "helps")
     return status
 
 

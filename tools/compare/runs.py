@@ -435,21 +435,25 @@ def fail(worker: Worker, reason: str):
     )
 
 
+def watched_lines(worker: Worker, name: str) -> list:
+    """What watch/sitecustomize.py has written. The last line may still be under way."""
+    file = worker.folder / name
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def check_reading(worker: Worker) -> None:
     """Raises RunError if a run reads the files of which it has copies."""
-    file = worker.folder / "read"
-    if file.exists():
-        path = json.loads(file.read_text().splitlines()[0])
+    for path in watched_lines(worker, "read")[:1]:
         fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
 
 
 def check_arrival(worker: Worker) -> None:
     """Raises RunError if options at the end of a command reached no script, where one is in Python."""
     variant = worker.task.variant
-    file = worker.folder / "started"
-    if "{options}" in variant.command or not file.exists():
+    started = watched_lines(worker, "started")
+    if "{options}" in variant.command or not started:
         return
-    started = [json.loads(line) for line in file.read_text().splitlines()]
     if not any(set(variant.options) <= set(words) for words in started):
         options = " ".join(variant.options)
         fail(worker, f"no Python got its options {options}; write {{options}} where they must stand")

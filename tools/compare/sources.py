@@ -29,7 +29,7 @@ OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
 # Settings that don't change the final loss
 NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoint")
 # Of files that git doesn't know, those with these endings aren't copied
-NO_SOURCES = (".diff", ".log", ".out", ".patch", ".png", ".txt")
+NO_SOURCES = (".diff", ".log", ".out", ".patch", ".png", ".tsv", ".txt")
 # Settings that the final loss is measured with
 VALIDATION = ("track", "val_files", "val_tokens", "val_seq_len")
 # A script with these functions can be asked for its settings
@@ -350,7 +350,7 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     name, kind, options = split_source(text)
     usual_name = default_name(kind, options)
     if is_idea(kind):
-        options = read_idea(Path(kind)).get("options", "").split() + options
+        options = shlex.split(read_idea(Path(kind)).get("options", "")) + options
         kind = os.path.join(kind, "idea.patch")
     if not base.folder.is_dir():
         kind = kind or "."  # options alone, for the base of a command

@@ -2,30 +2,31 @@
 Makes the runs of a record: yours and those of the record to beat take turns.
 
 A run of the working tree's train_gpt.py comes first, then one of the record's source, which its log has.
-The next two come in the other order, and so on. Each is a process of its own, and its log gets a line that
-says when it started. If this is interrupted, the same command makes what is missing.
+The next two come in the other order, and so on. Each is a training of its own, started in the same way, and
+its log gets a line that says when. If this is interrupted, the same command makes what is missing.
 """
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+from tools import launch
 from tools.common import ROOT, UsageError, environment, write_file
 from tools.logs import parse_log
 from tools.records.pages import Record
-from tools.records.replay import command_to_run, write_sources
+from tools.records.replay import command_to_run, processes_of, python_command, write_sources
 
 RUNS = 10  # of each side
 
 
-def make_run(command: str, seed: int, file: Path) -> None:
+def make_run(command: str, env: dict[str, str], seed: int, file: Path) -> None:
     """Runs a command that trains once, and moves its log to `file`. Raises UsageError and FileError."""
-    env = os.environ | environment()
-    env.pop("PYTHONPATH", None)  # a script must find only its own files
     file.parent.mkdir(parents=True, exist_ok=True)
+    env.pop("PYTHONPATH", None)  # a script must find only its own files
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         command += f" --seed {seed} --log_dir {os.path.relpath(folder, ROOT)}"
         started = datetime.now().isoformat(" ")
@@ -42,21 +43,25 @@ def make_runs(folder: Path, track: str, record_on: Callable[[str], Record | None
     `record_on(hardware)` is the record to beat. Raises UsageError, LogError and FileError.
     """
     ours, theirs = folder / "new", folder / "record"
-    commands = {ours: f"./run.sh --track {track}"}
+    usual = dict(os.environ)
+    plan = launch.check_machine(sys.executable, "train", "train_gpt", "--track", track)
+    words = ["train_gpt.py", "--track", track, *plan["options"]]
+    # What trains a side, and where. The check has set the variables of ./run.sh
+    runs = {ours: (python_command(words, plan["processes"]), dict(os.environ))}
     first = ours / "0.txt"
     if not first.exists():
-        make_run(commands[ours], 0, first)
+        make_run(*runs[ours], 0, first)
     record = record_on(parse_log(first).hardware)
     if record is not None:
         sources = folder / "sources"
         if not sources.exists():
             write_sources(record.logs[0], sources)
-        commands[theirs] = command_to_run(record.logs[0], sources)
+        threads = environment(processes_of(record.logs[0]))
+        runs[theirs] = (command_to_run(record.logs[0], sources), usual | threads)
     for seed in range(RUNS):
-        sides = list(commands)[:: -1 if seed % 2 else 1]
-        for side in sides:
+        for side in list(runs)[:: -1 if seed % 2 else 1]:
             file = side / f"{seed}.txt"
             if not file.exists():
                 print(f"{side.name} run {seed + 1} of {RUNS}", flush=True)
-                make_run(commands[side], seed, file)
-    return list(commands)
+                make_run(*runs[side], seed, file)
+    return list(runs)

@@ -66,20 +66,30 @@ def write_sources(log: Log, folder: Path) -> None:
             write_file(made / name, text)
 
 
+def processes_of(log: Log) -> int:
+    """That trained; other programs' logs have only the number of GPUs."""
+    found = re.search(r"^(\d+) process", log.run, re.MULTILINE) or re.match(r"(\d+)x ", log.hardware)
+    return int(found[1]) if found else 1
+
+
+def python_command(words: list[str], processes: int) -> str:
+    """Runs a script with options."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return shlex.join([*command, *words])
+
+
 def command_to_run(log: Log, folder: Path) -> str:
     """The command that runs the sources in `folder`, with the settings of the log."""
-    words = [sys.executable]
-    gpus = re.match(r"(\d+)x ", log.hardware)
-    if gpus and gpus[1] != "1":
-        words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus[1]}"]
-    words.append(f"{folder}/{log.sources[0][0]}")
+    words = [f"{folder}/{log.sources[0][0]}"]
     empty = "none" if b'"none"' in log.source else ""  # older scripts read an empty list from ""
     for name, value in log.hyperparameters.items():
         if isinstance(value, list):
             value = ",".join(map(str, value)) or empty
         if name not in NO_OPTIONS and value is not None:
             words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
-    command = shlex.join(words)
+    command = python_command(words, processes_of(log))
     if len(log.sources) > 1:  # a script in a subfolder imports from the folder
         command = f"PYTHONPATH={shlex.quote(str(folder))} {command}"
     return command

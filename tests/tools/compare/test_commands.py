@@ -130,6 +130,30 @@ print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
     assert run(*command, "--idea", "more.patch", "--runs", "2", "--gate") == (1, "identical\n", "")
 
 
+def test_a_metric_of_any_program(theirs):
+    """One without steps at the end, and one in coloured lines about steps, of which more is better."""
+    (theirs / "train.py").write_text("""
+import random, sys
+x = random.Random(sys.argv[1]).gauss(0, 0.001) + float("".join(sys.argv[3:]) or 0)
+for step in range(3):
+    print(f"step {step} (9%) | loss: 9.1", end="\\r")
+    print(f"\\x1b[1m12:00:00 Step {step:05} | CORE metric: {x + step:.5f}\\x1b[0m")
+print(f"---\\nval_bpb:     {x + 1:.6f}\\nnum_steps:   951")
+""")
+    command = ["--command", "python train.py {seed}", "--base", "theirs", "--idea", "--effect -0.01"]
+    for more, verdict, judged, mean in [
+        (["val_bpb"], "helps", "val_bpb at the end", 1),
+        (["core metric", "--higher_is_better"], "hurts", "-core_metric at step 2", -2),
+    ]:
+        words = words_of(*command, "--runs", "3", "--json", "o.json", "--metric", *more)
+        assert words.startswith(f"effect_0.01 {verdict}.")
+        assert f"The loss is {judged}." in words
+        assert "below" not in words  # there is no target
+        found = json.loads(Path("o.json").read_text())
+        assert found["runs"]["theirs"][0]["val_loss"] == pytest.approx(mean, abs=0.01)
+    check_one_line([*command, "--higher_is_better"], "--higher_is_better needs --metric NAME")
+
+
 BAD = [
     (
         ["--base", "nowhere"],

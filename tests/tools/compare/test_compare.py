@@ -1,5 +1,6 @@
 """The command `compare`, with a stand-in for train_gpt.py (standin.py) whose losses and times are known."""
 
+import csv
 import fcntl
 import json
 import math
@@ -215,12 +216,51 @@ def test_identical_losses(place):
 def test_gate(place):
     """Only the answer. Its exit status 1 means an answer, so an error has 2."""
     assert run("--idea", "--effect -0.01", "--gate") == (0, "helps\n", "")
-    assert run("--idea", "--effect 0.05", "--gate") == (1, "hurts\n", "")
+    status, out, err = run("--idea", "--effect 0.05", "--gate")
+    loop = "2 ideas judged, 1 accepted; on average at most 0.02 of those that do nothing are accepted."
+    assert (status, out.splitlines(), err) == (1, ["hurts", loop], "")
     status, out, err = run("--idea", "--crash 1", "--gate")
     assert (status, out) == (2, "") and "the loss is not finite" in err
     (place / "o.json").mkdir()  # the answer comes before the error
-    status, out, err = run("--idea", "--effect -0.01", "--gate", "--json", "o.json")
-    assert (status, out) == (2, "helps\n") and "error: " in err and "o.json" in err
+    status, out, err = run("--idea", "--effect -0.02", "--gate", "--json", "o.json")
+    assert (status, out.splitlines()[0]) == (2, "helps") and "error: " in err and "o.json" in err
+
+
+def test_a_loop(place):
+    """Ideas that were judged are answered from the ledger. In the end, its first base is compared with what
+    was accepted, with new seeds."""
+    script = place / "train_gpt.py"
+    better = script.read_text().replace("effect: float = 0.0", "effect: float = -0.01")
+    (place / "better.patch").write_text(patch_of("train_gpt.py", script.read_text(), better))
+    (place / "worse.patch").write_text(
+        patch_of("train_gpt.py", script.read_text(), better.replace("-0.01", "0.5"))
+    )
+    ledger = ["--gate", "--ledger", "l.tsv"]
+    for patch in ("better", "worse", "better"):
+        status, out, err = run("--idea", f"{patch}.patch", *ledger)
+        shutil.rmtree(place / "logs")  # so that only the ledger is left
+        assert (status, out.split()[0]) == ((0, "helps") if patch == "better" else (1, "hurts"))
+    with open("l.tsv", newline="") as file:
+        first, second = csv.DictReader(file, delimiter="\t")
+    assert (first["verdict"], second["verdict"]) == ("helps", "hurts")
+    assert float(first["low"]) < float(first["loss"]) < float(first["high"]) < 0
+    assert (first["text"], first["idea"] != second["idea"]) == ("better.patch", True)
+    script.write_text(better)
+    git(place, "commit", "-qam", "better")
+    status, out, err = run("--confirm", "--ledger", "l.tsv", "--no_times", "--json", "o.json")
+    assert status == 0 and out.startswith("worktree helps.")
+    found = json.loads((place / "o.json").read_text())
+    assert found["base"] == first["commit"]
+    used = int(max(first["last_seed"], second["last_seed"], key=int))
+    assert min(run["seed"] for group in found["runs"].values() for run in group) == used + 1
+    assert "2 ideas judged, 1 accepted" in " ".join(out.split())
+    for text, message in [
+        ("date\n1\n", "it isn't a ledger"),
+        ("", "doesn't begin with a base that is a commit"),
+    ]:
+        (place / "l.tsv").write_text(text)
+        status, out, err = run("--confirm", "--ledger", "l.tsv")
+        assert status == 2 and message in err and len(err.splitlines()) == 1
 
 
 # -----------------------------------------------------------------------------
@@ -292,7 +332,7 @@ def test_an_idea_of_a_commit(place):
     source = STANDIN.read_text()
     changed = source.replace("effect: float = 0.0 ", "effect: float = 0.03 ")
     patch = patch_of("train_gpt.py", source, changed)
-    folder = write_idea(place / "ideas" / "worse-0.03", patch, commit="v1", options="--slower 1.1")
+    folder = write_idea(place / "ideas" / "worse-0.03", patch, commit="v1", options="--slower '1.1'")
     now = source.replace("takes: float = 0.0 ", "takes: float = 0.1 ")
     (place / "train_gpt.py").write_text(now)
 
