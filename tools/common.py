@@ -123,14 +123,16 @@ FIXED = {
 }
 
 
-def is_dropped(name: str) -> bool:
-    dropped = any(fnmatch.fnmatchcase(name, pattern) for pattern in DROPPED)
-    return dropped and not any(fnmatch.fnmatchcase(name, pattern) for pattern in KEPT)
+def matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def child_environment() -> dict[str, str]:
     """The environment of child processes: that of this process, without what could change what runs."""
-    variables = {name: value for name, value in os.environ.items() if not is_dropped(name)}
+    variables = {}
+    for name, value in os.environ.items():
+        if matches(name, KEPT) or not matches(name, DROPPED):
+            variables[name] = value
     if os.path.expanduser("~") == "~":  # no HOME, and the user isn't in /etc/passwd
         variables["HOME"] = tempfile.gettempdir()
     return variables | FIXED
