@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Everything behind one command: installs packages, makes data, trains, compares, tests. All of it is
 # tools/launch.py. This script finds the Python that runs it. ./run.sh --help lists the commands.
+for name in ${!PYTHON@}; do     # junk in Python's variables would break any Python
+    [ "$name" = PYTHONNOUSERSITE ] || unset "$name"
+done
 set -eu
-unset ${!PYTHON@}        # junk in Python's variables would break any Python
-export PYTHONUTF8=1      # files are UTF-8 in every locale
+export PYTHONUTF8=1             # files are UTF-8 in every locale
 # The next file that a program opens would take the place of a closed stdin, stdout or stderr. For
 # stderr, that file is this script
 if [ /dev/fd/2 -ef "${BASH_SOURCE[0]}" ] || ! { : 3>&2; }; then exec 2>/dev/null; fi

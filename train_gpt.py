@@ -21,8 +21,9 @@ The track mini adds four later ideas: NorMuon, XSA, smear, a leaky ReLU (section
 
 The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train
 the same model.
-Reading it takes about an hour and a half. Begin with section 4 (the model), then 3 (Muon, its optimizer),
-11 (a step) and 13 (the loop). Leave 1, 6, 7 and 12 (setup, attention on CPUs, files, logs) for later.
+
+Plan an hour and a half for reading. Begin with section 4 (the model), then 3 (Muon, its optimizer), 11 (a
+step) and 13 (the loop). Skip at first 1, 6, 7 and 12 (setup, attention on CPUs, files, logs).
 
 Shapes in comments: B sequences, S tokens per sequence, T = B * S tokens, N = T / 128 blocks of tokens,
 H heads, D channels per head, C = model_dim, V = padded vocabulary size.
@@ -214,7 +215,7 @@ def head_loss_gradients(ctx, grad, *unused):
 head_loss_op.register_autograd(head_loss_gradients, setup_context=save_for_backward)
 
 
-def uses_fp8(hp):
+def uses_fp8(hp: "Hyperparameters"):
     """FP8 needs compute capability 8.9. AMD GPUs (torch.version.hip) may have another format."""
     can = ON_GPU and not torch.version.hip and torch.cuda.get_device_capability(DEVICE) >= (8, 9)
     return hp.fp8 and can
@@ -468,7 +469,7 @@ def attention(q, k, v, mask, scale=0.12):
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, hp, rotary):
+    def __init__(self, hp: "Hyperparameters", rotary):
         super().__init__()
         self.head_dim = hp.head_dim
         self.rotary = rotary
@@ -493,7 +494,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, hp):
+    def __init__(self, hp: "Hyperparameters"):
         super().__init__()
         self.relu_slope = hp.relu_slope
         self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)
@@ -508,7 +509,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, hp, layer, rotary):
+    def __init__(self, hp: "Hyperparameters", layer, rotary):
         super().__init__()
         self.residual_lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and of x0
         self.attn = None if layer in hp.attn_free_layers else CausalSelfAttention(hp, rotary)
@@ -544,7 +545,7 @@ class GPT(nn.Module):
 
     val_slice = 32768  # tokens whose logits validation computes at a time, to save memory
 
-    def __init__(self, hp):
+    def __init__(self, hp: "Hyperparameters"):
         super().__init__()
         self.hp = hp
         hdim = hp.num_heads * hp.head_dim
@@ -592,7 +593,7 @@ class GPT(nn.Module):
         n = len(self.blocks)
         docs = document_ids(input_seq, self.hp.eot_token)  # (T,)
         masks = self.masks(docs, window_blocks)
-        ve = {}  # layer -> value embeddings (B, S, H * D)
+        ve = {}  # layer -> value embeddings (B, S, H * D); of 3 tables in 12 layers, 0 and 9 have the first
         for i, table in enumerate(self.value_embeds):
             ve[i] = ve[n - len(self.value_embeds) + i] = table(input_seq)
         x = self.embed(input_seq)  # (B, S, C)
@@ -787,8 +788,8 @@ class Hyperparameters:
     num_layers: int = setting(12, "number of blocks")
     num_heads: int = setting(6, "attention heads per block")
     head_dim: int = setting(128, "channels per head, a multiple of 4")
-    # at other widths, set num_heads to model_dim / head_dim; the learning rates can stay
-    # (records/mini/NOTES.md); FP8 needs a multiple of 16
+    # At another width, also set num_heads to model_dim / head_dim. Learning rates may stay: mini trains
+    # well at widths 64 to 256 with the same ones (records/mini/NOTES.md). FP8 needs a multiple of 16.
     model_dim: int = setting(768, "channels of the residual stream; set --num_heads, too")
     num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
     # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
@@ -863,7 +864,7 @@ MINI = replace(
 TRACKS = {"fineweb": FINEWEB, "mini": MINI}
 
 
-def check_hyperparameters(hp, world_size):
+def check_hyperparameters(hp: Hyperparameters, world_size):
     """Refuses sizes that don't fit together, and what would divide by zero."""
     for tokens, seq_len in [("batch_tokens", "train_seq_len"), ("val_tokens", "val_seq_len")]:
         total, length = getattr(hp, tokens), getattr(hp, seq_len)
@@ -878,8 +879,11 @@ def check_hyperparameters(hp, world_size):
     for name in ("num_layers", "num_heads", "head_dim", "model_dim", "num_iterations", "adam_eps"):
         require(getattr(hp, name) > 0, f"--{name} must be more than 0")
     require(hp.head_dim % 4 == 0, "--head_dim must be a multiple of 4")
-    tables, last = hp.num_value_embeds, hp.num_layers - 1
-    require(2 * tables <= hp.num_layers, "--num_value_embeds must be at most half of --num_layers")
+    require(
+        2 * hp.num_value_embeds <= hp.num_layers,
+        "--num_value_embeds must be at most half of --num_layers",
+    )
+    last = hp.num_layers - 1
     named = {*hp.attn_free_layers, *hp.long_window_layers}
     require(
         last in hp.long_window_layers and named <= {*range(hp.num_layers)},
@@ -916,11 +920,15 @@ def parse_arguments(argv, tracks=TRACKS):
     add("--num_runs", default=1, type=int, help="runs, with seeds from --seed on; default: 1")
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
     add("--resume", help="a checkpoint, or latest: that of the newest unfinished run")
-    for setting in fields(tracks["fineweb"]):
-        name, kind, text = setting.name, setting.type, setting.metadata["text"]
-        defaults = {track: getattr(hp, name) for track, hp in tracks.items()}
-        help = f"{text} {defaults}"
-        add(f"--{name}", type=kind, metavar=kind.__name__, help=help, default=argparse.SUPPRESS)
+    for entry in fields(tracks["fineweb"]):
+        defaults = {track: getattr(hp, entry.name) for track, hp in tracks.items()}
+        add(
+            f"--{entry.name}",
+            type=entry.type,
+            metavar=entry.type.__name__,
+            help=f"{entry.metadata['text']} {defaults}",
+            default=argparse.SUPPRESS,
+        )
     args = parser.parse_args(argv)
     require(
         args.num_runs == 1 if args.resume else args.num_runs > 0,
@@ -936,12 +944,12 @@ def parse_arguments(argv, tracks=TRACKS):
 # 9. Optimizers and schedules
 
 
-def build_model(hp):
+def build_model(hp: Hyperparameters):
     torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
     return GPT(hp).to(DEVICE)  # the same on all ranks
 
 
-def build_optimizers(model, hp):
+def build_optimizers(model, hp: Hyperparameters):
     """Muon trains the matrices of the blocks; Adam the head, the embeddings, and the scalars. You can
     return other optimizers, and any number of them. The log lists what each one trains."""
     params = collections.defaultdict(list)
@@ -977,7 +985,7 @@ def parameter_table(model, optimizers):
     return "\n".join(dict.fromkeys(lines))  # each once
 
 
-def get_lr(step, hp):
+def get_lr(step, hp: Hyperparameters):
     """Returns the multiplier of all learning rates: 1, then a linear decay to final_lr_frac."""
     remaining = 1 - step / hp.num_iterations
     if remaining >= hp.cooldown_frac:
@@ -986,20 +994,20 @@ def get_lr(step, hp):
     return w + (1 - w) * hp.final_lr_frac
 
 
-def get_muon_momentum(step, hp):
+def get_muon_momentum(step, hp: Hyperparameters):
     if step >= hp.muon_momentum_warmup:
         return hp.muon_momentum
     frac = step / hp.muon_momentum_warmup
     return (1 - frac) * hp.muon_momentum_start + frac * hp.muon_momentum
 
 
-def get_window_blocks(step, hp):
+def get_window_blocks(step, hp: Hyperparameters):
     """Returns the long window in blocks, () int32. It grows linearly to max_window."""
     blocks = max(1, math.ceil(hp.max_window * (step / hp.num_iterations) / BLOCK_SIZE))
     return torch.full((), blocks, dtype=torch.int32, device=DEVICE)
 
 
-def set_schedules(optimizers, step, hp):
+def set_schedules(optimizers, step, hp: Hyperparameters):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
@@ -1072,7 +1080,7 @@ def to_batch(tokens, seq_len):
     return tokens[:-1].view(-1, seq_len), tokens[1:].long().view(-1, seq_len)
 
 
-def train_step(model, optimizers, buckets, tokens, step, hp):
+def train_step(model, optimizers, buckets, tokens, step, hp: Hyperparameters):
     """Trains on this rank's tokens (local + 1,). Returns their mean loss."""
     set_schedules(optimizers, step, hp)
     window = get_window_blocks(step, hp)
@@ -1105,7 +1113,7 @@ def mean_of_ranks(losses):
 
 
 @torch.no_grad()
-def evaluate(model, window, hp):
+def evaluate(model, window, hp: Hyperparameters):
     """Returns the mean loss on the validation tokens. Each rank computes every WORLD_SIZE-th sequence."""
     sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
     model.eval()
@@ -1114,7 +1122,7 @@ def evaluate(model, window, hp):
     return mean_of_ranks([loss / hp.val_seq_len for loss in sums])
 
 
-def warm_up(model, buckets, hp):
+def warm_up(model, buckets, hp: Hyperparameters):
     """Trains on random tokens: this compiles the kernels, connects the processes and allocates
     memory. Then sets the initial weights of the run's seed. Its optimizers aren't used again."""
     optimizers = build_optimizers(model, hp)
@@ -1176,7 +1184,7 @@ def describe_machine():
 LINE = "=" * 100  # in a log, below the source and below the machine
 
 
-def log_header(source, hp, table):
+def log_header(source, hp: Hyperparameters, table):
     """Returns the start of a log: the source, the machine, the settings and the table of parameters."""
     return (
         f"{source}\n{LINE}\n{describe_machine()}\n"
@@ -1358,12 +1366,11 @@ def check_ranks_agree(facts):
     if WORLD_SIZE > 1:
         dist.all_gather_object(ranks, facts)
     for rank, others in enumerate(ranks):
-        for what in facts:
-            same = others[what] == ranks[0][what]
-            require(same, f"rank {rank} and rank 0 have different {what}; make them the same")
+        different = ", ".join(what for what in facts if others[what] != ranks[0][what])
+        require(not different, f"rank {rank} and rank 0 have different {different}; make them the same")
 
 
-def start_run(args, hp, source, data_checksums, checkpoint, table):
+def start_run(args, hp: Hyperparameters, source, data_checksums, checkpoint, table):
     """Returns a new run, or that of the checkpoint, with its log open."""
     versions = (sys.version, torch.__version__)
     old = checkpoint and checkpoint["run"]
@@ -1420,7 +1427,7 @@ def train(run, model, optimizers, buckets):
     run.write_result(val_loss, hp.batch_tokens * run.step)
 
 
-def check_files(hp, eot_token):
+def check_files(hp: Hyperparameters, eot_token):
     """Refuses shards of another tokenizer, and training shards that begin like a validation shard."""
     for files in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
         train, val = (read_tokens(file, 0, 65536, hp.vocab_size) for file in files)
@@ -1434,7 +1441,7 @@ def check_files(hp, eot_token):
         )
 
 
-def check_inputs(args, hp):
+def check_inputs(args, hp: Hyperparameters):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     checksums = [

@@ -46,9 +46,12 @@ from data.shards import (
 from tools.common import usable_cores
 
 BATCH = 64  # documents sent to a process at a time
-# Of the track mini: steps, bytes in a step, bytes in a validation sequence, and in the validation
-MINI_STEPS, MINI_BATCH, MINI_SEQUENCE, MINI_VAL = 325, 4096, 12_160, 389_120
-FEWEST_BYTES = 100_000  # about 20 steps
+# Of the track mini
+MINI_STEPS = 325
+MINI_BATCHES = (4096, 2048, 1024)  # bytes per step: the default, and what suits shorter texts
+MINI_SEQUENCE = 12_160  # bytes per validation sequence
+MINI_VAL = 389_120  # bytes for validation
+FEWEST_BYTES = 100_000  # about 90 steps
 # Many blanks, but for the last one if a word follows. tiktoken ends the process at a million blanks
 # before a word. GPT-2 splits words from blanks here, so the tokens are the same.
 BLANKS = re.compile(r"(?<!\s)(\s{1000,}(?=\s\S))")
@@ -261,7 +264,7 @@ def open_texts(args):
         if size < FEWEST_BYTES:
             raise ShardError(
                 f"{size:,} bytes are too few to learn from: you need at least {FEWEST_BYTES:,}, and "
-                f"{bytes_for_mini():,} for all {MINI_STEPS} steps of mini; add text"
+                f"{bytes_for_mini():,} for mini as it is; add text"
             )
         val_tokens = max(MINI_SEQUENCE + 1, min(MINI_VAL + 1, size // 10))
     else:
@@ -272,16 +275,23 @@ def open_texts(args):
 
 def bytes_for_mini():
     """How many bytes of text all steps of mini need, with a tenth for validation."""
-    return (MINI_STEPS * MINI_BATCH + 1) * 10 // 9
+    return (MINI_STEPS * MINI_BATCHES[0] + 1) * 10 // 9
 
 
 def training_command(out):
-    """The command that trains mini on the shards of bytes, with as many steps as they allow."""
+    """The command that trains mini on the shards of bytes: with smaller steps or fewer steps, if the text
+    is short."""
     folder = os.path.relpath(out)
-    steps = sum((check_shard(path) - 1) // MINI_BATCH for path in out.glob("fineweb_train_*.bin"))
+    lengths = [check_shard(path) for path in out.glob("fineweb_train_*.bin")]
+    for batch in MINI_BATCHES:
+        steps = sum((length - 1) // batch for length in lengths)
+        if steps >= MINI_STEPS:
+            break
     sequences = (check_shard(out / "fineweb_val_000000.bin") - 1) // MINI_SEQUENCE
     sequences -= sequences % 2 if sequences > 1 else 0  # so that two processes can share them
     options = f"--val_tokens {min(MINI_VAL, sequences * MINI_SEQUENCE)}"
+    if batch < MINI_BATCHES[0]:
+        options += f" --batch_tokens {batch}"
     if steps < MINI_STEPS:
         options += f" --num_iterations {steps}"
     return (

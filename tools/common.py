@@ -107,11 +107,12 @@ DROPPED = """
     PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_PYTHON PIP_DRY_RUN PIP_NO_DEPS PIP_NO_BINARY
     OMP_* GOMP_* KMP_* MKL_* ONEDNN_* DNNL_* TORCH* PYTORCH_*
 """.split()
-# The log of a run names those of the first two lines. The others are folders, or change what is printed
+# The log of a run names those of the first two lines. The others are folders, whether Python uses the one
+# in the user's home, and what is printed
 KEPT = """
     OMP_NUM_THREADS OMP_WAIT_POLICY PYTORCH_*ALLOC_CONF
     TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE TORCHINDUCTOR_CPP_MARCH
-    TORCHINDUCTOR_CACHE_DIR TORCH_HOME TORCH_LOGS TORCH_NCCL_*
+    TORCHINDUCTOR_CACHE_DIR TORCH_HOME PYTHONNOUSERSITE TORCH_LOGS TORCH_NCCL_*
 """.split()
 FIXED = {
     "PYTHONUTF8": "1",  # PyTorch can't read its files in an ASCII locale
@@ -122,14 +123,16 @@ FIXED = {
 }
 
 
-def is_dropped(name: str) -> bool:
-    dropped = any(fnmatch.fnmatchcase(name, pattern) for pattern in DROPPED)
-    return dropped and not any(fnmatch.fnmatchcase(name, pattern) for pattern in KEPT)
+def matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def child_environment() -> dict[str, str]:
     """The environment of child processes: that of this process, without what could change what runs."""
-    variables = {name: value for name, value in os.environ.items() if not is_dropped(name)}
+    variables = {}
+    for name, value in os.environ.items():
+        if matches(name, KEPT) or not matches(name, DROPPED):
+            variables[name] = value
     if os.path.expanduser("~") == "~":  # no HOME, and the user isn't in /etc/passwd
         variables["HOME"] = tempfile.gettempdir()
     return variables | FIXED
@@ -200,7 +203,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def without_windows(text: bytes) -> bytes:
     """Text without what Windows adds: a byte-order mark, and its line ends if all are of this kind.
-    Otherwise they are those of a file that the text quotes."""
+    Otherwise they are those of a file that the text quotes. PowerShell writes UTF-16."""
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = text.decode("utf-16", "replace").encode()
     text = text.removeprefix(codecs.BOM_UTF8)
     if text.count(b"\n") == text.count(b"\r\n"):
         text = text.replace(b"\r\n", b"\n")

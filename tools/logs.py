@@ -61,7 +61,7 @@ class NoLog(LogError):
 class Validation:
     """One line of a log with a validation loss, or another metric."""
 
-    step: int  # 0 in a log that has no steps, only a loss at the end
+    step: int  # 1 in a log that has no steps, only a loss at the end
     val_loss: float  # nats per token
     train_time_ms: float  # nan in a log without times
     step_avg_ms: float  # nan in the first steps of old logs, too
@@ -282,18 +282,19 @@ def read_log_file(path: Path) -> bytes:
         raise LogError(f"{path}: {e.strerror.lower()}") from None
     if not data.strip():
         raise NoLog(f"{path}: empty file; leave it out")
+    data = without_windows(data)
     if b"\0" in data:
         raise LogError(
-            f"{path}: a binary file, or a log damaged by a crash (contains zero bytes, as UTF-16 does); leave it "
-            "out, or convert it"
+            f"{path}: a binary file, or a log damaged by a crash (contains zero bytes); leave it out"
         )
-    return without_windows(data)
+    return data
 
 
 def same(a: str, b: str) -> bool:
     """Whether two numbers are equal, or one is the other one rounded."""
     digits = min(len(number.partition(".")[2]) for number in (a, b))
-    return a == b or round(float(a), digits) == round(float(b), digits)
+    rounded = "e" not in (a + b).lower() and round(float(a), digits) == round(float(b), digits)
+    return a == b or float(a) == float(b) or rounded
 
 
 def find_name(path: Path, lines: list[Line]) -> str:
@@ -368,7 +369,7 @@ def find_validations(path: Path, lines: list[Line], name: str) -> list[Validatio
             below = {}
     check_rivals(path, below)
     if not found and below:
-        found[0] = Validation(0, float(below[name]), math.nan, math.nan)
+        found[1] = Validation(1, float(below[name]), math.nan, math.nan)
     return list(found.values())
 
 
@@ -420,7 +421,7 @@ def make_log(
     counts = [line for line in lines if line.step is not None]
     if validations and not any(name in dict(line.losses) for line in counts):
         counts = []  # the loss stands below the last step: it says itself that the run is over
-    last_step = max((line.step for line in counts), default=0)
+    last_step = max((line.step for line in counts), default=1)
     return Log(
         path=path,
         trial=None,

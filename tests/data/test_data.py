@@ -403,15 +403,15 @@ def test_bytes_of_own_text(make, tmp_path, capsys):
     command = capsys.readouterr().out.rpartition("./run.sh")[2].replace("\\\n", "")
     args, hp = train_gpt.parse_arguments(shlex.split(command))
     train_gpt.check_inputs(args, hp)
-    assert hp.num_iterations == (len(train) - 1) // 4096
+    assert (hp.num_iterations, hp.batch_tokens) == ((len(train) - 1) // 1024, 1024)
     assert hp.val_tokens == 24_320
+    shards.write_shard(tmp_path / "out/fineweb_train_000001.bin", [7] * (325 * 2048 + 1))
+    assert fineweb.training_command(tmp_path / "out").endswith("--batch_tokens 2048")
 
 
 def test_too_few_bytes(make, tmp_path):
     (tmp_path / "a.txt").write_text("a" * 99_999)
-    with pytest.raises(
-        ShardError, match="99,999 bytes .* at least 100,000, and 1,479,112 for all 325 steps"
-    ):
+    with pytest.raises(ShardError, match="99,999 bytes .* at least 100,000, and 1,479,112 for mini"):
         make("text", "--bytes", "a.txt")
 
 

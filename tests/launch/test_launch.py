@@ -89,7 +89,7 @@ def file(path, text=""):
 LAUNCH = """
 import os, sys
 opened = [os.fstat(number) and True for number in range(3)]
-print(__file__, sys.argv[1:], [name for name in os.environ if name.startswith("PYTHON")], file=sys.stderr)
+print(__file__, sys.argv[1:], sorted(name for name in os.environ if name.startswith("PYTHON")), file=sys.stderr)
 open("ran", "w").close()
 """
 
@@ -112,7 +112,7 @@ def run_sh(tmp_path):
         }.items():
             (tmp_path / "bin" / name).unlink(missing_ok=True)
             (tmp_path / "bin" / name).symlink_to(program)
-        variables |= dict.fromkeys(
+        variables |= dict(PYTHONNOUSERSITE="1") | dict.fromkeys(
             ["PYTHONHOME", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONSAFEPATH"], "junk"
         )
         command = f"{tmp_path}/link --seed 3 {closing}"
@@ -130,7 +130,7 @@ def run_sh(tmp_path):
 @pytest.mark.parametrize(
     "new, active, says",
     [
-        ("python3", "", "root/tools/launch.py ['--seed', '3'] ['PYTHONUTF8']\n"),
+        ("python3", "", "root/tools/launch.py ['--seed', '3'] ['PYTHONNOUSERSITE', 'PYTHONUTF8']\n"),
         ("python3.12", "", "root/tools/launch.py "),
         ("python", "/theirs", "root/tools/launch.py "),
         (

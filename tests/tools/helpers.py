@@ -5,6 +5,7 @@ import difflib
 import io
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -24,8 +25,19 @@ def run_main(main, *words) -> tuple[int, str, str]:
 
 
 def git(folder, *words):
-    command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", *words]
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    settings = ["user.name=t", "user.email=t@t", "init.defaultBranch=main"]
+    options = [word for setting in settings for word in ("-c", setting)]
+    subprocess.run(["git", *options, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def commit_files(folder: Path, files: dict[str, str], message: str = "one") -> None:
+    """Writes and commits these files of a repository, which may be new."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", message)
 
 
 def patch_of(name: str, old: str, new: str) -> str:

@@ -78,9 +78,9 @@ def find_effect(
     pairs: list[tuple[Log, Log]],
 ) -> Effect:
     """`pairs` are runs that took turns, if there are any."""
-    steps = base[0].end.step or 1
+    steps = base[0].end.step
     slope = loss_per_100_steps and given_slope(loss_per_100_steps, steps)
-    own_steps = (idea[0].end.step or 1) / steps
+    own_steps = idea[0].end.step / steps
     effect = look_once("idea", end_losses(idea), end_losses(base), False, slope, own_steps=own_steps)
     if pairs:
         step_ratios = np.array(log_ratios(pairs)) - math.log(own_steps)

@@ -10,7 +10,6 @@ What makes two runs the same run: all that a run could read. That is
 A run is kept under a hash of all this. It is found out before a run and again after it.
 """
 
-import fnmatch
 import glob
 import hashlib
 import importlib.metadata
@@ -18,10 +17,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from tools.common import child_environment, environment
+from tools.common import child_environment, environment, matches
 
 # The terminal, the shell's own notes, the desktop, remote logins, the name of a container. Runs don't get
 # these, nor what tools/common.py drops
@@ -35,10 +33,6 @@ IGNORED = """
 NOT_READ = ("*.md", "records/*", "tests/*")
 
 HASHES = {}  # (path, size, times, inode) -> SHA-256 of a file; folders with times -> their packages
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def hash_text(text: str) -> str:

@@ -173,10 +173,6 @@ def runs_a_process(variant: Variant) -> int:
     return 1 if variant.command else RUNS_A_PROCESS
 
 
-def are_commands(variants: list[Variant]) -> bool:
-    return any(variant.command for variant in variants)
-
-
 def on_gpu(variants: list[Variant]) -> bool:
     """Commands, and scripts that can't be asked, may always use the machine's GPU."""
     return any(v.settings["device"] == "cuda" if v.settings else launch.gpu_maker() for v in variants)
@@ -219,10 +215,9 @@ def identity(variant: Variant, facts: dict) -> dict[str, dict]:
     text = f"{variant.command} {variant.options} {variant.settings} {data}"
     for path in named_paths(text, variant.folder, variant.origin):
         files |= hash_named(path)
-    environment = {}  # values may be secrets, so only their hashes are kept
-    for name, value in run_environment(is_command).items():
-        if name != "OMP_NUM_THREADS":  # see facts
-            environment[name] = hash_text(value)
+    variables = run_environment(is_command)
+    variables.pop("OMP_NUM_THREADS", None)  # see facts
+    environment = {name: hash_text(value) for name, value in variables.items()}  # they may be secrets
     return {
         "run": variant.run(),
         "files": files,
@@ -261,7 +256,7 @@ def why_again(pool: Pool) -> str:
     that has none now. "" if there are no such runs."""
     facts = [json.loads(file.read_bytes()) for file in FOLDER.glob("runs/*/facts.json")]
     for name in [name for name, runs in pool.runs.items() if not runs]:
-        new = json.loads(json.dumps(pool.identities[name]))
+        new = pool.identities[name]
         same = [difference(kept, new) for kept in facts if code_of(kept) == code_of(new)]
         if same:
             return in_short(min(same, key=len))
@@ -297,12 +292,11 @@ def open_pool(
             launch.get_data(sys.executable, variant.settings)
     if on_gpu(variants) or processes > 1:
         jobs = 1
-    jobs = jobs or (1 if are_commands(variants) else usable_cores())
+    jobs = jobs or (1 if any(v.command for v in variants) else usable_cores())
     threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
     facts = machine_facts(variants, threads, processes)
     pool = Pool(facts, jobs, lock, stops_early, metric)
     add_variants(pool, variants)
-    check_compiled(pool)
     return pool
 
 
@@ -310,19 +304,14 @@ def open_pool(
 # Kept runs
 
 
-def is_complete(pool: Pool, log: Log, variant: Variant) -> bool:
-    """The log of a command needs no times and no source."""
-    if variant.command:
-        return not not_whole(log, pool.stops_early)
-    return not log.incomplete
-
-
 def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
+    """None if it isn't whole. The log of a command needs no times and no source."""
     try:
         log = parse_log(path, pool.metric)
     except LogError:
         return None
-    return log if is_complete(pool, log, variant) else None
+    fault = not_whole(log, pool.stops_early) if variant.command else log.incomplete
+    return None if fault else log
 
 
 def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
@@ -349,41 +338,22 @@ def keep_log(pool: Pool, task: Task, log: Log) -> None:
     pool.new.add((task.variant.name, seed))
 
 
-def check_compiled(pool: Pool) -> None:
-    """Raises UsageError if some runs were compiled and others were not."""
-    logs = [log for runs in pool.runs.values() for log in runs.values()]
-    if len({log.uncompiled for log in logs}) == 2:
-        raise UsageError(
-            "some of these runs were compiled, and others were not, so they can't be compared (the logs say "
-            f"why); move {FOLDER / 'runs'} away, and run the same command again"
-        )
-
-
 # -----------------------------------------------------------------------------
 # Processes
-
-
-def watched(variant: Variant, folder: Path) -> dict[str, str]:
-    """The variables with which each Python of a run writes into the folder what it reads of the folder
-    that was copied. It may read data there."""
-    links = [os.readlink(link) for link in (variant.folder / "data").rglob("*") if link.is_symlink()]
-    watch = {
-        "folder": str(folder),
-        "origin": str(variant.origin),
-        "allowed": [str(FOLDER), *links],
-    }
-    return {"PYTHONPATH": str(WATCH), "COMPARE_WATCH": json.dumps(watch)}
 
 
 def start_process(
     pool: Pool, variant: Variant, command: list[str], folder: Path, cwd: Path, env: dict[str, str]
 ) -> subprocess.Popen:
-    """Its output goes into a new file of the folder."""
+    """Its output goes into a new file of the folder. So does, by each Python, what it reads of the folder
+    that was copied. It may read data there."""
+    links = [os.readlink(link) for link in (variant.folder / "data").rglob("*") if link.is_symlink()]
+    watch = [str(folder), str(variant.origin), str(FOLDER), *links]
     with open(folder / "console.txt", "wb") as output:
         return subprocess.Popen(
             command,
             cwd=cwd,
-            env=env | watched(variant, folder),
+            env=env | {"PYTHONPATH": str(WATCH), "COMPARE_WATCH": json.dumps(watch)},
             pass_fds=[pool.lock],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -479,21 +449,25 @@ def fail(worker: Worker, reason: str):
     )
 
 
+def watched_lines(worker: Worker, name: str) -> list:
+    """What watch/sitecustomize.py has written. The last line may still be under way."""
+    file = worker.folder / name
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def check_reading(worker: Worker) -> None:
     """Raises RunError if a run reads the files of which it has copies."""
-    file = worker.folder / "read"
-    if file.exists():
-        path = json.loads(file.read_text().splitlines()[0])
+    for path in watched_lines(worker, "read")[:1]:
         fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
 
 
 def check_arrival(worker: Worker) -> None:
     """Raises RunError if options at the end of a command reached no script, where one is in Python."""
     variant = worker.task.variant
-    file = worker.folder / "started"
-    if "{options}" in variant.command or not file.exists():
+    started = watched_lines(worker, "started")
+    if "{options}" in variant.command or not started:
         return
-    started = [json.loads(line) for line in file.read_text().splitlines()]
     if not any(set(variant.options) <= set(words) for words in started):
         options = " ".join(variant.options)
         fail(worker, f"no Python got its options {options}; write {{options}} where they must stand")
@@ -503,9 +477,12 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     """The log of a command that has ended with status 0. Raises RunError."""
     variant = worker.task.variant
     check_arrival(worker)
-    files = (worker.folder / "copy" / "logs").rglob("*")
+    files = sorted((worker.folder / "copy" / "logs").rglob("*"))
     try:
-        logs, _ = find_logs(sorted(file for file in files if file.suffix in SUFFIXES), pool.metric)
+        for suffixes in (SUFFIXES, (".jsonl", ".json")):
+            logs, _ = find_logs([file for file in files if file.suffix in suffixes], pool.metric)
+            if logs:
+                break
         if len(logs) > 1:
             fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
         log = logs[0] if logs else parse_log(worker.folder / "console.txt", pool.metric)
@@ -591,8 +568,6 @@ def make_runs(pool: Pool, wanted: Callable[[], Wanted], enough: Callable[[int], 
             made = pool.made
             for worker in list(pool.workers):
                 collect(pool, worker)
-            if pool.made > made:
-                check_compiled(pool)
             if enough(pool.made - made):
                 return
     finally:

@@ -7,6 +7,7 @@ A script runs in a copy of the repository's files, so that no later edit changes
 one scratch folder. An idea's folder has idea.patch and idea.json, whose commit and options count.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tools.common import ROOT, UsageError, short, without_windows
-from tools.compare.identity import hash_copy, run_environment
+from tools.compare.identity import hash_copy, hash_text, run_environment
 
 # Options that compare.py gives to the runs itself
 OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
@@ -33,31 +34,21 @@ NO_SOURCES = (".diff", ".log", ".out", ".patch", ".png", ".tsv", ".txt")
 VALIDATION = ("track", "val_files", "val_tokens", "val_seq_len")
 # A script with these functions can be asked for its settings
 CHECKS = (b"\ndef parse_arguments(", b"\ndef check_hyperparameters(")
-LOAD = """
-import dataclasses, importlib, json, sys
-script = importlib.import_module(sys.argv[1])
-"""
+# Prints the settings for each list of options, or what is wrong with them or with their data
 ASK = """
-for options in json.loads(sys.argv[2]):
+import dataclasses, importlib, json, sys
+name, processes, check_data, *lists = sys.argv[1:]
+script = importlib.import_module(name)
+for options in map(json.loads, lists):
     try:
         args, hp = script.parse_arguments(options)
-        script.check_hyperparameters(hp, int(sys.argv[3]))
+        script.check_hyperparameters(hp, int(processes))
+        if check_data == "True" and hasattr(script, "check_inputs"):
+            script.check_inputs(args, hp)
         answer = dataclasses.asdict(hp)
         answer["device"] = script.DEVICE.type if hasattr(script, "DEVICE") else args.device
     except (Exception, SystemExit) as e:
         answer = (str(e) or type(e).__name__).splitlines()[0]
-    print(json.dumps(answer))
-"""
-# Prints for each list of options what is wrong with their data, or ""
-ASK_DATA = """
-for options in json.loads(sys.argv[2]):
-    answer = ""
-    try:
-        script.check_inputs(*script.parse_arguments(options))
-    except Exception as e:
-        if type(e).__name__ != "InputError":
-            raise
-        answer = str(e).splitlines()[0]
     print(json.dumps(answer))
 """
 
@@ -71,7 +62,6 @@ class Variant:
     script: str  # its name in the folder
     options: list[str]
     settings: dict | None = None  # the hyperparameters; None for scripts that can't be asked
-    code: dict[str, str] | None = None  # hashes of the copy's files, without data
     command: str = ""  # a shell command that runs instead of the script
     origin: Path = field(default_factory=lambda: ROOT)  # the folder that was copied
     leave_out: Sequence[Path] = ()  # see copy_tree
@@ -92,8 +82,8 @@ class Variant:
 
     def digest(self) -> str:
         """Equal for variants with the same losses on the same machine with the same data."""
-        facts = json.dumps([self.code, self.run()], sort_keys=True)
-        return hashlib.sha256(facts.encode()).hexdigest()
+        files = hash_copy(self.folder, bool(self.command))
+        return hash_text(json.dumps([files, self.run()], sort_keys=True))
 
     def num_iterations(self) -> int | None:
         if self.settings is not None:
@@ -151,13 +141,22 @@ def check_submodule(path: Path) -> None:
         raise UsageError(f"the submodule {path} isn't checked out; run git submodule update --init")
 
 
+def not_ours(folder: str, names: list[str]) -> set[str]:
+    """What a ZIP of the repository, which has no .git, doesn't contain."""
+    folders = {name for name in names if os.path.isdir(os.path.join(folder, name))}
+    return folders if folder == str(ROOT / "data") else folders & {".venv", "logs", "__pycache__"}
+
+
 def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> None:
     """See copy_tree."""
+    if repository == ROOT and not (ROOT / ".git").exists():
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=not_ours, dirs_exist_ok=True)
+        return
     names = lines_of_git("ls-files", "-z", "--cached", cwd=repository)
     new = lines_of_git("ls-files", "-z", "--others", "--exclude-standard", cwd=repository)
     for name in new:
         path = repository / name
-        answer = path.suffix == ".json" and b'"runs_made"' in path.read_bytes()  # of compare --json
+        answer = path.suffix == ".json" and b'\n "until": ' in path.read_bytes()  # see --json
         if not answer and path.suffix not in NO_SOURCES and path.resolve() not in leave_out:
             names.append(name)
     for name in names:
@@ -234,9 +233,10 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
             continue
         # Otherwise git finds the repository, and looks for the patch's paths from there
         ceiling = str(copy.parent)
+        patch = without_windows(file.read_bytes())
+        has_prefix = not re.search(rb"^diff --git (.+) \1$", patch, re.MULTILINE)  # see diff.noprefix
         try:
-            patch = without_windows(file.read_bytes())
-            git("apply", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
+            git("apply", f"-p{has_prefix:d}", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
         except UsageError as e:
             shutil.rmtree(copy)  # otherwise it would be found as the changed one
             raise UsageError(f"the patch doesn't apply ({e})") from None
@@ -258,7 +258,7 @@ def copy_folder(kind: str, base: Variant) -> Variant:
         raise UsageError(
             f"there is no folder {path}; with --command, give PATH, PATH@REVISION or options"
         )
-    scratch = base.folder.parent / hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
+    scratch = base.folder.parent / hash_text(str(source))
     if at:
         folder = copy_commit(revision, scratch, source)
     else:
@@ -360,7 +360,7 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     name, kind, options = split_source(text)
     usual_name = default_name(kind, options)
     if is_idea(kind):
-        options = read_idea(Path(kind)).get("options", "").split() + options
+        options = shlex.split(read_idea(Path(kind)).get("options", "")) + options
         kind = os.path.join(kind, "idea.patch")
     if not base.folder.is_dir():
         kind = kind or "."  # options alone, for the base of a command
@@ -381,21 +381,14 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
 # Checks
 
 
-def by_script(variants: list[Variant]) -> list[list[Variant]]:
-    """Variants with the same script in the same folder, together."""
-    groups = {}
-    for variant in variants:
-        groups.setdefault((variant.folder, variant.script), []).append(variant)
-    return list(groups.values())
-
-
-def ask(code: str, variants: list[Variant], *more: str) -> list:
-    """What the code prints for each of these variants of one script. Raises UsageError with the last line
-    of the script's error."""
-    options = json.dumps([variant.options for variant in variants])
+def ask(variants: list[Variant], processes: int, check_data: bool) -> None:
+    """Fills in the settings of variants of one script. Raises UsageError with what the script says is
+    wrong."""
+    first = variants[0]
+    lists = [json.dumps(variant.options) for variant in variants]
     done = subprocess.run(
-        [sys.executable, "-c", LOAD + code, variants[0].module(), options, *more],
-        cwd=variants[0].folder,
+        [sys.executable, "-c", ASK, first.module(), str(processes), str(check_data), *lists],
+        cwd=first.folder,
         env=run_environment(is_command=False),
         capture_output=True,
         encoding="utf-8",
@@ -403,33 +396,33 @@ def ask(code: str, variants: list[Variant], *more: str) -> list:
     )
     if done.returncode != 0:
         lines = done.stderr.splitlines() or ["the source doesn't run"]
-        raise UsageError(f"{variants[0].name}: {lines[-1]}")
-    return [json.loads(line) for line in done.stdout.splitlines()[-len(variants) :]]
+        raise UsageError(f"{first.name}: {lines[-1]}")
+    for variant, line in zip(variants, done.stdout.splitlines()[-len(variants) :]):
+        answer = json.loads(line)
+        if isinstance(answer, str):
+            raise UsageError(f"{variant.name}: {answer}")
+        variant.settings = variant.settings or answer
 
 
-def check_settings(variants: list[Variant], processes: int) -> None:
-    """Lets each script check its options, and fills in the settings and the code. Raises UsageError.
+def check_settings(variants: list[Variant], processes: int, check_data: bool = False) -> None:
+    """Lets each script check its options, and whether there are enough data. Fills in the settings. Raises
+    UsageError.
 
     Commands, and scripts without our functions, can't be asked: their runs show whether they know the
     options."""
-    for group in by_script(variants):
+    groups = {}  # variants with the same script in the same folder, which one process can check
+    for variant in variants:
+        groups.setdefault((variant.folder, variant.script), []).append(variant)
+    for group in groups.values():
         first = group[0]
         if first.command:
-            for variant in group:
-                variant.code = hash_copy(first.folder, is_command=True)
             continue
         if not (first.folder / first.script).is_file():
             raise UsageError(f"{first.name}: there is no file {first.script}")
         if all(check in first.source() for check in CHECKS):
-            for variant, answer in zip(group, ask(ASK, group, str(processes))):
-                if isinstance(answer, str):
-                    raise UsageError(f"{variant.name}: {answer}")
-                variant.settings = answer
+            ask(group, processes, check_data)
         elif b"--log_dir" not in first.source():  # it would train, and its log couldn't be found
             raise UsageError(f"{first.name}: this script has no option --log_dir, which compare needs")
-        code = hash_copy(first.folder, is_command=False)
-        for variant in group:
-            variant.code = code
 
 
 def check_validation(base: Variant, others: list[Variant]) -> None:
@@ -448,29 +441,24 @@ def check_validation(base: Variant, others: list[Variant]) -> None:
 
 
 def check_data(variants: list[Variant]) -> None:
-    """Lets each script check that there are enough data for its runs. Raises UsageError.
-
-    Scripts without a function check_inputs aren't asked."""
-    for group in by_script(variants):
-        if group[0].settings is None or b"\ndef check_inputs(" not in group[0].source():
-            continue
-        for variant, message in zip(group, ask(ASK_DATA, group)):
-            if message:
-                raise UsageError(f"{variant.name}: {message}")
+    """Lets each script check that there are enough data for its runs. Raises UsageError."""
+    check_settings(variants, 1, check_data=True)
 
 
 def tell_apart(variants: list[Variant]) -> None:
     """Makes names unique. Raises UsageError if two variants are equal."""
-    for i, variant in enumerate(variants):
-        earlier = variants[:i]
-        for other in earlier:
-            if variant.digest() == other.digest():
-                raise UsageError(
-                    f"{variant.name} has the same source and settings as {other.name}, so there is "
-                    "nothing to compare; edit the script, or pass an --idea that changes the training"
-                )
-        while variant.name in [other.name for other in earlier]:
+    earlier = {}
+    names = set()
+    for variant in variants:
+        other = earlier.setdefault(variant.digest(), variant)
+        if other is not variant:
+            raise UsageError(
+                f"{variant.name} has the same source and settings as {other.name}, so there is "
+                "nothing to compare; edit the script, or pass an --idea that changes the training"
+            )
+        while variant.name in names:
             variant.name += "_2"
+        names.add(variant.name)
 
 
 def log_ratio_of_steps(fewer: Variant, more: Variant) -> float:
@@ -481,13 +469,10 @@ def log_ratio_of_steps(fewer: Variant, more: Variant) -> float:
 
 def open_quote(text: str) -> str:
     """The quote that is still open at the end of this part of a shell command, or ""."""
-    lexer = shlex.shlex(text, posix=True)
-    lexer.whitespace_split = True
-    lexer.commenters = ""
-    try:
-        list(lexer)
-    except ValueError:
-        return lexer.state
+    for quote in ("", "'", '"'):
+        with contextlib.suppress(ValueError):
+            shlex.split(text + quote)
+            return quote
     return ""
 
 

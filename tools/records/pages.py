@@ -106,6 +106,7 @@ INTRODUCTION = """\
 | [mini/screens/](mini/screens/README.md) | screens: many settings or ideas of `mini`, measured together |
 | [mini/TRANSFER.md](mini/TRANSFER.md) | 16 ideas on `mini` and at the official width |
 | [mini/NOTES.md](mini/NOTES.md) | what is known about `mini`, and what to try next |
+| [OPTIMIZATION.md](OPTIMIZATION.md) | what the logs of modded-nanogpt's optimization track say |
 | [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |
 | [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, and checked without a GPU |
 | [baseline/](baseline/) | logs of the [GPT-2 recipe](../recipes/README.md) at the size of `mini` |

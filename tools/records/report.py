@@ -61,7 +61,7 @@ def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
 def print_table(logs: list[Log]) -> None:
     rows, machines = table_rows(logs)
     shortened = [(short(name, 20), *others) for name, *others in rows]
-    columns = [logs[0].metric if name == "val_loss" else name for name in COLUMNS]
+    columns = [short(logs[0].metric, 20) if name == "val_loss" else name for name in COLUMNS]
     print("\n".join(table([columns, *shortened], ALIGNMENT)))
     for machine in machines:
         print_wrapped(machine, later_indent="  ")
@@ -73,10 +73,11 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
     if summary.n == 0:
         return [("runs", "0 complete")]
     loss = f"mean {summary.loss_mean:.4f}"
-    time = f"mean {summary.time_mean:.3f} s"
+    time = "-" if summary.time_mean is None else f"mean {summary.time_mean:.3f} s"
     if summary.n > 1:
-        low, high = summary.time_interval
         loss += f", standard deviation {summary.loss_std:.4f}"
+    if summary.time_interval is not None:
+        low, high = summary.time_interval
         time += f", {CONFIDENCE:.0%} confidence interval {low:.3f} to {high:.3f} s"
     p = p_text(summary.p_value)
     if verdict.same_ml:

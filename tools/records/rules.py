@@ -91,8 +91,8 @@ def p_above(losses: list[float], prior: list[float]) -> float:
 
 
 def final_losses(logs: list[Log]) -> list[float]:
-    """Of the complete runs, in nats per token."""
-    return [log.final.val_loss for log in logs if not log.incomplete]
+    """Of the runs that have one, also without times."""
+    return [log.final.val_loss for log in logs if not log.unfinished]
 
 
 def final_times(logs: list[Log]) -> list[float]:

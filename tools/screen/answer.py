@@ -23,14 +23,18 @@ class Result:
     facts: str  # about the metric and the machine
 
     def effects(self) -> list[Effect]:
-        """Of the parts. Needs a block."""
-        contrasts = self.design.contrasts
+        """Of the parts, if there is a block."""
+        contrasts = self.design.contrasts if len(self.losses) else []
         return [find_effect(self.losses, c, self.until, len(contrasts)) for c in contrasts]
+
+    def ranking(self) -> list[tuple[Effect, str]]:
+        """With their names, the most needed part first."""
+        return sorted(zip(self.effects(), self.names), key=lambda pair: pair[0].difference)
 
     def interactions(self) -> list[tuple[list[str], Effect]]:
         """The groups of pairs that clearly act together: the names of their pairs, and the effect."""
         found = []
-        groups = self.design.groups
+        groups = self.design.groups if len(self.losses) else []
         for group in groups:
             effect = find_effect(self.losses, group.contrast, self.until, len(groups))
             if abs(effect.difference) > effect.half_width:
@@ -53,9 +57,7 @@ def bounds_in_words(effect: Effect) -> str:
 def table_of_parts(result: Result) -> list[str]:
     """A line a part, the most needed one first."""
     rows = [("part", "without it", "99% interval", "answer")]
-    for effect, name in sorted(
-        zip(result.effects(), result.names), key=lambda pair: pair[0].difference
-    ):
+    for effect, name in result.ranking():
         without = f"{-effect.difference:+.4f}"
         rows.append((short(name, 30), without, bounds_in_words(effect), effect.verdict))
     return table(rows, "<><<")
@@ -94,15 +96,15 @@ def answer(result: Result) -> list[str]:
 
 
 def answer_as_json(result: Result) -> bytes:
-    losses = result.losses.tolist()
-    parts = [
-        {"name": name, **asdict(e)} for name, e in zip(result.names, result.effects() if losses else [])
-    ]
-    groups = [{"pairs": pairs, **asdict(effect)} for pairs, effect in result.interactions() if losses]
-    rows = result.design.rows.tolist()
-    return as_json(
-        dict(until=result.until, parts=parts, interactions=groups, combinations=rows, losses=losses)
-    )
+    pairs = zip(result.names, result.effects())
+    found = {
+        "until": result.until,
+        "parts": [{"name": name, **asdict(effect)} for name, effect in pairs],
+        "interactions": [{"pairs": names, **asdict(effect)} for names, effect in result.interactions()],
+        "combinations": result.design.rows.tolist(),
+        "losses": result.losses.tolist(),
+    }
+    return as_json(found)
 
 
 # -----------------------------------------------------------------------------
@@ -114,18 +116,16 @@ def plot_effects(result: Result, path: Path) -> None:
     FileError."""
     from tools.figures import plt, save_figure  # slow to import, and only needed here
 
-    colors = {"needed": "tab:green", "hurts": "tab:red", "barnacle": "tab:orange", "undecided": "0.45"}
-    pairs = sorted(zip(result.effects(), result.names), key=lambda pair: pair[0].difference)
+    pairs = result.ranking()
     figure, ax = plt.subplots(figsize=(8, 1.6 + 0.35 * len(pairs)))
     for row, (effect, _) in enumerate(pairs):
         error = effect.half_width if np.isfinite(effect.half_width) else 0
-        color = colors[effect.verdict]
-        ax.errorbar(-effect.difference, row, xerr=error, fmt="o", color=color, linewidth=2)
+        ax.errorbar(-effect.difference, row, xerr=error, fmt="o", color="tab:blue", linewidth=2)
     ax.set_yticks(range(len(pairs)), [f"{short(name, 40)}: {e.verdict}" for e, name in pairs])
     ax.set_ylim(len(pairs) - 0.5, -0.5)
     ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
     ax.axvspan(-result.until, result.until, color="0.9", zorder=0, label=f"less than {result.until:g}")
-    ax.set_xlabel("loss without the part, minus the loss with it, with 99% intervals")
+    ax.set_xlabel("loss without the part, minus with it")
     ax.legend(fontsize=9)
-    ax.set_title(f"{plural(len(result.losses), 'block')}", fontsize=10)
+    ax.set_title(f"{plural(len(result.losses), 'block')}, 99% intervals", fontsize=10)
     save_figure(figure, path)

@@ -29,24 +29,17 @@ class Part:
 # From commits, or from hunks
 
 
-class Store:
-    """A git repository that holds the files of some folders, so that git can compare them."""
-
-    def __init__(self, scratch: Path):
-        self.folder = scratch / "store"
-        git("init", "-q", "--bare", str(self.folder))
-
-    def tree(self, folder: Path) -> str:
-        """Stores the files. Returns the hash of their tree."""
-        where = dict(GIT_DIR=str(self.folder), GIT_WORK_TREE=str(folder))
-        where |= dict(GIT_INDEX_FILE=f"{self.folder}/{folder.name}")
+def difference(old: Path, new: Path, store: Path) -> bytes:
+    """The patch from one folder to another. git stores both in a repository of its own."""
+    git("init", "-q", "--bare", str(store))
+    trees = []
+    for folder in (old, new):
+        where = dict(GIT_DIR=str(store), GIT_WORK_TREE=str(folder))
+        where |= dict(GIT_INDEX_FILE=f"{store}/{folder.name}")
         git("-c", "core.autocrlf=false", "add", "-A", "-f", ".", cwd=folder, **where)
-        return git("write-tree", cwd=folder, **where).decode().strip()
-
-    def difference(self, old: Path, new: Path) -> bytes:
-        """The patch from one folder to another."""
-        options = ["--binary", "--full-index", "--no-renames", "--no-color", "--no-ext-diff"]
-        return git("diff", *options, self.tree(old), self.tree(new), GIT_DIR=str(self.folder))
+        trees.append(git("write-tree", cwd=folder, **where).decode().strip())
+    options = ["--binary", "--full-index", "--no-renames", "--no-color", "--no-ext-diff"]
+    return git("diff", *options, *trees, GIT_DIR=str(store))
 
 
 def split_hunks(patch: bytes) -> list[tuple[str, bytes]]:
@@ -64,12 +57,12 @@ def split_hunks(patch: bytes) -> list[tuple[str, bytes]]:
 
 
 def place_of(text: str, command: str) -> tuple[Path, str]:
-    """The repository and the revision of a source; "" for its working tree."""
+    """The repository of a source, and its last commit."""
     kind = split_source(text)[1]
     if not command:
-        return ROOT, "" if kind in ("", ".") else kind
+        return ROOT, "HEAD" if kind in ("", ".") else kind
     path, _, revision = kind.partition("@")
-    return Path(path).resolve(), revision
+    return Path(path).resolve(), revision or "HEAD"
 
 
 def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[tuple[str, Path]]:
@@ -78,8 +71,6 @@ def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[t
     other, new = place_of(idea, command)
     if other != repository:
         raise UsageError(f"{base} and {idea} are in different repositories; use --by hunk")
-    old = old or "HEAD"
-    new = new or "HEAD"
     if git("rev-list", "--max-count=1", old, "--not", new, cwd=repository):
         raise UsageError(f"{idea} doesn't contain all commits of {base}; use --by hunk")
     listing = ["log", "--reverse", "--first-parent", "--format=%H %h %s", f"{old}..{new}"]
@@ -94,16 +85,11 @@ def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[t
 def read_parts(base: Variant, idea: Variant, texts: tuple[str, str], by: str) -> list[Part]:
     """The parts of the difference of two variants, which these texts name. Raises UsageError."""
     scratch = base.folder.parent
-    store = Store(scratch)
-    steps = [("all", idea.folder)]
-    if by == "commit":
-        steps = commits_between(*texts, base.command, scratch) + [
-            ("edits without a commit", idea.folder)
-        ]
+    commits = commits_between(*texts, base.command, scratch) if by == "commit" else []
     patches = []
     old = base.folder
-    for name, new in steps:
-        patch = store.difference(old, new)
+    for name, new in [*commits, ("edits without a commit", idea.folder)]:
+        patch = difference(old, new, scratch / "store")
         patches += split_hunks(patch) if by == "hunk" else [(name, patch)]
         old = new
     parts = []

@@ -48,7 +48,15 @@ from tools.common import (
     write_file,
 )
 from tools.compare import runs as compare_runs
-from tools.compare.runs import Pool, RunError, add_variants, make_runs, open_pool, show_line
+from tools.compare.runs import (
+    Pool,
+    RunError,
+    add_variants,
+    make_runs,
+    open_pool,
+    runs_a_process,
+    show_line,
+)
 from tools.compare.sources import (
     Variant,
     check_data,
@@ -61,10 +69,6 @@ from tools.screen.answer import Result, answer, answer_as_json, plot_effects
 from tools.screen.design import Design
 from tools.screen.parts import Group, Part, choose_design, combine, given_part, members, read_parts
 from tools.sides import add_metric, judged_in_words, settle_metric
-
-BLOCKS_AT_ONCE = (
-    2  # a process of our scripts makes the runs of this many seeds; only the first one compiles
-)
 
 
 @dataclass
@@ -87,11 +91,10 @@ class Screen:
     def losses(self) -> np.ndarray:
         """Of the blocks that are whole, from the first seed on. Shape (blocks, combinations)."""
         runs = [self.pool.runs[variant.name] for variant in self.combinations()]
-        blocks = []
-        for seed in itertools.count(self.args.seed):
-            if not all(seed in logs for logs in runs):
-                return np.array(blocks).reshape(-1, len(runs))
-            blocks.append([logs[seed].end.val_loss for logs in runs])
+        seeds = itertools.count(self.args.seed)
+        whole = itertools.takewhile(lambda seed: all(seed in logs for logs in runs), seeds)
+        losses = [[logs[seed].end.val_loss for logs in runs] for seed in whole]
+        return np.array(losses).reshape(-1, len(runs))
 
     def result(self) -> Result:
         names = [" + ".join(self.parts[i].name for i in group) for group in self.groups]
@@ -124,10 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--part", metavar="[NAME=]PART", action="append", help=part)
     add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
     add("--command", default="", metavar="COMMAND", help="train with this shell command instead")
-    trial = (
-        "options that make a run short, to try a combination; default: --num_iterations 2, where the "
-    )
-    trial += "number of steps is known"
+    trial = "options of a short run, to try a combination; default: --num_iterations 2, if it has that"
     add("--try", dest="trial", default="", metavar="OPTIONS", help=trial)
     until = "a part that changes the loss by less than this is a barnacle; default: 0.002"
     add("--until", type=positive, default=0.002, metavar="LOSS", help=until)
@@ -239,9 +239,9 @@ def make_blocks(s: Screen) -> None:
     variants = s.combinations()
     check_settings(variants, 1)
     add_variants(s.pool, variants)
-    at_once = 1 if s.base.command else BLOCKS_AT_ONCE
     while (done := len(s.losses())) < s.args.blocks and s.undecided():
-        seeds = range(s.args.seed, s.args.seed + min(done + at_once, s.args.blocks))
+        blocks = min(done + runs_a_process(s.base), s.args.blocks)
+        seeds = range(s.args.seed, s.args.seed + blocks)
         wanted = [(variant, seeds) for variant in variants]
 
         def enough(new: int) -> bool:
@@ -259,16 +259,6 @@ def make_blocks(s: Screen) -> None:
 # The answer
 
 
-def report(s: Screen) -> None:
-    """Prints the answer, and writes what was asked for. Raises FileError."""
-    result = s.result()
-    print("\n".join(answer(result)))
-    if s.args.json:
-        write_file(s.args.json, answer_as_json(result))
-    if s.args.plot:
-        plot_effects(result, s.args.plot)
-
-
 def screen(argv: list[str]) -> int:
     args, common = read_arguments(argv)
     with compare_runs.locked_folder() as lock:
@@ -279,7 +269,12 @@ def screen(argv: list[str]) -> int:
         except KeyboardInterrupt:
             status = 130
         show_line()
-        report(s)
+        result = s.result()
+        print("\n".join(answer(result)))
+        if args.json:
+            write_file(args.json, answer_as_json(result))
+        if args.plot:
+            plot_effects(result, args.plot)
     if status:
         print("Interrupted; run the same command again to continue.")
     return status

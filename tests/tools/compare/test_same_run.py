@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tools.compare import compare
 from tools.compare import runs as compare_runs
 from tools.compare import sources
 from tools.compare.identity import hash_copy
-from tests.tools.helpers import git, run_main
+from tests.tools.helpers import commit_files, git, run_main
 
 # -----------------------------------------------------------------------------
 # Kept runs
@@ -29,20 +28,17 @@ def kept(tmp_path_factory):
     """A repository with runs of a base and of an idea. Gives a function: how many runs of them are kept,
     and of another idea."""
     place = tmp_path_factory.mktemp("kept")
-    names = "base/train.py base/config.json base/.gitignore base/README.md base/package/a".split()
+    names = "base/config.json base/README.md base/package/a".split()
     names += "base/data/corpus.txt base/data/deep/shard.bin outside/a.txt outside/folder/b.txt".split()
     names += "env/bin/tool env/lib/python3.11/site-packages/dream-0.1.dist-info/METADATA".split()
     names += ["outside/site/dream-0.1.dist-info/METADATA"]
     for name in names:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("Name: dream\nVersion: 0.1\n" if "METADATA" in name else name)
-    (place / "base/train.py").write_text(SCRIPT)
-    (place / "base/.gitignore").write_text("data/deep/\nlogs/\n__pycache__/\n")
     (place / "base/link").symlink_to("package")
     (place / "base/out").symlink_to("../outside/folder")
-    git(place / "base", "init", "-q")
-    git(place / "base", "add", ".")
-    git(place / "base", "commit", "-qm", "one")
+    ignored = "data/deep/\nlogs/\n__pycache__/\n"
+    commit_files(place / "base", {"train.py": SCRIPT, ".gitignore": ignored})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare_runs, "FOLDER", place / "compare")
         patch.setattr(compare_runs.launch, "gpu_maker", lambda: "")
@@ -176,33 +172,24 @@ def test_options_arrive(tmp_path, text):
 def test_copies_have_all_files(tmp_path, monkeypatch):
     """Those of the working tree and those of its commit: with submodules, links, and what archives lack."""
     module = tmp_path / "module"
-    module.mkdir()
-    (module / "inner.py").write_text("1")
-    git(module, "init", "-q")
-    git(module, "add", ".")
-    git(module, "commit", "-qm", "one")
+    commit_files(module, {"inner.py": "1"})
     place = tmp_path / "place"
-    (place / "sub" / "code").mkdir(parents=True)
-    for name in ("a.py", "config.txt", "sub/code/b.py", "sub/tool"):
-        (place / name).write_text(name)
+    files = {"a.py": "a.py", "config.txt": "", "sub/code/b.py": "", "sub/tool": ""}
+    commit_files(place, files | {".gitattributes": "config.txt export-ignore\n"})
     (place / "sub" / "tool").chmod(0o755)
-    (place / ".gitattributes").write_text("config.txt export-ignore\n")
     (place / "sub" / "link").symlink_to("../a.py")
     (place / "folder").symlink_to("sub/code")
     (place / "far").symlink_to("../module")
-    git(place, "init", "-q")
     git(place, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", "../module", "lib/m")
-    git(place, "add", ".")
-    git(place, "commit", "-qm", "one")
+    commit_files(place, {})
     monkeypatch.setenv("GIT_INDEX_FILE", "/nowhere/index")
     (place / "run.log").write_text("not copied")
     tree = sources.copy_tree(tmp_path / "copies", place)
     commit = sources.copy_commit("HEAD", tmp_path / "copies", place)
     found = hash_copy(tree, is_command=True)
     assert found == hash_copy(commit, is_command=True)
-    names = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
-    names = {name for name in names if not name.startswith(".git/") and name != "lib/m/.git"}
-    assert set(found) >= names - {"run.log"} | {"folder/b.py", "far/inner.py", "lib/m/inner.py"}
+    names = {*files, ".gitattributes", "sub/link", "folder/b.py", "far/inner.py", "lib/m/inner.py"}
+    assert names <= set(found) and "run.log" not in found
     for copy in (tree, commit):
         assert os.readlink(copy / "folder") == "sub/code"
         assert os.readlink(copy / "far") == str(module)
@@ -218,11 +205,12 @@ def test_copies_have_all_files(tmp_path, monkeypatch):
 
 
 READING = """
-import os, sys
+import os, random, sys, time
 sys.path.insert(0, {place!r})
 {code}
-print("step:1/1 val_loss:3.1")
+print("step:1/1 val_loss:3.{{:03}}".format(random.randrange(1000)))
 """
+HELLO = "print('hello', flush=True); "
 ELSEWHERE = [
     ("python {place}/train.py", "", "train.py"),
     ("cd {place} && python train.py {options}", "", "train.py"),
@@ -231,7 +219,11 @@ ELSEWHERE = [
     ("python train.py", "open({place!r} + '/config.json')", "config.json"),
     ("python train.py", "open({place!r} + '/data/x/a.bin'); open({place!r} + '/o', 'w')", ""),
     ("sh train.sh", "", "no Python got its options --lr 1; write {options} where they must stand"),
-    ("python train.py", "sys.exit(3)", "exit status 3"),
+    (
+        "python train.py",
+        "sys.exit('out of memory')",
+        "out of memory\nerror: a run failed: idea, seed 1 (exit status 1)",
+    ),
     ("python train.py {options} | cat", "print('step:1/1 val_loss:3 '); sys.exit(3)", "exit status 3"),
     (
         "python train.py",
@@ -240,46 +232,51 @@ ELSEWHERE = [
     ),
     ("python train.py", "open('data/x/b.bin', 'a')", "data/x/b.bin is new while idea trained"),
     ("python train.py", "print('step:1/9 val_loss:3 '); sys.exit()", "stopped at step 1 of 9"),
+    ("python train.py", HELLO + "time.sleep(60)", "hello\nerror: a run failed: idea, seed 1 (it took"),
+    ("python train.py", HELLO + "sys.exit()", "(no log below logs/"),
+    (
+        "python train.py",
+        "print('step:1/9 train_loss:3'); sys.exit()",
+        "no loss after its last step; it has lines like 'step:1/9 train_loss:",
+    ),
+    (
+        "python train.py",
+        "os.mkdir('logs'); [open(f'logs/{{i}}.txt', 'w').write('step:1/1 val_loss:3 ') for i in 'ab']",
+        "(it wrote 2 logs below logs/",
+    ),
+    (
+        "python train.py {seed}",
+        "print(f'step:{{sys.argv[1]}}/{{sys.argv[1]}} val_loss:3 '); sys.exit()",
+        "(it ended at step 2, an earlier run at step 1)",
+    ),
+    ("python train.py", "random.seed(0)", "(all runs end at the same loss; write {seed}"),
 ]
 
 
 @pytest.mark.parametrize("command, code, message", ELSEWHERE)
 def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     """Reading the folder that was copied is an error, apart from its data. So is what changes while it is
-    read, and a run that ends early."""
+    read, and a run that ends early or fails. Runs that were finished before are kept."""
     place = tmp_path / "place"
-    (place / "data" / "x").mkdir(parents=True)
+    script = READING.format(place=str(place), code=code.format(place=str(place)))
     files = {"config.json": "", "data/x/a.bin": "", "other.py": "", ".gitignore": "data/x/\n*.pyc\n"}
-    files["train.sh"] = "python train.py"
-    files["train.py"] = READING.format(place=str(place), code=code.format(place=str(place)))
-    for name, text in files.items():
-        (place / name).write_text(text)
-    git(place, "init", "-q")
+    commit_files(place, files | {"train.sh": "python train.py", "train.py": script})
     monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "compare")
-    idea = sources.Variant(
-        "idea", tmp_path, "", ["--lr", "1"], command=command.format(place=place, options="{options}")
-    )
+    text = command.format(place=place, options="{options}", seed="{seed}")
+    idea = sources.Variant("idea", tmp_path, "", ["--lr", "1"], command=text)
+    said = ""
     with compare_runs.locked_folder() as lock:
         idea = sources.copy_folder(str(place), replace(idea, folder=compare_runs.scratch() / "none"))
         pool = compare_runs.open_pool([idea], lock)
-
-        def make():
-            compare_runs.make_runs(pool, lambda: [(idea, [0])], lambda new: False)
-
-        if not message:
-            make()
-        else:
-            with pytest.raises(compare_runs.RunError) as error:
-                make()
-            assert message in str(error.value)
-    assert pool.made == (not message)
-
-
-def test_the_user_s_own_sitecustomize(tmp_path):
-    """It runs, too."""
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.mine = 7")
-    watch = {"folder": str(tmp_path), "origin": "/nowhere", "allowed": []}
-    env = {"PYTHONPATH": f"{compare_runs.WATCH}:{tmp_path}", "COMPARE_WATCH": json.dumps(watch)}
-    command = [sys.executable, "-c", "import sys; print(sys.mine)"]
-    assert subprocess.check_output(command, env=env) == b"7\n"
-    assert json.loads((tmp_path / "started").read_text()) == command
+        pool.timeout = 0.1
+        try:
+            compare_runs.make_runs(pool, lambda: [(idea, range(1, 4))], lambda new: False)
+        except compare_runs.RunError as error:
+            said = str(error)
+    assert message in said
+    assert pool.made == len(list((tmp_path / "compare").rglob("seed*")))
+    if not message:
+        assert said == "" and pool.made == 3
+    elif "while idea trained" not in message:
+        assert f"\nerror: a run failed: idea, seed {1 + pool.made} (" in said
+    assert not (tmp_path / "compare" / "working").exists()

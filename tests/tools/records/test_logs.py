@@ -71,8 +71,8 @@ OTHERS = {
             "": None,
             "val_bpb": None,
             "step val_bpb": (1.22, 700, 900),
-            "final_int8_roundtrip_exact val_bpb": (1.2436, 0, 0),
-            "final_int8_roundtrip_exact_val_loss": (2.0912, 0, 0),
+            "final_int8_roundtrip_exact val_bpb": (1.2436, 1, 1),
+            "final_int8_roundtrip_exact_val_loss": (2.0912, 1, 1),
         },
     ),
     "parameter-golf, April": (
@@ -80,17 +80,17 @@ OTHERS = {
         "850/900 val_loss: 2.77 val_bpb: 1.07\n"
         "diagnostic pre-quantization post-ema val_loss:2.76 val_bpb:1.06 eval_time:6ms\n"
         "quantized_ttt val_loss:2.75 val_bpb:1.05 eval_time:3ms\n",
-        {"val_bpb": None, "quantized_ttt val_bpb": (1.05, 0, 0), "Step val_bpb": (1.07, 850, 900)},
+        {"val_bpb": None, "quantized_ttt val_bpb": (1.05, 1, 1), "Step val_bpb": (1.07, 850, 900)},
     ),
     "nanochat": (
         "Step 00000 | Validation bpb: 3.2\nstep 00199/00200 (99%) | loss: 2.7 | dt: 1.2ms\n"
         "Step 00200 | Validation bpb: 0.84\nMinimum validation bpb: 0.83\n",
-        {"": None, "validation_bpb": None, "step validation bpb": (0.84, 200, 200), "minimum_validation_bpb": (0.83, 0, 0)},
+        {"": None, "validation_bpb": None, "step validation bpb": (0.84, 200, 200), "minimum_validation_bpb": (0.83, 1, 1)},
     ),
     "autoresearch": (
         "step 00001 (0.1%) | loss: 9.0\rstep 00950 (99.9%) | loss: 2.9\r\n---\n"
         "val_bpb:          0.998100\nnum_steps:        951\n",
-        {"": None, "val_bpb": (0.9981, 0, 0), "num_steps": (951, 0, 0), "-num_steps": (-951, 0, 0)},
+        {"": None, "val_bpb": (0.9981, 1, 1), "num_steps": (951, 1, 1), "-num_steps": (-951, 1, 1)},
     ),
     "slowrun": (
         "Step 00000 | Val BPB: 3.1 | Val Loss: 10.8\nStep 00099 | Epoch 1 | Val BPB: 1.1 | Val Loss: 3.3\n",
@@ -110,7 +110,7 @@ OTHERS = {
         '{"loss": 3.1, "step": 1}\n{"step": 2, "val/loss": 3.05, "core": 0.21}\n',
         {"": (3.05, 2, 2), "val/loss": (3.05, 2, 2), "core": (0.21, 2, 2)},
     ),
-    "one JSON file": ('{\n "name": "x",\n "val_bpb": 1.0614\n}', {"val_bpb": (1.0614, 0, 0)}),
+    "one JSON file": ('{\n "name": "x",\n "val_bpb": 1.0614\n}', {"val_bpb": (1.0614, 1, 1)}),
 }
 
 

@@ -3,20 +3,16 @@ Python imports this file when it starts, because runs.py names its folder in PYT
 command line, and each file that is read in the folder of which the run has a copy.
 """
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-WATCH = json.loads(os.environ["COMPARE_WATCH"])
-ORIGIN = WATCH["origin"] + "/"
-ALLOWED = [f for f in (*WATCH["allowed"], sys.prefix, sys.base_prefix) if f.startswith(ORIGIN)]
+FOLDER, ORIGIN, *DATA = json.loads(os.environ["COMPARE_WATCH"])
+ALLOWED = [f for f in (*DATA, sys.prefix, sys.base_prefix) if f.startswith(f"{ORIGIN}/")]
 
 
 def write(name, value):
-    with open(f"{WATCH['folder']}/{name}", "a") as file:
+    with open(f"{FOLDER}/{name}", "a") as file:
         print(json.dumps(value), file=file)
 
 
@@ -27,7 +23,7 @@ def watch(event, arguments):
     if event == "open" and arguments[2] & os.O_ACCMODE == os.O_WRONLY:
         return
     path = os.path.realpath(os.fsdecode(arguments[0]))
-    if not path.startswith(ORIGIN) or "/." in os.path.dirname(path)[len(ORIGIN) - 1 :]:
+    if not path.startswith(f"{ORIGIN}/") or "/." in os.path.dirname(path)[len(ORIGIN) :]:
         return  # hidden folders hold caches and environments
     if os.path.isfile(path) and not any(f"{path}/".startswith(f"{folder}/") for folder in ALLOWED):
         write("read", path)
@@ -35,8 +31,3 @@ def watch(event, arguments):
 
 write("started", sys.orig_argv)
 sys.addaudithook(watch)
-spec = importlib.machinery.PathFinder.find_spec(
-    "sitecustomize", [folder for folder in sys.path if os.path.abspath(folder) != HERE]
-)
-if spec:  # the user's own
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
