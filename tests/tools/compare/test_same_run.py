@@ -106,6 +106,7 @@ CHANGES = [
     ("", lambda patch: os.utime("base/config.json", (1, 1))),
     ("", write("base/my.patch")),
     ("", write("base/run.log")),
+    ("", write("base/answer.json", '{\n "until": 0.02,')),
     ("", write("base/logs/new.txt")),
     ("", write("base/__pycache__/train.pyc")),
     ("", lambda patch: patch.setenv("TERM", "vt52")),
