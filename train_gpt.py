@@ -1366,9 +1366,8 @@ def check_ranks_agree(facts):
     if WORLD_SIZE > 1:
         dist.all_gather_object(ranks, facts)
     for rank, others in enumerate(ranks):
-        for what in facts:
-            same = others[what] == ranks[0][what]
-            require(same, f"rank {rank} and rank 0 have different {what}; make them the same")
+        different = ", ".join(what for what in facts if others[what] != ranks[0][what])
+        require(not different, f"rank {rank} and rank 0 have different {different}; make them the same")
 
 
 def start_run(args, hp: Hyperparameters, source, data_checksums, checkpoint, table):

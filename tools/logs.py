@@ -293,7 +293,8 @@ def read_log_file(path: Path) -> bytes:
 def same(a: str, b: str) -> bool:
     """Whether two numbers are equal, or one is the other one rounded."""
     digits = min(len(number.partition(".")[2]) for number in (a, b))
-    return a == b or round(float(a), digits) == round(float(b), digits)
+    rounded = "e" not in (a + b).lower() and round(float(a), digits) == round(float(b), digits)
+    return a == b or float(a) == float(b) or rounded
 
 
 def find_name(path: Path, lines: list[Line]) -> str:

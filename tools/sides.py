@@ -159,13 +159,15 @@ def check_between(sides: list[list[Log]], tolerated: Collection[str] = ()) -> It
             if name in found and name not in tolerated and None not in found[name]:
                 old, new = found[name]
                 yield f"{first.path} and {logs[0].path} can't be compared: {name} {old} and {new}"
-    yield from check_repeats([log for logs in sides for log in logs], also_seeds=False)
+    if "log" not in tolerated:
+        yield from check_repeats([log for logs in sides for log in logs], also_seeds=False)
 
 
 def check_sides(sides: list[list[Log]], tolerated: Collection[str] = ()) -> None:
     """Raises LogError if the runs of a side aren't whole repetitions of one training, or if the sides
     can't be compared. `tolerated` names traits that may differ; "stops early" means that runs may end
-    before their schedule, and "unfinished" that they may end anywhere."""
+    before their schedule, "unfinished" that they may end anywhere, and "log" that a run may be on two
+    sides."""
     for logs in sides:
         for log in logs:
             fault = ""
@@ -176,5 +178,5 @@ def check_sides(sides: list[list[Log]], tolerated: Collection[str] = ()) -> None
                 raise LogError(f"{log.path}: {log.name}: {fault}")
         for repeat in check_repeats(logs):
             raise LogError(f"{logs[0].path.parent}: {repeat}")
-    for fault in check_between(sides, tolerated):
+    for fault in check_between(sides, {"hardware", *tolerated}):
         raise LogError(fault)

@@ -3,6 +3,7 @@ Did runs take turns? Only then can their times be compared: the same script is u
 session, on the same machine.
 """
 
+import itertools
 import math
 import re
 from datetime import datetime
@@ -26,20 +27,14 @@ def started(log: Log) -> datetime | None:
 
 
 def turns(logs: list[Log], base: list[Log]) -> list[tuple[Log, Log]]:
-    """Pairs of a run and one of the base, each made one after the other. [] if a run has no such partner, or
+    """Pairs of a run and one of the base, made one after the other. [] if one of them has no such partner, or
     no time."""
-    runs = [(started(log), side, log) for side, group in enumerate([logs, base]) for log in group]
-    times = {time for time, side, log in runs}
-    if None in times or len(times) < len(runs):  # runs in one file have one header, and so one time
+    if len(logs) != len(base) or None in map(started, [*logs, *base]):
         return []
-    runs.sort(key=lambda run: run[0])
-    pairs = []
-    for first, second in zip(runs[::2], runs[1::2]):
-        ours, theirs = sorted([first, second], key=lambda run: run[1])
-        if (ours[1], theirs[1]) != (0, 1):
-            return []
-        pairs.append((ours[2], theirs[2]))
-    return pairs if len(pairs) == len(logs) == len(base) else []
+    pairs = list(zip(sorted(logs, key=started), sorted(base, key=started)))
+    times = [time for pair in pairs for time in sorted(map(started, pair))]
+    in_turn = all(earlier < later for earlier, later in itertools.pairwise(times))
+    return pairs if in_turn else []
 
 
 def log_ratios(pairs: list[tuple[Log, Log]]) -> list[float]:

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from recipes import january2026
-from tools.common import UsageError
-from tools.compare import sources
 from tools.logs import parse_log
 from tools.records.rules import too_small
 from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, succeeds
@@ -151,15 +149,3 @@ def test_log(whole):
     seconds = float(re.search(r"after ([\d.]+) s, ", text)[1])
     # 4 sequences a step: in 5 steps of 128 tokens, and in 3 of 256, with the extension
     assert tokens * seconds == pytest.approx(4 * (5 * 128 + 3 * 256), rel=0.05)
-
-
-def test_compare_reads_the_recipe(tmp_path):
-    """Its settings, and those of an idea, come from the script itself."""
-    tree = sources.Variant("tree", sources.copy_tree(tmp_path), "train_gpt.py", [])
-    base = sources.read_variant("recipes/january2026.py", tree, ["--track", "mini"])
-    sources.check_settings([base], 1)
-    assert base.settings["seq_lens"] == [256, 512, 768]
-    assert sources.with_steps(base, 1.25).settings["num_iterations"] == 700
-    wrong = sources.read_variant("--max_window 256", base, ["--track", "mini"])
-    with pytest.raises(UsageError, match="max_window"):
-        sources.check_settings([wrong], 1)

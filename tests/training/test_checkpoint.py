@@ -177,18 +177,10 @@ def test_full_disk_leaves_the_checkpoint_whole(whole, stopped):
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     """And its name is, before training goes on."""
     calls = []
-    rename, fsync = Path.rename, os.fsync
-
-    def renamed(path, target):
-        calls.append("rename")
-        return rename(path, target)
-
-    def synced(descriptor):
-        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).suffix)
-        fsync(descriptor)
-
-    monkeypatch.setattr(Path, "rename", renamed)
-    monkeypatch.setattr(os, "fsync", synced)
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda *paths: calls.append("rename") or rename(*paths))
+    path = "/proc/self/fd/{}".format
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(Path(os.readlink(path(fd))).suffix))
     monkeypatch.chdir(tmp_path)
     assert train_gpt.main(tiny_run(tmp_path, "--save_checkpoint", num_iterations=2)) == 0
     assert calls == [".tmp", "rename", ""] * 2

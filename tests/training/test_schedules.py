@@ -1,6 +1,7 @@
 """Tests of the defaults, and of the learning rate, the momentum and the window, in exact fractions."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from fractions import Fraction
 from math import ceil
@@ -15,6 +16,7 @@ from train_gpt import (
     get_lr,
     get_muon_momentum,
     get_window_blocks,
+    parameter_table,
     set_schedules,
 )
 from tests.training.test_model import IDEAS, TINY, build
@@ -22,6 +24,7 @@ from tests.util import ROOT
 from tools.logs import parse_log
 
 HP = TRACKS["fineweb"]
+EMBEDDINGS = ("embed.weight", "value_embeds.*.weight")
 
 
 def test_defaults():
@@ -79,16 +82,10 @@ def test_optimizers_and_what_each_trains():
     adam, muon = optimizers = build_optimizers(model, hp)
     assert isinstance(adam, torch.optim.Adam)
     assert isinstance(muon, Muon)
-    names = {id(p): n for n, p in model.named_parameters()}
-    trained = [[names[id(p)] for p in g["params"]] for g in adam.param_groups]
-    assert [sorted(group) for group in trained] == [
-        ["lm_head.weight"],
-        ["embed.weight", *(f"value_embeds.{i}.weight" for i in range(3))],
-        sorted(n for n, p in model.named_parameters() if p.ndim < 2),
-    ]
-    matrices = [names[id(p)] for g in muon.param_groups for p in g["params"]]
-    want = [n for n, p in model.named_parameters() if "blocks" in n and p.ndim >= 2]
-    assert sorted(matrices) == sorted(want)
+    for line in parameter_table(model, optimizers).splitlines():
+        name, shape, trained_by = re.fullmatch(r"(\S+) +\[(.*)\] (.*)", line).groups()
+        special = {"lm_head.weight": "Adam, lr 0.22"} | dict.fromkeys(EMBEDDINGS, "Adam, lr 0.6")
+        assert trained_by == special.get(name, "Muon, lr 0.05" if "," in shape else "Adam, lr 0.04")
     for group in adam.param_groups:
         assert group["betas"] == (0.8, 0.95)
         assert group["eps"] == 1e-10

@@ -463,9 +463,12 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     """The log of a command that has ended with status 0. Raises RunError."""
     variant = worker.task.variant
     check_arrival(worker)
-    files = (worker.folder / "copy" / "logs").rglob("*")
+    files = sorted((worker.folder / "copy" / "logs").rglob("*"))
     try:
-        logs, _ = find_logs(sorted(file for file in files if file.suffix in SUFFIXES), pool.metric)
+        for suffixes in (SUFFIXES, (".jsonl", ".json")):
+            logs, _ = find_logs([file for file in files if file.suffix in suffixes], pool.metric)
+            if logs:
+                break
         if len(logs) > 1:
             fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
         log = logs[0] if logs else parse_log(worker.folder / "console.txt", pool.metric)

@@ -141,8 +141,17 @@ def check_submodule(path: Path) -> None:
         raise UsageError(f"the submodule {path} isn't checked out; run git submodule update --init")
 
 
+def not_ours(folder: str, names: list[str]) -> set[str]:
+    """What a ZIP of the repository, which has no .git, doesn't contain."""
+    folders = {name for name in names if os.path.isdir(os.path.join(folder, name))}
+    return folders if folder == str(ROOT / "data") else folders & {".venv", "logs", "__pycache__"}
+
+
 def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> None:
     """See copy_tree."""
+    if repository == ROOT and not (ROOT / ".git").exists():
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=not_ours, dirs_exist_ok=True)
+        return
     names = lines_of_git("ls-files", "-z", "--cached", cwd=repository)
     new = lines_of_git("ls-files", "-z", "--others", "--exclude-standard", cwd=repository)
     for name in new:
@@ -224,9 +233,10 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
             continue
         # Otherwise git finds the repository, and looks for the patch's paths from there
         ceiling = str(copy.parent)
+        patch = without_windows(file.read_bytes())
+        has_prefix = not re.search(rb"^diff --git (.+) \1$", patch, re.MULTILINE)  # see diff.noprefix
         try:
-            patch = without_windows(file.read_bytes())
-            git("apply", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
+            git("apply", f"-p{has_prefix:d}", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
         except UsageError as e:
             shutil.rmtree(copy)  # otherwise it would be found as the changed one
             raise UsageError(f"the patch doesn't apply ({e})") from None

@@ -49,7 +49,11 @@ def main(argv: list[str]) -> int:
     if args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")
     groups = read_groups(args.logs, args.metric)
-    tolerated = {"stops early"} if args.x == "time" else {"stops early", *MACHINE}
+    tolerated = {"stops early", "log"}
+    if args.x != "time":
+        tolerated |= MACHINE
+    if args.target is not None:
+        tolerated.add("target_val_loss")
     check_sides(list(groups.values()), tolerated)
     target = args.target
     if target is None:

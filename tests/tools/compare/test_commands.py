@@ -132,19 +132,23 @@ print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
 
 
 def test_a_metric_of_any_program(theirs):
-    """One without steps at the end, and one in coloured lines about steps, of which more is better."""
+    """One without steps at the end, one in coloured lines about steps, of which more is better, and one
+    in a file."""
     (theirs / "train.py").write_text("""
-import random, sys
+import os, random, sys
 x = random.Random(sys.argv[1]).gauss(0, 0.001) + float("".join(sys.argv[3:]) or 0)
 for step in range(3):
     print(f"step {step} (9%) | loss: 9.1", end="\\r")
     print(f"\\x1b[1m12:00:00 Step {step:05} | CORE metric: {x + step:.5f}\\x1b[0m")
 print(f"---\\nval_bpb:     {x + 1:.6f}\\nnum_steps:   951")
+os.mkdir("logs")
+open("logs/metrics.jsonl", "w").write(f'{{"step": 2, "top-1": {x}}}')
 """)
     command = ["--command", "python train.py {seed}", "--base", "theirs", "--idea", "--effect -0.01"]
     for more, verdict, judged, mean in [
         (["val_bpb"], "helps", "val_bpb at the end", 1),
         (["core metric", "--higher_is_better"], "hurts", "-core_metric at step 2", -2),
+        (["top-1"], "helps", "top_1 at step 2", 0),
     ]:
         words = words_of(*command, "--runs", "3", "--json", "o.json", "--metric", *more)
         assert words.startswith(f"effect_0.01 {verdict}.")

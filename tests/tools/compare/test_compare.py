@@ -304,7 +304,10 @@ def test_what_can_be_compared(place):
     """Options, a patch, a file, a revision, the working tree, each with options too."""
     source = STANDIN.read_text()
     patched = source.replace("noise: float = 0.002", "noise: float = 0.003")
-    (place / "p.patch").write_text(patch_of("train_gpt.py", source, patched))
+    patch = patch_of("train_gpt.py", source, patched)
+    (place / "p.patch").write_text(patch)
+    plain = patch.replace("a/train", "train").replace("b/train", "train")
+    (place / "plain.patch").write_text("diff --git train_gpt.py train_gpt.py\n" + plain)
     (place / "my script.py").write_text("text")
     (place / "train_gpt.py").write_text("now")
     scratch = place / "logs" / "scratch"
@@ -315,6 +318,7 @@ def test_what_can_be_compared(place):
     for what, name, expected, options in [
         ("--effect 0.1 --slower=2", "effect_0.1_slower_2", source, ["--effect", "0.1", "--slower=2"]),
         ("p.patch --effect 1", "p_effect_1", patched, ["--effect", "1"]),
+        ("plain.patch", "plain", patched, []),  # of git diff --no-prefix
         ("'my script.py'", "my_script", "text", []),
         ("v1~0", "v1_0", source, []),
         (".", "worktree", "now", []),

@@ -200,6 +200,9 @@ def test_logs_of_other_machines(sides, name):
     assert refuses(*VERIFY)
     assert refuses(*PLOT, "--x", "time")
     assert call(*PLOT).returncode == call(*OPTIMIZATION, "--against", "base").returncode == 0
+    for i in range(3):  # labels may be of different machines, and share a run
+        write("idea", i, **MACHINES[name])
+    assert call("plot", "base", "idea/0.txt", *PLOT[1:], "--x", "time").returncode == 0
 
 
 @pytest.mark.parametrize("change", SAME)
