@@ -147,7 +147,6 @@ def test_truncation():
 
 
 def test_adams_tables_are_rounded_to_nearest():
-    """A resumed optimizer, too, has moments in float32: PyTorch's would round them to bf16."""
     p = torch.nn.Parameter(gradient(0, (1000,)).bfloat16())
     adam = new_adam(p)
     want = reference.Adam(p.detach(), 0.1 / 0.008, (0.5, 0.95), 1 / 0.005)
@@ -158,12 +157,6 @@ def test_adams_tables_are_rounded_to_nearest():
         adam.step()
         same = p.detach() == want.weight.bfloat16()
         assert same.float().mean() > 0.995  # ties and float32 aside
-    resumed = new_adam(p)
-    resumed.load_state_dict(adam.state_dict())
-    assert resumed.state[p].keys() == {"step", "mean", "mean_square"}
-    for name, value in resumed.state[p].items():
-        assert value.dtype == torch.float32
-        assert torch.equal(value, adam.state[p][name])
 
 
 # --------------------------------------------------------------- the training step

@@ -87,7 +87,6 @@ def print_parts(figures):
     parts = [
         ("forward", "forward ms", micro_step / 3),
         ("backward", "backward ms", micro_step * 2 / 3),
-        ("forward+backward", "forward+backward ms", micro_step),
         ("optimizers", "optimizer ms", muon),
         ("whole step", "step ms", step + muon),
     ]

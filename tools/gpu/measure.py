@@ -199,7 +199,6 @@ def measure(training, repeats, peak_flops):
         "step tokens": hp.batch_tokens,
         "forward ms": forward_ms,
         "backward ms": backward_ms,
-        "forward+backward ms": forward_ms + backward_ms,
         "optimizer ms": optimizer_ms,
         "step ms": step_ms,
         "tokens/s": hp.batch_tokens / (step_ms / 1000),
