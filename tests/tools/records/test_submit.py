@@ -141,7 +141,7 @@ def test_records_are_refused(tmp_path, filed, change, reason):
 def test_make_trains_both_in_turns(tmp_path, monkeypatch):
     """With the stand-in as train_gpt.py: the first record, and one that is twice as fast."""
     script = (ROOT / "tests/tools/compare/standin.py").read_text()
-    script = script.replace("flags: -;", "flags: -march=native;")
+    script = script.replace("flags: -; model compiled: no", "flags: -march=native; model compiled: yes")
     plan = dict(processes=1, options=[])
     monkeypatch.setattr(make.launch, "check_machine", lambda *words: plan)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
