@@ -36,46 +36,26 @@ class UsageError(Exception):
 # Cores
 def usable_cores(root: Path = Path("/")) -> int:
     """The cores that this process may use, at least 1. A cgroup's quota counts, rounded down: a
-    container that is limited to 2.5 cores of 8 has 2. `root` is where /proc and /sys are found."""
+    container that is limited to 2.5 cores of 8 has 2. `root` is where /sys is found."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    for folder in cgroup_folders(root):
-        cores = min(cores, cgroup_quota(folder))
-    return max(1, int(cores))
-
-
-def cgroup_folders(root: Path) -> list[Path]:
-    """The folders of the cgroups that this process is in, and all folders around them."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:  # "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            own = mount / path.strip("/")  # may lead out of what is mounted here
-            folders += [own, *own.parents]
-    return folders
+    return max(1, int(min(cores, cgroup_quota(root / "sys/fs/cgroup"))))
 
 
 def cgroup_quota(folder: Path) -> float:
-    """How many cores a cgroup may use; infinity without a limit or without its files."""
+    """How many cores a container may use; infinity without a limit or without its files."""
     try:
         if (folder / "cpu.max").exists():  # version 2
             quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8")
-            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8")
+            quota = (folder / "cpu/cpu.cfs_quota_us").read_text(encoding="utf-8")
+            period = (folder / "cpu/cpu.cfs_period_us").read_text(encoding="utf-8")
         cores = int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):  # ValueError: "max", which is no limit
-        return float("inf")
-    if cores <= 0:  # -1 is no limit in version 1
-        return float("inf")
-    return cores
+        return math.inf
+    return cores if cores > 0 else math.inf  # -1 is no limit in version 1
 
 
 def chosen_threads() -> int:

@@ -64,27 +64,34 @@ usage: ./run.sh [OPTIONS]            train; first, install packages and get data
 With --device cpu, GPUs aren't used. --help after a command lists its options.
 """
 PATHS = ["log_dir", "train_files", "val_files", "resume"]  # options of trainings
-# command: its module, and the folders whose requirements.txt it needs
 COMMANDS = {
-    "train": ("train_gpt", []),
-    "prepare": ("train_gpt", []),
-    "compare": ("tools.compare.compare", ["tools"]),
-    "screen": ("tools.screen.screen", ["tools"]),
-    "verify": ("tools.records.verify", ["tools"]),
-    "submit": ("tools.records.submit", ["tools"]),
-    "replay": ("tools.records.replay", ["tools"]),
-    "plot": ("tools.records.plot", ["tools"]),
-    "bench": ("tools.gpu.bench", ["tools"]),
-    "gpu-report": ("tools.gpu.report", ["tools"]),
-    "levers": ("tools.levers", []),
-    "sample": ("evals.sample", []),
-    "hellaswag": ("evals.hellaswag", ["evals"]),
-    "data shakespeare": ("data.shakespeare", []),
-    "data fineweb": ("data.cached_fineweb10B", []),
-    "data edu": ("data.fineweb edu", ["data"]),
-    "data text": ("data.fineweb text", []),
-    "test": ("", ["tools", "data", "evals", "tests"]),
-    "test machines": ("tests.machines", ["tools", "data", "evals", "tests"]),
+    "train": "train_gpt",
+    "prepare": "train_gpt",
+    "compare": "tools.compare.compare",
+    "screen": "tools.screen.screen",
+    "verify": "tools.records.verify",
+    "submit": "tools.records.submit",
+    "replay": "tools.records.replay",
+    "plot": "tools.records.plot",
+    "bench": "tools.gpu.bench",
+    "gpu-report": "tools.gpu.report",
+    "levers": "tools.levers",
+    "sample": "evals.sample",
+    "hellaswag": "evals.hellaswag",
+    "data shakespeare": "data.shakespeare",
+    "data fineweb": "data.cached_fineweb10B",
+    "data edu": "data.fineweb edu",
+    "data text": "data.fineweb text",
+    "test": "pytest",
+    "test machines": "tests.machines",
+}
+# The folders whose requirements.txt a command needs. Those of tools/ need that of tools/.
+ALL_FOLDERS = ["tools", "data", "evals", "tests"]
+FOLDERS = {
+    "hellaswag": ["evals"],
+    "data edu": ["data"],
+    "test": ALL_FOLDERS,
+    "test machines": ALL_FOLDERS,
 }
 
 
@@ -548,23 +555,15 @@ def parse(name, words):
     return args, words
 
 
-def test_command(python, arguments):
-    """./run.sh test. Returns the command that it becomes."""
-    for i, word in enumerate(arguments):
-        if os.path.exists(word.split("::")[0]):
-            arguments[i] = from_caller(word)
-    get_data(python, dict(train_files="data/shakespeare/*"))
-    os.chdir(ROOT)
-    # a process a core; those that run out of tests take some from another; paths replace "tests"
-    workers = "-n auto --maxprocesses 8 --dist worksteal".split()
-    return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *arguments]
-
-
 def command_line(name, python, arguments):
     """Returns the command that ./run.sh NAME becomes. Its exit status and signals are its own."""
     if name == "test":
-        return test_command(python, arguments)
-    script, *words = COMMANDS[name][0].split()
+        get_data(python, dict(train_files="data/shakespeare/*"))
+        os.chdir(ROOT)
+        # a process a core; those that run out of tests take some from another; paths replace "tests"
+        workers = "-n auto --maxprocesses 8 --dist worksteal".split()
+        return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *arguments]
+    script, *words = COMMANDS[name].split()
     os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's
     return [python, "-P", "-m", script, *words, *arguments]
 
@@ -595,7 +594,8 @@ def launch(argv):
     wants_help = "--help" in words or "-h" in words
     if wants_help and name == "train":
         print(USAGE, flush=True)
-    script, folders = COMMANDS[name]
+    script = COMMANDS[name]
+    folders = FOLDERS.get(name, ["tools"] if script.startswith("tools.") else [])
     theirs = any(word.startswith(("--command", "--base_logs")) for word in words)  # of compare
     try:
         with setup_lock():

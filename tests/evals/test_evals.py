@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import train_gpt
@@ -112,14 +112,6 @@ def trained(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_gpt2_forward_is_the_models_own():
-    model = gpt2_model()
-    ids = text(3, 64)
-    expected = model.module.logits(ids)
-    torch.testing.assert_close(model.logits(ids), expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     "max_window, long_layers, free_layers, changes",
     [
@@ -151,6 +143,7 @@ def test_speedrun_forward_is_the_models_own(max_window, long_layers, free_layers
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_cached_logits_are_those_of_the_whole_text(name):
+    """And those of GPT-2 are the model's own."""
     model = MODELS[name]()
     sizes = [1, 20, 1, 1, 30]
     if name == "speedrun":
@@ -161,6 +154,8 @@ def test_cached_logits_are_those_of_the_whole_text(name):
     for part in ids.split(sizes, dim=1):
         parts.append(model.forward(model.module, part, cache))
     whole = model.logits(ids)
+    if name == "gpt2":
+        torch.testing.assert_close(whole, model.module.logits(ids), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-3, atol=1e-3)
     cache = model.new_cache(*ids.shape)
     last = model.forward(model.module, ids, cache, last_only=True)
@@ -185,21 +180,6 @@ def test_greedy_decoding_is_that_without_a_cache(name):
     found = torch.stack(found, dim=1)
     assert torch.equal(found, ids[:, 60:])
     assert len(found.unique()) > 3, "the text only repeats itself, so the comparison says nothing"
-
-
-@pytest.mark.parametrize("name, layers", [("gpt2", 2), ("speedrun", 4)])  # the fifth has no attention
-def test_a_token_costs_one_query(name, layers, monkeypatch):
-    """With a cache, each step after the first runs the layers on one token."""
-    attention = F.scaled_dot_product_attention
-    queries = []
-
-    def counting(q, k, v, **options):
-        queries.append(q.size(2))
-        return attention(q, k, v, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
-    list(models.generate(MODELS[name](), text(1, 10), 50))
-    assert queries == [10] * layers + [1] * 49 * layers
 
 
 def test_sampling_follows_the_distribution():
@@ -228,7 +208,6 @@ def test_sampling_follows_the_distribution():
     torch.testing.assert_close(frequency[ids], top.softmax(-1), atol=0.02, rtol=0)
     assert frequency[ids].sum() == 1
     assert draw(1.0, 0).unique().numel() == 257
-    assert torch.equal(drawn, draw(0.7, 5))
 
 
 # -----------------------------------------------------------------------------
@@ -236,32 +215,20 @@ def test_sampling_follows_the_distribution():
 
 
 @torch.no_grad()
-def test_a_checkpoint_loads_and_can_be_exported(trained, tmp_path, monkeypatch):
-    weights = torch.load(trained, weights_only=True)["model"]
-    exported = tmp_path / "mine.safetensors"
-    run_sample(trained, "--export", exported)
-    torch.testing.assert_close(load_file(exported), dict(weights), rtol=0, atol=0)
-    for existing in (trained, exported):
-        with pytest.raises(FileExistsError):
-            run_sample(trained, "--export", existing)
-    monkeypatch.setattr(train_gpt, "DTYPE", torch.bfloat16)  # as on GPUs; evals/ use float32
-    for path in (trained, exported):
-        model = models.load(str(path))
-        for name, weight in model.module.state_dict().items():
-            torch.testing.assert_close(weight, weights[name].float(), rtol=0, atol=0)
-        assert (model.vocab_size, model.eot, model.context) == (257, 256, 128)
-
-
-def test_a_model_of_the_gpt2_recipe_loads(tmp_path):
-    expected = gpt2_model()
+@pytest.mark.parametrize("name, context", [("gpt2", 64), ("speedrun", 1024)])
+def test_a_saved_model_loads_and_can_be_exported(name, context, tmp_path, monkeypatch):
+    expected = MODELS[name]()
     path = save(tmp_path / "run.pt", expected)
     exported = tmp_path / "mine.safetensors"
     run_sample(path, "--export", exported)
+    with pytest.raises(FileExistsError):
+        run_sample(path, "--export", exported)
     ids = text(1, 20)
-    for name in (path, exported):
-        loaded = models.load(str(name))
+    monkeypatch.setattr(train_gpt, "DTYPE", torch.bfloat16)  # as on GPUs; evals/ use float32
+    for file in (path, exported):
+        loaded = models.load(str(file))
         assert torch.equal(loaded.logits(ids), expected.logits(ids))
-        assert (loaded.vocab_size, loaded.eot, loaded.context) == (257, 256, 64)
+        assert (loaded.vocab_size, loaded.eot, loaded.context) == (257, 256, context)
 
 
 def test_models_of_another_version_are_refused(tmp_path):

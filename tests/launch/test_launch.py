@@ -7,7 +7,6 @@ Most run in this process: `machine` stands for the programs that launch.py asks 
 
 import ast
 import fcntl
-import http.server
 import importlib.util
 import os
 import shutil
@@ -161,10 +160,11 @@ def test_a_new_environment_is_ready_only_after_the_installation(machine):
     machine.status = 1
     with pytest.raises(LaunchError):
         launch.install([])
-    file(launch.VENV / "half")
     machine.status = 0
-    assert launch.install([]) == launch.VENV / "bin" / "python"
-    assert sorted(path.name for path in launch.VENV.iterdir()) == ["ours", "ready"]
+    for _ in range(2):  # it is made again, because no Python runs in it
+        file(launch.VENV / "half")
+        assert launch.install([]) == launch.VENV / "bin" / "python"
+        assert sorted(path.name for path in launch.VENV.iterdir()) == ["ours", "ready"]
     assert machine.ran[1][-2:] == ["torch==2.13.0", "numpy==2.4.6"]
 
     machine.answers["sys.path"] = "x\n"
@@ -177,13 +177,6 @@ def test_a_new_environment_is_ready_only_after_the_installation(machine):
         launch.install([])
     assert machine.ran[2][7:] == ["numpy==2.4.6"]
     assert [path.name for path in launch.VENV.iterdir()] == ["ours"]
-
-
-def test_an_environment_without_a_python_is_made_again(machine):
-    for name in ("ours", "ready", "half"):
-        file(launch.VENV / name)
-    launch.install([])
-    assert not (launch.VENV / "half").exists()
 
 
 def test_an_environment_that_is_not_ours_stays(machine):
@@ -311,6 +304,11 @@ def test_which_build_of_pytorch(machine, tmp_path, monkeypatch, answers, files, 
             "index-url='http://127.0.0.1:9'",
             "can't reach the package index http://127.0.0.1:9; check the net",
         ),
+        (
+            "No matching distribution found for x==1",
+            "no-index='1'",
+            "the package index has no x==1 for Python 3",
+        ),
         ("something new", "no-index='1'", "its output is above"),
     ],
 )
@@ -321,25 +319,6 @@ def test_an_installation_that_fails(machine, capsys, error, settings, says):
     with pytest.raises(LaunchError, match=says):
         launch.pip_install("python", ["numpy==2.4.6"])
     assert ("Collecting" in capsys.readouterr().err) == (error == "something new")
-
-
-class Empty(http.server.BaseHTTPRequestHandler):
-    """A package index without packages."""
-
-    def do_GET(self):
-        self.send_error(404)
-
-
-def test_the_real_pip_finds_nothing(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Empty) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(LaunchError, match="the package index has no no-package==1 for Python 3"):
-            launch.pip_install(sys.executable, ["no-package==1"])
-        server.shutdown()
 
 
 def imported(files):
@@ -545,11 +524,10 @@ def test_the_command_line_of_a_command(training, tmp_path, words, folders, comma
 
 
 def test_pytest_runs_in_the_repository(training):
-    file(Path("x.py"))
-    launch.launch(["test", "x.py::a", "--slow"])
+    launch.launch(["test", "tests/x.py", "--slow"])
     command = training.ran[-1]
     assert command[:3] == ["python", "-m", "pytest"]
-    assert command[-2:] == ["../x.py::a", "--slow"]
+    assert command[-2:] == ["tests/x.py", "--slow"]
     assert Path.cwd() == launch.ROOT
 
 
@@ -561,8 +539,8 @@ def test_compare_checks_the_machine(training):
 
 
 def test_the_modules_of_all_commands_exist():
-    for module, _ in launch.COMMANDS.values():
-        assert importlib.util.find_spec((module or "pytest").split()[0]), module
+    for module in launch.COMMANDS.values():
+        assert importlib.util.find_spec(module.split()[0]), module
 
 
 def test_what_does_not_exist(training, capsys):

@@ -25,14 +25,12 @@ def main():
     )
     parser.add_argument("--list", action="store_true", help="list the machines and exit")
     args = parser.parse_args()
-    cases = [case for case in CASES if args.only.lower() in case.machine.lower()]
+    cases = {name: case for name, case in CASES.items() if args.only.lower() in name.lower()}
     if args.list:
-        for case in cases:
-            print(f"{case.machine} ({case.wanted})")
+        print(*cases, sep="\n")
         return 0
     if not cases:
-        print(f"error: no machine's name contains {args.only!r}; --list shows them", file=sys.stderr)
-        return 2
+        parser.error(f"no machine's name contains {args.only!r}; --list shows them")
     # Background jobs of a shell ignore Ctrl-C, and so would the processes that the cases interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return 1 if print_table(cases) else 0

@@ -26,7 +26,6 @@ from tests.recipes.test_2026_model import (
     randomize,
     tiny,
 )  # in_float32 is for all tests here
-from tests.util import spawn
 
 
 def gradient(step, shape, scale=1.0):
@@ -232,46 +231,3 @@ def test_train_step():
         if step == 33:  # the embedding goes on from the head's moments
             moments = [adam.state[p] for p in (model.embed, model.lm_head)]
             torch.testing.assert_close(*moments, rtol=0, atol=0)
-
-
-# --------------------------------------------------------------- processes
-# Matmuls are in float32: how bf16 ones round depends on the size of a batch, on some CPUs
-BANKS = [(5, 4, 24, 24), (3, 40, 24), (1, 24, 56)]
-
-
-def muon_steps(dtype, resume):
-    """The weights and the state of all ranks after four steps, before the last of which it is resumed."""
-    january2026.DTYPE = torch.float32
-    banks = []
-    for i, shape in enumerate(BANKS):
-        banks.append(torch.nn.Parameter(gradient(i, shape).to(dtype)))
-    muon = new_muon(*banks)
-    for step in range(4):
-        if resume and step == 3:
-            saved = muon.state_dict()
-            muon = new_muon(*banks)
-            muon.load_state_dict(saved)
-        for i, bank in enumerate(banks):
-            bank.grad = gradient(10 * step + i, bank.shape).to(dtype)
-        muon.step()
-    tensors = [bank.detach().float() for bank in banks]
-    for state in muon.state_dict()["state"].values():
-        assert {value.dtype for value in state.values()} == {torch.float32}
-        tensors += state.values()
-    return tensors
-
-
-def muon_child(rank, world_size, folder):
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.save(muon_steps(dtype, resume=True), f"{folder}/{rank}_{dtype}.pt")
-
-
-def test_muon_on_several_processes(tmp_path, monkeypatch):
-    """On all ranks, weights and the gathered state are those of one process that wasn't resumed."""
-    monkeypatch.setattr(january2026, "DTYPE", torch.float32)  # restores it
-    spawn(muon_child, 3, tmp_path, str(tmp_path))
-    for dtype in (torch.float32, torch.bfloat16):
-        alone = muon_steps(dtype, resume=False)
-        for rank in range(3):
-            got = torch.load(tmp_path / f"{rank}_{dtype}.pt")
-            torch.testing.assert_close(got, alone, rtol=1e-5, atol=1e-5)

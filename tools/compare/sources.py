@@ -321,11 +321,8 @@ def read_source(kind: str, base: Variant) -> Variant:
 
 
 def default_name(kind: str, options: list[str]) -> str:
-    if kind == ".":
-        kind = "worktree"
-    elif kind and ("@" in kind or Path(kind).exists()):
-        kind = Path(kind).resolve().name
-    words = [re.sub(r"\.(py|patch|diff)$", "", kind)]
+    name = "worktree" if kind == "." else kind and Path(kind).resolve().name
+    words = [re.sub(r"\.(py|patch|diff)$", "", name)]
     return "_".join(words + [word.lstrip("-") for word in options])
 
 

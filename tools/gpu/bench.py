@@ -29,19 +29,15 @@ datasheet, even if the head runs in FP8.
 
 import os
 import sys
-import time
 
 from tools.common import (
-    as_json,
     command_parser,
     environment,
-    output_file,
     plural,
     positive,
     run_command,
     table,
     whole_number,
-    write_file,
 )
 
 if __name__ == "__main__" and not environment().items() <= os.environ.items():
@@ -129,7 +125,6 @@ def read_options(argv):
         metavar="N",
         help="timed repetitions, after half as many untimed ones (default: 20)",
     )
-    add("--json", type=output_file, metavar="FILE", help="write all numbers to this file, too")
     add("--kernels", type=whole_number, metavar="N", help="list the N slowest kernels of a step")
     add(
         "--peak_tflops",
@@ -160,14 +155,6 @@ def bench(argv):
     print_parts(figures)
     if args.kernels:
         print_kernels(training.last_step, args.kernels)
-    if args.json:
-        facts = {
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": machine,
-            "PyTorch": torch.__version__,
-            "command": " ".join(["./run.sh bench", *argv]),
-        }
-        write_file(args.json, as_json(facts | figures))
 
 
 if __name__ == "__main__":

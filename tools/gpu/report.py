@@ -39,7 +39,6 @@ from tools.common import (
     UsageError,
     as_json,
     command_parser,
-    positive,
     run_command,
     stop_on_signals,
     write_file,
@@ -107,7 +106,7 @@ def write_report(folder, conditions, results):
     write_file(folder / "gpu_report.md", page(conditions, results).encode())
 
 
-def make_report(folder, only, minutes):
+def make_report(folder, only, minutes=20):
     """Runs the stages, or only those named, and writes the report after each of them."""
     deadline = time.monotonic() + 60 * minutes
     machine = run_stage("machine", 180)
@@ -150,16 +149,9 @@ def gpu_report(argv):
         metavar="DIR",
         help="folder of the report (default: logs/report)",
     )
-    add(
-        "--minutes",
-        type=positive,
-        default=20,
-        metavar="N",
-        help="stop after N minutes, a stage after N / 3 minutes (default: 20)",
-    )
     args = parser.parse_args(argv)
     launch.get_data(sys.executable, vars(train_gpt.TRACKS["mini"]))
-    make_report(args.out, args.stage, args.minutes)
+    make_report(args.out, args.stage)
 
 
 if __name__ == "__main__":

@@ -122,6 +122,7 @@ def finite_losses(run: Log) -> dict[int, float]:
 # -----------------------------------------------------------------------------
 # The rule
 
+
 def judge_result(result: Result) -> Decision:
     """Is the mean loss low enough below the target?"""
     formula = f"({TARGET} - {result.mean:.6f}) * sqrt({result.n})"
@@ -145,6 +146,7 @@ def judge_pair(new: Result, old: Result) -> Decision:
 
 # -----------------------------------------------------------------------------
 # Output
+
 
 def print_recipe(recipe: Recipe) -> None:
     """The results around the one that counts, or the last ones, and the losses of each run."""

@@ -334,21 +334,18 @@ def test_what_can_be_compared(place):
 def test_an_idea_of_a_commit(place):
     """The idea's folder names the base, whatever the working tree is. --base overrides it."""
     source = STANDIN.read_text()
-    changed = source.replace("effect: float = 0.0 ", "effect: float = 0.03 ")
-    patch = patch_of("train_gpt.py", source, changed)
-    folder = write_idea(place / "ideas" / "worse-0.03", patch, commit="v1", options="--slower '1.1'")
+    worse = ("effect: float = 0.0 ", "effect: float = 0.03 ")
+    patch = patch_of("train_gpt.py", source, source.replace(*worse))
+    folder = write_idea(place / "ideas" / "worse-0.03", patch, commit="v1", options="--slower 1.1")
     now = source.replace("takes: float = 0.0 ", "takes: float = 0.1 ")
     (place / "train_gpt.py").write_text(now)
-
-    def sources(*arguments):
-        """Those of the base and of the idea."""
-        found = answer(place, "--idea", "ideas/worse-0.03", *arguments, "--runs", "2")
-        logs = [parse_log(found["runs"][name][0]["path"]) for name in (found["base"], "worse-0.03")]
-        assert logs[1].hyperparameters["slower"] == 1.1
-        return [log.source.decode() for log in logs]
-
-    assert sources() == [source, changed]
-    assert sources("--base", ".") == [now, now.replace("effect: float = 0.0 ", "effect: float = 0.03 ")]
+    for more, expected in (([], source), (["--base", "."], now)):
+        found = answer(place, "--idea", "ideas/worse-0.03", *more, "--runs", "2")
+        paths = [found["runs"][name][0]["path"] for name in (found["base"], "worse-0.03")]
+        base, idea = map(parse_log, paths)
+        assert idea.hyperparameters["slower"] == 1.1
+        assert base.source.decode() == expected
+        assert idea.source.decode() == expected.replace(*worse)
     write_idea(folder, patch)  # without a commit, it is for the working tree
     assert compare.base_of_ideas([str(folder)]) == "."
 

@@ -32,9 +32,7 @@ SMI_ROW = """\
 | N/A   38C    P0              75W / 700W |      3MiB / 81559MiB |      0%      Default |
 |                                         |                      |             Disabled |
 +-----------------------------------------+----------------------+----------------------+"""
-SMI_HEAD = (
-    "| NVIDIA-SMI 535.183.06             Driver Version: 535.183.06   CUDA Version: 12.2     |"
-)
+SMI_HEAD = "| NVIDIA-SMI 535.183.06             Driver Version: 535.183.06   CUDA Version: 12.2     |"
 SMI = "\n".join([SMI_HEAD, *(SMI_ROW.format(i=i) for i in range(8))])
 # Training times in ms. The runs of make_runs() take about 100 s by default.
 FASTER = (90_000, 90_300, 89_900, 90_200)
@@ -116,7 +114,9 @@ def make_runs(
     return folder
 
 
-MAINS = dict(compare=compare.main, verify=verify.main, replay=replay.main, plot=plot.main, submit=submit.main)
+MAINS = dict(
+    compare=compare.main, verify=verify.main, replay=replay.main, plot=plot.main, submit=submit.main
+)
 
 
 def run(script: str, *arguments, cwd="/") -> subprocess.CompletedProcess:

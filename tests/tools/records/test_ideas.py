@@ -13,7 +13,10 @@ from tools.compare import sources as compare_sources
 from tests.util import ROOT, random_tokens, read_log, run_forked, val_losses, write_shard
 
 RECORDS = ROOT / "records"
-IDEAS = {folder.name: compare_sources.read_idea(folder) for folder in sorted((RECORDS / "mini/ideas").iterdir())}
+IDEAS = {
+    folder.name: compare_sources.read_idea(folder)
+    for folder in sorted((RECORDS / "mini/ideas").iterdir())
+}
 
 
 @pytest.mark.parametrize("content", ['["part"]', '{"options": ["--a"]}', "{"])

@@ -85,7 +85,12 @@ OTHERS = {
     "nanochat": (
         "Step 00000 | Validation bpb: 3.2\nstep 00199/00200 (99%) | loss: 2.7 | dt: 1.2ms\n"
         "Step 00200 | Validation bpb: 0.84\nMinimum validation bpb: 0.83\n",
-        {"": None, "validation_bpb": None, "step validation bpb": (0.84, 200, 200), "minimum_validation_bpb": (0.83, 1, 1)},
+        {
+            "": None,
+            "validation_bpb": None,
+            "step validation bpb": (0.84, 200, 200),
+            "minimum_validation_bpb": (0.83, 1, 1),
+        },
     ),
     "autoresearch": (
         "step 00001 (0.1%) | loss: 9.0\rstep 00950 (99.9%) | loss: 2.9\r\n---\n"
@@ -197,7 +202,11 @@ def test_what_is_not_one_whole_run(tmp_path):
     for changed, why, unfinished in [
         (text, "", False),
         (text[:last], "no final validation", True),
-        (text[: text.index("step:400/600 train")] + "step:400/600 tr", "stopped at step 400 of 600", True),
+        (
+            text[: text.index("step:400/600 train")] + "step:400/600 tr",
+            "stopped at step 400 of 600",
+            True,
+        ),
         (text[: last + 24], "no final validation", True),  # cut in 1.4900
         (text.replace("val_loss:1.4900", "val_loss:nan"), "final val_loss nan", True),
         (text.replace("train_time:100000ms", "train_time:0ms"), "no training time", False),
@@ -255,7 +264,10 @@ def test_what_is_ignored_in_a_folder_is_named(tmp_path, capsys):
         (tmp_path / "runs" / name).touch()
     (tmp_path / "runs" / "more").mkdir()
     read_logs([tmp_path / "runs"])
-    assert capsys.readouterr().err == f"{tmp_path}/runs: ignored, because they aren't logs: b.txt.gz, more/\n"
+    assert (
+        capsys.readouterr().err
+        == f"{tmp_path}/runs: ignored, because they aren't logs: b.txt.gz, more/\n"
+    )
 
 
 def test_what_is_no_log(tmp_path):

@@ -52,7 +52,10 @@ def lines(pattern: str, new: str):
 
 # No command may use this log
 BROKEN = {
-    **{f"cut in line {line}": lambda text, line=line: text.rsplit("\n", line)[0][:-30] for line in range(4, 14)},
+    **{
+        f"cut in line {line}": lambda text, line=line: text.rsplit("\n", line)[0][:-30]
+        for line in range(4, 14)
+    },
     "cut in the last number": lambda text: text[: text.index(LAST) + 25],
     "a bar cuts the last number": end(LAST[:25] + "\r 51%|#####"),
     "nan": end(LAST.replace("1.4900", "nan")),
@@ -117,7 +120,9 @@ def write(side: str, i: int, **settings) -> Path:
 def sides(tmp_path, monkeypatch):
     """Three runs of a base, and of an idea. Nothing is drawn."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plot, "plot_curves", lambda groups, *more: [curve(g, "step") for g in groups.values()])
+    monkeypatch.setattr(
+        plot, "plot_curves", lambda groups, *more: [curve(g, "step") for g in groups.values()]
+    )
     for i in range(3):
         write("base", i, loss=1.495 + i / 1000)
         write("idea", i, loss=1.490 - i / 1000)

@@ -84,9 +84,7 @@ def test_threshold_of_a_result(tmp_path, losses, accepted):
         (3.2790, 20, 3375, 3.2788, 20, 3425, True),
     ],
 )
-def test_threshold_of_a_pair(
-    tmp_path, new, new_runs, new_steps, old, old_runs, old_steps, accepted
-):
+def test_threshold_of_a_pair(tmp_path, new, new_runs, new_steps, old, old_runs, old_steps, accepted):
     mine = folder_of(tmp_path / "mine", [new] * new_runs, new_steps)
     before = folder_of(tmp_path / "before", [old] * old_runs, old_steps)
     decision = decide(mine, before)
@@ -218,4 +216,3 @@ QUOTED = 'print("step:9/9 val_loss:1.0")\n"""\nstep:9/9 val_loss:1.0\n"""\n'
 def test_logs_of_the_field(tmp_path, options):
     path = field_log(tmp_path / "a.txt", 3.27850, **options)
     assert optimization.read_recipe("new", [path]).result == optimization.Result(3500, [3.2785])
-

@@ -29,6 +29,7 @@ from tests.tools.records.makers import (
 # -----------------------------------------------------------------------------
 # Replay
 
+
 @pytest.mark.parametrize("source", ["x = 1\r\n\r\ny = 2\r\n", "\n\n# ü\n\n\n", f"'{LINE}'\n# {LINE}"])
 def test_replay_is_byte_for_byte(tmp_path, source):
     path = our_log(tmp_path / "a.txt", source=source)
@@ -115,6 +116,7 @@ def test_replay_diff(tmp_path):
 
 # -----------------------------------------------------------------------------
 # Plots
+
 
 def test_curve(tmp_path):
     losses = [1.48, 1.5, 1.46]
