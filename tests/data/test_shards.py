@@ -84,21 +84,6 @@ def test_interrupted_at_any_line_leaves_a_whole_shard(tmp_path):
     assert path.read_bytes() == new
 
 
-def test_tokens_are_split_as_by_slicing():
-    rng = np.random.default_rng(2)
-    for _ in range(200):
-        count = int(rng.integers(0, 60))
-        tokens = rng.integers(0, 65536, count).astype(np.uint16)
-        cuts = np.sort(rng.integers(0, count + 1, rng.integers(0, 8)))
-        first, size = rng.integers(1, 15, 2).tolist()
-        expected = [tokens[:first]] if count else []
-        for i in range(first, count, size):
-            expected.append(tokens[i : i + size])
-        found = list(shards.split_tokens(iter(np.split(tokens, cuts)), first, size))
-        assert len(found) == len(expected)
-        assert all(map(np.array_equal, found, expected))
-
-
 # -----------------------------------------------------------------------------
 # Reading
 
