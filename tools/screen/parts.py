@@ -123,7 +123,8 @@ def combine(base: Variant, parts: list[Part], chosen: tuple[int, ...]) -> Varian
     folder = changed(base.folder, base.script, [part.patch for part in some if part.patch])
     options = [*base.options, *(word for part in some for word in part.options)]
     name = "+".join(str(i + 1) for i in sorted(chosen))
-    return replace(base, name=f"parts {name}" if name else "no part", folder=folder, options=options)
+    name = f"parts {name}" if name else "no part"
+    return replace(base, name=name, folder=folder, options=options, settings=None)
 
 
 def members(groups: list[Group], row: Iterable[bool]) -> Group:

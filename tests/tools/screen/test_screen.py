@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
+from tests.util import ROOT
 from tests.tools.helpers import commit_files, git, patch_of, run_main
 from tools.compare import runs as compare_runs
+from tools.compare import sources as compare_sources
 from tools.compare.stats import VARIANCES, WEIGHTS, half_width, log_evidence
 from tools.screen import screen
 from tools.screen.design import factorial, find_verdict, fit, leave_one_out
@@ -234,6 +236,24 @@ def test_given_parts(theirs):
     status, out, err = run(*parts, "--metric", "score", "--higher_is_better")
     assert status == 0, err
     assert verdicts() == {"same.patch": "barnacle", "1": "hurts"}
+
+
+def test_a_script_of_ours(tmp_path, monkeypatch):
+    """A script that can be asked. Options that it refuses together are one part."""
+    standin = (ROOT / "tests/tools/compare/standin.py").read_text()
+    refuse = "    if hp.effect > 1 and hp.slower == 1:\n        raise InputError('too fast')\n"
+    head = "def check_hyperparameters(hp, world_size):\n"
+    (tmp_path / "train_gpt.py").write_text(standin.replace(head, head + refuse))
+    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
+    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs")
+    monkeypatch.chdir(tmp_path)
+    parts = ["--part", "--own_noise 0.002", "--part", "--slower 1.1", "--part", "--effect 1.1"]
+    words = [*parts, "--num_iterations", "10", "--blocks", "2", "--json", "o.json"]
+    status, out, err = run_main(screen.main, *words)
+    assert status == 0, err
+    found = {part["name"]: part for part in json.loads(Path("o.json").read_text())["parts"]}
+    assert set(found) == {"--own_noise 0.002", "--slower 1.1 + --effect 1.1"}
+    assert found["--slower 1.1 + --effect 1.1"]["difference"] == pytest.approx(1.1, abs=0.01)
 
 
 BAD = [
