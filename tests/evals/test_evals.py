@@ -306,7 +306,7 @@ def test_the_speed_of_a_run(trained, monkeypatch, capsys):
 
 
 def test_a_brief_sample(tmp_path, monkeypatch, capsys):
-    """It takes little time, and it is no error if there is none."""
+    """It takes little time."""
     path = save(tmp_path / "run.pt", speedrun_model())
     run_sample(path, "--brief")
     heading = "\nA sample of what the model writes:\n\n**MACBETH**  \n"
@@ -317,19 +317,16 @@ def test_a_brief_sample(tmp_path, monkeypatch, capsys):
     run_sample(path, "--brief")
     assert capsys.readouterr().out == f"{heading}\n"
 
-    run_sample(save(path, speedrun_model(), model_dim=64), "--brief")
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"can't print a sample: {path}: its weights don't fit")
-    assert captured.err.count("\n") == 1
-
 
 def test_without_a_vocabulary(tmp_path, monkeypatch, capsys):
-    """With --brief, it isn't downloaded."""
+    """With --brief, it isn't downloaded, and it is no error if there is no sample."""
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "empty")
     monkeypatch.setattr(gpt2_bpe, "fetch_vocabulary", None)
     run_sample(save(tmp_path / "run.pt", speedrun_model(), vocab_size=50257), "--brief")
-    assert capsys.readouterr().err.startswith("can't print a sample: GPT-2's vocabulary isn't in ")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("can't print a sample: GPT-2's vocabulary isn't in ")
+    assert captured.err.count("\n") == 1
 
 
 def test_encoding():
