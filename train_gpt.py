@@ -476,7 +476,7 @@ class CausalSelfAttention(nn.Module):
         hdim = hp.num_heads * hp.head_dim
         self.qkv_w = nn.Parameter(torch.empty(3, hdim, hp.model_dim))  # Q, K and V in one matmul
         self.value_lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # of V and of the value embedding
-        self.c_proj = CastedLinear(hdim, hp.model_dim)  # starts at zero
+        self.c_proj = CastedLinear(hdim, hp.model_dim)  # starts at zero by its name (init_weights)
         self.xsa_weights = nn.Parameter(torch.zeros(hp.num_heads)) if hp.xsa else None
 
     def forward(self, x, ve, mask):  # x, normed (B, S, C), ve (B, S, H * D) or None -> (B, S, C)
@@ -530,7 +530,7 @@ def pad_vocab(vocab_size):
 def parameter_kind(name, p):
     """Returns head, embedding, matrix or scalar (also for a vector). It decides a parameter's initial values
     (init_weights) and its optimizer (build_optimizers). For a small matrix, such as a gate, which Muon
-    doesn't suit, add a kind here and there, or make it a vector."""
+    doesn't suit, add a kind here and in both, or make it a vector."""
     if name == "lm_head.weight":
         return "head"
     if name.split(".")[0] in ("embed", "value_embeds"):
@@ -540,8 +540,8 @@ def parameter_kind(name, p):
 
 class GPT(nn.Module):
     """GPT(hp)(input_seq (B, S) int32, target_seq (B, S) int64, window_blocks () int32) is the
-    cross-entropy in nats, summed over tokens. S is a multiple of
-    128. Embeddings, and so activations, have dtype DTYPE; all other parameters are float32."""
+    cross-entropy in nats, summed over tokens. S is a multiple of 128. Embeddings, and so activations,
+    have dtype DTYPE; all other parameters are float32."""
 
     val_slice = 32768  # tokens whose logits validation computes at a time, to save memory
 
@@ -581,6 +581,10 @@ class GPT(nn.Module):
                 std = 0.5 * p.size(-1) ** -0.5  # p is (..., out, in)
                 bound = 3**0.5 * std  # uniform(-bound, bound) has this std
                 p.uniform_(-bound, bound, generator=rng)
+            else:
+                require(
+                    kind == "scalar", f"{name}: init_weights has no initial values for the kind {kind}"
+                )
 
     def masks(self, docs, window_blocks):
         """Returns each layer's mask: the long window or half of it (#20, @leloykun and others)."""
@@ -926,7 +930,7 @@ def parse_arguments(argv, tracks=TRACKS):
             f"--{entry.name}",
             type=entry.type,
             metavar=entry.type.__name__,
-            help=f"{entry.metadata['text']} {defaults}",
+            help=f"{entry.metadata['text']} {defaults}".replace("%", "%%"),
             default=argparse.SUPPRESS,
         )
     args = parser.parse_args(argv)
@@ -1148,7 +1152,7 @@ def init_processes():
 
 
 # Environment variables that change the time of a step
-TIMING = re.compile("(OMP|GOMP|KMP|MKL|MALLOC|LD_PRELOAD|PYTORCH|TORCH|CUDA|NCCL)")
+TIMING = re.compile("(OMP|GOMP|KMP|MKL|ATEN|MALLOC|LD_PRELOAD|PYTORCH|TORCH|CUDA|NCCL)")
 
 
 @torch.compile(backend="eager")

@@ -126,6 +126,11 @@ REFUSED = {
         "return [adam, muon, torch.optim.SGD([model.lm_head.weight], lr=0.1)]",
         "lm_head.weight has Adam, lr 0.1 and SGD, lr 0.1; it needs one",
     ),
+    "a kind without initial values": (
+        'return "matrix" if p.ndim >= 2',
+        'return "mlp" if ".mlp." in name else "matrix" if p.ndim >= 2',
+        "blocks.0.mlp.c_fc.weight: init_weights has no initial values for the kind mlp",
+    ),
     "a parameter in no optimizer": (MUON, "return [muon]", "smear_gate has no optimizer; it needs one"),
 }
 
