@@ -81,7 +81,9 @@ def facts_in_words(result: Result) -> str:
     if not result.design.groups and len(result.names) > 1:
         average = "Without it: how much higher the loss of the whole is then."
     together = "Intervals hold for all parts together, however often you look."
-    barnacle = f"Barnacle: we are 95% sure that the part is worth less than {result.until:g}."
+    barnacle = (
+        f"Barnacle: we are 95% sure that the part changes the loss by less than {result.until:g}."
+    )
     return " ".join([every, runs, average, together, barnacle, result.facts])
 
 
