@@ -26,12 +26,11 @@ Exit status: 0 done, 1 a run failed, 2 another error, 130 interrupted.
 """
 
 import argparse
-import contextlib
 import functools
 import itertools
 import shlex
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -81,7 +80,6 @@ class Screen:
     groups: list[Group]
     pool: Pool
     design: Design | None = None
-    failures: list[str] = field(default_factory=list)  # what combinations that don't work said last
 
     def combinations(self) -> list[Variant]:
         """In the order of the design's rows."""
@@ -191,7 +189,7 @@ def survives(s: Screen, chosen: tuple[int, ...]) -> bool:
     try:
         make_trials(s, [variant])
     except (UsageError, RunError) as e:
-        s.failures.append(f"{variant.name}: {str(e).splitlines()[-1]}")
+        show_line(f"{variant.name}: {str(e).splitlines()[-1]}")
         return False
     return True
 
@@ -200,9 +198,11 @@ def choose_combinations(s: Screen) -> None:
     """Raises UsageError if the whole doesn't work."""
     s.groups, s.design = choose_design(s.groups, lambda chosen: applies(s, chosen))
     show_line(f"{plural(len(s.groups), 'part')}: trying {len(s.design.rows)} combinations")
-    with contextlib.suppress(UsageError, RunError):  # then each is tried alone
+    try:
         make_trials(s, s.combinations())
-    s.groups, s.design = choose_design(s.groups, functools.cache(lambda chosen: survives(s, chosen)))
+    except (UsageError, RunError):  # then each is tried alone
+        works = functools.cache(lambda chosen: survives(s, chosen))
+        s.groups, s.design = choose_design(s.groups, works)
 
 
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
