@@ -1,7 +1,7 @@
 """
 Makes the runs of compare and screen, and keeps their logs.
 
-A run is kept under all that it could read (see identity.py). Its log is logs/compare/runs/KEY/seedN.txt,
+A run is kept under all that it could read (see same_run.py). Its log is logs/compare/runs/KEY/seedN.txt,
 where KEY is a hash of all that; facts.json beside it says what it was. Later comparisons use the run.
 You may delete these folders at any time.
 
@@ -201,7 +201,7 @@ def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict
 
 
 def identity(variant: Variant, facts: dict) -> dict[str, dict]:
-    """All that a run could read (see identity.py)."""
+    """All that a run could read (see same_run.py)."""
     is_command = bool(variant.command)
     files = hash_copy(variant.folder, is_command)
     data = f"{os.environ.get('DATA_PATH', '.')}/data"  # where modded-nanogpt's scripts find theirs

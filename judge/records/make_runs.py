@@ -14,13 +14,13 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from lib.environment import ROOT, environment
-from lib.commands import UsageError
-from lib.files import write_file
-from lib.processes import check_machine
 from judge.logs import parse_log
 from judge.records.pages import Record
 from judge.records.replay import command_to_run, processes_of, python_command, write_sources
+from lib.commands import UsageError
+from lib.environment import ROOT, environment
+from lib.files import write_file
+from lib.processes import check_machine
 
 RUNS = 10  # of each side
 

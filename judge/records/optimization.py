@@ -23,12 +23,12 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lib.commands import LogError
-from lib.text import plural, table
+from judge.comparable import MACHINE, check_sides
 from judge.logs import Log, read_logs
 from judge.records.tables import print_wrapped
-from judge.comparable import MACHINE, check_sides
 from judge.summary import p_below, p_lower
+from lib.commands import LogError
+from lib.text import plural, table
 
 TARGET = 3.28  # nats per token
 THRESHOLD = 0.004  # nats per token

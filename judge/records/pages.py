@@ -10,16 +10,16 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.environment import ROOT
-from lib.commands import LogError
-from lib.text import markdown_table, p_text
-from lib.files import write_file
 from judge.curves import plot_curves
 from judge.figures import COLORS, plt, save_figure
 from judge.logs import Log, read_logs
-from judge.records.tables import COLUMNS, summary_lines, table_rows
 from judge.records.rules import final_losses, final_times, judge
+from judge.records.tables import COLUMNS, summary_lines, table_rows
 from judge.summary import P_VALUE, Summary, summarize
+from lib.commands import LogError
+from lib.environment import ROOT
+from lib.files import write_file
+from lib.text import markdown_table, p_text
 
 RECORDS = ROOT / "records"
 BEFORE = "before"  # the folder in a record with the runs of the one that it beat

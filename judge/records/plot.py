@@ -14,10 +14,10 @@ Exit status: 0 written, 2 bad input.
 import os
 from pathlib import Path
 
-from lib.commands import command_parser, positive, run_command
+from judge.comparable import MACHINE, add_metric, check_sides, settle_metric
 from judge.curves import X_LABELS, plot_curves
 from judge.logs import Log, read_logs
-from judge.comparable import MACHINE, add_metric, check_sides, settle_metric
+from lib.commands import command_parser, positive, run_command
 
 
 def read_groups(arguments: list[str], metric: str = "") -> dict[str, list[Log]]:

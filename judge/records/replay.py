@@ -14,10 +14,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from lib.commands import LogError, command_parser, run_command
-from lib.files import new_folder, write_file
 from judge.lines import plain
 from judge.logs import Log, make_log, read_log_file, split_sources
+from lib.commands import LogError, command_parser, run_command
+from lib.files import new_folder, write_file
 
 NO_OPTIONS = ("world_size", "model", "save_checkpoint")  # settings that can't be given
 

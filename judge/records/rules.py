@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from scipy import stats
 
-from judge.stats import p_if_looked
+from judge.comparable import check_between, check_repeats, difference, differences, val_tokens
 from judge.logs import Log
 from judge.records.compiler_rule import compiler_settings
-from judge.comparable import check_between, check_repeats, difference, differences, val_tokens
+from judge.stats import p_if_looked
 from judge.summary import P_VALUE, Summary, p_below, summarize
 from judge.turns import p_faster, turns
 

@@ -28,15 +28,15 @@ import re
 import socket
 from pathlib import Path
 
-from lib.environment import ROOT
-from lib.commands import UsageError, command_parser, positive, run_command
-from lib.files import new_folder, write_file
-from lib.text import plural
 from judge.logs import Log, read_logs
 from judge.records.make_runs import make_runs
 from judge.records.pages import BEFORE, RECORDS, Record, read_records, record_to_beat, write_pages
-from judge.records.tables import print_reasons, print_summary, print_table
 from judge.records.rules import judge, per_run
+from judge.records.tables import print_reasons, print_summary, print_table
+from lib.commands import UsageError, command_parser, positive, run_command
+from lib.environment import ROOT
+from lib.files import new_folder, write_file
+from lib.text import plural
 
 ABSOLUTE_PATH = re.compile(
     r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",

@@ -5,10 +5,10 @@ What verify and submit print about runs, and the pages of records show.
 import math
 import textwrap
 
-from lib.text import p_text, plural, short, table
 from judge.logs import Log
 from judge.records.rules import Comparison, Verdict
 from judge.summary import CONFIDENCE, P_VALUE
+from lib.text import p_text, plural, short, table
 
 WIDTH = 80  # columns of the output
 COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "machine", "complete")

@@ -34,13 +34,13 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from lib.commands import command_parser, positive, run_command
-from lib.text import finite
+from judge.comparable import add_metric, settle_metric, val_tokens
 from judge.logs import Log, read_logs
 from judge.records import optimization
-from judge.records.tables import print_reasons, print_summary, print_table
 from judge.records.rules import Verdict, judge
-from judge.comparable import add_metric, settle_metric, val_tokens
+from judge.records.tables import print_reasons, print_summary, print_table
+from lib.commands import command_parser, positive, run_command
+from lib.text import finite
 
 
 def log_as_json(log: Log) -> dict:

@@ -44,6 +44,9 @@ def cpu(model="AMD EPYC", cores=2, sets="avx2 fma", compiler="") -> str:
     return f"{line}{compiler}1 process on cpu"
 
 
+CPU = cpu()
+
+
 def our_log(
     path: Path,
     loss=1.49,
@@ -52,7 +55,7 @@ def our_log(
     source=SOURCE,
     steps=600,
     extra="",
-    machine=cpu(),
+    machine=CPU,
     every=100,
     minute=None,
     **hyperparameters,

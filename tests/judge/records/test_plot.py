@@ -10,7 +10,20 @@ from judge.logs import parse_log, read_logs
 from judge import curves
 from judge.records import pages as record_pages
 from judge.records import plot
-from tests.judge.records.makers import FIELD, LINE, SMI, SOURCE, everything, has_reason, heading, is_png, judged, make_runs, our_log, run
+from tests.judge.records.makers import (
+    FIELD,
+    LINE,
+    SMI,
+    SOURCE,
+    everything,
+    has_reason,
+    heading,
+    is_png,
+    judged,
+    make_runs,
+    our_log,
+    run,
+)
 
 
 # -----------------------------------------------------------------------------

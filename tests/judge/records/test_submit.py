@@ -7,8 +7,21 @@ import pytest
 
 from judge.logs import parse_log
 from judge.records import pages as record_pages
-from judge.records import make_runs, rules, submit
-from tests.judge.records.makers import FASTER, RECORDS, SMI, SOURCE, cpu, everything, is_png, make_runs, our_log, run, unwrapped
+from judge.records import make_runs as record_runs
+from judge.records import rules, submit
+from tests.judge.records.makers import (
+    FASTER,
+    RECORDS,
+    SMI,
+    SOURCE,
+    cpu,
+    everything,
+    is_png,
+    make_runs,
+    our_log,
+    run,
+    unwrapped,
+)
 from tests.util import ROOT
 
 FOLDERS = ["2026-01-02_FirstRecord", "2026-02-03_Faster", "2026-02-04_Kernel", "2026-02-05_OnGpus"]
@@ -131,14 +144,14 @@ def test_make_trains_both_in_turns(tmp_path, monkeypatch):
     script = (ROOT / "tests/judge/compare/standin.py").read_text()
     script = script.replace("flags: -; model compiled: no", "flags: -march=native; model compiled: yes")
     plan = dict(processes=1, options=[])
-    monkeypatch.setattr(make_runs.launch, "check_machine", lambda *words: plan)
+    monkeypatch.setattr(record_runs, "check_machine", lambda *words: plan)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     records = tmp_path / "records"
-    for module in (submit, make):
+    for module in (submit, record_runs):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(submit, "write_pages", lambda root: None)
     monkeypatch.setattr(submit, "FEWEST_VALIDATIONS", 1)
-    monkeypatch.setattr(make, "RUNS", 4)
+    monkeypatch.setattr(record_runs, "RUNS", 4)
     options = ["--records_dir", records, "--track", "tiny", "--make", "--name"]
     (tmp_path / "train_gpt.py").write_text(script.replace("slower: float = 1.0", "slower: float = 9.0"))
     assert run("submit", *options, "first").returncode == 0

@@ -17,7 +17,18 @@ from judge import comparable
 from judge.stats import log_e_values, p_if_looked
 from judge.records import rules
 from judge.records.compiler_rule import compiler_settings
-from tests.judge.records.makers import FASTER, FIELD, SOURCE, cpu, has_reason, judged, make_runs, our_log, run, unwrapped
+from tests.judge.records.makers import (
+    FASTER,
+    FIELD,
+    SOURCE,
+    cpu,
+    has_reason,
+    judged,
+    make_runs,
+    our_log,
+    run,
+    unwrapped,
+)
 
 
 def test_commands_run_from_anywhere(tmp_path):
