@@ -34,7 +34,7 @@ from pathlib import Path
 
 import train_gpt
 from lib.environment import ROOT
-from lib.commands import UsageError, command_parser, run_command, stop_on_signals
+from lib.commands import UserError, command_parser, run_command, stop_on_signals
 from lib.text import as_json
 from lib.files import write_file
 from lib.processes import get_data
@@ -84,12 +84,12 @@ def run_stage(name, seconds):
 
 
 def kept_stages(path, conditions):
-    """The stages of an earlier run that succeeded. Raises UsageError if it had other conditions."""
+    """The stages of an earlier run that succeeded. Raises UserError if it had other conditions."""
     if not path.exists():
         return {}
     old = json.loads(path.read_bytes())
     if old["conditions"] | {"date": conditions["date"]} != conditions:
-        raise UsageError(
+        raise UserError(
             f"{path} is of another GPU, source or version of PyTorch; choose another folder with --out"
         )
     return {name: result for name, result in old["stages"].items() if result["status"] == "done"}

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 
 from judge.logs import Log, what_is_there
 from judge.records.compiler_rule import assignments, parse
-from lib.commands import LogError, UsageError
+from lib.commands import UserError
 from lib.text import short
 
 # Hyperparameters that may differ between the runs of a side
@@ -42,7 +42,7 @@ def add_metric(parser: argparse.ArgumentParser) -> None:
 def settle_metric(args: argparse.Namespace) -> None:
     """Makes lower numbers better: with --higher_is_better, metric and target are negative."""
     if args.higher_is_better and not args.metric:
-        raise UsageError("--higher_is_better needs --metric NAME")
+        raise UserError("--higher_is_better needs --metric NAME")
     if args.higher_is_better:
         args.metric = f"-{args.metric}"
         if "target" in args and args.target:
@@ -165,7 +165,7 @@ def check_between(sides: list[list[Log]], tolerated: Collection[str] = ()) -> It
 
 
 def check_sides(sides: list[list[Log]], tolerated: Collection[str] = ()) -> None:
-    """Raises LogError if the runs of a side aren't whole repetitions of one training, or if the sides
+    """Raises UserError if the runs of a side aren't whole repetitions of one training, or if the sides
     can't be compared. `tolerated` names traits that may differ; "stops early" means that runs may end
     before their schedule, "unfinished" that they may end anywhere, and "log" that a run may be on two
     sides."""
@@ -176,8 +176,8 @@ def check_sides(sides: list[list[Log]], tolerated: Collection[str] = ()) -> None
                 fault = not_whole(log, "stops early" in tolerated)
             fault = fault or difference(logs[0], log, tolerated)
             if fault:
-                raise LogError(f"{log.path}: {log.name}: {fault}")
+                raise UserError(f"{log.path}: {log.name}: {fault}")
         for repeat in check_repeats(logs):
-            raise LogError(f"{logs[0].path.parent}: {repeat}")
+            raise UserError(f"{logs[0].path.parent}: {repeat}")
     for fault in check_between(sides, {"hardware", *tolerated}):
-        raise LogError(fault)
+        raise UserError(fault)

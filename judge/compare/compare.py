@@ -49,8 +49,8 @@ You may look as often as you like: that doesn't make a wrong answer more likely.
 kept in logs/compare/runs/, which you may delete. Later comparisons reuse a run if all that it could
 read is still the same.
 
-Exit status: 0 the comparison was made, 1 a run failed, 2 another error, 130 interrupted. With --gate:
-0 helps, 1 any other answer, 2 an error, 130 interrupted.
+Exit status: 0 the comparison was made (with --gate: helps), 1 another answer with --gate, 2 an error,
+130 interrupted.
 """
 
 import argparse
@@ -74,7 +74,7 @@ from judge.compare.pairs import (
     undecided,
     wanted_runs,
 )
-from judge.compare.runs import RunError, make_runs, on_gpu, open_pool, runs_a_process, show_line
+from judge.compare.runs import make_runs, on_gpu, open_pool, runs_a_process, show_line
 from judge.compare.sources import (
     Variant,
     check_data,
@@ -101,8 +101,7 @@ from judge.compare.verdict import (
 )
 from judge.stats import SLOPE_FACTOR, Effect
 from lib.commands import (
-    FileError,
-    UsageError,
+    UserError,
     command_parser,
     fraction,
     join_values,
@@ -122,7 +121,7 @@ TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 
 
 def fail(message: str):
-    raise UsageError(f"{message}; --help lists all options")
+    raise UserError(f"{message}; --help lists all options")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -175,7 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns our options, and the options for all runs. Raises UsageError."""
+    """Returns our options, and the options for all runs. Raises UserError."""
     args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea")))
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
@@ -202,7 +201,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
-    """The base if --base isn't given. Raises UsageError."""
+    """The base if --base isn't given. Raises UserError."""
     if not ideas:
         return "@HEAD" if command else "HEAD"
     if command:
@@ -217,7 +216,7 @@ def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
 
 
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
-    """Returns the base and the ideas, checked. Raises UsageError."""
+    """Returns the base and the ideas, checked. Raises UserError."""
     texts = [text for text in [args.base, *(args.idea or [])] if text]
     tree = start(texts, args.command, args.recipe, compare_runs.scratch())
     base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
@@ -230,7 +229,7 @@ def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
 
 
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison:
-    """Raises UsageError."""
+    """Raises UserError."""
     args.ledger = args.ledger or compare_runs.FOLDER / "ledger.tsv"
     if args.confirm:
         args.base = f"{'.@' if args.command else ''}{first_base(args.ledger)}"
@@ -260,8 +259,7 @@ def say(c: Comparison, text: str = "") -> None:
 
 
 def make_until(c: Comparison, wanted, done) -> bool:
-    """Makes runs until done() is true; returns False if the time is over before. Raises RunError and
-    UsageError."""
+    """Makes runs until done() is true; returns False if the time is over before. Raises UserError."""
     late = False
 
     def enough(new: int) -> bool:
@@ -281,7 +279,7 @@ def make_until(c: Comparison, wanted, done) -> bool:
 
 def make_all_runs(c: Comparison) -> None:
     """Makes runs until all ideas are decided, and those for the slope if the answer needs them. Raises
-    RunError and UsageError."""
+    UserError."""
     say(c, progress(c, steps_to_time(c)))
     in_time = make_until(c, lambda: wanted_runs(c), lambda: not undecided(c))
     if in_time and answer_needs_slope(c):
@@ -307,7 +305,7 @@ def measure_times(c: Comparison) -> None:
                 lambda n, name=name: say(c, f"step times of {name}: {n} of {PROCESSES} processes"),
             )
             c.log_ratios[idea.name] = [statistics.fmean(rounds) for rounds in processes]
-        except (RunError, FileError, OSError) as e:
+        except OSError as e:
             say(c)
             print(e, file=sys.stderr)
             c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
@@ -442,7 +440,7 @@ def record_lines(c: Comparison) -> list[str]:
     return lines
 
 
-def compare(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     args, common = read_arguments(argv)
     if args.base_logs:
         return compare_finished(args)
@@ -472,14 +470,6 @@ def compare(argv: list[str]) -> int:
     if args.gate and status == 0:
         return int(lines[0] != "helps")
     return status
-
-
-def main(argv: list[str]) -> int:
-    try:
-        return compare(argv)
-    except RunError as e:
-        print(e, file=sys.stderr)
-        return 2 if "--gate" in argv else 1
 
 
 if __name__ == "__main__":

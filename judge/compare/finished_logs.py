@@ -29,7 +29,7 @@ from judge.compare.verdict import (
 from judge.logs import Log, read_logs
 from judge.stats import Effect, add_times, given_slope, look_once
 from judge.turns import log_ratios, turns
-from lib.commands import LogError
+from lib.commands import UserError
 from lib.files import write_file
 from lib.text import as_json
 
@@ -41,11 +41,11 @@ ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen 
 
 
 def read_sides(args: argparse.Namespace) -> list[list[Log]]:
-    """The runs of the base, and of the idea. Raises LogError if they can't be compared."""
+    """The runs of the base, and of the idea. Raises UserError if they can't be compared."""
     sides = [read_logs(paths, args.metric) for paths in (args.base_logs, args.idea_logs)]
     for side, logs in zip(("base", "idea"), sides):
         if len(logs) < 2:
-            raise LogError(f"the {side} has one run; give two or more")
+            raise UserError(f"the {side} has one run; give two or more")
     tolerated = {
         *MACHINE,
         *["target_val_loss"] * bool(args.target),
@@ -54,7 +54,7 @@ def read_sides(args: argparse.Namespace) -> list[list[Log]]:
     check_sides(sides, tolerated)
     for side, logs in zip(("base", "idea"), sides):
         if len(set(end_losses(logs))) < 2:
-            raise LogError(f"the losses of the {side} are all equal, so there is no test")
+            raise UserError(f"the losses of the {side} are all equal, so there is no test")
     return sides
 
 
@@ -112,7 +112,7 @@ def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: flo
 def compare_finished(args: argparse.Namespace) -> int:
     """Prints the answer, and writes what was asked for. Returns the exit status.
 
-    Raises LogError and FileError.
+    Raises UserError.
     """
     base, idea = read_sides(args)
     target, assumed = target_of(args.target, base)

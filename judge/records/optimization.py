@@ -27,7 +27,7 @@ from judge.comparable import MACHINE, check_sides
 from judge.logs import Log, read_logs
 from judge.records.tables import print_wrapped
 from judge.summary import p_below, p_lower
-from lib.commands import LogError
+from lib.commands import UserError
 from lib.text import plural, table
 
 TARGET = 3.28  # nats per token
@@ -96,9 +96,9 @@ class Decision:
 def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
     """Reads the runs of one recipe, at least one.
 
-    Raises LogError if a log can't be read, or if the runs aren't repetitions of one training. A run that
+    Raises UserError if a log can't be read, or if the runs aren't repetitions of one training. A run that
     ended before the others doesn't matter below the step that the rule accepts. If there is none, this
-    raises LogError, too.
+    raises it, too.
     """
     runs = read_logs(paths, metric)
     check_sides([runs], ALLOWED)
@@ -109,7 +109,7 @@ def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
     end = max(run.last_step for run in runs)
     for run, found in zip(runs, losses):
         if end not in found and not any(result.accepted for result in results):
-            raise LogError(
+            raise UserError(
                 f"{run.name}: no finite val_loss at step {end}, the last of these runs; let it finish"
             )
     return Recipe(name, runs, results)
@@ -215,7 +215,7 @@ def print_json(recipes: list[Recipe], decision: Decision) -> None:
 def decide(logs: list[Path], against: list[Path], as_json: bool, metric: str) -> int:
     """Applies the rule to logs, or folders of logs, and prints what it says.
 
-    Returns the exit status: 0 accepted, 1 not. Raises LogError if the logs can't be used.
+    Returns the exit status: 0 accepted, 1 not. Raises UserError if the logs can't be used.
     """
     recipes = [read_recipe("new", logs, metric)]
     decision = judge_result(recipes[0].result)

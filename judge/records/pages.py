@@ -16,7 +16,7 @@ from judge.logs import Log, read_logs
 from judge.records.rules import final_losses, final_times, judge
 from judge.records.tables import COLUMNS, summary_lines, table_rows
 from judge.summary import P_VALUE, Summary, summarize
-from lib.commands import LogError
+from lib.commands import UserError
 from lib.environment import ROOT
 from lib.files import write_file
 from lib.text import markdown_table, p_text
@@ -56,18 +56,18 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """Raises LogError."""
+    """Raises UserError."""
     logs = read_logs(sorted(folder.glob("*.txt")) or [folder])
     before = read_logs([folder / BEFORE]) if (folder / BEFORE).is_dir() else []
     file = folder / "record.json"
     try:
         return Record(folder, logs, before, **json.loads(file.read_bytes()))
     except (TypeError, ValueError) as e:
-        raise LogError(f"{file}: it doesn't describe a record ({e})") from None
+        raise UserError(f"{file}: it doesn't describe a record ({e})") from None
 
 
 def read_records(root: Path) -> dict[str, list[Record]]:
-    """Maps tracks to their records, sorted by date. Raises LogError.
+    """Maps tracks to their records, sorted by date. Raises UserError.
 
     On the same day, the faster record came later, because it beat the slower one.
     """
@@ -272,7 +272,7 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
 
 
 def write_pages(root: Path) -> None:
-    """Writes all pages and pictures about records. Raises LogError and FileError."""
+    """Writes all pages and pictures about records. Raises UserError."""
     tracks = read_records(root)
     for track, records in tracks.items():
         by_name = {r.folder.name: r for r in records}

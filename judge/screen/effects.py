@@ -115,7 +115,7 @@ def answer_as_json(result: Result) -> bytes:
 
 def plot_effects(result: Result, path: Path) -> None:
     """Draws the loss without each part with its interval, the most needed one at the top. Raises
-    FileError."""
+    UserError."""
     from judge.figures import plt, save_figure  # slow to import, and only needed here
 
     pairs = result.ranking()

@@ -14,6 +14,7 @@ import pytest
 from judge.compare import runs as compare_runs
 from judge.curves import curve
 from judge.records import plot
+from lib.commands import UserError
 from tests.judge.records.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
 COMPARE = ["compare", "--base_logs", "base", "--idea_logs", "idea"]
@@ -179,7 +180,7 @@ def test_broken_logs(damaged, damage):
     for words in (COMPARE, PLOT, VERIFY):
         assert refuses(*words), words
     assert refuses(*OPTIMIZATION) or call(*OPTIMIZATION).stdout.endswith(accepted)
-    with pytest.raises(compare_runs.RunError):
+    with pytest.raises(UserError):
         collected(damaged)
     done = call("replay", damaged)
     assert done.stdout == SOURCE.encode() or done.returncode == 2 and b"idea/0.txt" in done.stderr

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lib.commands import LogError
+from lib.commands import UserError
 from judge.records import optimization
 from tests.judge.records.makers import LINE, run
 
@@ -194,7 +194,7 @@ def test_a_run_that_ends_before_the_others(tmp_path, loss, step):
         result = optimization.read_recipe("new", [tmp_path]).result
         assert result == optimization.Result(step, [loss, loss])
     else:
-        with pytest.raises(LogError, match="no finite val_loss at step 3500, the last of these runs"):
+        with pytest.raises(UserError, match="no finite val_loss at step 3500, the last of these runs"):
             optimization.read_recipe("new", [tmp_path])
 
 
