@@ -55,7 +55,7 @@ def end_of(output, lines=15):
     return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
 
 
-def run_stage(name, seconds):
+def run_in_process(name, seconds):
     """Runs a stage in a process of its own, and in a session: processes that compile end with it."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ def write_report(folder, conditions, results):
 def make_report(folder, only, minutes=20):
     """Runs the stages, or only those named, and writes the report after each of them."""
     deadline = time.monotonic() + 60 * minutes
-    machine = run_stage("machine", 180)
+    machine = run_in_process("machine", 180)
     if machine["status"] != "done":
         raise InputError(machine["error"].splitlines()[-1].removeprefix("error: "))
     conditions = {
@@ -121,7 +121,7 @@ def make_report(folder, only, minutes=20):
             print(f"the {minutes:g} minutes are over; run the same command again to continue")
             break
         print(f"{name}: ", end="", flush=True)
-        results[name] = run_stage(name, seconds)
+        results[name] = run_in_process(name, seconds)
         print(f"{results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
         write_report(folder, conditions, results)
     write_report(folder, conditions, results)

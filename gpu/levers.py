@@ -31,7 +31,7 @@ LEVERS = {
 }
 
 
-def measure(hp, steps):
+def median_step(hp, steps):
     """Returns the median time of a training step in milliseconds."""
     torch._dynamo.reset()
     model = gpt2.build_model(hp)
@@ -78,7 +78,7 @@ def main():
             continue
         if lever:
             hp = replace(hp, **{lever: True})
-        measured.append(measure(hp, args.steps))
+        measured.append(median_step(hp, args.steps))
         ms = measured[-1]
         row = f"{name:<18} {ms:>9.1f} {1000 * tokens / ms:>10,.0f}"
         print(f"{row} {measured[-2:][0] / ms:>11.2f} {measured[0] / ms:>8.2f}", flush=True)

@@ -368,7 +368,7 @@ def prepare(command, plan):
     return status
 
 
-def train(command, plan):
+def train_and_sample(command, plan):
     """Trains, and lets the model write a short text. Returns the exit status of the training."""
     say(f"training {plan['text']}")
     say("before the first step, compiling may take a minute or two")
@@ -477,7 +477,7 @@ def launch(argv):
             return run([python, "-m", module, "--help"], cwd=ROOT)
         plan = check_machine(python, name, module, *words)
         command = [python, "-m", module, *words, *plan["options"]]
-        return prepare(command, plan) if name == "prepare" else train(command, plan)
+        return prepare(command, plan) if name == "prepare" else train_and_sample(command, plan)
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not (wants_help or theirs):
         check_machine(python, name)

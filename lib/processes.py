@@ -65,7 +65,7 @@ def wait(children):
     return failed, status
 
 
-def clock(text, ended):
+def show_seconds(text, ended):
     """Says the text and, on a terminal, how many seconds have passed until `ended` is set."""
     for seconds in itertools.count():
         if not sys.stderr.isatty():

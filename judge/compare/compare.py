@@ -64,7 +64,7 @@ from pathlib import Path
 
 from judge.comparable import add_metric, judged_in_words, settle_metric
 from judge.compare import runs as compare_runs
-from judge.compare.finished_logs import compare_finished
+from judge.compare.finished_logs import compare_logs
 from judge.compare.ledger import add_to_ledger, first_base, judged_before, loop_in_words, unused_seed
 from judge.compare.pairs import (
     Comparison,
@@ -80,9 +80,9 @@ from judge.compare.sources import (
     check_data,
     check_settings,
     check_validation,
+    first_variant,
     idea_commit,
     read_variant,
-    start,
     tell_apart,
     with_steps,
 )
@@ -120,13 +120,13 @@ TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 # Arguments
 
 
-def fail(message: str):
+def refuse(message: str):
     raise UserError(f"{message}; --help lists all options")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("compare", __doc__)
-    parser.error = fail
+    parser.error = refuse
     add = parser.add_argument
     source = "[NAME=]SOURCE"
     base = (
@@ -178,23 +178,23 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea")))
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
-            fail(
+            refuse(
                 f"unexpected argument: {word}. Say what to compare with --idea or --base, and put several "
                 'words in quotes: --idea "--muon_lr 0.03"'
             )
     settle_metric(args)
     if args.gate and len(args.idea or []) > 1:
-        fail("--gate judges one idea; give one --idea")
+        refuse("--gate judges one idea; give one --idea")
     if args.confirm and (args.base or args.idea):
-        fail(
+        refuse(
             "--confirm compares the first base of the ledger with the working tree; leave out --base, --idea"
         )
     if args.command and (args.recipe or args.nproc_per_node > 1):
-        fail("--command says what to run; leave out --recipe and --nproc_per_node")
+        refuse("--command says what to run; leave out --recipe and --nproc_per_node")
     if bool(args.base_logs) != bool(args.idea_logs) or args.plot and not args.base_logs:
-        fail("finished runs, and --plot, need both --base_logs and --idea_logs")
+        refuse("finished runs, and --plot, need both --base_logs and --idea_logs")
     if args.base_logs and (args.command or args.base or args.idea or common):
-        fail(
+        refuse(
             "finished runs train nothing; leave out --command, --base, --idea and options of the script"
         )
     return args, common
@@ -208,7 +208,9 @@ def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
         return "."
     commits = {idea_commit(text) for text in ideas} - {""}
     if len(commits) > 1:
-        fail("these ideas were made for different commits; compare them one at a time, or give --base")
+        refuse(
+            "these ideas were made for different commits; compare them one at a time, or give --base"
+        )
     if not commits:
         return "."
     commit = commits.pop()
@@ -218,7 +220,7 @@ def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UserError."""
     texts = [text for text in [args.base, *(args.idea or [])] if text]
-    tree = start(texts, args.command, args.recipe, compare_runs.scratch())
+    tree = first_variant(texts, args.command, args.recipe, compare_runs.scratch())
     base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
@@ -253,7 +255,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
 # Runs
 
 
-def say(c: Comparison, text: str = "") -> None:
+def show_progress(c: Comparison, text: str = "") -> None:
     if not c.args.gate:
         show_line(text)
 
@@ -267,7 +269,7 @@ def make_until(c: Comparison, wanted, done) -> bool:
         if new and done():
             return True
         if new:
-            say(c, progress(c, steps_to_time(c)))
+            show_progress(c, progress(c, steps_to_time(c)))
         late = c.pool.minutes() > 60 * c.args.hours
         return late
 
@@ -280,7 +282,7 @@ def make_until(c: Comparison, wanted, done) -> bool:
 def make_all_runs(c: Comparison) -> None:
     """Makes runs until all ideas are decided, and those for the slope if the answer needs them. Raises
     UserError."""
-    say(c, progress(c, steps_to_time(c)))
+    show_progress(c, progress(c, steps_to_time(c)))
     in_time = make_until(c, lambda: wanted_runs(c), lambda: not undecided(c))
     if in_time and answer_needs_slope(c):
         make_until(c, lambda: slope_runs(c), lambda: not slope_runs(c))
@@ -302,11 +304,13 @@ def measure_times(c: Comparison) -> None:
                 c.pool,
                 c.base,
                 idea,
-                lambda n, name=name: say(c, f"step times of {name}: {n} of {PROCESSES} processes"),
+                lambda n, name=name: show_progress(
+                    c, f"step times of {name}: {n} of {PROCESSES} processes"
+                ),
             )
             c.log_ratios[idea.name] = [statistics.fmean(rounds) for rounds in processes]
         except OSError as e:
-            say(c)
+            show_progress(c)
             print(e, file=sys.stderr)
             c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
 
@@ -388,14 +392,14 @@ def facts_in_words(c: Comparison) -> list[str]:
     return sentences
 
 
-def answer_as_json(c: Comparison) -> bytes:
+def comparison_as_json(c: Comparison) -> bytes:
     facts = c.pool.facts
     runs = {}
     for name, logs in c.pool.runs.items():
         seeds = sorted(logs)
         runs[name] = [{"path": str(logs[s].path), "seed": s, **asdict(logs[s].end)} for s in seeds]
     slope = c.slope()
-    answer = {
+    found = {
         **{name: facts[name] for name in ("machine", "torch", "threads", "processes")},
         "jobs": c.pool.jobs,
         "until": None if c.args.runs else c.args.until,
@@ -407,10 +411,10 @@ def answer_as_json(c: Comparison) -> bytes:
         "runs_made": c.pool.made,
         "runs": runs,
     }
-    return as_json(answer)
+    return as_json(found)
 
 
-def answer(c: Comparison) -> list[str]:
+def answer_lines(c: Comparison) -> list[str]:
     effects = c.effects()
     if c.args.gate:
         verdict = effects[0].verdict if effects else "undecided"
@@ -443,7 +447,7 @@ def record_lines(c: Comparison) -> list[str]:
 def main(argv: list[str]) -> int:
     args, common = read_arguments(argv)
     if args.base_logs:
-        return compare_finished(args)
+        return compare_logs(args)
     status = 0
     with compare_runs.locked_folder() as lock:
         c = set_up(args, common, lock)
@@ -460,13 +464,13 @@ def main(argv: list[str]) -> int:
             c.notes.append("Interrupted; run the same command again to continue.")
         if times_are_in_logs(c) and not args.no_times:
             read_times(c)
-        say(c)
+        show_progress(c)
         if c.pool.made:
             add_to_ledger(c)
-        lines = answer(c)
+        lines = answer_lines(c)
         print("\n".join(lines), flush=True)
         if args.json:
-            write_file(args.json, answer_as_json(c))
+            write_file(args.json, comparison_as_json(c))
     if args.gate and status == 0:
         return int(lines[0] != "helps")
     return status

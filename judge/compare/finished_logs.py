@@ -101,7 +101,7 @@ def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[st
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
-def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float | None) -> bytes:
+def sides_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float | None) -> bytes:
     found = {"effect": asdict(effect), "target": target, "metric": base[0].metric}
     for side, logs in (("base", base), ("idea", idea)):
         runs = [{"path": str(log.path), "trial": log.trial, **asdict(log.end)} for log in logs]
@@ -109,7 +109,7 @@ def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: flo
     return as_json(found)
 
 
-def compare_finished(args: argparse.Namespace) -> int:
+def compare_logs(args: argparse.Namespace) -> int:
     """Prints the answer, and writes what was asked for. Returns the exit status.
 
     Raises UserError.
@@ -135,7 +135,7 @@ def compare_finished(args: argparse.Namespace) -> int:
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:
-        write_file(args.json, answer_as_json(base, idea, effect, target))
+        write_file(args.json, sides_as_json(base, idea, effect, target))
     if args.plot:
         from judge.curves import plot_curves  # slow to import, and only needed here
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from judge.comparable import not_whole
 from judge.compare.same_run import (
-    difference,
+    changes,
     hash_copy,
     hash_named,
     hash_text,
@@ -224,7 +224,7 @@ def check_unchanged(pool: Pool, variant: Variant) -> None:
     now["files"] = {
         name: value for name, value in now["files"].items() if name in known or name.startswith("data/")
     }
-    changed = difference(before, now)
+    changed = changes(before, now)
     if changed:
         raise UserError(
             f"{in_short(changed)} while {variant.name} trained, so this run isn't kept; run the same "
@@ -246,7 +246,7 @@ def why_again(pool: Pool) -> str:
     facts = [json.loads(file.read_bytes()) for file in FOLDER.glob("runs/*/facts.json")]
     for name in [name for name, runs in pool.runs.items() if not runs]:
         new = pool.identities[name]
-        same = [difference(kept, new) for kept in facts if code_of(kept) == code_of(new)]
+        same = [changes(kept, new) for kept in facts if code_of(kept) == code_of(new)]
         if same:
             return in_short(min(same, key=len))
     return ""
@@ -396,7 +396,7 @@ def no_interrupt() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def start(pool: Pool, task: Task) -> None:
+def start_task(pool: Pool, task: Task) -> None:
     variant = task.variant
     folder = scratch() / f"{pool.key(variant)}_seed{task.seeds[0]}"
     folder.mkdir(parents=True)
@@ -408,7 +408,7 @@ def start(pool: Pool, task: Task) -> None:
         pool.workers.append(Worker(task, child, folder))
 
 
-def stop(pool: Pool, worker: Worker) -> None:
+def end_worker(pool: Pool, worker: Worker) -> None:
     """Ends a process at once. Torchrun's workers have sessions of their own, so it must end them."""
     if pool.facts["processes"] > 1 or worker.task.variant.command:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -489,7 +489,7 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     return log
 
 
-def finished_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
+def complete_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
     """Those that don't grow any more, in the order of their seeds. Raises UserError."""
     variant = worker.task.variant
     if variant.command:
@@ -514,7 +514,7 @@ def collect(pool: Pool, worker: Worker) -> None:
     status = worker.child.poll()
     task = worker.task
     check_reading(worker)
-    logs = list(finished_logs(pool, worker, status))
+    logs = list(complete_logs(pool, worker, status))
     if logs:
         check_unchanged(pool, task.variant)
     for log in logs:
@@ -526,7 +526,7 @@ def collect(pool: Pool, worker: Worker) -> None:
         return
     if task.seeds:
         fail(worker, f"exit status {status}" if status else "its log is incomplete")
-    stop(pool, worker)
+    end_worker(pool, worker)
 
 
 def next_task(pool: Pool, wanted: Wanted) -> Task | None:
@@ -551,7 +551,7 @@ def make_runs(pool: Pool, wanted: Callable[[], Wanted], enough: Callable[[int], 
     try:
         while True:
             while len(pool.workers) < pool.jobs and (task := next_task(pool, wanted())):
-                start(pool, task)
+                start_task(pool, task)
             if not pool.workers:
                 return
             time.sleep(0.1)
@@ -562,4 +562,4 @@ def make_runs(pool: Pool, wanted: Callable[[], Wanted], enough: Callable[[int], 
                 return
     finally:
         for worker in list(pool.workers):
-            stop(pool, worker)
+            end_worker(pool, worker)

@@ -344,7 +344,7 @@ def split_source(text: str) -> tuple[str, str, list[str]]:
     return name, words[0], words[1:]
 
 
-def start(texts: list[str], command: str, recipe: str, scratch: Path) -> Variant:
+def first_variant(texts: list[str], command: str, recipe: str, scratch: Path) -> Variant:
     """Where read_variant begins: the working tree without the files that these sources name, or a command
     without a folder. Raises UserError."""
     named = [Path(split_source(text)[1]) for text in texts]

@@ -58,7 +58,7 @@ def interval_in_words(bounds: Bounds) -> str:
     return percent_interval(bounds) if bounds[0] > -1 else NO_INTERVAL
 
 
-def numbers(effect: Effect) -> list[str]:
+def number_lines(effect: Effect) -> list[str]:
     """A line for each number below the headline, with its interval."""
     rows = []
     if effect.verdict != "identical":
@@ -84,7 +84,7 @@ def answer_in_words(
     lines = []
     for effect in effects:
         lines += textwrap.wrap(headline(effect, until), WIDTH)
-        lines += numbers(effect)
+        lines += number_lines(effect)
     if all(effect.verdict == "identical" and effect.time is None for effect in effects):
         return lines
     sentences = [test]

@@ -39,7 +39,7 @@ def make_run(command: str, env: dict[str, str], seed: int, file: Path) -> None:
         write_file(file, logs[0].read_bytes() + f"started: {started}\n".encode())
 
 
-def make_runs(folder: Path, track: str, record_on: Callable[[str], Record | None]) -> list[Path]:
+def make_record_runs(folder: Path, track: str, record_on: Callable[[str], Record | None]) -> list[Path]:
     """Returns the folders of your runs and of the record's, or only the first if there is no record.
 
     `record_on(hardware)` is the record to beat. Raises UserError.

@@ -39,7 +39,7 @@ ASSUMPTION = "the rule assumes a standard deviation of about 0.0013 (p < 0.001)"
 
 
 @dataclass
-class Result:
+class LossesAtStep:
     """All runs of a recipe at one step. Losses in nats per token."""
 
     step: int
@@ -74,10 +74,10 @@ class Recipe:
 
     name: str
     runs: list[Log]
-    results: list[Result]  # at each step that all runs validated, in order
+    results: list[LossesAtStep]  # at each step that all runs validated, in order
 
     @property
-    def result(self) -> Result:
+    def result(self) -> LossesAtStep:
         """The one that counts: the first that the rule accepts, or the last if it accepts none."""
         return next((r for r in self.results if r.accepted), self.results[-1])
 
@@ -105,7 +105,7 @@ def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
     losses = [finite_losses(run) for run in runs]
     results = []
     for step in sorted(set.intersection(*map(set, losses))):
-        results.append(Result(step, [found[step] for found in losses]))
+        results.append(LossesAtStep(step, [found[step] for found in losses]))
     end = max(run.last_step for run in runs)
     for run, found in zip(runs, losses):
         if end not in found and not any(result.accepted for result in results):
@@ -124,7 +124,7 @@ def finite_losses(run: Log) -> dict[int, float]:
 # The rule
 
 
-def judge_result(result: Result) -> Decision:
+def judge_result(result: LossesAtStep) -> Decision:
     """Is the mean loss low enough below the target?"""
     formula = f"({TARGET} - {result.mean:.6f}) * sqrt({result.n})"
     p = p_below(result.losses, TARGET)
@@ -132,7 +132,7 @@ def judge_result(result: Result) -> Decision:
     return Decision(result.accepted, result.score, formula, p, test)
 
 
-def judge_pair(new: Result, old: Result) -> Decision:
+def judge_pair(new: LossesAtStep, old: LossesAtStep) -> Decision:
     """Is the new recipe better? A step saved is worth LOSS_PER_STEP."""
     fewer_steps = old.step - new.step
     worth = fewer_steps * LOSS_PER_STEP
@@ -212,7 +212,7 @@ def print_json(recipes: list[Recipe], decision: Decision) -> None:
     print(json.dumps(answer, indent=2))
 
 
-def decide(logs: list[Path], against: list[Path], as_json: bool, metric: str) -> int:
+def apply_rule(logs: list[Path], against: list[Path], as_json: bool, metric: str) -> int:
     """Applies the rule to logs, or folders of logs, and prints what it says.
 
     Returns the exit status: 0 accepted, 1 not. Raises UserError if the logs can't be used.

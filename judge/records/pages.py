@@ -13,7 +13,7 @@ from pathlib import Path
 from judge.curves import plot_curves
 from judge.figures import COLORS, plt, save_figure
 from judge.logs import Log, read_logs
-from judge.records.rules import final_losses, final_times, judge
+from judge.records.rules import final_losses, final_times, judge_runs
 from judge.records.tables import COLUMNS, summary_lines, table_rows
 from judge.summary import P_VALUE, Summary, summarize
 from lib.commands import UserError
@@ -153,7 +153,7 @@ def commands_to_repeat(record: Record, prior: Record | None) -> str:
 def record_readme(record: Record, prior: Record | None) -> str:
     """The README of a record's folder."""
     prior_logs = record.before or (prior.logs if prior else [])
-    verdict = judge(record.logs, record.target, prior_logs, record.same_ml)
+    verdict = judge_runs(record.logs, record.target, prior_logs, record.same_ml)
     results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
     results = results.replace("- prior:", "- previous record:")
     cells, machines = table_rows(record.logs)

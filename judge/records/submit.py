@@ -29,9 +29,9 @@ import socket
 from pathlib import Path
 
 from judge.logs import Log, read_logs
-from judge.records.make_runs import make_runs
+from judge.records.make_runs import make_record_runs
 from judge.records.pages import BEFORE, RECORDS, Record, read_records, record_to_beat, write_pages
-from judge.records.rules import judge, per_run
+from judge.records.rules import judge_runs, per_run
 from judge.records.tables import print_reasons, print_summary, print_table
 from lib.commands import UserError, command_parser, positive, run_command
 from lib.environment import ROOT
@@ -207,7 +207,7 @@ def main(argv: list[str]) -> int:
     if args.make:
         source = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:8]
         made = ROOT / "logs" / "records" / f"{folder.name}_{source}"
-        ours, *args.against = make_runs(made, args.track, to_beat)
+        ours, *args.against = make_record_runs(made, args.track, to_beat)
         args.logs = [ours]
     logs = read_logs(args.logs)
     prior = to_beat(logs[0].hardware)
@@ -216,7 +216,7 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"--same-ml needs an earlier record of {args.track} on {logs[0].hardware}, but there is none"
         )
-    verdict = judge(logs, args.target, before or (prior.logs if prior else []), args.same_ml)
+    verdict = judge_runs(logs, args.target, before or (prior.logs if prior else []), args.same_ml)
     reasons = verdict.reasons + reasons_to_refuse(logs, args.track, verdict.target, tracks)
     if before and (prior is None or before[0].sources != prior.logs[0].sources):
         name = prior.folder.name if prior else "none on this hardware"

@@ -6,7 +6,7 @@ import math
 import textwrap
 
 from judge.logs import Log
-from judge.records.rules import Comparison, Verdict
+from judge.records.rules import TimeSaved, Verdict
 from judge.summary import CONFIDENCE, P_VALUE
 from lib.text import p_text, plural, short, table
 
@@ -97,7 +97,7 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
     return lines
 
 
-def comparison_lines(comparison: Comparison) -> list[tuple[str, str]]:
+def comparison_lines(comparison: TimeSaved) -> list[tuple[str, str]]:
     """The prior record's time and the time saved, as pairs (name, value)."""
     prior = comparison.prior
     saved = f"{comparison.saved:.3f} s ({comparison.saved_fraction:.2%})"

@@ -31,7 +31,7 @@ class Part:
 # From commits, or from hunks
 
 
-def difference(old: Path, new: Path, store: Path) -> bytes:
+def patch_between(old: Path, new: Path, store: Path) -> bytes:
     """The patch from one folder to another. git stores both in a repository of its own."""
     git("init", "-q", "--bare", str(store))
     trees = []
@@ -91,7 +91,7 @@ def read_parts(base: Variant, idea: Variant, texts: tuple[str, str], by: str) ->
     patches = []
     old = base.folder
     for name, new in [*commits, ("edits without a commit", idea.folder)]:
-        patch = difference(old, new, scratch / "store")
+        patch = patch_between(old, new, scratch / "store")
         patches += split_hunks(patch) if by == "hunk" else [(name, patch)]
         old = new
     parts = []

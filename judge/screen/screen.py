@@ -44,9 +44,16 @@ from judge.compare.runs import (
     runs_a_process,
     show_line,
 )
-from judge.compare.sources import Variant, check_data, check_settings, read_variant, set_steps, start
+from judge.compare.sources import (
+    Variant,
+    check_data,
+    check_settings,
+    first_variant,
+    read_variant,
+    set_steps,
+)
 from judge.screen.design import Design
-from judge.screen.effects import Result, answer, answer_as_json, plot_effects
+from judge.screen.effects import Result, effects_as_json, effects_in_words, plot_effects
 from judge.screen.parts import Group, Part, choose_design, combine, given_part, members, read_parts
 from lib.commands import (
     UserError,
@@ -201,7 +208,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
     """Raises UserError."""
     parts = [given_part(text) for text in args.part or []]
     texts = [args.base, *(args.part or []), args.idea or ""]
-    tree = start(texts, args.command, args.recipe, compare_runs.scratch())
+    tree = first_variant(texts, args.command, args.recipe, compare_runs.scratch())
     base = read_variant(args.base, tree, common)
     check_settings([base], 1)
     pool = open_pool([base], lock, args.jobs, metric=args.metric)
@@ -262,9 +269,9 @@ def main(argv: list[str]) -> int:
             status = 130
         show_line()
         result = s.result()
-        print("\n".join(answer(result)))
+        print("\n".join(effects_in_words(result)))
         if args.json:
-            write_file(args.json, answer_as_json(result))
+            write_file(args.json, effects_as_json(result))
         if args.plot:
             plot_effects(result, args.plot)
     if status:

@@ -130,15 +130,15 @@ def in_bf16(monkeypatch):
 
 
 def small_head():
-    return stages.head(tokens=128, dim=256, out=384)
+    return stages.check_head(tokens=128, dim=256, out=384)
 
 
 def small_attention():
-    return stages.attention(cases=[(512, 60, 4), (512, 10**9, 2)], heads=2, dim=32)
+    return stages.check_attention(cases=[(512, 60, 4), (512, 10**9, 2)], heads=2, dim=32)
 
 
 def small_muon():
-    return stages.muon(width=64)
+    return stages.check_muon(width=64)
 
 
 def failed(figures):

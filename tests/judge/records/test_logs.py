@@ -331,8 +331,8 @@ def test_a_damaged_log_raises_nothing_else(tmp_path, data):
     logs = [parse_log(whole)]
     with contextlib.suppress(UserError):
         logs += parse_trials(tmp_path / "b.txt")
-    rules.judge(logs, prior=logs, same_ml=True)
-    verdict = rules.judge(logs, prior=logs[:1])
+    rules.judge_runs(logs, prior=logs, same_ml=True)
+    verdict = rules.judge_runs(logs, prior=logs[:1])
     json.dumps([verify.log_as_json(log) for log in logs])
     tables.table_rows(logs)
     tables.summary_lines(verdict)

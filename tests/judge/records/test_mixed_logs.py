@@ -244,5 +244,5 @@ def test_seeds_are_those_in_the_logs(sides):
     task = SimpleNamespace(variant=variant, seeds=[0, 1, 2])
     worker = SimpleNamespace(task=task, folder=Path("worker"))
     for status, seeds in ((0, [0, 1, 2]), (None, [0, 1])):
-        logs = compare_runs.finished_logs(compare_runs.Pool({}, 1, 0), worker, status)
+        logs = compare_runs.complete_logs(compare_runs.Pool({}, 1, 0), worker, status)
         assert [log.hyperparameters["seed"] for log in logs] == seeds

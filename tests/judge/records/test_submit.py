@@ -257,7 +257,7 @@ def test_what_stands_in_the_repository_is_fresh():
             expected = record_pages.record_readme(record, prior)
             assert text == expected, f"{record.folder.name} is {hint}"
             # Older records were compared with one of another session
-            verdict = rules.judge(record.logs, record.target, record.before, record.same_ml)
+            verdict = rules.judge_runs(record.logs, record.target, record.before, record.same_ml)
             assert verdict.reasons == []
             others = [log for log in logs if log.path.parent != record.folder]
             assert submit.leaks(record.logs, others) == []
