@@ -1,11 +1,11 @@
 """
 Checks the machine before a run, in the Python that will train. launch/launch.py calls it:
 
-    python -m launch.checks ANSWER MODE [SCRIPT OPTIONS...]
+    python -m launch.checks FILE MODE [SCRIPT OPTIONS...]
     python -m launch.checks PROCESSES compile PART
 
 MODE is train or prepare; without a script, it is for compare and screen. Writes what the run needs into
-the file ANSWER, as JSON: processes, environment variables and more options. compile prints what is wrong
+FILE, as JSON: processes, environment variables and more options. compile prints what is wrong
 with the compiled code of one part, training or validation.
 """
 
@@ -227,11 +227,11 @@ def check_run(mode, script, options):
 
 
 def main(argv):
-    answer, mode, *words = argv
+    file, mode, *words = argv
     try:
         if mode == "compile":
             mini = TRACKS["mini"]
-            hp = dataclasses.replace(mini, batch_tokens=mini.batch_tokens // int(answer))
+            hp = dataclasses.replace(mini, batch_tokens=mini.batch_tokens // int(file))
             problem = compile_problem(hp, *words)
             print(problem, end="")
             return 1 if problem else 0
@@ -242,7 +242,7 @@ def main(argv):
             found = dict(environment={})
         else:
             found = dict(environment=check_compiler(1))
-        Path(answer).write_text(json.dumps(found), encoding="utf-8")
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
         return 0
     except (InputError, ImportError) as e:
         print(f"error: {e}", file=sys.stderr)

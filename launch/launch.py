@@ -357,33 +357,33 @@ def run_ranks(command, processes, **options):
     return status
 
 
-def prepare(command, plan):
+def prepare(command, needs):
     """Trains a step, so that its compiled code is in PyTorch's cache. Returns the exit status."""
     say("compiling may take a minute or two")
     with tempfile.TemporaryDirectory() as folder:
         step = ["--num_iterations=1", "--num_runs=1", f"--log_dir={folder}"]
-        status = run_ranks(command + step, plan["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
+        status = run_ranks(command + step, needs["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
     if status == 0:
-        say(f"ready: {plan['text']}")
+        say(f"ready: {needs['text']}")
     return status
 
 
-def train_and_sample(command, plan):
+def train_and_sample(command, needs):
     """Trains, and lets the model write a short text. Returns the exit status of the training."""
-    say(f"training {plan['text']}")
+    say(f"training {needs['text']}")
     say("before the first step, compiling may take a minute or two")
     Stopped.advice = "to continue from the last validation, add --resume latest"
-    before = newest_checkpoint(plan)
-    status = run_ranks([*command, "--save_checkpoint"], plan["processes"], cwd=ROOT)
-    newest = newest_checkpoint(plan)
+    before = newest_checkpoint(needs)
+    status = run_ranks([*command, "--save_checkpoint"], needs["processes"], cwd=ROOT)
+    newest = newest_checkpoint(needs)
     if status == 0 and newest != before:
         run([command[0], "-m", "evals.sample", "--brief", newest[1]], cwd=ROOT)
     return status
 
 
-def newest_checkpoint(plan):
+def newest_checkpoint(needs):
     """Its time, by the clock of its disk, which may not be that of this machine, and its path."""
-    paths = Path(ROOT, plan["log_dir"]).glob("*.pt")
+    paths = Path(ROOT, needs["log_dir"]).glob("*.pt")
     return max(((os.path.getmtime(path), path) for path in paths), default=None)
 
 
@@ -475,9 +475,9 @@ def launch(argv):
         module = f"recipes.{args.recipe}" if args.recipe else script
         if wants_help:
             return run([python, "-m", module, "--help"], cwd=ROOT)
-        plan = check_machine(python, name, module, *words)
-        command = [python, "-m", module, *words, *plan["options"]]
-        return prepare(command, plan) if name == "prepare" else train_and_sample(command, plan)
+        needs = check_machine(python, name, module, *words)
+        command = [python, "-m", module, *words, *needs["options"]]
+        return prepare(command, needs) if name == "prepare" else train_and_sample(command, needs)
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not (wants_help or theirs):
         check_machine(python, name)

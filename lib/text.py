@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Collection
 
 
@@ -55,6 +56,18 @@ def markdown_table(rows: list[dict[str, str]], right: Collection[str] = ()) -> s
         escaped = [cell.replace("|", "\\|") for cell in cells]
         lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines)
+
+
+def wrap(text: str, indent: str = "", later_indent: str = "") -> list[str]:
+    """Lines of 80 columns. A longer word stays whole."""
+    return textwrap.wrap(
+        text,
+        80,
+        initial_indent=indent,
+        subsequent_indent=later_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def finite(value):

@@ -58,7 +58,6 @@ import json
 import math
 import statistics
 import sys
-import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
@@ -88,7 +87,6 @@ from judge.compare.sources import (
 )
 from judge.compare.step_times import PROCESSES, STEPS, measure_processes, times_file
 from judge.compare.verdict import (
-    WIDTH,
     answer_in_words,
     far_in_words,
     headline,
@@ -112,7 +110,7 @@ from lib.commands import (
     whole_number,
 )
 from lib.files import write_file
-from lib.text import as_json, p_text, plural, short
+from lib.text import as_json, p_text, plural, short, wrap
 
 TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 
@@ -440,7 +438,7 @@ def record_lines(c: Comparison) -> list[str]:
         runs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
         pairs = [(runs[0][seed], runs[1][seed]) for seed in c.timed.get(idea.name, [])]
         words = record_in_words(idea.name, sides[idea.name], target, pairs, looks)
-        lines += textwrap.wrap(words, WIDTH)
+        lines += wrap(words)
     return lines
 
 

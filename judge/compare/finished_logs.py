@@ -7,14 +7,12 @@ the answer wasn't clear, and look again, its p-values and intervals no longer ho
 
 import argparse
 import math
-import textwrap
 from dataclasses import asdict
 
 import numpy as np
 
 from judge.comparable import MACHINE, check_sides, judged_in_words
 from judge.compare.verdict import (
-    WIDTH,
     answer_in_words,
     count_sources,
     end_losses,
@@ -31,7 +29,7 @@ from judge.stats import Effect, add_times, given_slope, look_once
 from judge.turns import log_ratios, turns
 from lib.commands import UserError
 from lib.files import write_file
-from lib.text import as_json
+from lib.text import as_json, wrap
 
 OTHER_SESSION = (
     "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
@@ -127,7 +125,7 @@ def compare_logs(args: argparse.Namespace) -> int:
         lines = []
         if target is not None:
             record = record_in_words("idea", idea, target, pairs, looks=False)
-            lines += textwrap.wrap(record, WIDTH)
+            lines += wrap(record)
         lines += record_table({"base": base, "idea": idea}, target, looks=False)
         judged = judged_in_words([*base, *idea])
         facts = facts_in_words(base, idea, effect.steps is not None)

@@ -46,10 +46,10 @@ def make_record_runs(folder: Path, track: str, record_on: Callable[[str], Record
     """
     ours, theirs = folder / "new", folder / "record"
     usual = dict(os.environ)
-    plan = check_machine(sys.executable, "train", "train_gpt", "--track", track)
-    words = ["train_gpt.py", "--track", track, *plan["options"]]
+    needs = check_machine(sys.executable, "train", "train_gpt", "--track", track)
+    words = ["train_gpt.py", "--track", track, *needs["options"]]
     # What trains a side, and where. The check has set the variables of ./run.sh
-    runs = {ours: (python_command(words, plan["processes"]), dict(os.environ))}
+    runs = {ours: (python_command(words, needs["processes"]), dict(os.environ))}
     first = ours / "0.txt"
     if not first.exists():
         make_run(*runs[ours], 0, first)

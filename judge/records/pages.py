@@ -15,7 +15,8 @@ from judge.figures import COLORS, plt, save_figure
 from judge.logs import Log, read_logs
 from judge.records.rules import final_losses, final_times, judge_runs
 from judge.records.tables import COLUMNS, summary_lines, table_rows
-from judge.summary import P_VALUE, Summary, summarize
+from judge.stats import P_VALUE
+from judge.summary import Summary, summarize
 from lib.commands import UserError
 from lib.environment import ROOT
 from lib.files import write_file

@@ -12,8 +12,8 @@ from scipy import stats
 from judge.comparable import check_between, check_repeats, difference, differences, val_tokens
 from judge.logs import Log
 from judge.records.compiler_rule import compiler_settings
-from judge.stats import p_if_looked
-from judge.summary import P_VALUE, Summary, p_below, summarize
+from judge.stats import P_VALUE, p_if_looked
+from judge.summary import Summary, p_below, summarize
 from judge.turns import p_faster, turns
 
 FINEWEB_VAL_TOKENS = 10_485_760

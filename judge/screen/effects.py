@@ -1,15 +1,12 @@
 """The answer of screen.py: as a table, as JSON and as a plot."""
 
-import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from judge.screen.design import Design, PartEffect, find_part_effect
-from lib.text import as_json, plural, short, table
-
-WIDTH = 80
+from lib.text import as_json, plural, short, table, wrap
 
 
 @dataclass
@@ -93,8 +90,8 @@ def effects_in_words(result: Result) -> list[str]:
         return ["Too early for an answer: no block is finished yet."]
     lines = table_of_parts(result)
     for pairs, effect in result.interactions():
-        lines += textwrap.wrap(interaction_in_words(pairs, effect), WIDTH)
-    return [*lines, "", *textwrap.wrap(facts_in_words(result), WIDTH)]
+        lines += wrap(interaction_in_words(pairs, effect))
+    return [*lines, "", *wrap(facts_in_words(result))]
 
 
 def effects_as_json(result: Result) -> bytes:
