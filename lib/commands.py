@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 class UserError(OSError):
-    """What the user can mend. The last line of the message says what to do; the output of a program that
-    failed stands above it. Each command prints it like any OSError, in one line."""
+    """What the user can mend, in one line that says what to do. Lines above it are the output of a program
+    that failed. It is an OSError, because every command prints those in the same way."""
 
 
 def stop_on_signals() -> None:
