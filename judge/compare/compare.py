@@ -35,7 +35,7 @@ without options. The command runs in a copy of that folder. What git ignores in 
 is one command. Its log is the file that it writes below logs/, or else its output. Its losses stand in
 lines like step:S/N val_loss:L, and its times are train_time:Tms in the same lines. --metric judges
 another number than the validation loss; tools/README.md says which lines are read. {seed} in the command
-becomes the seed, and {options} those of the base or the idea, which otherwise stand at the end.
+becomes the seed, and {options} those of the base or the idea.
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:
 
@@ -367,7 +367,7 @@ def facts_in_words(c: Comparison) -> list[str]:
     sentences = [slope_in_words(slope)]
     if c.fewer is None and slope is None:
         sentences = [
-            "Steps are unknown: give --loss_per_100_steps, or --num_iterations in the command."
+            "Steps are unknown: give --loss_per_100_steps, or --num_iterations N {options} in the command."
         ]
     if not c.paired:
         sentences.append("The runs of a pair share no seed.")

@@ -38,7 +38,7 @@ from judge.compare.same_run import (
     packages,
     run_environment,
 )
-from judge.compare.sources import Variant, check_options, fill_in, link_data
+from judge.compare.sources import Variant, fill_in, link_data
 from judge.logs import SUFFIXES, Log, find_logs, parse_log
 from lib.commands import UserError
 from lib.environment import ROOT, chosen_threads, usable_cores
@@ -255,8 +255,6 @@ def why_again(pool: Pool) -> str:
 def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
     for variant in variants:
-        if variant.command:
-            check_options(variant)
         link_data(variant.folder / "data", variant.origin / "data")
         pool.identities[variant.name] = identity(variant, pool.facts)
         pool.runs[variant.name] = kept_runs(pool, variant)
@@ -438,34 +436,16 @@ def fail(worker: Worker, reason: str):
     )
 
 
-def watched_lines(worker: Worker, name: str) -> list:
-    """What watch/sitecustomize.py has written. The last line may still be under way."""
-    file = worker.folder / name
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 def check_reading(worker: Worker) -> None:
-    """Raises UserError if a run reads the files of which it has copies."""
-    for path in watched_lines(worker, "read")[:1]:
+    """Raises UserError if a run reads a file of which it has a copy. watch/sitecustomize.py wrote it down."""
+    file = worker.folder / "read"
+    for path in file.read_text().splitlines()[:1] if file.exists() else []:
         fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
-
-
-def check_arrival(worker: Worker) -> None:
-    """Raises UserError if options at the end of a command reached no script, where one is in Python."""
-    variant = worker.task.variant
-    started = watched_lines(worker, "started")
-    if "{options}" in variant.command or not started:
-        return
-    if not any(set(variant.options) <= set(words) for words in started):
-        options = " ".join(variant.options)
-        fail(worker, f"no Python got its options {options}; write {{options}} where they must stand")
 
 
 def log_of_command(pool: Pool, worker: Worker) -> Log:
     """The log of a command that has ended with status 0. Raises UserError."""
     variant = worker.task.variant
-    check_arrival(worker)
     files = sorted((worker.folder / "copy" / "logs").rglob("*"))
     try:
         for suffixes in (SUFFIXES, (".jsonl", ".json")):

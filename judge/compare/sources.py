@@ -25,7 +25,6 @@ from judge.compare.same_run import hash_copy, hash_text, run_environment
 from lib.commands import UserError
 from lib.environment import ROOT
 from lib.files import without_windows
-from lib.text import short
 
 # Options that compare.py gives to the runs itself
 OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
@@ -89,8 +88,11 @@ class Variant:
         return hash_text(json.dumps([files, self.run()], sort_keys=True))
 
     def num_iterations(self) -> int | None:
+        """None if it isn't known, or can't be set."""
         if self.settings is not None:
             return self.settings.get("num_iterations")
+        if self.command and "{options}" not in self.command:
+            return None
         command = fill_in(self.command, self.options, 0)
         found = re.findall(r"--num_iterations[ =](\d+)", command)
         return int(found[-1]) if found else None
@@ -369,12 +371,14 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
             base = read_source(kind, base)
     except UserError as e:
         raise UserError(f"{text}: {e}") from None
-    for word in common + options:
-        option = word.split("=")[0]
+    options = common + options
+    for option in [word.split("=")[0] for word in options]:
         if option in OURS and not base.command:
             raise UserError(f"{option}: compare sets this option for each run; remove it")
+    if base.command and options and "{options}" not in base.command:
+        raise UserError(f"write {{options}} where {shlex.join(options)} must stand in --command")
     name = re.sub(r"[^\w.+-]+", "_", name or usual_name).strip("_.")
-    return replace(base, name=name[:60] or "idea", options=common + options)
+    return replace(base, name=name[:60] or "idea", options=options)
 
 
 # -----------------------------------------------------------------------------
@@ -477,9 +481,7 @@ def open_quote(text: str) -> str:
 
 
 def fill_in(command: str, options: list[str], seed: int) -> str:
-    """The command with its options and its seed. Without {options}, they stand at its end."""
-    if "{options}" not in command:
-        command += " {options}"
+    """The command with its options and its seed."""
     text, *parts = command.split("{options}")
     for part in parts:
         words = shlex.join(options)
@@ -490,31 +492,6 @@ def fill_in(command: str, options: list[str], seed: int) -> str:
             words = re.sub(r'([\\"$`])', r"\\\1", words)
         text += words + part
     return text.replace("{seed}", str(seed))
-
-
-def is_plain(command: str) -> bool:
-    """Whether options at its end reach the script: the shell finds one program with its arguments, and
-    none of these holds another command."""
-    lexer = shlex.shlex(command.strip(), posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    lexer.commenters = ""
-    try:
-        words = list(lexer)
-    except ValueError:
-        return False
-    return "\n" not in command.strip() and not any(
-        re.search(r"\s|`|^#|^[();<>|&]+$|^-\w*c$", word) for word in words
-    )
-
-
-def check_options(variant: Variant) -> None:
-    """Raises UserError if the options of a command might not reach the script."""
-    if variant.options and "{options}" not in variant.command and not is_plain(variant.command):
-        options = short(shlex.join(variant.options), 40)
-        raise UserError(
-            f"{variant.name}: write {{options}} where {options} must stand in --command; they can't "
-            "follow a command with shell syntax, or with another command in an argument"
-        )
 
 
 def set_steps(variant: Variant, steps: int) -> Variant:

@@ -1,6 +1,6 @@
 """
-Python imports this file when it starts, because runs.py names its folder in PYTHONPATH. It writes down the
-command line, and each file that is read in the folder of which the run has a copy.
+Python imports this file when it starts, because runs.py names its folder in PYTHONPATH. It writes down
+each file that is read in the folder of which the run has a copy.
 """
 
 import json
@@ -9,11 +9,6 @@ import sys
 
 FOLDER, ORIGIN, *DATA = json.loads(os.environ["COMPARE_WATCH"])
 ALLOWED = [f for f in (*DATA, sys.prefix, sys.base_prefix) if f.startswith(f"{ORIGIN}/")]
-
-
-def write(name, value):
-    with open(f"{FOLDER}/{name}", "a") as file:
-        print(json.dumps(value), file=file)
 
 
 def watch(event, arguments):
@@ -26,8 +21,8 @@ def watch(event, arguments):
     if not path.startswith(f"{ORIGIN}/") or "/." in os.path.dirname(path)[len(ORIGIN) :]:
         return  # hidden folders hold caches and environments
     if os.path.isfile(path) and not any(f"{path}/".startswith(f"{folder}/") for folder in ALLOWED):
-        write("read", path)
+        with open(f"{FOLDER}/read", "a") as file:
+            print(path, file=file)
 
 
-write("started", sys.orig_argv)
 sys.addaudithook(watch)

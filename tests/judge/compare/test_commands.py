@@ -24,7 +24,7 @@ with open(__file__) as source, open(f"logs/deep/{uuid.uuid4()}.txt", "w") as log
     print("step:0/100 val_loss:10.8258 train_time:0ms step_avg:nanms", file=log)
     print(f"step:90/100 val_loss:{loss:.4f} train_time:900ms step_avg:10.0ms", file=log)
 """
-COMMAND = ["--command", "python train.py", "--stops_early"]
+COMMAND = ["--command", "python train.py {options}", "--stops_early"]
 
 
 @pytest.fixture
@@ -115,7 +115,12 @@ loss += random.Random(sys.argv[1]).gauss(0, 0.001)
 print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
 """
     (theirs / "train.py").write_text(script)
-    command = ["--command", "exec python train.py {seed} --num_iterations 100", "--base", "theirs"]
+    command = [
+        "--command",
+        "exec python train.py {seed} --num_iterations 100 {options}",
+        "--base",
+        "theirs",
+    ]
     status, out, err = run(*command, "--idea", "--effect 0.1", "--json", "o.json")
     assert status == 0, err
     found = json.loads(Path("o.json").read_text())
@@ -144,7 +149,14 @@ print(f"---\\nval_bpb:     {x + 1:.6f}\\nnum_steps:   951")
 os.mkdir("logs")
 open("logs/metrics.jsonl", "w").write(f'{{"step": 2, "top-1": {x}}}')
 """)
-    command = ["--command", "python train.py {seed}", "--base", "theirs", "--idea", "--effect -0.01"]
+    command = [
+        "--command",
+        "python train.py {seed} {options}",
+        "--base",
+        "theirs",
+        "--idea",
+        "--effect -0.01",
+    ]
     for more, verdict, judged, mean in [
         (["val_bpb"], "helps", "val_bpb at the end", 1),
         (["core metric", "--higher_is_better"], "hurts", "-core_metric at step 2", -2),
@@ -175,6 +187,10 @@ BAD = [
     (["--base_logs", "a", "--idea_logs", "b"], "leave out --command, --base, --idea"),
     (["--base_logs", "a"], "finished runs, and --plot, need both --base_logs and --idea_logs"),
     (["--plot", "a.png"], "finished runs, and --plot, need both --base_logs and --idea_logs"),
+    (
+        ["--command", "x", "--base", "theirs", "--idea", "--lr 1"],
+        "write {options} where --lr 1 must stand",
+    ),
     (["--run_timeout", "0"], "argument --run_timeout: 0: must be more than zero"),
 ]
 
