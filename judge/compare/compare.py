@@ -64,13 +64,12 @@ from pathlib import Path
 from judge.comparable import add_metric, judged_in_words, settle_metric
 from judge.compare import runs as compare_runs
 from judge.compare.finished_logs import compare_logs
-from judge.compare.ledger import add_to_ledger, first_base, judged_before, loop_in_words, unused_seed
+from judge.compare.ledger import add_to_ledger, first_base, loop_in_words, unused_seed
 from judge.compare.pairs import (
     Comparison,
     answer_needs_slope,
     progress,
     slope_runs,
-    undecided,
     wanted_runs,
 )
 from judge.compare.runs import make_runs, on_gpu, open_pool, runs_a_process, show_line
@@ -85,11 +84,11 @@ from judge.compare.sources import (
     tell_apart,
     with_steps,
 )
-from judge.compare.step_times import PROCESSES, STEPS, measure_processes, times_file
+from judge.compare.step_times import PROCESSES, STEPS, measure_rounds, times_file
 from judge.compare.verdict import (
     answer_in_words,
     far_in_words,
-    headline,
+    end_as_json,
     other_steps,
     record_in_words,
     record_table,
@@ -137,7 +136,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
     until = "the smallest saving of steps that matters; default: 2%%"
     add("--until", type=fraction, default=0.02, metavar="X%", help=until)
-    add("--hours", type=float, default=1e9, metavar="H", help="stop after H hours; default: no limit")
+    add(
+        "--hours",
+        type=float,
+        default=math.inf,
+        metavar="H",
+        help="stop after H hours; default: no limit",
+    )
     command = "train with this shell command instead of train_gpt.py"
     add("--command", metavar="COMMAND", help=command)
     add_metric(parser)
@@ -241,10 +246,11 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         more = with_steps(base, SLOPE_FACTOR, ideas)
         variants = [*variants, fewer, more]
     pool = open_pool(variants, lock, args.jobs, args.nproc_per_node, args.stops_early, args.metric)
-    changed = compare_runs.why_again(pool)
+    changed = compare_runs.why_again(variants)
     if changed and not args.gate:
         print(f"training again, because {changed}", file=sys.stderr)
     pool.timeout = args.run_timeout
+    pool.hours = args.hours
     check_data([base, *ideas] if args.runs else variants)
     return Comparison(args, pool, base, ideas, fewer, more)
 
@@ -258,32 +264,19 @@ def show_progress(c: Comparison, text: str = "") -> None:
         show_line(text)
 
 
-def make_until(c: Comparison, wanted, done) -> bool:
-    """Makes runs until done() is true; returns False if the time is over before. Raises UserError."""
-    late = False
-
-    def enough(new: int) -> bool:
-        nonlocal late
-        if new and done():
-            return True
-        if new:
-            show_progress(c, progress(c, steps_to_time(c)))
-        late = c.pool.minutes() > 60 * c.args.hours
-        return late
-
-    make_runs(c.pool, wanted, enough)
-    if late:
-        c.notes.append(f"Stopped after --hours {c.args.hours:g}.")
-    return not late
-
-
 def make_all_runs(c: Comparison) -> None:
     """Makes runs until all ideas are decided, and those for the slope if the answer needs them. Raises
     UserError."""
-    show_progress(c, progress(c, steps_to_time(c)))
-    in_time = make_until(c, lambda: wanted_runs(c), lambda: not undecided(c))
-    if in_time and answer_needs_slope(c):
-        make_until(c, lambda: slope_runs(c), lambda: not slope_runs(c))
+
+    def show():
+        show_progress(c, progress(c, steps_to_time(c)))
+
+    show()
+    make_runs(c.pool, lambda: wanted_runs(c), show)
+    if answer_needs_slope(c):
+        make_runs(c.pool, lambda: slope_runs(c), show)
+    if c.pool.late():
+        c.notes.append(f"Stopped after --hours {c.args.hours:g}.")
 
 
 def steps_to_time(c: Comparison) -> int:
@@ -297,16 +290,14 @@ def measure_times(c: Comparison) -> None:
     """Measures the step times of all ideas. If that fails, the answer is about losses only."""
     for idea in c.ideas:
         name = short(idea.name, 30)
+        file = times_file(c.base, idea)
+        processes = json.loads(file.read_bytes()) if file.exists() else []
         try:
-            processes = measure_processes(
-                c.pool,
-                c.base,
-                idea,
-                lambda n, name=name: show_progress(
-                    c, f"step times of {name}: {n} of {PROCESSES} processes"
-                ),
-            )
-            c.log_ratios[idea.name] = [statistics.fmean(rounds) for rounds in processes]
+            while len(processes) < PROCESSES:
+                show_progress(c, f"step times of {name}: {len(processes)} of {PROCESSES} processes")
+                processes.append(measure_rounds(c.pool, c.base, idea, len(processes)))
+                write_file(file, json.dumps(processes).encode())
+            idea.log_ratios = [statistics.fmean(rounds) for rounds in processes]
         except OSError as e:
             show_progress(c)
             print(e, file=sys.stderr)
@@ -324,20 +315,18 @@ def read_times(c: Comparison) -> None:
 
     Pairs of the same two processes aren't independent, so their mean counts."""
     for idea in c.ideas:
-        file = times_file(c.pool, c.base, idea)
+        file = times_file(c.base, idea)
         ratios = json.loads(file.read_bytes()) if file.exists() else {}
-        logs, base_logs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
-        for seed in sorted(logs.keys() & base_logs.keys()):
-            time, base_time = step_time(logs[seed]), step_time(base_logs[seed])
-            took_turns = {(idea.name, seed), (c.base.name, seed)} <= c.pool.new
-            if took_turns and time > 0 and base_time > 0:
+        for seed in sorted(idea.new & c.base.new):
+            time, base_time = step_time(idea.runs[seed]), step_time(c.base.runs[seed])
+            if time > 0 and base_time > 0:
                 ratios[str(seed)] = math.log(time / base_time)
         write_file(file, json.dumps(ratios).encode())
         processes = {}
         for seed, ratio in ratios.items():
             processes.setdefault(int(seed) // runs_a_process(c.base), []).append(ratio)
-        c.log_ratios[idea.name] = [statistics.fmean(pairs) for pairs in processes.values()]
-        c.timed[idea.name] = [int(seed) for seed in ratios]
+        idea.log_ratios = [statistics.fmean(pairs) for pairs in processes.values()]
+        idea.timed = [int(seed) for seed in ratios]
 
 
 # -----------------------------------------------------------------------------
@@ -371,19 +360,19 @@ def facts_in_words(c: Comparison) -> list[str]:
         ]
     if not c.paired:
         sentences.append("The runs of a pair share no seed.")
-    sentences.append(judged_in_words(list(c.pool.runs[c.base.name].values())))
+    sentences.append(judged_in_words(list(c.base.runs.values())))
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
     for variant in [c.base, *c.ideas]:
-        seeds = sorted(c.pool.runs[variant.name])
-        losses = [c.pool.runs[variant.name][seed].end.val_loss for seed in seeds]
+        seeds = sorted(variant.runs)
+        losses = [variant.runs[seed].end.val_loss for seed in seeds]
         sentences += far_in_words(variant.name, losses, [f"seed {seed}" for seed in seeds])
     for idea in c.ideas:
         sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), slope is not None)
-        timed = len(c.timed.get(idea.name, []))
+        timed = len(idea.timed)
         if 0 < timed < c.pairs(idea).shape[1]:
             sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
-    if any(log.uncompiled for runs in c.pool.runs.values() for log in runs.values()):
+    if any(log.uncompiled for variant in c.variants for log in variant.runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
     sentences += [*c.notes, *loop_in_words(c.args.ledger)]
     sentences.append(f"{facts['machine']}; {threads}, PyTorch {facts['torch']}.")
@@ -391,20 +380,18 @@ def facts_in_words(c: Comparison) -> list[str]:
 
 
 def comparison_as_json(c: Comparison) -> bytes:
-    facts = c.pool.facts
     runs = {}
-    for name, logs in c.pool.runs.items():
-        seeds = sorted(logs)
-        runs[name] = [{"path": str(logs[s].path), "seed": s, **asdict(logs[s].end)} for s in seeds]
+    for variant in c.variants:
+        logs = sorted(variant.runs.items())
+        runs[variant.name] = [{"seed": seed, **end_as_json(log)} for seed, log in logs]
     slope = c.slope()
     found = {
-        **{name: facts[name] for name in ("machine", "torch", "threads", "processes")},
-        "jobs": c.pool.jobs,
-        "until": None if c.args.runs else c.args.until,
+        "until": c.args.until,
         "base": c.base.name,
         "slope": slope and asdict(slope),
-        "ideas": [{**asdict(e), "words": headline(e, c.args.until)} for e in c.effects()],
-        "log_ratios": c.log_ratios,
+        "ideas": [asdict(effect) for effect in c.effects()],
+        "log_ratios": {idea.name: idea.log_ratios for idea in c.ideas},
+        "facts": c.pool.facts,
         "minutes": c.pool.minutes(),
         "runs_made": c.pool.made,
         "runs": runs,
@@ -428,15 +415,14 @@ def answer_lines(c: Comparison) -> list[str]:
 
 def record_lines(c: Comparison) -> list[str]:
     """Whether the ideas that have runs would be records."""
-    variants = [variant for variant in [c.base, *c.ideas] if c.pool.runs[variant.name]]
-    sides = {variant.name: list(c.pool.runs[variant.name].values()) for variant in variants}
+    variants = [variant for variant in [c.base, *c.ideas] if variant.runs]
+    sides = {variant.name: list(variant.runs.values()) for variant in variants}
     base = sides[c.base.name]
     target, assumed = target_of(c.args.target, base)
     looks = not c.args.runs
     lines = [*record_table(sides, target, looks), *assumed]
     for idea in variants[1:] if target is not None else []:
-        runs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
-        pairs = [(runs[0][seed], runs[1][seed]) for seed in c.timed.get(idea.name, [])]
+        pairs = [(idea.runs[seed], c.base.runs[seed]) for seed in idea.timed]
         words = record_in_words(idea.name, sides[idea.name], target, pairs, looks)
         lines += wrap(words)
     return lines
@@ -449,10 +435,6 @@ def main(argv: list[str]) -> int:
     status = 0
     with compare_runs.locked_folder() as lock:
         c = set_up(args, common, lock)
-        before = judged_before(c) if args.gate else ""
-        if before:
-            print(before, *loop_in_words(args.ledger), sep="\n")
-            return int(before != "helps")
         try:
             make_all_runs(c)
             if steps_to_time(c):

@@ -15,6 +15,7 @@ from judge.comparable import MACHINE, check_sides, judged_in_words
 from judge.compare.verdict import (
     answer_in_words,
     count_sources,
+    end_as_json,
     end_losses,
     end_times,
     far_in_words,
@@ -102,7 +103,7 @@ def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[st
 def sides_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float | None) -> bytes:
     found = {"effect": asdict(effect), "target": target, "metric": base[0].metric}
     for side, logs in (("base", base), ("idea", idea)):
-        runs = [{"path": str(log.path), "trial": log.trial, **asdict(log.end)} for log in logs]
+        runs = [{"trial": log.trial, **end_as_json(log)} for log in logs]
         found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
     return as_json(found)
 

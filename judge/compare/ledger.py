@@ -52,9 +52,9 @@ def add_to_ledger(c: Comparison) -> None:
         low, high = effect.difference_interval
         values = [
             date.today(),
-            c.pool.key(c.base),
+            c.base.key(),
             commit_of(c.base),
-            c.pool.key(idea),
+            idea.key(),
             CONFIRMATION if c.args.confirm else " ".join(text.split()),
             c.pool.metric,
             c.args.until,
@@ -63,7 +63,7 @@ def add_to_ledger(c: Comparison) -> None:
             f"{low:.5f}",
             f"{high:.5f}",
             effect.n,
-            max(seed for runs in c.pool.runs.values() for seed in runs),
+            max(seed for variant in c.variants for seed in variant.runs),
             f"{c.pool.minutes():.1f}",
         ]
         rows.append(dict(zip(FIELDS, map(str, values))))
@@ -72,16 +72,6 @@ def add_to_ledger(c: Comparison) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_file(c.args.ledger, table.getvalue().encode())
-
-
-def judged_before(c: Comparison) -> str:
-    """The verdict about the first idea in the ledger; "" if there is none that counts now."""
-    same = {"base": c.pool.key(c.base), "idea": c.pool.key(c.ideas[0]), "metric": c.pool.metric}
-    for row in reversed(read_ledger(c.args.ledger)):
-        valid = row["verdict"] != "not worth it" or float(row["until"]) <= c.args.until
-        if row["verdict"] != "undecided" and valid and same.items() <= row.items():
-            return row["verdict"]
-    return ""
 
 
 def loop_in_words(file: Path) -> list[str]:

@@ -52,9 +52,13 @@ class Comparison:
     ideas: list[Variant]
     fewer: Variant | None = None  # the base with fewer steps; None if its runs don't measure the slope
     more: Variant | None = None
-    log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> times, for add_times
-    timed: dict[str, list[int]] = field(default_factory=dict)  # idea -> seeds of the timed pairs
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def variants(self) -> list[Variant]:
+        """All, each once."""
+        found = [self.base, *self.ideas, self.fewer, self.more]
+        return list({variant.name: variant for variant in found if variant}.values())
 
     @property
     def paired(self) -> bool:
@@ -63,14 +67,14 @@ class Comparison:
 
     def losses(self, variant: Variant) -> list[float]:
         """Final losses of the seeds from the first one on, up to the first that is missing."""
-        logs = self.pool.runs[variant.name]
-        seeds = itertools.takewhile(logs.__contains__, itertools.count(self.args.seed))
-        return [logs[seed].end.val_loss for seed in seeds]
+        seeds = itertools.takewhile(variant.runs.__contains__, itertools.count(self.args.seed))
+        return [variant.runs[seed].end.val_loss for seed in seeds]
 
     def steps(self, variant: Variant) -> int | None:
         """Of each of its runs; None if that isn't known yet."""
-        logs = list(self.pool.runs[variant.name].values())
-        return logs[0].end.step if logs else variant.num_iterations()
+        for log in variant.runs.values():
+            return log.end.step
+        return variant.num_iterations()
 
     def slopes(self) -> int:
         """Seeds of the runs with fewer and with more steps."""
@@ -105,8 +109,8 @@ class Comparison:
             return None
         else:
             effect = analyse(idea.name, *pairs, slope, self.args.until, len(self.ideas), own_steps)
-        if self.log_ratios.get(idea.name):
-            add_times(effect, np.array(self.log_ratios[idea.name]), slope, len(self.ideas))
+        if idea.log_ratios:
+            add_times(effect, np.array(idea.log_ratios), slope, len(self.ideas))
         return effect
 
     def effects(self) -> list[Effect]:

@@ -54,18 +54,11 @@ WATCH = Path(__file__).resolve().parent / "watch"
 
 
 @dataclass
-class Task:
-    """Runs of one variant for one process to make."""
+class Worker:
+    """A process that makes runs of a variant."""
 
     variant: Variant
     seeds: list[int]  # without those of finished runs
-
-
-@dataclass
-class Worker:
-    """A process at work on a task."""
-
-    task: Task
     child: subprocess.Popen
     folder: Path
     started: float = field(default_factory=time.monotonic)
@@ -73,7 +66,7 @@ class Worker:
 
 @dataclass
 class Pool:
-    """The runs of a command: what they have in common, those that are there, and those under way."""
+    """What the runs of a command have in common, and those under way."""
 
     facts: dict  # the software and the machine
     jobs: int  # processes at a time
@@ -81,26 +74,17 @@ class Pool:
     stops_early: bool = False  # whether commands may end before their last step
     metric: str = ""  # as for read_logs
     timeout: float = math.inf  # minutes that a process may take
-    identities: dict[str, dict] = field(default_factory=dict)  # name of the variant -> see identity()
-    runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
+    hours: float = math.inf  # that all may take
     workers: list[Worker] = field(default_factory=list)
-    new: set[tuple[str, int]] = field(default_factory=set)  # runs of this session: variant's name, seed
+    made: int = 0  # runs in this session
     started: float = field(default_factory=time.monotonic)
-
-    def key(self, variant: Variant) -> str:
-        return hash_text(json.dumps(self.identities[variant.name], sort_keys=True))
-
-    def folder(self, variant: Variant) -> Path:
-        return FOLDER / "runs" / self.key(variant)
-
-    @property
-    def made(self) -> int:
-        """Runs in this session."""
-        return len(self.new)
 
     def minutes(self) -> float:
         """Since the start."""
         return (time.monotonic() - self.started) / 60
+
+    def late(self) -> bool:
+        return self.minutes() > 60 * self.hours
 
     def time_left(self, runs: int) -> str:
         """In words, for this many runs to come."""
@@ -218,7 +202,7 @@ def identity(variant: Variant, facts: dict) -> dict[str, dict]:
 def check_unchanged(pool: Pool, variant: Variant) -> None:
     """Raises UserError if what a run could read has changed. A run may write new files, but not into data/,
     where the next run could find them."""
-    before = pool.identities[variant.name]
+    before = variant.identity
     now = identity(variant, pool.facts | packages())
     known = before["files"]
     now["files"] = {
@@ -240,12 +224,11 @@ def code_of(kept: dict) -> list:
     return [kept["run"], [pair for pair in kept["files"].items() if pair[0].endswith(".py")]]
 
 
-def why_again(pool: Pool) -> str:
+def why_again(variants: list[Variant]) -> str:
     """What has changed since runs were kept of the same code with the same settings, for the first variant
     that has none now. "" if there are no such runs."""
     facts = [json.loads(file.read_bytes()) for file in FOLDER.glob("runs/*/facts.json")]
-    for name in [name for name, runs in pool.runs.items() if not runs]:
-        new = pool.identities[name]
+    for new in [variant.identity for variant in variants if not variant.runs]:
         same = [changes(kept, new) for kept in facts if code_of(kept) == code_of(new)]
         if same:
             return in_short(min(same, key=len))
@@ -256,8 +239,8 @@ def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
     for variant in variants:
         link_data(variant.folder / "data", variant.origin / "data")
-        pool.identities[variant.name] = identity(variant, pool.facts)
-        pool.runs[variant.name] = kept_runs(pool, variant)
+        variant.identity = identity(variant, pool.facts)
+        variant.runs = kept_runs(pool, variant)
 
 
 def open_pool(
@@ -304,7 +287,7 @@ def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
 def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     """The runs of a variant that are kept, by seed."""
     found = {}
-    for path in pool.folder(variant).glob("seed*.txt"):
+    for path in FOLDER.glob(f"runs/{variant.key()}/seed*.txt"):
         seed = path.stem.removeprefix("seed")
         log = complete_log(pool, path, variant)
         if log is not None and re.fullmatch(r"-?\d+", seed):  # a copy may be called "seed1 (1).txt"
@@ -312,17 +295,16 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     return found
 
 
-def keep_log(pool: Pool, task: Task, log: Log) -> None:
+def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
     """Moves the log of a finished run to the kept ones."""
-    seed = task.seeds.pop(0)
-    folder = pool.folder(task.variant)
+    folder = FOLDER / "runs" / variant.key()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "facts.json").exists():
-        facts = json.dumps(pool.identities[task.variant.name], indent=1)
-        write_file(folder / "facts.json", facts.encode())
+        write_file(folder / "facts.json", json.dumps(variant.identity, indent=1).encode())
     log.path = log.path.replace(folder / f"seed{seed}.txt")
-    pool.runs[task.variant.name][seed] = log
-    pool.new.add((task.variant.name, seed))
+    variant.runs[seed] = log
+    variant.new.add(seed)
+    pool.made += 1
 
 
 # -----------------------------------------------------------------------------
@@ -394,21 +376,20 @@ def no_interrupt() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def start_task(pool: Pool, task: Task) -> None:
-    variant = task.variant
-    folder = scratch() / f"{pool.key(variant)}_seed{task.seeds[0]}"
+def start_worker(pool: Pool, variant: Variant, seeds: list[int]) -> None:
+    folder = scratch() / f"{variant.key()}_seed{seeds[0]}"
     folder.mkdir(parents=True)
     with no_interrupt():
         if variant.command:
-            child = start_command(pool, variant, task.seeds[0], folder)
+            child = start_command(pool, variant, seeds[0], folder)
         else:
-            child = start_script(pool, variant, task.seeds, folder, pool.facts["threads"])
-        pool.workers.append(Worker(task, child, folder))
+            child = start_script(pool, variant, seeds, folder, pool.facts["threads"])
+        pool.workers.append(Worker(variant, seeds, child, folder))
 
 
 def end_worker(pool: Pool, worker: Worker) -> None:
     """Ends a process at once. Torchrun's workers have sessions of their own, so it must end them."""
-    if pool.facts["processes"] > 1 or worker.task.variant.command:
+    if pool.facts["processes"] > 1 or worker.variant.command:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(worker.child.pid, signal.SIGTERM)
             worker.child.wait(40)
@@ -429,10 +410,9 @@ def last_lines(console: Path) -> str:
 
 
 def fail(worker: Worker, reason: str):
-    task = worker.task
     raise UserError(
-        f"{last_lines(worker.folder / 'console.txt')}\na run failed: {task.variant.name}, seed "
-        f"{task.seeds[0]} ({reason}). Above are the last lines that it printed"
+        f"{last_lines(worker.folder / 'console.txt')}\na run failed: {worker.variant.name}, seed "
+        f"{worker.seeds[0]} ({reason}). Above are the last lines that it printed"
     )
 
 
@@ -445,7 +425,6 @@ def check_reading(worker: Worker) -> None:
 
 def log_of_command(pool: Pool, worker: Worker) -> Log:
     """The log of a command that has ended with status 0. Raises UserError."""
-    variant = worker.task.variant
     files = sorted((worker.folder / "copy" / "logs").rglob("*"))
     try:
         for suffixes in (SUFFIXES, (".jsonl", ".json")):
@@ -460,7 +439,7 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     log = logs[0]
     if fault := not_whole(log, pool.stops_early):
         fail(worker, fault)
-    earlier = list(pool.runs[variant.name].values())
+    earlier = list(worker.variant.runs.values())
     if earlier and earlier[0].end.step != log.end.step:
         fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
     losses = {run.end.val_loss for run in [log, *earlier]}
@@ -471,15 +450,14 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
 
 def complete_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
     """Those that don't grow any more, in the order of their seeds. Raises UserError."""
-    variant = worker.task.variant
-    if variant.command:
+    if worker.variant.command:
         if status == 0:
             yield log_of_command(pool, worker)
         return
     paths = list((worker.folder / "logs").glob("*.txt"))
-    found = [log for path in paths if (log := complete_log(pool, path, variant))]
+    found = [log for path in paths if (log := complete_log(pool, path, worker.variant))]
     logs = {log.hyperparameters.get("seed"): log for log in found}
-    seeds = list(itertools.takewhile(logs.__contains__, worker.task.seeds))
+    seeds = list(itertools.takewhile(logs.__contains__, worker.seeds))
     if status is None and len(seeds) == len(paths):
         seeds = seeds[:-1]  # no other log is there that could be the one that grows
     for seed in seeds:
@@ -492,54 +470,54 @@ def collect(pool: Pool, worker: Worker) -> None:
     Raises UserError if runs are missing, or take too long.
     """
     status = worker.child.poll()
-    task = worker.task
     check_reading(worker)
     logs = list(complete_logs(pool, worker, status))
     if logs:
-        check_unchanged(pool, task.variant)
+        check_unchanged(pool, worker.variant)
     for log in logs:
-        keep_log(pool, task, log)
+        keep_log(pool, worker.variant, worker.seeds.pop(0), log)
         worker.started = time.monotonic()
     if status is None:
         if time.monotonic() - worker.started > 60 * pool.timeout:
             fail(worker, f"it took more than --run_timeout {pool.timeout:g} minutes")
         return
-    if task.seeds:
+    if worker.seeds:
         fail(worker, f"exit status {status}" if status else "its log is incomplete")
     end_worker(pool, worker)
 
 
-def next_task(pool: Pool, wanted: Wanted) -> Task | None:
-    """The first of these runs that are neither there nor under way; None if there are none."""
+def next_runs(pool: Pool, wanted: Wanted) -> tuple[Variant, list[int]] | None:
+    """The first of these runs that are neither there nor under way, for one process; None if there are none."""
     for variant, seeds in wanted:
-        taken = set(pool.runs[variant.name])
+        taken = set(variant.runs)
         for worker in pool.workers:
-            if worker.task.variant is variant:
-                taken.update(worker.task.seeds)
+            if worker.variant is variant:
+                taken.update(worker.seeds)
         missing = [seed for seed in seeds if seed not in taken]
         if missing:
-            # Those that follow each other, for one process
-            run = [seed for i, seed in enumerate(missing) if seed == missing[0] + i]
-            return Task(variant, run[: runs_a_process(variant)])
+            in_a_row = [seed for i, seed in enumerate(missing) if seed == missing[0] + i]
+            return variant, in_a_row[: runs_a_process(variant)]
     return None
 
 
-def make_runs(pool: Pool, wanted: Callable[[], Wanted], enough: Callable[[int], bool]) -> None:
-    """Makes the runs of wanted() until all are there, or until enough(new) is true. Both are asked ten
-    times a second; `new` is the number of runs that were finished meanwhile. Processes that are still at
-    work in the end are stopped. Raises UserError."""
+def make_runs(pool: Pool, wanted: Callable[[], Wanted], show=lambda: None) -> None:
+    """Makes the runs of wanted() until all are there, nothing is wanted any more, or the time is over.
+    After new runs, it calls show(). Processes that are still at work in the end are stopped. Raises
+    UserError."""
     try:
-        while True:
-            while len(pool.workers) < pool.jobs and (task := next_task(pool, wanted())):
-                start_task(pool, task)
+        while not pool.late():
+            while len(pool.workers) < pool.jobs and (runs := next_runs(pool, wanted())):
+                start_worker(pool, *runs)
             if not pool.workers:
                 return
             time.sleep(0.1)
             made = pool.made
             for worker in list(pool.workers):
                 collect(pool, worker)
-            if enough(pool.made - made):
-                return
+            if pool.made > made:
+                show()
+                if not any(wanted()):
+                    return
     finally:
         for worker in list(pool.workers):
             end_worker(pool, worker)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from judge.compare.same_run import hash_copy, hash_text, run_environment
+from judge.logs import Log
 from lib.commands import UserError
 from lib.environment import ROOT
 from lib.files import without_windows
@@ -67,6 +68,17 @@ class Variant:
     command: str = ""  # a shell command that runs instead of the script
     origin: Path = field(default_factory=lambda: ROOT)  # the folder that was copied
     leave_out: Sequence[Path] = ()  # see copy_tree
+    # What is known of it
+    identity: dict = field(default_factory=dict, init=False)  # all that its runs could read
+    runs: dict[int, Log] = field(default_factory=dict, init=False)  # those that are there, by seed
+    new: set[int] = field(default_factory=set, init=False)  # seeds of the runs of this session
+    log_ratios: list[float] = field(default_factory=list, init=False)  # of step times; see add_times
+    timed: list[int] = field(
+        default_factory=list, init=False
+    )  # seeds of pairs with times in their logs
+
+    def key(self) -> str:
+        return hash_text(json.dumps(self.identity, sort_keys=True))
 
     def module(self) -> str:
         """The name of the script for python -m, which finds imports in the folder."""

@@ -13,7 +13,6 @@ fewer rounds each also make it narrower: its t is 4.0 with 6 processes, and 5.8 
 """
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -27,7 +26,6 @@ from judge.compare.runs import Pool, last_lines, start_script
 from judge.compare.sources import Variant, set_steps
 from lib.commands import UserError
 from lib.environment import usable_cores
-from lib.files import write_file
 
 BURST = 20  # steps
 ROUNDS = 5  # of two processes
@@ -95,9 +93,9 @@ def measure_round(trainers: list[Trainer], number: int) -> float | None:
     return math.log(idea / base) if base and idea else None
 
 
-def times_file(pool: Pool, base: Variant, idea: Variant) -> Path:
+def times_file(base: Variant, idea: Variant) -> Path:
     """Where their ratios of times are kept."""
-    file = compare_runs.FOLDER / "step_times" / f"{pool.key(base)}_{pool.key(idea)}.json"
+    file = compare_runs.FOLDER / "step_times" / f"{base.key()}_{idea.key()}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     return file
 
@@ -127,15 +125,3 @@ def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> lis
         for trainer in trainers:
             trainer.close()
     return ratios
-
-
-def measure_processes(pool: Pool, base: Variant, idea: Variant, show) -> list[list[float]]:
-    """Returns measure_rounds of all processes, those kept from before included. Calls show(number) before
-    each. Raises UserError."""
-    file = times_file(pool, base, idea)
-    found = json.loads(file.read_bytes()) if file.exists() else []
-    while len(found) < PROCESSES:
-        show(len(found))
-        found.append(measure_rounds(pool, base, idea, len(found)))
-        write_file(file, json.dumps(found).encode())
-    return found

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import asdict
 
 from judge.logs import Log
 from judge.stats import P_VALUE, P_WORTHLESS, Bounds, Effect, Slope, far_from_others, p_if_looked
@@ -135,6 +136,10 @@ def end_times(logs: list[Log]) -> list[float]:
     """Training times in seconds; [] if a log has none."""
     times = [log.end.train_time_ms / 1000 for log in logs]
     return times if all(0 < time < math.inf for time in times) else []
+
+
+def end_as_json(log: Log) -> dict:
+    return {"path": str(log.path), **asdict(log.end)}
 
 
 def step_time(log: Log) -> float:

@@ -28,9 +28,10 @@ Exit status: 0 done, 2 an error, 130 interrupted.
 import argparse
 import functools
 import itertools
+import math
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -54,7 +55,16 @@ from judge.compare.sources import (
 )
 from judge.screen.design import Design
 from judge.screen.effects import Result, effects_as_json, effects_in_words, plot_effects
-from judge.screen.parts import Group, Part, choose_design, combine, given_part, members, read_parts
+from judge.screen.parts import (
+    Group,
+    Part,
+    Works,
+    choose_design,
+    combine,
+    given_part,
+    members,
+    read_parts,
+)
 from lib.commands import (
     UserError,
     command_parser,
@@ -79,15 +89,17 @@ class Screen:
     groups: list[Group]
     pool: Pool
     design: Design | None = None
+    variants: list[Variant] = field(default_factory=list)  # in the order of the design's rows
 
-    def combinations(self) -> list[Variant]:
-        """In the order of the design's rows."""
+    def choose(self, works: Works) -> None:
+        """Combinations of the groups that work."""
+        self.groups, self.design = choose_design(self.groups, works)
         chosen = [members(self.groups, row) for row in self.design.rows]
-        return [combine(self.base, self.parts, some) for some in chosen]
+        self.variants = [combine(self.base, self.parts, some) for some in chosen]
 
     def losses(self) -> np.ndarray:
         """Of the blocks that are whole, from the first seed on. Shape (blocks, combinations)."""
-        runs = [self.pool.runs[variant.name] for variant in self.combinations()]
+        runs = [variant.runs for variant in self.variants]
         seeds = itertools.count(self.args.seed)
         whole = itertools.takewhile(lambda seed: all(seed in logs for logs in runs), seeds)
         losses = [[logs[seed].end.val_loss for logs in runs] for seed in whole]
@@ -95,7 +107,7 @@ class Screen:
 
     def result(self) -> Result:
         names = [" + ".join(self.parts[i].name for i in group) for group in self.groups]
-        logs = [log for variant in self.combinations() for log in self.pool.runs[variant.name].values()]
+        logs = [log for variant in self.variants for log in variant.runs.values()]
         facts = f"{self.pool.facts['machine']}, PyTorch {self.pool.facts['torch']}."
         if logs:
             facts = f"{judged_in_words(logs)} {facts}"
@@ -129,7 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
     until = "a part that changes the loss by less than this is a barnacle; default: 0.002"
     add("--until", type=positive, default=0.002, metavar="LOSS", help=until)
     add("--blocks", type=whole_number, default=sys.maxsize, metavar="N", help="stop after N blocks")
-    add("--hours", type=float, default=1e9, metavar="H", help="stop after H hours")
+    add("--hours", type=float, default=math.inf, metavar="H", help="stop after H hours")
     add("--seed", type=int, default=0, metavar="N", help="seed of the first block; default: 0")
     add("--jobs", type=whole_number, metavar="N", help="runs at a time on a CPU; default: one per core")
     add_metric(parser)
@@ -170,7 +182,7 @@ def make_trials(s: Screen, variants: list[Variant]) -> None:
     trials = [trial for variant in variants if (trial := trial_of(variant, s.args.trial))]
     add_variants(s.pool, trials)
     wanted = [(trial, [s.args.seed]) for trial in trials]
-    make_runs(s.pool, lambda: wanted, lambda new: False)
+    make_runs(s.pool, lambda: wanted)
 
 
 def applies(s: Screen, chosen: tuple[int, ...]) -> bool:
@@ -195,13 +207,13 @@ def survives(s: Screen, chosen: tuple[int, ...]) -> bool:
 
 def choose_combinations(s: Screen) -> None:
     """Raises UserError if the whole doesn't work."""
-    s.groups, s.design = choose_design(s.groups, lambda chosen: applies(s, chosen))
+    s.choose(lambda chosen: applies(s, chosen))
     show_line(f"{plural(len(s.groups), 'part')}: trying {len(s.design.rows)} combinations")
     try:
-        make_trials(s, s.combinations())
+        make_trials(s, s.variants)
     except UserError:  # then each is tried alone
-        works = functools.cache(lambda chosen: survives(s, chosen))
-        s.groups, s.design = choose_design(s.groups, works)
+        s.choose(functools.cache(lambda chosen: survives(s, chosen)))
+        check_settings(s.variants, 1)
 
 
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
@@ -220,6 +232,8 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
         raise UserError(f"{args.base} and {args.idea} are the same, so there are no parts")
     s = Screen(args, base, parts, [(i,) for i in range(len(parts))], pool)
     choose_combinations(s)
+    add_variants(pool, s.variants)
+    pool.hours = args.hours
     return s
 
 
@@ -227,31 +241,22 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
 # Blocks
 
 
-def progress(s: Screen, missing: int) -> str:
+def wanted_blocks(s: Screen) -> list[tuple[Variant, range]]:
+    """Runs of all combinations, until each part is decided."""
+    done = len(s.losses())
+    if done >= s.args.blocks or not s.undecided():
+        return []
+    blocks = min(done + runs_a_process(s.base), s.args.blocks)
+    seeds = range(s.args.seed, s.args.seed + blocks)
+    return [(variant, seeds) for variant in s.variants]
+
+
+def show_progress(s: Screen) -> None:
     """Like "2 blocks, 5 of 8 parts undecided, 12 runs to the next look"."""
+    wanted = wanted_blocks(s)
+    missing = sum(seed not in variant.runs for variant, seeds in wanted for seed in seeds)
     of = f"{s.undecided()} of {plural(len(s.groups), 'part')} undecided"
-    return f"{plural(len(s.losses()), 'block')}, {of}, {plural(missing, 'run')} to the next look"
-
-
-def make_blocks(s: Screen) -> None:
-    """Makes blocks until each part is decided, or the time is over. Raises UserError."""
-    variants = s.combinations()
-    check_settings(variants, 1)
-    add_variants(s.pool, variants)
-    while (done := len(s.losses())) < s.args.blocks and s.undecided():
-        blocks = min(done + runs_a_process(s.base), s.args.blocks)
-        seeds = range(s.args.seed, s.args.seed + blocks)
-        wanted = [(variant, seeds) for variant in variants]
-
-        def enough(new: int) -> bool:
-            if new:
-                missing = sum(seed not in s.pool.runs[v.name] for v in variants for seed in seeds)
-                show_line(progress(s, missing))
-            return s.pool.minutes() > 60 * s.args.hours
-
-        make_runs(s.pool, lambda: wanted, enough)
-        if s.pool.minutes() > 60 * s.args.hours:
-            return
+    show_line(f"{plural(len(s.losses()), 'block')}, {of}, {plural(missing, 'run')} to the next look")
 
 
 # -----------------------------------------------------------------------------
@@ -264,7 +269,7 @@ def main(argv: list[str]) -> int:
         s = set_up(args, common, lock)
         status = 0
         try:
-            make_blocks(s)
+            make_runs(s.pool, lambda: wanted_blocks(s), lambda: show_progress(s))
         except KeyboardInterrupt:
             status = 130
         show_line()

@@ -53,8 +53,8 @@ def kept(tmp_path_factory):
         def count() -> tuple[list[int], str]:
             args, common = compare.read_arguments([*arguments, *first, "--idea", "b=--lr 2"])
             with compare_runs.locked_folder() as lock:
-                pool = compare.set_up(args, common, lock).pool
-            return [len(runs) for runs in pool.runs.values()], compare_runs.why_again(pool)
+                variants = compare.set_up(args, common, lock).variants
+            return [len(variant.runs) for variant in variants], compare_runs.why_again(variants)
 
         yield count
 
@@ -256,7 +256,7 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
         if "sleep" in code:
             pool.timeout = 0.1  # minutes
         try:
-            compare_runs.make_runs(pool, lambda: [(idea, range(1, 4))], lambda new: False)
+            compare_runs.make_runs(pool, lambda: [(idea, range(1, 4))])
         except UserError as error:
             said = str(error)
     assert message in said

@@ -162,11 +162,10 @@ def collected(path: Path):
     folder = Path("worker/copy/logs")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.txt").write_bytes(path.read_bytes())
-    variant = SimpleNamespace(name="idea", command="x")
-    pool = compare_runs.Pool({}, 1, 0, runs={"idea": {}})
-    task = SimpleNamespace(variant=variant, seeds=[0])
+    variant = SimpleNamespace(name="idea", command="x", runs={})
+    pool = compare_runs.Pool({}, 1, 0)
     Path("worker/console.txt").touch()
-    worker = SimpleNamespace(task=task, folder=Path("worker"))
+    worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"))
     kept = compare_runs.complete_log(pool, path, variant)
     return kept, compare_runs.log_of_command(pool, worker)
 
@@ -241,8 +240,7 @@ def test_seeds_are_those_in_the_logs(sides):
         write("worker/logs", i).rename(f"worker/logs/{9 - i}.txt")
         os.utime(f"worker/logs/{9 - i}.txt", (0, 9 - i))
     variant = SimpleNamespace(name="idea", command="")
-    task = SimpleNamespace(variant=variant, seeds=[0, 1, 2])
-    worker = SimpleNamespace(task=task, folder=Path("worker"))
+    worker = SimpleNamespace(variant=variant, seeds=[0, 1, 2], folder=Path("worker"))
     for status, seeds in ((0, [0, 1, 2]), (None, [0, 1])):
         logs = compare_runs.complete_logs(compare_runs.Pool({}, 1, 0), worker, status)
         assert [log.hyperparameters["seed"] for log in logs] == seeds
