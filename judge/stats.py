@@ -40,12 +40,11 @@ class Slope:
 
     value: float  # nats per token; negative
     error: float  # standard error, as a fraction of the value
-    n: int  # seeds
-    freedom: int  # degrees of freedom of the error
+    n: int  # seeds; 0 if the slope was given
 
     def half_width(self) -> float:
         """Half of the 99% interval, as a fraction of the value."""
-        return self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.freedom))
+        return self.error and self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.n - 1))
 
 
 @dataclass
@@ -54,8 +53,6 @@ class Effect:
 
     name: str
     n: int  # pairs
-    loss: float
-    base_loss: float
     difference: float
     difference_interval: Bounds  # may be infinite
     sd: float  # of the differences; nan without pairs
@@ -184,7 +181,7 @@ def measure_slope(fewer: list[float], more: list[float], width: float) -> Slope 
     slopes = [(high - low) / width for low, high in zip(fewer, more)]
     value = statistics.fmean(slopes)
     error = statistics.stdev(slopes) / math.sqrt(n)
-    slope = Slope(value, error / abs(value) if value else math.inf, n, n - 1)
+    slope = Slope(value, error / abs(value) if value else math.inf, n)
     if value >= 0 or slope.half_width() >= 1:
         return None
     return slope
@@ -192,7 +189,7 @@ def measure_slope(fewer: list[float], more: list[float], width: float) -> Slope 
 
 def given_slope(loss_per_100_steps: float, steps: int) -> Slope:
     """The slope where the last 100 steps lower the loss by so much."""
-    return Slope(-loss_per_100_steps / 100 * steps, error=0.0, n=0, freedom=1)
+    return Slope(-loss_per_100_steps / 100 * steps, error=0.0, n=0)
 
 
 def log_steps(difference, half_width, slope: Slope, own_steps: float = 1.0):
@@ -337,8 +334,6 @@ def make_effect(
     effect = Effect(
         name=name,
         n=min(len(losses), len(base_losses)),
-        loss=statistics.fmean(losses),
-        base_loss=statistics.fmean(base_losses),
         difference=difference,
         difference_interval=(difference - half, difference + half),
         sd=float(np.std(np.subtract(losses, base_losses), ddof=1)) if paired else math.nan,

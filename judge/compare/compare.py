@@ -61,7 +61,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.comparable import add_metric, judged_in_words, settle_metric
+from judge.comparable import judged_in_words, settle_metric
 from judge.compare import runs as compare_runs
 from judge.compare.finished_logs import compare_logs
 from judge.compare.ledger import add_to_ledger, first_base, loop_in_words, unused_seed
@@ -72,10 +72,9 @@ from judge.compare.pairs import (
     slope_runs,
     wanted_runs,
 )
-from judge.compare.runs import make_runs, on_gpu, open_pool, runs_a_process, show_line
+from judge.compare.runs import add_run_options, make_runs, on_gpu, open_pool, runs_a_process, show_line
 from judge.compare.sources import (
     Variant,
-    check_data,
     check_settings,
     check_validation,
     first_variant,
@@ -133,23 +132,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--base", metavar=source, help=base)
     idea = "can be given several times; default: the working tree"
     add("--idea", metavar=source, action="append", help=idea)
-    add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
     until = "the smallest saving of steps that matters; default: 2%%"
     add("--until", type=fraction, default=0.02, metavar="X%", help=until)
-    add(
-        "--hours",
-        type=float,
-        default=math.inf,
-        metavar="H",
-        help="stop after H hours; default: no limit",
-    )
-    command = "train with this shell command instead of train_gpt.py"
-    add("--command", metavar="COMMAND", help=command)
-    add_metric(parser)
-    early = "the runs of --command end before their last step, all at the same one"
-    add("--stops_early", action="store_true", help=early)
-    timeout = "end compare if a run takes longer than this; default: no limit"
-    add("--run_timeout", type=positive, default=math.inf, metavar="MINUTES", help=timeout)
     slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the "
     slope += "number of steps can be set by --num_iterations"
     add("--loss_per_100_steps", type=positive, metavar="LOSS", help=slope)
@@ -161,18 +145,14 @@ def make_parser() -> argparse.ArgumentParser:
     runs = 'make N pairs and look once, by a t-test; never says "not worth it". A pair is one run of '
     runs += "the base and one of the idea, with the same seed"
     add("--runs", type=whole_number, metavar="N", help=runs)
-    add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
-    add("--jobs", type=whole_number, metavar="N", help="runs at a time on a CPU; default: one per core")
-    processes = "processes per run; default: 1"
-    add("--nproc_per_node", type=whole_number, default=1, metavar="N", help=processes)
     add("--no_times", action="store_true", help="don't measure step times")
     add("--gate", action="store_true", help="print only the verdict; exit status 0 if it helps")
     ledger = "the table of all ideas that were judged; default: logs/compare/ledger.tsv"
     add("--ledger", type=output_file, metavar="FILE", help=ledger)
     confirm = "compare the working tree with the first base of the ledger, with seeds that weren't used"
     add("--confirm", action="store_true", help=confirm)
-    add("--json", type=output_file, metavar="FILE", help="write all numbers")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the losses of finished runs")
+    add_run_options(parser)
     return parser
 
 
@@ -223,7 +203,7 @@ def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UserError."""
     texts = [text for text in [args.base, *(args.idea or [])] if text]
-    tree = first_variant(texts, args.command, args.recipe, compare_runs.scratch())
+    tree = first_variant(texts, args, compare_runs.scratch())
     base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
@@ -245,13 +225,12 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
         more = with_steps(base, SLOPE_FACTOR, ideas)
         variants = [*variants, fewer, more]
-    pool = open_pool(variants, lock, args.jobs, args.nproc_per_node, args.stops_early, args.metric)
+    pool = open_pool(variants, lock, args)
     changed = compare_runs.why_again(variants)
     if changed and not args.gate:
         print(f"training again, because {changed}", file=sys.stderr)
-    pool.timeout = args.run_timeout
-    pool.hours = args.hours
-    check_data([base, *ideas] if args.runs else variants)
+    trained = [base, *ideas] if args.runs else variants
+    check_settings(trained, args.nproc_per_node, check_data=True)
     return Comparison(args, pool, base, ideas, fewer, more)
 
 

@@ -56,7 +56,7 @@ def add_to_ledger(c: Comparison) -> None:
             commit_of(c.base),
             idea.key(),
             CONFIRMATION if c.args.confirm else " ".join(text.split()),
-            c.pool.metric,
+            c.args.metric,
             c.args.until,
             effect.verdict,
             f"{effect.difference:.5f}",

@@ -36,7 +36,7 @@ from lib.text import percent_interval, plural, short
 
 # Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
 USUAL_SD = 0.005
-USUAL_SLOPE = Slope(-0.123, 0.0, 0, 1)
+USUAL_SLOPE = Slope(-0.123, error=0.0, n=0)
 FIRST_PAIRS = 4  # as many decide whether losses are identical, and whether a slope may be needed
 MOST_SLOPES = 24  # seeds
 UNLIMITED = 1_000_000  # pairs

@@ -11,6 +11,7 @@ below logs/, or else its output. watch/sitecustomize.py, which each Python of a 
 it reads of the folder that was copied.
 """
 
+import argparse
 import contextlib
 import fcntl
 import itertools
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from judge.comparable import not_whole
+from judge.comparable import add_metric, not_whole
 from judge.compare.same_run import (
     changes,
     hash_copy,
@@ -40,7 +41,7 @@ from judge.compare.same_run import (
 )
 from judge.compare.sources import Variant, fill_in, link_data
 from judge.logs import SUFFIXES, Log, find_logs, parse_log
-from lib.commands import UserError
+from lib.commands import UserError, output_file, positive, whole_number
 from lib.environment import ROOT, chosen_threads, usable_cores
 from lib.files import write_file
 from lib.processes import get_data, gpu_maker, output_of
@@ -68,13 +69,11 @@ class Worker:
 class Pool:
     """What the runs of a command have in common, and those under way."""
 
+    args: argparse.Namespace  # see add_run_options
+
     facts: dict  # the software and the machine
     jobs: int  # processes at a time
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
-    stops_early: bool = False  # whether commands may end before their last step
-    metric: str = ""  # as for read_logs
-    timeout: float = math.inf  # minutes that a process may take
-    hours: float = math.inf  # that all may take
     workers: list[Worker] = field(default_factory=list)
     made: int = 0  # runs in this session
     started: float = field(default_factory=time.monotonic)
@@ -84,7 +83,7 @@ class Pool:
         return (time.monotonic() - self.started) / 60
 
     def late(self) -> bool:
-        return self.minutes() > 60 * self.hours
+        return self.minutes() > 60 * self.args.hours
 
     def time_left(self, runs: int) -> str:
         """In words, for this many runs to come."""
@@ -92,6 +91,24 @@ class Pool:
             return "time unknown"
         hours, minutes = divmod(round(self.minutes() / self.made * runs), 60)
         return f"{hours}:{minutes:02} h left"
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The options of compare and screen that say how to make runs."""
+    add = parser.add_argument
+    add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
+    add("--command", metavar="COMMAND", help="train with this shell command instead")
+    early = "the runs of --command end before their last step, all at the same one"
+    add("--stops_early", action="store_true", help=early)
+    add_metric(parser)
+    add("--hours", type=float, default=math.inf, metavar="H", help="stop after H hours")
+    timeout = "end the command if a run takes longer than this"
+    add("--run_timeout", type=positive, default=math.inf, metavar="MINUTES", help=timeout)
+    add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
+    add("--jobs", type=whole_number, metavar="N", help="runs at a time on a CPU; default: one per core")
+    processes = "processes per run; default: 1"
+    add("--nproc_per_node", type=whole_number, default=1, metavar="N", help=processes)
+    add("--json", type=output_file, metavar="FILE", help="write all numbers")
 
 
 # -----------------------------------------------------------------------------
@@ -243,15 +260,8 @@ def add_variants(pool: Pool, variants: list[Variant]) -> None:
         variant.runs = kept_runs(pool, variant)
 
 
-def open_pool(
-    variants: list[Variant],
-    lock: int,
-    jobs: int | None = None,
-    processes: int = 1,
-    stops_early: bool = False,
-    metric: str = "",
-) -> Pool:
-    """Gets the data of the variants, and finds the runs that are kept. `processes` are those of a run.
+def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> Pool:
+    """Gets the data of the variants, and finds the runs that are kept.
 
     On a CPU, the default is a job per core, because that gives the most runs an hour, and one job for
     commands, which may use all cores. On GPUs, and with several processes per run, there is one run at a
@@ -260,12 +270,13 @@ def open_pool(
     for variant in variants:
         if "train_files" in (variant.settings or {}):
             get_data(sys.executable, variant.settings)
+    processes = args.nproc_per_node
+    jobs = args.jobs or (1 if args.command else usable_cores())
     if on_gpu(variants) or processes > 1:
         jobs = 1
-    jobs = jobs or (1 if any(v.command for v in variants) else usable_cores())
     threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
     facts = machine_facts(variants, threads, processes)
-    pool = Pool(facts, jobs, lock, stops_early, metric)
+    pool = Pool(args, facts, jobs, lock)
     add_variants(pool, variants)
     return pool
 
@@ -277,10 +288,10 @@ def open_pool(
 def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
     """None if it isn't whole. The log of a command needs no times and no source."""
     try:
-        log = parse_log(path, pool.metric)
+        log = parse_log(path, pool.args.metric)
     except UserError:
         return None
-    fault = not_whole(log, pool.stops_early) if variant.command else log.incomplete
+    fault = not_whole(log, pool.args.stops_early) if variant.command else log.incomplete
     return None if fault else log
 
 
@@ -428,16 +439,16 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     files = sorted((worker.folder / "copy" / "logs").rglob("*"))
     try:
         for suffixes in (SUFFIXES, (".jsonl", ".json")):
-            logs, _ = find_logs([file for file in files if file.suffix in suffixes], pool.metric)
+            logs, _ = find_logs([file for file in files if file.suffix in suffixes], pool.args.metric)
             if logs:
                 break
-        logs = logs or [parse_log(worker.folder / "console.txt", pool.metric)]
+        logs = logs or [parse_log(worker.folder / "console.txt", pool.args.metric)]
     except UserError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")
     if len(logs) > 1:
         fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
     log = logs[0]
-    if fault := not_whole(log, pool.stops_early):
+    if fault := not_whole(log, pool.args.stops_early):
         fail(worker, fault)
     earlier = list(worker.variant.runs.values())
     if earlier and earlier[0].end.step != log.end.step:
@@ -478,8 +489,8 @@ def collect(pool: Pool, worker: Worker) -> None:
         keep_log(pool, worker.variant, worker.seeds.pop(0), log)
         worker.started = time.monotonic()
     if status is None:
-        if time.monotonic() - worker.started > 60 * pool.timeout:
-            fail(worker, f"it took more than --run_timeout {pool.timeout:g} minutes")
+        if time.monotonic() - worker.started > 60 * pool.args.run_timeout:
+            fail(worker, f"it took more than --run_timeout {pool.args.run_timeout:g} minutes")
         return
     if worker.seeds:
         fail(worker, f"exit status {status}" if status else "its log is incomplete")

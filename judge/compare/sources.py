@@ -7,6 +7,7 @@ A script runs in a copy of the repository's files, so that no later edit changes
 one scratch folder. An idea's folder has idea.patch and idea.json, whose commit and options count.
 """
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -358,14 +359,14 @@ def split_source(text: str) -> tuple[str, str, list[str]]:
     return name, words[0], words[1:]
 
 
-def first_variant(texts: list[str], command: str, recipe: str, scratch: Path) -> Variant:
+def first_variant(texts: list[str], args: argparse.Namespace, scratch: Path) -> Variant:
     """Where read_variant begins: the working tree without the files that these sources name, or a command
     without a folder. Raises UserError."""
     named = [Path(split_source(text)[1]) for text in texts]
     leave_out = [path.resolve() for path in named if path.is_file()]
-    if command:
-        return Variant("none", scratch / "none", "", [], command=command, leave_out=leave_out)
-    script = f"recipes/{recipe}.py" if recipe else "train_gpt.py"
+    if args.command:
+        return Variant("none", scratch / "none", "", [], command=args.command, leave_out=leave_out)
+    script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"
     return Variant("worktree", copy_tree(scratch, None, leave_out), script, [])
 
 
@@ -454,11 +455,6 @@ def check_validation(base: Variant, others: list[Variant]) -> None:
                     f"{variant.name}: --{option} is {value}, but {expected} in the base; losses can only "
                     "be compared on the same validation tokens and sequence length, so give both the same"
                 )
-
-
-def check_data(variants: list[Variant]) -> None:
-    """Lets each script check that there are enough data for its runs. Raises UserError."""
-    check_settings(variants, 1, check_data=True)
 
 
 def tell_apart(variants: list[Variant]) -> None:

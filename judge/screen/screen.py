@@ -28,17 +28,17 @@ Exit status: 0 done, 2 an error, 130 interrupted.
 import argparse
 import functools
 import itertools
-import math
 import shlex
 import sys
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from judge.comparable import add_metric, judged_in_words, settle_metric
+from judge.comparable import judged_in_words, settle_metric
 from judge.compare import runs as compare_runs
 from judge.compare.runs import (
     Pool,
+    add_run_options,
     add_variants,
     make_runs,
     open_pool,
@@ -47,7 +47,6 @@ from judge.compare.runs import (
 )
 from judge.compare.sources import (
     Variant,
-    check_data,
     check_settings,
     first_variant,
     read_variant,
@@ -134,19 +133,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--by", choices=["commit", "hunk"], default="commit", help=by)
     part = "a part instead of --idea: a patch, or options in quotes; can be given several times"
     add("--part", metavar="[NAME=]PART", action="append", help=part)
-    add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
-    add("--command", default="", metavar="COMMAND", help="train with this shell command instead")
     trial = "options of a short run, to try a combination; default: --num_iterations 2, if it has that"
     add("--try", dest="trial", default="", metavar="OPTIONS", help=trial)
     until = "a part that changes the loss by less than this is a barnacle; default: 0.002"
     add("--until", type=positive, default=0.002, metavar="LOSS", help=until)
     add("--blocks", type=whole_number, default=sys.maxsize, metavar="N", help="stop after N blocks")
-    add("--hours", type=float, default=math.inf, metavar="H", help="stop after H hours")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the first block; default: 0")
-    add("--jobs", type=whole_number, metavar="N", help="runs at a time on a CPU; default: one per core")
-    add_metric(parser)
-    add("--json", type=output_file, metavar="FILE", help="write all numbers")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the effects and their intervals")
+    add_run_options(parser)
     return parser
 
 
@@ -178,7 +171,7 @@ def trial_of(variant: Variant, options: str) -> Variant | None:
 
 def make_trials(s: Screen, variants: list[Variant]) -> None:
     """Makes a short run of each. Raises UserError if a script refuses its options, and UserError."""
-    check_settings(variants, 1)
+    check_settings(variants, s.args.nproc_per_node)
     trials = [trial for variant in variants if (trial := trial_of(variant, s.args.trial))]
     add_variants(s.pool, trials)
     wanted = [(trial, [s.args.seed]) for trial in trials]
@@ -213,18 +206,18 @@ def choose_combinations(s: Screen) -> None:
         make_trials(s, s.variants)
     except UserError:  # then each is tried alone
         s.choose(functools.cache(lambda chosen: survives(s, chosen)))
-        check_settings(s.variants, 1)
+        check_settings(s.variants, s.args.nproc_per_node)
 
 
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
     """Raises UserError."""
     parts = [given_part(text) for text in args.part or []]
     texts = [args.base, *(args.part or []), args.idea or ""]
-    tree = first_variant(texts, args.command, args.recipe, compare_runs.scratch())
+    tree = first_variant(texts, args, compare_runs.scratch())
     base = read_variant(args.base, tree, common)
-    check_settings([base], 1)
-    pool = open_pool([base], lock, args.jobs, metric=args.metric)
-    check_data([base])
+    check_settings([base], args.nproc_per_node)
+    pool = open_pool([base], lock, args)
+    check_settings([base], args.nproc_per_node, check_data=True)
     if args.idea:
         idea = read_variant(args.idea, base, common)
         parts = read_parts(base, idea, (args.base, args.idea), args.by)
@@ -233,7 +226,6 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
     s = Screen(args, base, parts, [(i,) for i in range(len(parts))], pool)
     choose_combinations(s)
     add_variants(pool, s.variants)
-    pool.hours = args.hours
     return s
 
 

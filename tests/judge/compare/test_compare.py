@@ -386,12 +386,13 @@ def test_jobs_share_the_cores(place, monkeypatch):
     monkeypatch.setattr(compare_runs, "usable_cores", lambda: 7)
     monkeypatch.setattr(compare_runs, "gpu_maker", lambda: "NVIDIA")
     other = compare_sources.Variant("x", place, "x.py", [])
-    for variants, jobs, processes, *expected in [
-        ([], 3, 1, 3, 2),
-        ([], 3, 2, 1, 3),
-        ([other], None, 1, 1, 7),
+    for variants, words, *expected in [
+        ([], ["--jobs", "3"], 3, 2),
+        ([], ["--jobs", "3", "--nproc_per_node", "2"], 1, 3),
+        ([other], [], 1, 7),
     ]:
-        pool = compare_runs.open_pool(variants, 0, jobs, processes)
+        args, common = compare.read_arguments(words)
+        pool = compare_runs.open_pool(variants, 0, args)
         assert [pool.jobs, pool.facts["threads"]] == expected
 
 

@@ -252,9 +252,9 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     said = ""
     with compare_runs.locked_folder() as lock:
         idea = sources.copy_folder(str(place), replace(idea, folder=compare_runs.scratch() / "none"))
-        pool = compare_runs.open_pool([idea], lock)
-        if "sleep" in code:
-            pool.timeout = 0.1  # minutes
+        words = ["--command", text, *["--run_timeout", "0.1"] * ("sleep" in code)]
+        args, common = compare.read_arguments(words)
+        pool = compare_runs.open_pool([idea], lock, args)
         try:
             compare_runs.make_runs(pool, lambda: [(idea, range(1, 4))])
         except UserError as error:

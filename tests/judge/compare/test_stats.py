@@ -26,7 +26,7 @@ from judge.stats import (
 
 KEPT = Path(__file__).parent / "kept_residuals.json"
 RESIDUALS = json.loads(KEPT.read_text())["residuals"]
-SLOPE = Slope(-0.123, 0.03, 6, 5)
+SLOPE = Slope(-0.123, 0.03, 6)
 WIDTH = 2 * math.log(1.25)  # of the steps that SLOPE is measured with
 SD = 0.0049  # of mini's differences at the same seed
 STEP = 0.0001  # logs have four digits

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from judge.compare import compare
 from judge.compare import runs as compare_runs
 from judge.curves import curve
 from judge.records import plot
 from lib.commands import UserError
 from tests.judge.records.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
+POOL = compare_runs.Pool(compare.read_arguments([])[0], {}, 1, 0)
 COMPARE = ["compare", "--base_logs", "base", "--idea_logs", "idea"]
 PLOT = ["plot", "idea", "-o", "o.png"]
 VERIFY = ["verify", "idea"]
@@ -163,11 +165,10 @@ def collected(path: Path):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.txt").write_bytes(path.read_bytes())
     variant = SimpleNamespace(name="idea", command="x", runs={})
-    pool = compare_runs.Pool({}, 1, 0)
     Path("worker/console.txt").touch()
     worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"))
-    kept = compare_runs.complete_log(pool, path, variant)
-    return kept, compare_runs.log_of_command(pool, worker)
+    kept = compare_runs.complete_log(POOL, path, variant)
+    return kept, compare_runs.log_of_command(POOL, worker)
 
 
 @pytest.mark.parametrize("damage", BROKEN)
@@ -242,5 +243,5 @@ def test_seeds_are_those_in_the_logs(sides):
     variant = SimpleNamespace(name="idea", command="")
     worker = SimpleNamespace(variant=variant, seeds=[0, 1, 2], folder=Path("worker"))
     for status, seeds in ((0, [0, 1, 2]), (None, [0, 1])):
-        logs = compare_runs.complete_logs(compare_runs.Pool({}, 1, 0), worker, status)
+        logs = compare_runs.complete_logs(POOL, worker, status)
         assert [log.hyperparameters["seed"] for log in logs] == seeds
