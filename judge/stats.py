@@ -31,8 +31,6 @@ SLOPE_FACTOR = 1.25  # the base also runs with this many times fewer and more st
 FEWEST_SLOPES = 4  # seeds
 LARGEST_SLOPE_ERROR = 0.1  # standard error of the slope, as a fraction of it
 
-Bounds = tuple[float, float]
-
 
 @dataclass
 class Slope:
@@ -48,28 +46,31 @@ class Slope:
 
 
 @dataclass
+class Estimate:
+    """A number, and half of its 99% interval, which is infinite with too few runs."""
+
+    value: float
+    half: float
+
+    def bounds(self) -> tuple[float, float]:
+        return self.value - self.half, self.value + self.half
+
+
+@dataclass
 class Effect:
-    """What an idea does, compared with the base. None: not known. Losses are in nats per token."""
+    """What an idea does, compared with the base. None: not known. Losses are in nats per token; steps and
+    times are log(the idea's / the base's)."""
 
     name: str
     n: int  # pairs
-    difference: float
-    difference_interval: Bounds  # may be infinite
+    difference: Estimate  # of the losses
     sd: float  # of the differences; nan without pairs
-    p: float  # of the losses at equal steps; not corrected for the number of ideas
+    p: float  # of the losses; not corrected for the number of ideas
     verdict: str  # helps, hurts, not worth it, undecided, or identical
-    # Steps and time to the base's loss, compared with the base's: -0.04 is 4% less
-    steps: float | None = None
-    steps_interval: Bounds | None = None
     own_steps: float = 1.0  # num_iterations as a fraction of the base's
-    step_time: float | None = None  # as a fraction of the base's
-    step_time_interval: Bounds | None = None
-    time: float | None = None
-    time_interval: Bounds | None = None
-
-    def has_interval(self) -> bool:
-        """False for the first few pairs."""
-        return math.isfinite(self.difference_interval[0])
+    steps: Estimate | None = None  # to the base's loss
+    step_time: Estimate | None = None
+    time: Estimate | None = None  # to the base's loss
 
 
 # -----------------------------------------------------------------------------
@@ -132,11 +133,6 @@ def half_width(squares: float, weight: float, n: int, evidence: float) -> float:
     return math.sqrt(math.exp(log_ratio) * squares / weight)
 
 
-def squared_deviations(values: np.ndarray, variance: float) -> float:
-    """Their sum, with the variance of rounding."""
-    return float(((values - values.mean()) ** 2).sum() + len(values) * variance)
-
-
 def p_value(log_e: np.ndarray) -> float:
     """1 / the largest e-value so far, at most 1. Valid however often one looks."""
     return math.exp(-max(0.0, float(log_e.max())))
@@ -192,33 +188,21 @@ def given_slope(loss_per_100_steps: float, steps: int) -> Slope:
     return Slope(-loss_per_100_steps / 100 * steps, error=0.0, n=0)
 
 
-def log_steps(difference, half_width, slope: Slope, own_steps: float = 1.0):
-    """A difference in loss and half of its interval, as a change of log(steps to the base's loss).
-
-    `own_steps` are those of the idea, as a fraction of the base's.
-    """
-    center = difference / abs(slope.value)
-    from_loss = half_width / abs(slope.value)
+def log_steps(difference: Estimate, slope: Slope, own_steps: float = 1.0) -> Estimate:
+    """A difference in loss as a change of log(steps to the base's loss). `own_steps` are those of the idea,
+    as a fraction of the base's."""
+    center = difference.value / abs(slope.value)
+    from_loss = difference.half / abs(slope.value)
     from_slope = center * slope.half_width()
-    return center + math.log(own_steps), np.hypot(from_loss, from_slope)
+    return Estimate(center + math.log(own_steps), math.hypot(from_loss, from_slope))
 
 
-def own_steps_in_loss(slope: Slope | None, own_steps: float) -> Bounds:
+def own_steps_in_loss(slope: Slope | None, own_steps: float) -> tuple[float, float]:
     """What to add to an idea's loss if it trains this fraction of the base's steps: a 99% interval."""
     if slope is None:
         return 0.0, 0.0
     value = abs(slope.value) * math.log(own_steps)
-    half = abs(value) * slope.half_width()
-    return value - half, value + half
-
-
-def relative(log_change: float) -> float:
-    """-0.02 for a change to 98%. Finite, because two runs may say anything."""
-    return math.expm1(min(log_change, 700))
-
-
-def relative_interval(center: float, half: float) -> Bounds:
-    return relative(center - half), relative(center + half)
+    return Estimate(value, abs(value) * slope.half_width()).bounds()
 
 
 # -----------------------------------------------------------------------------
@@ -276,8 +260,7 @@ def analyse(
     differences = np.subtract(losses, base_losses)
     step = rounding([*losses, *base_losses])
     verdict, n, p = decide(differences, step, slope, until, ideas, own_steps)
-    differences = differences[:n]
-    squares = squared_deviations(differences, step**2 / 6)
+    squares = n * (float(np.var(differences[:n])) + step**2 / 6)
     half = half_width(squares, n, n, ideas / P_VALUE)
     return make_effect(name, losses[:n], base_losses[:n], half, p, verdict, slope, own_steps)
 
@@ -329,46 +312,30 @@ def make_effect(
     own_steps: float,
 ) -> Effect:
     """`half` is half of the interval of the difference."""
-    difference = statistics.fmean(losses) - statistics.fmean(base_losses)
+    difference = Estimate(statistics.fmean(losses) - statistics.fmean(base_losses), half)
+    n = min(len(losses), len(base_losses))
     paired = len(losses) == len(base_losses)
-    effect = Effect(
-        name=name,
-        n=min(len(losses), len(base_losses)),
-        difference=difference,
-        difference_interval=(difference - half, difference + half),
-        sd=float(np.std(np.subtract(losses, base_losses), ddof=1)) if paired else math.nan,
-        p=p,
-        verdict=verdict,
-        own_steps=own_steps,
-    )
-    if slope is not None:
-        center, half_steps = log_steps(difference, half, slope, own_steps)
-        effect.steps = relative(center)
-        effect.steps_interval = relative_interval(center, half_steps)
-    return effect
+    sd = float(np.std(np.subtract(losses, base_losses), ddof=1)) if paired else math.nan
+    steps = slope and log_steps(difference, slope, own_steps)
+    return Effect(name, n, difference, sd, p, verdict, own_steps, steps)
 
 
-def add_times(effect: Effect, log_ratios: np.ndarray, slope: Slope | None, ideas: int = 1) -> None:
+def add_times(effect: Effect, log_ratios: list[float], ideas: int = 1) -> None:
     """Adds the time of a step, and the time to the base's loss, by a t-test.
 
     log_ratios: log(idea's time of a step / base's), one for each two processes that took turns.
     """
-    center = float(np.mean(log_ratios))
     n = len(log_ratios)
     half = math.inf
     if n > 1:
-        error = float(np.std(log_ratios, ddof=1)) / math.sqrt(n)
+        error = statistics.stdev(log_ratios) / math.sqrt(n)
         half = error * float(stats.t.isf(P_VALUE / ideas / 2, n - 1))
-    effect.step_time = math.exp(center)
-    effect.step_time_interval = (math.exp(center - half), math.exp(min(center + half, 700)))
-    steps, half_steps = math.log(effect.own_steps), 0.0  # if the losses are identical
-    if effect.verdict != "identical":
-        if slope is None:
-            return
-        half_loss = effect.difference_interval[1] - effect.difference
-        steps, half_steps = log_steps(effect.difference, half_loss, slope, effect.own_steps)
-    effect.time = relative(steps + center)
-    effect.time_interval = relative_interval(steps + center, math.hypot(half_steps, half))
+    time = effect.step_time = Estimate(statistics.fmean(log_ratios), half)
+    steps = effect.steps
+    if effect.verdict == "identical":
+        steps = Estimate(math.log(effect.own_steps), 0.0)
+    if steps is not None:
+        effect.time = Estimate(steps.value + time.value, math.hypot(steps.half, time.half))
 
 
 # -----------------------------------------------------------------------------

@@ -19,17 +19,6 @@ def goal(x: float) -> str:
     return f"{100 * x:g}%"
 
 
-def percent(x: float | None) -> str:
-    """-0.04 as "-4.0%"."""
-    if x is None:
-        return "-"
-    return f"{x:+.1%}" if x <= 10 else "over +1000%"
-
-
-def percent_interval(bounds: tuple[float, float]) -> str:
-    return f"{percent(bounds[0])} to {percent(bounds[1])}"
-
-
 def p_text(p: float | None) -> str:
     """Like "0.0123" or "1.2e-05". "-" for None."""
     if p is None:

@@ -9,7 +9,6 @@ import argparse
 import math
 from dataclasses import asdict
 
-import numpy as np
 
 from judge.comparable import MACHINE, check_sides, judged_in_words
 from judge.compare.verdict import (
@@ -84,8 +83,7 @@ def find_effect(
     own_steps = idea[0].end.step / steps
     effect = look_once("idea", end_losses(idea), end_losses(base), False, slope, own_steps=own_steps)
     if pairs:
-        step_ratios = np.array(log_ratios(pairs)) - math.log(own_steps)
-        add_times(effect, step_ratios, slope)
+        add_times(effect, [ratio - math.log(own_steps) for ratio in log_ratios(pairs)])
     return effect
 
 

@@ -49,7 +49,7 @@ def add_to_ledger(c: Comparison) -> None:
         effect = c.effect(idea)
         if effect is None or c.args.confirm and effect.verdict == "undecided":
             continue  # the same command goes on with a confirmation, with the same seeds
-        low, high = effect.difference_interval
+        low, high = effect.difference.bounds()
         values = [
             date.today(),
             c.base.key(),
@@ -59,7 +59,7 @@ def add_to_ledger(c: Comparison) -> None:
             c.args.metric,
             c.args.until,
             effect.verdict,
-            f"{effect.difference:.5f}",
+            f"{effect.difference.value:.5f}",
             f"{low:.5f}",
             f"{high:.5f}",
             effect.n,

@@ -32,7 +32,7 @@ from judge.stats import (
     measure_slope,
     pairs_for,
 )
-from lib.text import percent_interval, plural, short
+from lib.text import plural, short
 
 # Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
 USUAL_SD = 0.005
@@ -110,7 +110,7 @@ class Comparison:
         else:
             effect = analyse(idea.name, *pairs, slope, self.args.until, len(self.ideas), own_steps)
         if idea.log_ratios:
-            add_times(effect, np.array(idea.log_ratios), slope, len(self.ideas))
+            add_times(effect, idea.log_ratios, len(self.ideas))
         return effect
 
     def effects(self) -> list[Effect]:
@@ -195,7 +195,7 @@ def pairs_expected(c: Comparison, idea: Variant) -> int:
     mean, sd = 0.0, USUAL_SD
     effect = c.effect(idea)
     if effect is not None and effect.n >= FIRST_PAIRS:
-        mean, sd = effect.difference, max(effect.sd, 1e-6)
+        mean, sd = effect.difference.value, max(effect.sd, 1e-6)
     return max(c.pairs(idea).shape[1] + 1, pairs_for(mean, sd, goal_if_known(c), len(c.ideas)))
 
 
@@ -226,8 +226,6 @@ def progress(c: Comparison, steps_to_time: int) -> str:
         known += f" of about {pairs_expected(c, idea)}"
     known += " pairs"
     effect = c.effect(idea)
-    if effect is not None and effect.steps is not None and effect.has_interval():
-        known += f", steps {percent_interval(effect.steps_interval)}"
-    elif effect is not None:
-        known += f", loss {effect.difference:+.4f}"
+    if effect is not None:
+        known += f", loss {effect.difference.value:+.4f}"
     return f"{known}, {left}"

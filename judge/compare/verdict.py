@@ -5,10 +5,10 @@ import statistics
 from dataclasses import asdict
 
 from judge.logs import Log
-from judge.stats import P_VALUE, P_WORTHLESS, Bounds, Effect, Slope, far_from_others, p_if_looked
+from judge.stats import P_VALUE, P_WORTHLESS, Effect, Estimate, Slope, far_from_others, p_if_looked
 from judge.summary import Summary, summarize
 from judge.turns import p_faster
-from lib.text import goal, p_text, percent, percent_interval, short, table, wrap
+from lib.text import goal, p_text, short, table, wrap
 
 NO_INTERVAL = "no interval yet"
 
@@ -36,42 +36,44 @@ def verdict_in_words(effect: Effect, until: float | None) -> str:
 
 def time_in_words(effect: Effect) -> list[str]:
     """A sentence about the time to the same loss, or about the steps; none if neither is known."""
-    if effect.time is not None:
-        low, high = effect.time_interval
-        better = effect.verdict == "helps"
-        start = "But the" if (low > 0 if better else high < 0) else "The"
-        more = "less" if effect.time < 0 else "more"
-        interval = interval_in_words(effect.time_interval)
-        return [f"{start} same loss takes {abs(effect.time):.1%} {more} time ({interval})."]
-    if effect.steps is None or effect.verdict == "not worth it":
+    time, steps = effect.time, effect.steps
+    if time is not None:
+        low, high = time.bounds()
+        start = "But the" if (low > 0 if effect.verdict == "helps" else high < 0) else "The"
+        more = "less" if time.value < 0 else "more"
+        change = percent(time.value).lstrip("+-")
+        return [f"{start} same loss takes {change} {more} time ({interval_in_words(time)})."]
+    if steps is None or effect.verdict == "not worth it":
         return []
     if effect.verdict == "undecided":
-        interval = interval_in_words(effect.steps_interval)
-        return [f"It changes the steps by {interval}."] if effect.has_interval() else []
-    more = "fewer" if effect.steps < 0 else "more"
-    return [f"It needs {abs(effect.steps):.1%} {more} steps for the same loss."]
+        return [f"It changes the steps by {interval_in_words(steps)}."] if steps.half < math.inf else []
+    more = "fewer" if steps.value < 0 else "more"
+    return [f"It needs {percent(steps.value).lstrip('+-')} {more} steps for the same loss."]
 
 
-def interval_in_words(bounds: Bounds) -> str:
-    """Of a change, as a fraction. An interval that is infinite begins at -1."""
-    return percent_interval(bounds) if bounds[0] > -1 else NO_INTERVAL
+def percent(log_ratio: float) -> str:
+    """log(0.96) as "-4.0%"."""
+    return f"{math.expm1(log_ratio):+.1%}" if log_ratio < math.log(11) else "over +1000%"
+
+
+def interval_in_words(change: Estimate) -> str:
+    low, high = change.bounds()
+    return f"{percent(low)} to {percent(high)}" if high < math.inf else NO_INTERVAL
 
 
 def number_lines(effect: Effect) -> list[str]:
     """A line for each number below the headline, with its interval."""
     rows = []
+    steps = None
     if effect.verdict != "identical":
-        low, high = effect.difference_interval
-        interval = f"{low:+.4f} to {high:+.4f}" if effect.has_interval() else NO_INTERVAL
+        steps = effect.steps
+        low, high = effect.difference.bounds()
+        interval = f"{low:+.4f} to {high:+.4f}" if high < math.inf else NO_INTERVAL
         name = "loss at equal steps" if effect.own_steps == 1 else "last loss"
-        rows.append((name, f"{effect.difference:+.4f}", interval))
-        if effect.steps is not None:
-            interval = interval_in_words(effect.steps_interval)
-            rows.append(("steps to the same loss", percent(effect.steps), interval))
-    if effect.step_time is not None:
-        low, high = effect.step_time_interval
-        interval = interval_in_words((low - 1, high - 1))
-        rows.append(("time of a step", percent(effect.step_time - 1), interval))
+        rows.append((name, f"{effect.difference.value:+.4f}", interval))
+    for name, change in [("steps to the same loss", steps), ("time of a step", effect.step_time)]:
+        if change is not None:
+            rows.append((name, percent(change.value), interval_in_words(change)))
     return [f"  {name:<22} {value:>8}   ({interval})" for name, value, interval in rows]
 
 
