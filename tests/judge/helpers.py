@@ -45,3 +45,8 @@ def patch_of(name: str, old: str, new: str) -> str:
     before, after = (text.splitlines(keepends=True) for text in (old, new))
     lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(lines)
+
+
+def bounds(estimate: dict) -> tuple[float, float]:
+    """Of an estimate in JSON."""
+    return estimate["value"] - estimate["half"], estimate["value"] + estimate["half"]

@@ -1,7 +1,6 @@
 """compare with anyone's scripts, and with finished logs."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from scipy import stats
 
 from judge.compare import compare
 from judge.compare import runs as compare_runs
-from tests.judge.helpers import commit_files, git, patch_of, run_main
+from tests.judge.helpers import bounds, commit_files, git, patch_of, run_main
 
 # Like the field's scripts: no options, no seed, a log below logs/
 SCRIPT = """
@@ -86,9 +85,9 @@ def test_a_command(theirs):
     ended = [[Path(run["path"]).stat().st_mtime for run in pair] for pair in zip(base, runs)]
     assert [first < second for first, second in ended[:3]] == [True, False, True]
     difference = np.mean([run["val_loss"] - of_base["val_loss"] for of_base, run in zip(base, runs)])
-    assert idea["difference"] == pytest.approx(difference)
+    assert idea["difference"]["value"] == pytest.approx(difference)
     assert difference == pytest.approx(-0.01, abs=0.003)
-    assert idea["steps"] == pytest.approx(math.expm1(difference / (0.05 / 100 * 90)))
+    assert idea["steps"]["value"] == pytest.approx(difference / (0.05 / 100 * 90))
     run(*arguments)
     again = json.loads(Path("o.json").read_text())
     assert (again["runs_made"], again["ideas"][0]["p"]) == (0, idea["p"])
@@ -125,7 +124,7 @@ print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
     assert status == 0, err
     found = json.loads(Path("o.json").read_text())
     (idea,) = found["ideas"]
-    assert idea["difference"] == pytest.approx(0.1)
+    assert idea["difference"]["value"] == pytest.approx(0.1)
     assert idea["sd"] < 1e-4
     assert found["slope"]["value"] == pytest.approx(-0.1, abs=0.005)
     assert "share no seed" not in out
@@ -245,13 +244,10 @@ def test_finished_logs(logs):
     idea, times = logs["idea"]
     found = json.loads(Path("o.json").read_text())
     test = stats.ttest_ind(idea, base, equal_var=False)
-    bounds = test.confidence_interval(0.99)
     assert found["effect"]["p"] == pytest.approx(test.pvalue)
-    assert found["effect"]["difference_interval"] == pytest.approx([bounds.low, bounds.high])
+    assert bounds(found["effect"]["difference"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
     test = stats.ttest_rel(np.log(times), np.log(base_times))  # the runs took turns
-    bounds = test.confidence_interval(0.99)
-    expected = np.exp([bounds.low, bounds.high]).tolist()
-    assert found["effect"]["step_time_interval"] == pytest.approx(expected)
+    assert bounds(found["effect"]["step_time"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
     p = stats.ttest_1samp(idea, 3.28, alternative="less").pvalue
     assert found["idea"]["p_value"] == pytest.approx(p)
     words = " ".join(out.split())

@@ -26,7 +26,7 @@ from judge import stats as compare_stats
 from judge.compare import step_times as compare_steps
 from lib.commands import stop_on_signals
 from judge.logs import parse_log
-from tests.judge.helpers import commit_files, git, patch_of, run_main
+from tests.judge.helpers import bounds, commit_files, git, patch_of, run_main
 from tests.util import ROOT, tiny_run
 
 STANDIN = Path(__file__).resolve().parent / "standin.py"
@@ -100,11 +100,9 @@ def test_an_idea_that_helps(place):
     assert len(lines) <= 12 and max(map(len, lines)) <= 80
     found = json.loads((place / "o.json").read_text())
     (idea,) = found["ideas"]
-    low, high = idea["steps_interval"]
-    assert low < math.expm1(-0.004 / 0.123) < high and idea["n"] >= 3
-    assert re.search(
-        rf"^  loss at equal steps +{re.escape(format(idea['difference'], '+.4f'))}  ", out, re.MULTILINE
-    )
+    low, high = bounds(idea["steps"])
+    assert low < -0.004 / 0.123 < high and idea["n"] >= 3
+    assert f"\n  loss at equal steps     {idea['difference']['value']:+.4f}   (" in out
     # The figures are those of the logs, at the same seeds
     losses = {}
     for name, group in found["runs"].items():
@@ -115,7 +113,7 @@ def test_an_idea_that_helps(place):
     differences = []
     for seed in range(idea["n"]):
         differences.append(losses["better", seed, 100] - losses["worktree", seed, 100])
-    assert idea["difference"] == pytest.approx(np.mean(differences))
+    assert idea["difference"]["value"] == pytest.approx(np.mean(differences))
     assert {steps for name, seed, steps in losses} == {80, 100, 125}
 
 
@@ -154,7 +152,7 @@ def test_many_ideas(place):
     losses = [run["val_loss"] for run in found["runs"]["good"]]
     base_losses = [run["val_loss"] for run in found["runs"]["worktree"]]
     alone = compare_stats.analyse("good", losses[:n], base_losses[:n], None, None, ideas=2)
-    assert good["difference_interval"] == pytest.approx(alone.difference_interval)
+    assert bounds(good["difference"]) == pytest.approx(alone.difference.bounds())
 
 
 def test_a_slower_idea(place):
@@ -163,9 +161,11 @@ def test_a_slower_idea(place):
     status, out, err = run(*options, "--json", "o.json")
     assert status == 0 and "slow helps" in out
     (idea,) = json.loads((place / "o.json").read_text())["ideas"]
-    low, high = idea["step_time_interval"]
-    assert 1.5 < idea["step_time"] < 4  # the stand-in's sleeps are longer than asked for
-    assert low < 3 and high > 1.5
+    low, high = bounds(idea["step_time"])
+    assert (
+        1.5 < math.exp(idea["step_time"]["value"]) < 4
+    )  # the stand-in's sleeps are longer than asked for
+    assert low < math.log(3) and high > math.log(1.5)
     (file,) = (place / "logs/compare/step_times").iterdir()
     assert [len(rounds) for rounds in json.loads(file.read_text())] == [2, 2, 2]
 
@@ -192,8 +192,8 @@ def test_an_idea_with_the_steps_of_the_slope(place):
     assert found["runs_made"] == sum(map(len, found["runs"].values()))
     assert found["slope"]["n"] >= compare_stats.FEWEST_SLOPES
     (idea,) = found["ideas"]
-    assert idea["own_steps"] == 1.25 and idea["difference"] < -0.02
-    assert abs(idea["steps"]) < 0.05
+    assert idea["own_steps"] == 1.25 and idea["difference"]["value"] < -0.02
+    assert abs(idea["steps"]["value"]) < 0.05
 
 
 def test_identical_losses(place):
@@ -295,7 +295,7 @@ def test_sources_are_frozen(place):
     found = answer(place, "--recipe", "toy", "--runs", "3")
     assert script.read_text().endswith("broken(")
     assert (found["base"], found["ideas"][0]["name"]) == ("HEAD", "worktree")
-    assert found["ideas"][0]["difference"] == pytest.approx(0.2, abs=0.005)
+    assert found["ideas"][0]["difference"]["value"] == pytest.approx(0.2, abs=0.005)
     assert {parse_log(r["path"]).source for r in found["runs"]["worktree"]} == {source.encode()}
 
 
@@ -355,7 +355,7 @@ def test_a_script_of_another_make(place):
     (place / "other.py").write_text(text)
     arguments = ["--base", "other.py", "--idea", "other.py --effect 0.1", "--runs", "3"]
     found = answer(place, *arguments, "--num_iterations", "50")
-    assert found["ideas"][0]["difference"] == pytest.approx(0.1, abs=0.005)
+    assert found["ideas"][0]["difference"]["value"] == pytest.approx(0.1, abs=0.005)
     assert "other with 40 steps" in found["runs"]
     status, out, err = run(*arguments)
     assert status == 2 and "give --num_iterations" in err and len(err.splitlines()) == 1
@@ -413,7 +413,7 @@ def test_train_gpt(place, monkeypatch):
 
     monkeypatch.setattr(compare_runs, "get_data", get_data)
     (idea,) = answer(place, "--idea", "--muon_lr 0", *options, "--runs", "2")["ideas"]
-    assert idea["difference"] > 0
+    assert idea["difference"]["value"] > 0
 
 
 # -----------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from judge.stats import (
     p_value,
     pairs_for,
     rounding,
-    squared_deviations,
 )
 
 KEPT = Path(__file__).parent / "kept_residuals.json"
@@ -88,7 +87,7 @@ def test_interval_has_the_means_that_are_not_rejected():
     differences = np.random.default_rng(1).normal(0.5, 1, 30)
     for n in (3, 30):
         prefix = differences[:n]
-        half = half_width(squared_deviations(prefix, STEP**2 / 6), n, n, 100)
+        half = half_width(n * (prefix.var() + STEP**2 / 6), n, n, 100)
         for side in (-1, 1):
             shifted = prefix - prefix.mean() - side * half
             higher, lower = [np.exp(log_e_values(x, STEP)[-1]) for x in (shifted, -shifted)]
@@ -105,8 +104,7 @@ def test_one_look_against_scipy():
     ]:
         effect = look_once("x", losses, base, paired)
         assert effect.p == pytest.approx(test.pvalue)
-        interval = test.confidence_interval(0.99)
-        assert effect.difference_interval == pytest.approx((interval.low, interval.high))
+        assert effect.difference.bounds() == pytest.approx(tuple(test.confidence_interval(0.99)))
         assert effect.verdict == ("helps" if test.pvalue < 0.01 else "undecided")
     assert look_once("x", losses - 0.02, base, True).verdict == "helps"
     assert look_once("x", losses - 0.02, base, True, ideas=10**6).verdict == "undecided"
@@ -158,24 +156,22 @@ def test_steps_and_time_by_hand():
     idea = base - gain + noise - noise.mean()
     effect = analyse("x", idea, base, SLOPE, 0.01)
     assert effect.verdict == "helps"
-    assert effect.difference == pytest.approx(-gain, abs=1e-5)
-    assert 1 / (1 + effect.steps) == pytest.approx(1.02, abs=1e-4)
+    assert effect.difference.value == pytest.approx(-gain, abs=1e-5)
+    assert math.exp(-effect.steps.value) == pytest.approx(1.02, abs=1e-4)
     effect = analyse("x", idea, base, SLOPE, 0.01, own_steps=0.96)
-    assert 1 + effect.steps == pytest.approx(0.96 / 1.02, abs=1e-4)
+    assert math.exp(effect.steps.value) == pytest.approx(0.96 / 1.02, abs=1e-4)
     log_ratios = rng.normal(math.log(1.05), 1e-6, 6)
-    add_times(effect, log_ratios, SLOPE)
-    assert effect.step_time == pytest.approx(1.05, rel=1e-4)
-    assert 1 + effect.time == pytest.approx(0.96 * 1.05 / 1.02, rel=1e-3)
+    add_times(effect, log_ratios)
+    assert math.exp(effect.time.value) == pytest.approx(0.96 * 1.05 / 1.02, rel=1e-3)
     interval = stats.ttest_1samp(log_ratios, 0).confidence_interval(0.99)
-    assert np.log(effect.step_time_interval) == pytest.approx((interval.low, interval.high))
+    assert effect.step_time.bounds() == pytest.approx(tuple(interval))
 
 
 def test_an_identical_idea_is_as_fast_as_its_steps():
     effect = analyse("x", [1.5, 1.4], [1.5, 1.4], None, 0.02)
-    add_times(effect, np.array([-0.05, -0.051, -0.049]), None)
+    add_times(effect, [-0.05, -0.051, -0.049])
     assert effect.verdict == "identical"
-    assert 1 + effect.time == pytest.approx(math.exp(-0.05))
-    assert effect.time_interval == pytest.approx(np.subtract(effect.step_time_interval, 1))
+    assert effect.time.bounds() == pytest.approx(effect.step_time.bounds())
 
 
 # -----------------------------------------------------------------------------
@@ -381,10 +377,11 @@ def test_intervals_hold_the_truth():
         slope = some_slope(rng, level)
         effect = analyse("x", idea, base, slope, 0.02, own_steps=0.9)
         log_ratios = rng.normal(math.log(1.01), 0.02, 6)
-        add_times(effect, log_ratios, slope)
-        truths = {"difference": gain, "steps": 0.97 * 0.9 - 1, "time": 0.97 * 0.9 * 1.01 - 1}
+        add_times(effect, log_ratios)
+        steps = math.log(0.97 * 0.9)
+        truths = {"difference": gain, "steps": steps, "time": steps + math.log(1.01)}
         for name, truth in truths.items():
-            low, high = getattr(effect, f"{name}_interval")
+            low, high = getattr(effect, name).bounds()
             if low <= truth <= high:
                 held[name] += 1
     fewest = stats.binom.ppf(0.001, trials, 0.99)
