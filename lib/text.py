@@ -19,10 +19,8 @@ def goal(x: float) -> str:
     return f"{100 * x:g}%"
 
 
-def percent(x: float | None) -> str:
+def percent(x: float) -> str:
     """-0.04 as "-4.0%"."""
-    if x is None:
-        return "-"
     return f"{x:+.1%}" if x <= 10 else "over +1000%"
 
 

@@ -44,7 +44,7 @@ from lib.commands import UserError
 from lib.environment import ROOT, chosen_threads, usable_cores
 from lib.files import write_file
 from lib.processes import get_data, gpu_maker, output_of
-from lib.text import short
+from lib.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
@@ -320,8 +320,7 @@ def keep_log(pool: Pool, task: Task, log: Log) -> None:
     folder = pool.folder(task.variant)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "facts.json").exists():
-        facts = json.dumps(pool.identities[task.variant.name], indent=1)
-        write_file(folder / "facts.json", facts.encode())
+        write_file(folder / "facts.json", as_json(pool.identities[task.variant.name]))
     log.path = log.path.replace(folder / f"seed{seed}.txt")
     pool.runs[task.variant.name][seed] = log
     pool.new.add((task.variant.name, seed))
