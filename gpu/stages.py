@@ -266,7 +266,7 @@ def measure_speed():
     return figures | peaks(training)
 
 
-def peak_memory(seq_len, fp8):
+def memory_peaks(seq_len, fp8):
     hp = dataclasses.replace(FINEWEB, train_seq_len=seq_len, batch_tokens=2 * seq_len, fp8=fp8)
     return peaks(Training(hp))
 
@@ -349,9 +349,9 @@ STAGES = {
     "mini": mini,
     "speed": measure_speed,
     "waits": waits,
-    "memory 24576": lambda: peak_memory(24576, True),
-    "memory 12288": lambda: peak_memory(12288, True),
-    "memory 49152 bf16": lambda: peak_memory(49152, False),
+    "memory 24576": lambda: memory_peaks(24576, True),
+    "memory 12288": lambda: memory_peaks(12288, True),
+    "memory 49152 bf16": lambda: memory_peaks(49152, False),
 }
 
 

@@ -45,7 +45,7 @@ from lib.commands import UserError, output_file, positive, whole_number
 from lib.environment import ROOT, chosen_threads, usable_cores
 from lib.files import write_file
 from lib.processes import get_data, gpu_maker, output_of
-from lib.text import short
+from lib.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
@@ -311,7 +311,7 @@ def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
     folder = FOLDER / "runs" / variant.key()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "facts.json").exists():
-        write_file(folder / "facts.json", json.dumps(variant.identity, indent=1).encode())
+        write_file(folder / "facts.json", as_json(variant.identity))
     log.path = log.path.replace(folder / f"seed{seed}.txt")
     variant.runs[seed] = log
     variant.new.add(seed)

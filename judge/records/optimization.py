@@ -17,7 +17,6 @@ losses with a standard deviation of about 0.0013. The t-test that is printed bes
 standard deviation of the runs instead.
 """
 
-import json
 import math
 import statistics
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from judge.logs import Log, read_logs
 from judge.records.tables import print_wrapped
 from judge.summary import p_below, p_lower
 from lib.commands import UserError
-from lib.text import plural, table
+from lib.text import as_json, plural, table
 
 TARGET = 3.28  # nats per token
 THRESHOLD = 0.004  # nats per token
@@ -192,10 +191,10 @@ def print_decision(recipes: list[Recipe], decision: Decision) -> None:
 
 
 def print_json(recipes: list[Recipe], decision: Decision) -> None:
-    answer = {"rule": "optimization", "assumption": ASSUMPTION} | asdict(decision)
+    found = {"rule": "optimization", "assumption": ASSUMPTION} | asdict(decision)
     for recipe in recipes:
         result = recipe.result
-        answer[recipe.name] = {
+        found[recipe.name] = {
             "steps": recipe.runs[0].num_steps,
             "step": result.step,  # that counts
             "n": result.n,
@@ -209,7 +208,7 @@ def print_json(recipes: list[Recipe], decision: Decision) -> None:
                 for r in recipe.results
             ],
         }
-    print(json.dumps(answer, indent=2))
+    print(as_json(found).decode())
 
 
 def apply_rule(logs: list[Path], against: list[Path], as_json: bool, metric: str) -> int:

@@ -30,7 +30,6 @@ Exit status: 0 valid, 1 not valid, or not faster than the --against record (the 
 """
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from judge.records import optimization
 from judge.records.rules import Verdict, judge_runs
 from judge.records.tables import print_reasons, print_summary, print_table
 from lib.commands import command_parser, positive, run_command
-from lib.text import finite
+from lib.text import as_json
 
 
 def log_as_json(log: Log) -> dict:
@@ -62,8 +61,8 @@ def log_as_json(log: Log) -> dict:
 
 def print_json(logs: list[Log], verdict: Verdict) -> None:
     """Everything that the command found. Numbers that are not finite are null."""
-    answer = {"valid": not verdict.reasons, "logs": [log_as_json(log) for log in logs]}
-    print(json.dumps(finite(answer | asdict(verdict)), indent=2, allow_nan=False))
+    found = {"valid": not verdict.reasons, "logs": [log_as_json(log) for log in logs]}
+    print(as_json(found | asdict(verdict)).decode())
 
 
 def print_verdict(logs: list[Log], verdict: Verdict) -> None:
