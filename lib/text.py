@@ -14,11 +14,6 @@ def short(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "~"
 
 
-def goal(x: float) -> str:
-    """0.02 as "2%"."""
-    return f"{100 * x:g}%"
-
-
 def p_text(p: float | None) -> str:
     """Like "0.0123" or "1.2e-05". "-" for None."""
     if p is None:

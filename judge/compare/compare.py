@@ -89,11 +89,9 @@ from judge.compare.verdict import (
     far_in_words,
     end_as_json,
     other_steps,
-    record_in_words,
-    record_table,
+    record_lines,
     slope_in_words,
     step_time,
-    target_of,
 )
 from judge.stats import SLOPE_FACTOR, Effect
 from lib.commands import (
@@ -108,7 +106,7 @@ from lib.commands import (
     whole_number,
 )
 from lib.files import write_file
-from lib.text import as_json, p_text, plural, short, wrap
+from lib.text import as_json, p_text, plural, short
 
 TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 
@@ -349,7 +347,7 @@ def facts_in_words(c: Comparison) -> list[str]:
     for idea in c.ideas:
         sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), slope is not None)
         timed = len(idea.timed)
-        if 0 < timed < c.pairs(idea).shape[1]:
+        if 0 < timed < c.count(idea):
             sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
     if any(log.uncompiled for variant in c.variants for log in variant.runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
@@ -387,23 +385,12 @@ def answer_lines(c: Comparison) -> list[str]:
         return [TOO_EARLY.capitalize()]
     lines = answer_in_words(effects, c.args.until, test_in_words(c, effects), facts_in_words(c))
     for idea in c.ideas:
-        if c.pairs(idea).shape[1] < 2:
+        if c.count(idea) < 2:
             lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
-    return [*lines, "", *record_lines(c)] if c.args.command else lines
-
-
-def record_lines(c: Comparison) -> list[str]:
-    """Whether the ideas that have runs would be records."""
-    variants = [variant for variant in [c.base, *c.ideas] if variant.runs]
-    sides = {variant.name: list(variant.runs.values()) for variant in variants}
-    base = sides[c.base.name]
-    target, assumed = target_of(c.args.target, base)
-    looks = not c.args.runs
-    lines = [*record_table(sides, target, looks), *assumed]
-    for idea in variants[1:] if target is not None else []:
-        pairs = [(idea.runs[seed], c.base.runs[seed]) for seed in idea.timed]
-        words = record_in_words(idea.name, sides[idea.name], target, pairs, looks)
-        lines += wrap(words)
+    if c.args.command:
+        sides = {v.name: list(v.runs.values()) for v in [c.base, *c.ideas] if v.runs}
+        pairs = {v.name: [(v.runs[seed], c.base.runs[seed]) for seed in v.timed] for v in c.ideas}
+        lines += ["", *record_lines(sides, pairs, c.args.target, looks=not c.args.runs)]
     return lines
 
 

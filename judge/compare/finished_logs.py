@@ -19,8 +19,7 @@ from judge.compare.verdict import (
     end_times,
     far_in_words,
     other_steps,
-    record_in_words,
-    record_table,
+    record_lines,
     summary_of,
     target_of,
 )
@@ -29,7 +28,7 @@ from judge.stats import Effect, add_times, given_slope, look_once
 from judge.turns import log_ratios, turns
 from lib.commands import UserError
 from lib.files import write_file
-from lib.text import as_json, wrap
+from lib.text import as_json
 
 OTHER_SESSION = (
     "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
@@ -112,7 +111,7 @@ def compare_logs(args: argparse.Namespace) -> int:
     Raises UserError.
     """
     base, idea = read_sides(args)
-    target, assumed = target_of(args.target, base)
+    target = target_of(args.target, base)
     timed, where = machines(base, idea)
     pairs = turns(idea, base) if timed else []
     if timed and not pairs:
@@ -121,14 +120,11 @@ def compare_logs(args: argparse.Namespace) -> int:
     if args.gate:
         print(effect.verdict)
     else:
-        lines = []
-        if target is not None:
-            record = record_in_words("idea", idea, target, pairs, looks=False)
-            lines += wrap(record)
-        lines += record_table({"base": base, "idea": idea}, target, looks=False)
+        sides = {"base": base, "idea": idea}
+        lines = record_lines(sides, {"idea": pairs}, args.target, looks=False)
         judged = judged_in_words([*base, *idea])
         facts = facts_in_words(base, idea, effect.steps is not None)
-        facts = [judged, *facts, where, *assumed, ONE_LOOK]
+        facts = [judged, *facts, where, ONE_LOOK]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:

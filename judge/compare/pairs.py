@@ -12,13 +12,14 @@ that slow drifts of the machine cancel in the times.
 
 import argparse
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from judge.compare.runs import Pool, runs_a_process
-from judge.compare.sources import Variant, log_ratio_of_steps
+from judge.compare.sources import Variant
 from judge.stats import (
     FEWEST_SLOPES,
     LARGEST_SLOPE_ERROR,
@@ -86,13 +87,17 @@ class Comparison:
             return steps and given_slope(self.args.loss_per_100_steps, steps)
         if self.fewer is None or self.slopes() < FEWEST_SLOPES:
             return None
-        width = log_ratio_of_steps(self.fewer, self.more)
+        width = math.log(self.more.num_iterations() / self.fewer.num_iterations())
         return measure_slope(self.losses(self.fewer), self.losses(self.more), width)
 
     def pairs(self, idea: Variant) -> np.ndarray:
         """Losses of the idea and of the base at the same seeds, shape (2, pairs)."""
         pairs = list(zip(self.losses(idea), self.losses(self.base)))
         return np.array(pairs[: self.args.runs]).reshape(-1, 2).T
+
+    def count(self, idea: Variant) -> int:
+        """How many pairs."""
+        return self.pairs(idea).shape[1]
 
     def effect(self, idea: Variant) -> Effect | None:
         """None if it takes more runs to say anything."""
@@ -127,11 +132,11 @@ def undecided(c: Comparison) -> list[Variant]:
     waiting = []
     for idea in c.ideas:
         if c.args.runs:
-            needed = c.pairs(idea).shape[1] < c.args.runs
+            needed = c.count(idea) < c.args.runs
         else:
             effect = c.effect(idea)
             identical = effect and effect.verdict == "identical"
-            few = c.pairs(idea).shape[1] < FIRST_PAIRS
+            few = c.count(idea) < FIRST_PAIRS
             needed = effect is None or effect.verdict == "undecided" or (identical and few)
         if needed:
             waiting.append(idea)
@@ -158,7 +163,7 @@ def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
         return
     first = c.args.seed
     last = first + (c.args.runs or UNLIMITED)
-    done = min(c.pairs(idea).shape[1] for idea in waiting)
+    done = min(c.count(idea) for idea in waiting)
     if done >= FIRST_PAIRS or any(c.steps(idea) != c.steps(c.base) for idea in waiting):
         yield from slope_runs(c)
     size = runs_a_process(c.base)
@@ -196,15 +201,17 @@ def pairs_expected(c: Comparison, idea: Variant) -> int:
     effect = c.effect(idea)
     if effect is not None and effect.n >= FIRST_PAIRS:
         mean, sd = effect.difference.value, max(effect.sd, 1e-6)
-    return max(c.pairs(idea).shape[1] + 1, pairs_for(mean, sd, goal_if_known(c), len(c.ideas)))
+    return max(c.count(idea) + 1, pairs_for(mean, sd, goal_if_known(c), len(c.ideas)))
 
 
 def runs_left(c: Comparison) -> int:
     """About how many runs are missing, those for the slope included."""
-    wanted = list(slope_runs(c)) if undecided(c) or answer_needs_slope(c) else []
-    expected = {idea.name: pairs_expected(c, idea) for idea in undecided(c)}
-    wanted += [(idea, range(expected[idea.name])) for idea in undecided(c)]
-    wanted.append((c.base, range(max(expected.values(), default=0))))
+    waiting = undecided(c)
+    pairs = [pairs_expected(c, idea) for idea in waiting]
+    wanted = [(idea, range(n)) for idea, n in zip(waiting, pairs)]
+    wanted.append((c.base, range(max(pairs, default=0))))
+    if waiting or answer_needs_slope(c):
+        wanted += slope_runs(c)
     return sum(max(0, len(seeds) - len(c.losses(variant))) for variant, seeds in wanted)
 
 
@@ -218,8 +225,8 @@ def progress(c: Comparison, steps_to_time: int) -> str:
     waiting = undecided(c)
     if not waiting:
         return f"what a step is worth, {left}"
-    idea = min(waiting, key=lambda idea: c.pairs(idea).shape[1])
-    known = f"{short(idea.name, 14)}: {c.pairs(idea).shape[1]}"
+    idea = min(waiting, key=lambda idea: c.count(idea))
+    known = f"{short(idea.name, 14)}: {c.count(idea)}"
     if goal_if_known(c) is None and not c.args.runs:  # it may go on forever
         left = f"{c.pool.minutes() / 60:.1f} h so far"
     else:

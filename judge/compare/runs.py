@@ -166,8 +166,8 @@ def runs_a_process(variant: Variant) -> int:
 
 
 def on_gpu(variants: list[Variant]) -> bool:
-    """Commands, and scripts that can't be asked, may always use the machine's GPU."""
-    return any(v.settings["device"] == "cuda" if v.settings else gpu_maker() for v in variants)
+    """Commands may always use the machine's GPU."""
+    return any(gpu_maker() if v.command else v.settings["device"] == "cuda" for v in variants)
 
 
 def cpu_line(name: str) -> str:
@@ -268,7 +268,7 @@ def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> P
     time. Raises UserError.
     """
     for variant in variants:
-        if "train_files" in (variant.settings or {}):
+        if "train_files" in variant.settings:
             get_data(sys.executable, variant.settings)
     processes = args.nproc_per_node
     jobs = args.jobs or (1 if args.command else usable_cores())
@@ -355,7 +355,7 @@ def start_script(
     command += ["--log_dir", str(folder / "logs"), "--seed", str(seeds[0])]
     if len(seeds) > 1:
         command += ["--num_runs", str(len(seeds))]
-    if "val_loss_every" in (variant.settings or {}):
+    if "val_loss_every" in variant.settings:
         command += ["--val_loss_every", "0"]
     env = run_environment(is_command=False) | {"OMP_NUM_THREADS": str(threads)}
     return start_process(pool, variant, command, folder, variant.folder, env)

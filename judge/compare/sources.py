@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import shlex
@@ -65,7 +64,7 @@ class Variant:
     folder: Path  # a copy of the repository's files, in which the script runs
     script: str  # its name in the folder
     options: list[str]
-    settings: dict | None = None  # the hyperparameters; None for scripts that can't be asked
+    settings: dict = field(default_factory=dict)  # the hyperparameters; {} for a command
     command: str = ""  # a shell command that runs instead of the script
     origin: Path = field(default_factory=lambda: ROOT)  # the folder that was copied
     leave_out: Sequence[Path] = ()  # see copy_tree
@@ -90,10 +89,10 @@ class Variant:
 
     def run(self) -> dict:
         """What runs in the copy. Options that give the same settings make the same run."""
-        settings = self.options
-        if self.settings is not None:
-            settings = {k: v for k, v in self.settings.items() if k not in NO_EFFECT_ON_LOSS}
-        return {"what": self.command or self.script, "settings": settings}
+        if self.command:
+            return {"what": self.command, "settings": self.options}
+        settings = {k: v for k, v in self.settings.items() if k not in NO_EFFECT_ON_LOSS}
+        return {"what": self.script, "settings": settings}
 
     def digest(self) -> str:
         """Equal for variants with the same losses on the same machine with the same data."""
@@ -102,9 +101,9 @@ class Variant:
 
     def num_iterations(self) -> int | None:
         """None if it isn't known, or can't be set."""
-        if self.settings is not None:
-            return self.settings.get("num_iterations")
-        if self.command and "{options}" not in self.command:
+        if not self.command:
+            return self.settings["num_iterations"]
+        if "{options}" not in self.command:
             return None
         command = fill_in(self.command, self.options, 0)
         found = re.findall(r"--num_iterations[ =](\d+)", command)
@@ -188,13 +187,13 @@ def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> Non
             copy_files(copy, path, leave_out)
 
 
-def copy_tree(scratch: Path, repository: Path | None = None, leave_out: Sequence[Path] = ()) -> Path:
+def copy_tree(scratch: Path, repository: Path, leave_out: Sequence[Path] = ()) -> Path:
     """The working tree's files as they are now, but those that git ignores. Of files that git doesn't
     know, patches, logs and the like aren't copied, nor answers of compare, nor those to leave out: they
     come and go, and no run needs them. Raises UserError."""
     folder = scratch / "worktree"
-    copy_files(folder, repository or ROOT, leave_out)
-    mend_links(folder, repository or ROOT)
+    copy_files(folder, repository, leave_out)
+    mend_links(folder, repository)
     return folder
 
 
@@ -367,7 +366,7 @@ def first_variant(texts: list[str], args: argparse.Namespace, scratch: Path) -> 
     if args.command:
         return Variant("none", scratch / "none", "", [], command=args.command, leave_out=leave_out)
     script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"
-    return Variant("worktree", copy_tree(scratch, None, leave_out), script, [])
+    return Variant("worktree", copy_tree(scratch, ROOT, leave_out), script, [])
 
 
 def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
@@ -425,8 +424,7 @@ def check_settings(variants: list[Variant], processes: int, check_data: bool = F
     """Lets each script check its options, and whether there are enough data. Fills in the settings. Raises
     UserError.
 
-    Commands, and scripts without our functions, can't be asked: their runs show whether they know the
-    options."""
+    Commands can't be asked: their runs show whether they know the options."""
     groups = {}  # variants with the same script in the same folder, which one process can check
     for variant in variants:
         groups.setdefault((variant.folder, variant.script), []).append(variant)
@@ -436,17 +434,17 @@ def check_settings(variants: list[Variant], processes: int, check_data: bool = F
             continue
         if not (first.folder / first.script).is_file():
             raise UserError(f"{first.name}: there is no file {first.script}")
-        if all(check in first.source() for check in CHECKS):
-            ask(group, processes, check_data)
-        elif b"--log_dir" not in first.source():  # it would train, and its log couldn't be found
-            raise UserError(f"{first.name}: this script has no option --log_dir, which compare needs")
+        if not all(check in first.source() for check in CHECKS):
+            raise UserError(
+                f"{first.name}: the script has no parse_arguments and check_hyperparameters, as train_gpt.py "
+                "has; train it with --command"
+            )
+        ask(group, processes, check_data)
 
 
 def check_validation(base: Variant, others: list[Variant]) -> None:
     """Raises UserError if a variant measures its loss in another way than the base."""
     for variant in others:
-        if base.settings is None or variant.settings is None:
-            continue
         for option in VALIDATION:
             value = variant.settings.get(option)
             expected = base.settings.get(option)
@@ -471,12 +469,6 @@ def tell_apart(variants: list[Variant]) -> None:
         while variant.name in names:
             variant.name += "_2"
         names.add(variant.name)
-
-
-def log_ratio_of_steps(fewer: Variant, more: Variant) -> float:
-    """The logarithm of the ratio of their numbers of steps. Rounding makes it differ a little from
-    2 log(SLOPE_FACTOR)."""
-    return math.log(more.num_iterations() / fewer.num_iterations())
 
 
 def open_quote(text: str) -> str:
@@ -504,14 +496,11 @@ def fill_in(command: str, options: list[str], seed: int) -> str:
 
 def set_steps(variant: Variant, steps: int) -> Variant:
     """The variant with this number of steps."""
-    settings = None
-    if variant.settings is not None:
-        settings = {**variant.settings, "num_iterations": steps}
     return replace(
         variant,
         name=f"{variant.name} with {steps} steps",
         options=[*variant.options, "--num_iterations", str(steps)],
-        settings=settings,
+        settings={**variant.settings, "num_iterations": steps},
     )
 
 

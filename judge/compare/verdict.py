@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from judge.logs import Log
 from judge.stats import P_VALUE, P_WORTHLESS, Effect, Estimate, Slope, far_from_others, p_if_looked
-from judge.summary import Summary, summarize
+from judge.summary import Summary, p_below, summarize
 from judge.turns import p_faster
-from lib.text import goal, p_text, short, table, wrap
+from lib.text import p_text, short, table, wrap
 
 NO_INTERVAL = "no interval yet"
 
@@ -29,7 +29,9 @@ def verdict_in_words(effect: Effect, until: float | None) -> str:
     if effect.verdict in ("helps", "hurts"):
         return f"{name} {effect.verdict}."
     if effect.verdict == "not worth it":
-        sure = f"we are {1 - P_WORTHLESS:.0%} sure that it saves less than {goal(until)} of the steps"
+        sure = (
+            f"we are {1 - P_WORTHLESS:.0%} sure that it saves less than {100 * until:g}% of the steps"
+        )
         return f"{name} is not worth it: {sure}."
     return f"{name}: undecided."
 
@@ -157,18 +159,15 @@ def summary_of(logs: list[Log], target: float | None) -> Summary:
     return summarize(end_losses(logs), end_times(logs), target)
 
 
-def target_of(given: float | None, logs: list[Log]) -> tuple[float | None, list[str]]:
-    """The target, and what to say if nobody named it."""
-    target = given or logs[0].target
-    if given or target is None or "target_val_loss" in logs[0].hyperparameters:
-        return target, []
-    return target, [f"The target {target:g} is assumed; --target changes it."]
+def target_of(given: float | None, logs: list[Log]) -> float | None:
+    """That of the logs, if none is given."""
+    return given or logs[0].target
 
 
 def p_of_losses(logs: list[Log], target: float | None, looks: bool) -> float | None:
     """Of a mean below the target; with `looks`, however often one looks."""
     if target is None or not looks:
-        return summary_of(logs, target).p_value
+        return p_below(end_losses(logs), target)
     return p_if_looked(end_losses(logs), target)
 
 
@@ -208,3 +207,21 @@ def record_in_words(
     record = "has what a record needs" if valid else "isn't a record"
     time = f"a run takes {abs(saved):.3f} s {'less' if saved > 0 else 'more'} (p = {p_text(p_time)})"
     return f"{name} {record}: {loss}, and {time}."
+
+
+def record_lines(
+    sides: dict[str, list[Log]],
+    pairs: dict[str, list[tuple[Log, Log]]],
+    given_target: float | None,
+    looks: bool,
+) -> list[str]:
+    """Whether ideas would be records, and a table. The first side is the base. See record_in_words."""
+    base, *ideas = sides
+    target = target_of(given_target, sides[base])
+    lines = []
+    for name in ideas if target is not None else []:
+        lines += wrap(record_in_words(name, sides[name], target, pairs[name], looks))
+    lines += record_table(sides, target, looks)
+    if not (given_target or target is None or "target_val_loss" in sides[base][0].hyperparameters):
+        lines.append(f"The target {target:g} is assumed; --target changes it.")
+    return lines

@@ -126,7 +126,7 @@ def combine(base: Variant, parts: list[Part], chosen: tuple[int, ...]) -> Varian
     options = [*base.options, *(word for part in some for word in part.options)]
     name = "+".join(str(i + 1) for i in sorted(chosen))
     name = f"parts {name}" if name else "no part"
-    return replace(base, name=name, folder=folder, options=options, settings=None)
+    return replace(base, name=name, folder=folder, options=options, settings={})
 
 
 def members(groups: list[Group], row: Iterable[bool]) -> Group:
