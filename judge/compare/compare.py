@@ -39,7 +39,7 @@ becomes the seed, and {options} those of the base or the idea.
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:
 
-    ./run.sh compare --base_logs logs/before --idea_logs logs/after --plot both.png
+    ./run.sh compare --base_logs logs/before --idea_logs logs/after
 
 A loop of ideas, decided by --gate, ends with --confirm: the first base of the ledger against the working
 tree, with new seeds.
@@ -149,7 +149,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ledger", type=output_file, metavar="FILE", help=ledger)
     confirm = "compare the working tree with the first base of the ledger, with seeds that weren't used"
     add("--confirm", action="store_true", help=confirm)
-    add("--plot", type=output_file, metavar="FILE.png", help="draw the losses of finished runs")
     add_run_options(parser)
     return parser
 
@@ -172,8 +171,8 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         )
     if args.command and (args.recipe or args.nproc_per_node > 1):
         refuse("--command says what to run; leave out --recipe and --nproc_per_node")
-    if bool(args.base_logs) != bool(args.idea_logs) or args.plot and not args.base_logs:
-        refuse("finished runs, and --plot, need both --base_logs and --idea_logs")
+    if bool(args.base_logs) != bool(args.idea_logs):
+        refuse("finished runs need both --base_logs and --idea_logs")
     if args.base_logs and (args.command or args.base or args.idea or common):
         refuse(
             "finished runs train nothing; leave out --command, --base, --idea and options of the script"

@@ -129,8 +129,4 @@ def compare_logs(args: argparse.Namespace) -> int:
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:
         write_file(args.json, sides_as_json(base, idea, effect, target))
-    if args.plot:
-        from judge.curves import plot_curves  # slow to import, and only needed here
-
-        plot_curves({"base": base, "idea": idea}, args.plot, "time" if timed else "step", target)
     return int(args.gate and effect.verdict != "helps")

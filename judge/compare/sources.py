@@ -158,17 +158,8 @@ def check_submodule(path: Path) -> None:
         raise UserError(f"the submodule {path} isn't checked out; run git submodule update --init")
 
 
-def not_ours(folder: str, names: list[str]) -> set[str]:
-    """What a ZIP of the repository, which has no .git, doesn't contain."""
-    folders = {name for name in names if os.path.isdir(os.path.join(folder, name))}
-    return folders if folder == str(ROOT / "data") else folders & {".venv", "logs", "__pycache__"}
-
-
 def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> None:
     """See copy_tree."""
-    if repository == ROOT and not (ROOT / ".git").exists():
-        shutil.copytree(ROOT, folder, symlinks=True, ignore=not_ours, dirs_exist_ok=True)
-        return
     names = lines_of_git("ls-files", "-z", "--cached", cwd=repository)
     new = lines_of_git("ls-files", "-z", "--others", "--exclude-standard", cwd=repository)
     for name in new:

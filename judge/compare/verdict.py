@@ -17,11 +17,6 @@ NO_INTERVAL = "no interval yet"
 # Words
 
 
-def headline(effect: Effect, until: float | None) -> str:
-    """The verdict as a sentence, and one about the time to the same loss, or else the steps."""
-    return " ".join([verdict_in_words(effect, until), *time_in_words(effect)])
-
-
 def verdict_in_words(effect: Effect, until: float | None) -> str:
     name = short(effect.name, 30)
     if effect.verdict == "identical":
@@ -40,11 +35,9 @@ def time_in_words(effect: Effect) -> list[str]:
     """A sentence about the time to the same loss, or about the steps; none if neither is known."""
     time, steps = effect.time, effect.steps
     if time is not None:
-        low, high = time.bounds()
-        start = "But the" if (low > 0 if effect.verdict == "helps" else high < 0) else "The"
         more = "less" if time.value < 0 else "more"
         change = percent(time.value).lstrip("+-")
-        return [f"{start} same loss takes {change} {more} time ({interval_in_words(time)})."]
+        return [f"The same loss takes {change} {more} time ({interval_in_words(time)})."]
     if steps is None or effect.verdict == "not worth it":
         return []
     if effect.verdict == "undecided":
@@ -86,7 +79,7 @@ def answer_in_words(
     intervals hold for; `facts` are sentences about the runs."""
     lines = []
     for effect in effects:
-        lines += wrap(headline(effect, until))
+        lines += wrap(" ".join([verdict_in_words(effect, until), *time_in_words(effect)]))
         lines += number_lines(effect)
     if all(effect.verdict == "identical" and effect.time is None for effect in effects):
         return lines

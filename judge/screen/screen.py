@@ -161,12 +161,9 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def trial_of(variant: Variant, options: str) -> Variant | None:
     """The variant with so few steps that it ends at once; None if nobody knows how."""
-    name = f"{variant.name} (trial)"
     if options:
-        return replace(variant, name=name, options=variant.options + shlex.split(options))
-    if variant.num_iterations() is None:
-        return None
-    return replace(set_steps(variant, 2), name=name)
+        return replace(variant, options=variant.options + shlex.split(options))
+    return set_steps(variant, 2) if variant.num_iterations() else None
 
 
 def make_trials(s: Screen, variants: list[Variant]) -> None:
