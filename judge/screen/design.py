@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.linalg import hadamard
 
-from judge.stats import P_VALUE, P_WORTHLESS, half_width, log_evidence, rounding
+from judge.stats import P_VALUE, P_WORTHLESS, Estimate, half_width, log_evidence, rounding
 
 MOST_PARTS = 16
 # Columns of the Hadamard matrix, in the order of use
@@ -74,13 +74,11 @@ def leave_one_out(parts: int) -> Design:
 
 @dataclass
 class PartEffect:
-    """Of a part, or of an interaction: with it minus without it, in units of the metric."""
+    """Of a part, or of pairs of parts that act together."""
 
-    difference: float
-    half_width: (
-        float  # of the 99% interval for all effects of its kind together; infinite with one block
-    )
-    verdict: str = "undecided"
+    name: str
+    without: Estimate  # the metric without it, minus with it; the intervals hold for all of its kind together
+    verdict: str
 
 
 def fit(losses: np.ndarray, contrast: np.ndarray) -> dict[str, float]:
@@ -115,12 +113,14 @@ def find_verdict(fits: list[dict[str, float]], goal: float, count: int) -> str:
     return "undecided"
 
 
-def find_part_effect(losses: np.ndarray, contrast: np.ndarray, goal: float, count: int) -> PartEffect:
+def find_part_effect(
+    name: str, losses: np.ndarray, contrast: np.ndarray, goal: float, count: int
+) -> PartEffect:
     """Of one of `count` parts or groups, after each of the blocks."""
     fits = [fit(losses[:blocks], contrast) for blocks in range(2, len(losses) + 1)]
     half = math.inf
     if fits:
         *_, squares, weight, n = fits[-1].values()
         half = half_width(squares, weight, n, count / P_VALUE)
-    difference = float(contrast @ losses.mean(axis=0))
-    return PartEffect(difference, half, find_verdict(fits, goal, count))
+    without = -float(contrast @ losses.mean(axis=0)) if len(losses) else math.nan
+    return PartEffect(name, Estimate(without, half), find_verdict(fits, goal, count))

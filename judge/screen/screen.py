@@ -27,43 +27,17 @@ Exit status: 0 done, 2 an error, 130 interrupted.
 
 import argparse
 import functools
-import itertools
 import shlex
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import numpy as np
-
-from judge.comparable import judged_in_words, settle_metric
+from judge.comparable import settle_metric
 from judge.compare import runs as compare_runs
-from judge.compare.runs import (
-    Pool,
-    add_run_options,
-    add_variants,
-    make_runs,
-    open_pool,
-    runs_a_process,
-    show_line,
-)
-from judge.compare.sources import (
-    Variant,
-    check_settings,
-    first_variant,
-    read_variant,
-    set_steps,
-)
-from judge.screen.design import Design
-from judge.screen.effects import Result, effects_as_json, effects_in_words, plot_effects
-from judge.screen.parts import (
-    Group,
-    Part,
-    Works,
-    choose_design,
-    combine,
-    given_part,
-    members,
-    read_parts,
-)
+from judge.compare.runs import add_run_options, add_variants, make_runs, open_pool, show_line
+from judge.compare.sources import Variant, check_settings, first_variant, read_variant, set_steps
+from judge.screen.blocks import Screen, wanted_blocks
+from judge.screen.effects import effects_as_json, effects_in_words, plot_effects
+from judge.screen.parts import combine, given_part, read_parts
 from lib.commands import (
     UserError,
     command_parser,
@@ -76,48 +50,6 @@ from lib.commands import (
 )
 from lib.files import write_file
 from lib.text import plural
-
-
-@dataclass
-class Screen:
-    """What is screened, and the runs so far."""
-
-    args: argparse.Namespace
-    base: Variant
-    parts: list[Part]
-    groups: list[Group]
-    pool: Pool
-    design: Design | None = None
-    variants: list[Variant] = field(default_factory=list)  # in the order of the design's rows
-
-    def choose(self, works: Works) -> None:
-        """Combinations of the groups that work."""
-        self.groups, self.design = choose_design(self.groups, works)
-        chosen = [members(self.groups, row) for row in self.design.rows]
-        self.variants = [combine(self.base, self.parts, some) for some in chosen]
-
-    def losses(self) -> np.ndarray:
-        """Of the blocks that are whole, from the first seed on. Shape (blocks, combinations)."""
-        runs = [variant.runs for variant in self.variants]
-        seeds = itertools.count(self.args.seed)
-        whole = itertools.takewhile(lambda seed: all(seed in logs for logs in runs), seeds)
-        losses = [[logs[seed].end.val_loss for logs in runs] for seed in whole]
-        return np.array(losses).reshape(-1, len(runs))
-
-    def result(self) -> Result:
-        names = [" + ".join(self.parts[i].name for i in group) for group in self.groups]
-        logs = [log for variant in self.variants for log in variant.runs.values()]
-        facts = f"{self.pool.facts['machine']}, PyTorch {self.pool.facts['torch']}."
-        if logs:
-            facts = f"{judged_in_words(logs)} {facts}"
-        return Result(names, self.design, self.losses(), self.args.until, facts)
-
-    def undecided(self) -> int:
-        """How many parts."""
-        if not len(self.losses()):
-            return len(self.groups)
-        return sum(effect.verdict == "undecided" for effect in self.result().effects())
-
 
 # -----------------------------------------------------------------------------
 # Arguments
@@ -220,7 +152,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
         parts = read_parts(base, idea, (args.base, args.idea), args.by)
     if not parts:
         raise UserError(f"{args.base} and {args.idea} are the same, so there are no parts")
-    s = Screen(args, base, parts, [(i,) for i in range(len(parts))], pool)
+    s = Screen(args, pool, base, parts, [(i,) for i in range(len(parts))])
     choose_combinations(s)
     add_variants(pool, s.variants)
     return s
@@ -228,16 +160,6 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
 
 # -----------------------------------------------------------------------------
 # Blocks
-
-
-def wanted_blocks(s: Screen) -> list[tuple[Variant, range]]:
-    """Runs of all combinations, until each part is decided."""
-    done = len(s.losses())
-    if done >= s.args.blocks or not s.undecided():
-        return []
-    blocks = min(done + runs_a_process(s.base), s.args.blocks)
-    seeds = range(s.args.seed, s.args.seed + blocks)
-    return [(variant, seeds) for variant in s.variants]
 
 
 def show_progress(s: Screen) -> None:
@@ -262,12 +184,11 @@ def main(argv: list[str]) -> int:
         except KeyboardInterrupt:
             status = 130
         show_line()
-        result = s.result()
-        print("\n".join(effects_in_words(result)))
+        print("\n".join(effects_in_words(s)))
         if args.json:
-            write_file(args.json, effects_as_json(result))
+            write_file(args.json, effects_as_json(s))
         if args.plot:
-            plot_effects(result, args.plot)
+            plot_effects(s, args.plot)
     if status:
         print("Interrupted; run the same command again to continue.")
     return status

@@ -198,10 +198,10 @@ def test_commits(theirs):
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 80
     found = json.loads(Path("o.json").read_text())
-    a, nothing, b = sorted(found["parts"], key=lambda part: part["difference"])
+    a, nothing, b = found["parts"]
     assert "a helps + " in a["name"] and a["name"].endswith("uses a")
-    assert a["difference"] == pytest.approx(-0.05, abs=0.003)
-    assert b["difference"] == pytest.approx(0.02, abs=0.003)
+    assert a["without"]["value"] == pytest.approx(0.05, abs=0.003)
+    assert b["without"]["value"] == pytest.approx(-0.02, abs=0.003)
     assert (a["verdict"], b["verdict"]) == ("needed", "hurts")
     assert np.shape(found["losses"]) == (2, 8)
     assert Path("o.png").read_bytes()[:4] == b"\x89PNG"
@@ -253,7 +253,7 @@ def test_a_script_of_ours(tmp_path, monkeypatch):
     assert status == 0, err
     found = {part["name"]: part for part in json.loads(Path("o.json").read_text())["parts"]}
     assert set(found) == {"--own_noise 0.002", "--slower 1.1 + --effect 1.1"}
-    assert found["--slower 1.1 + --effect 1.1"]["difference"] == pytest.approx(1.1, abs=0.01)
+    assert found["--slower 1.1 + --effect 1.1"]["without"]["value"] == pytest.approx(-1.1, abs=0.01)
 
 
 BAD = [

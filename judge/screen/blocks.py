@@ -1,0 +1,80 @@
+"""
+What screen.py knows so far, and what it runs next: blocks, each of them one seed in all combinations.
+"""
+
+import argparse
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from judge.compare.runs import Pool, runs_a_process
+from judge.compare.sources import Variant
+from judge.screen.design import Design, PartEffect, find_part_effect
+from judge.screen.parts import Group, Part, Works, choose_design, combine, members
+
+
+@dataclass
+class Screen:
+    """What is screened, and the runs so far."""
+
+    args: argparse.Namespace
+    pool: Pool
+    base: Variant
+    parts: list[Part]
+    groups: list[Group]
+    design: Design | None = None
+    variants: list[Variant] = field(default_factory=list)  # in the order of the design's rows
+
+    def choose(self, works: Works) -> None:
+        """Combinations of the groups that work."""
+        self.groups, self.design = choose_design(self.groups, works)
+        chosen = [members(self.groups, row) for row in self.design.rows]
+        self.variants = [combine(self.base, self.parts, some) for some in chosen]
+
+    def losses(self) -> np.ndarray:
+        """Of the blocks that are whole, from the first seed on. Shape (blocks, combinations)."""
+        runs = [variant.runs for variant in self.variants]
+        seeds = itertools.count(self.args.seed)
+        whole = itertools.takewhile(lambda seed: all(seed in logs for logs in runs), seeds)
+        losses = [[logs[seed].end.val_loss for logs in runs] for seed in whole]
+        return np.array(losses).reshape(-1, len(runs))
+
+    def find(self, contrasts: dict[str, np.ndarray]) -> list[PartEffect]:
+        """The effects with these contrasts, the most needed one first."""
+        losses = self.losses()
+        found = []
+        for name, contrast in contrasts.items():
+            found.append(find_part_effect(name, losses, contrast, self.args.until, len(contrasts)))
+        return sorted(found, key=lambda effect: -effect.without.value)
+
+    def names(self) -> list[str]:
+        """Of the groups."""
+        return [" + ".join(self.parts[i].name for i in group) for group in self.groups]
+
+    def effects(self) -> list[PartEffect]:
+        return self.find(dict(zip(self.names(), self.design.contrasts)))
+
+    def interactions(self) -> list[PartEffect]:
+        """Of the pairs that clearly act together."""
+        names = self.names()
+        contrasts = {}
+        for group in self.design.groups:
+            pairs = [f"{names[i]} x {names[j]}" for i, j in group.pairs]
+            contrasts[" or ".join(pairs)] = group.contrast
+        found = self.find(contrasts)
+        return [effect for effect in found if abs(effect.without.value) > effect.without.half]
+
+    def undecided(self) -> int:
+        """How many parts."""
+        return sum(effect.verdict == "undecided" for effect in self.effects())
+
+
+def wanted_blocks(s: Screen) -> list[tuple[Variant, range]]:
+    """Runs of all combinations, until each part is decided."""
+    done = len(s.losses())
+    if done >= s.args.blocks or not s.undecided():
+        return []
+    blocks = min(done + runs_a_process(s.base), s.args.blocks)
+    seeds = range(s.args.seed, s.args.seed + blocks)
+    return [(variant, seeds) for variant in s.variants]
