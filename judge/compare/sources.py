@@ -378,8 +378,7 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     for option in [word.split("=")[0] for word in options]:
         if option in OURS and not base.command:
             raise UserError(f"{option}: compare sets this option for each run; remove it")
-    if base.command and options and "{options}" not in base.command:
-        raise UserError(f"write {{options}} where {shlex.join(options)} must stand in --command")
+    check_options(base.command, options)
     name = re.sub(r"[^\w.+-]+", "_", name or usual_name).strip("_.")
     return replace(base, name=name[:60] or "idea", options=options)
 
@@ -483,6 +482,12 @@ def fill_in(command: str, options: list[str], seed: int) -> str:
             words = re.sub(r'([\\"$`])', r"\\\1", words)
         text += words + part
     return text.replace("{seed}", str(seed))
+
+
+def check_options(command: str, options: list[str]) -> None:
+    """Raises UserError if a command has no place for them."""
+    if command and options and "{options}" not in command:
+        raise UserError(f"write {{options}} where {shlex.join(options)} must stand in --command")
 
 
 def set_steps(variant: Variant, steps: int) -> Variant:

@@ -34,7 +34,14 @@ from dataclasses import replace
 from judge.comparable import settle_metric
 from judge.compare import runs as compare_runs
 from judge.compare.runs import add_run_options, add_variants, make_runs, open_pool, show_line
-from judge.compare.sources import Variant, check_settings, first_variant, read_variant, set_steps
+from judge.compare.sources import (
+    Variant,
+    check_options,
+    check_settings,
+    first_variant,
+    read_variant,
+    set_steps,
+)
 from judge.screen.blocks import Screen, wanted_blocks
 from judge.screen.effects import effects_as_json, effects_in_words, plot_effects
 from judge.screen.parts import combine, given_part, read_parts
@@ -152,6 +159,8 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
         parts = read_parts(base, idea, (args.base, args.idea), args.by)
     if not parts:
         raise UserError(f"{args.base} and {args.idea} are the same, so there are no parts")
+    more = [word for part in parts for word in part.options] + shlex.split(args.trial)
+    check_options(args.command, more)
     s = Screen(args, pool, base, parts, [(i,) for i in range(len(parts))])
     choose_combinations(s)
     add_variants(pool, s.variants)

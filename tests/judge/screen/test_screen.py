@@ -261,6 +261,8 @@ BAD = [
     (["--part", "nothing.py"], "nothing.py: a part is a .patch or .diff file, or options in quotes"),
     (["--base", "theirs@idea", "--idea", "theirs@main"], "doesn't contain all commits of theirs@idea"),
     (["--base", "theirs@main", "--idea", "theirs@main"], "are the same, so there are no parts"),
+    (["--command", "x", "--base", "theirs", "--part", "--lr 1"], "write {options} where --lr 1 must"),
+    (["--command", "true", "--base", "theirs@main", "--idea", "theirs@idea", "--try=-h"], "{options}"),
 ]
 
 
