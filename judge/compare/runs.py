@@ -228,13 +228,9 @@ def check_unchanged(pool: Pool, variant: Variant) -> None:
     changed = changes(before, now)
     if changed:
         raise UserError(
-            f"{in_short(changed)} while {variant.name} trained, so this run isn't kept; run the same "
+            f"{short(', '.join(changed), 200)} while {variant.name} trained, so this run isn't kept; run the same "
             "command again (a run may write files, but not change those that it finds)"
         )
-
-
-def in_short(words: list[str]) -> str:
-    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def code_of(kept: dict) -> list:
@@ -248,7 +244,7 @@ def why_again(variants: list[Variant]) -> str:
     for new in [variant.identity for variant in variants if not variant.runs]:
         same = [changes(kept, new) for kept in facts if code_of(kept) == code_of(new)]
         if same:
-            return in_short(min(same, key=len))
+            return short(", ".join(min(same, key=len)), 200)
     return ""
 
 

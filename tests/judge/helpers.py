@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import io
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -45,6 +46,21 @@ def patch_of(name: str, old: str, new: str) -> str:
     before, after = (text.splitlines(keepends=True) for text in (old, new))
     lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(lines)
+
+
+def answer_of(main, *words) -> tuple[dict, str]:
+    """What a command that ends well writes as JSON, and its output as one line."""
+    status, out, err = run_main(main, *words, "--json", "o.json")
+    assert status == 0, err
+    assert max(map(len, out.splitlines())) <= 80
+    return json.loads(Path("o.json").read_text()), " ".join(out.split())
+
+
+def check_refused(main, words: list[str], message: str) -> None:
+    """Bad input ends with this error, which is one line."""
+    status, out, err = run_main(main, *words)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
 
 
 def bounds(estimate: dict) -> tuple[float, float]:

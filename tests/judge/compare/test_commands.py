@@ -1,6 +1,5 @@
 """compare with anyone's scripts, and with finished logs."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ from scipy import stats
 
 from judge.compare import compare
 from judge.compare import runs as compare_runs
-from tests.judge.helpers import bounds, commit_files, git, patch_of, run_main
+from tests.judge.helpers import answer_of, bounds, check_refused, commit_files, git, patch_of, run_main
 
 # Like the field's scripts: no options, no seed, a log below logs/
 SCRIPT = """
@@ -45,17 +44,8 @@ def run(*arguments) -> tuple[int, str, str]:
     return run_main(compare.main, *arguments)
 
 
-def words_of(*arguments) -> str:
-    """The answer as one line."""
-    return " ".join(run(*arguments)[1].split())
-
-
-def check_one_line(arguments: list[str], message: str) -> None:
-    """Bad input ends with this error."""
-    status, out, err = run(*arguments)
-    assert (status, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
+def answer(*arguments) -> tuple[dict, str]:
+    return answer_of(compare.main, *arguments)
 
 
 # -----------------------------------------------------------------------------
@@ -66,20 +56,16 @@ def test_a_command(theirs):
     """The idea is a branch, and runs end before their schedule. The order of a pair's runs alternates,
     and finished runs are kept."""
     (theirs / "note.txt").write_text("not committed")
-    arguments = [*COMMAND, "--base", "theirs", "--idea", "theirs@better", "--json", "o.json"]
-    status, out, err = run(*arguments, "--loss_per_100_steps", "0.05")
-    assert status == 0, err
-    assert out.startswith("theirs_better helps.")
-    assert max(map(len, out.splitlines())) <= 80
-    words = " ".join(out.split())
-    assert (
-        "The runs of a pair share no seed. The loss is val_loss at step 90. The base is theirs."
-        in words
-    )
-    assert "theirs_better isn't a record: the mean loss is below 3.28 (p = " in words
-    assert "a run takes 0.000 s more" in words
-    assert "time of a step +0.0%" in words
-    found = json.loads(Path("o.json").read_text())
+    arguments = [*COMMAND, "--base", "theirs", "--idea", "theirs@better"]
+    found, words = answer(*arguments, "--loss_per_100_steps", "0.05")
+    assert words.startswith("theirs_better helps.")
+    for said in [
+        "The runs of a pair share no seed. The loss is val_loss at step 90. The base is theirs.",
+        "theirs_better isn't a record: the mean loss is below 3.28 (p = ",
+        "a run takes 0.000 s more",
+        "time of a step +0.0%",
+    ]:
+        assert said in words
     (idea,) = found["ideas"]
     base, runs = [found["runs"][name][: idea["n"]] for name in ("theirs", "theirs_better")]
     ended = [[Path(run["path"]).stat().st_mtime for run in pair] for pair in zip(base, runs)]
@@ -88,19 +74,17 @@ def test_a_command(theirs):
     assert idea["difference"]["value"] == pytest.approx(difference)
     assert difference == pytest.approx(-0.01, abs=0.003)
     assert idea["steps"]["value"] == pytest.approx(difference / (0.05 / 100 * 90))
-    run(*arguments)
-    again = json.loads(Path("o.json").read_text())
+    again, words = answer(*arguments)
     assert (again["runs_made"], again["ideas"][0]["p"]) == (0, idea["p"])
     assert again["slope"] is None
-    words = words_of(*arguments, "--idea", "theirs@better --more", "--hours", "0")
-    assert "Steps are unknown" in words
-    assert "time of a step +0.0%" in words
-    assert "theirs_better_more: too early for an answer" in words
+    more = ["--idea", "theirs@better --more"]
+    found, words = answer(*arguments, *more, "--hours", "0")
+    for said in ["Steps are unknown", "time of a step +0.0%", "theirs_better_more: too early for an"]:
+        assert said in words
     # The base's runs are kept, so they didn't take turns with those of another idea
-    words = words_of(*COMMAND, "--base", "theirs", "--idea", "theirs@better --more", "--runs", "2")
+    found, words = answer(*COMMAND, "--base", "theirs", *more, "--runs", "2")
     assert "below 3.28" in words
-    assert "time of a step" not in words
-    assert "a run takes" not in words
+    assert "time of a step" not in words and "a run takes" not in words
 
 
 def test_a_command_with_seeds(theirs):
@@ -114,21 +98,14 @@ loss += random.Random(sys.argv[1]).gauss(0, 0.001)
 print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
 """
     (theirs / "train.py").write_text(script)
-    command = [
-        "--command",
-        "exec python train.py {seed} --num_iterations 100 {options}",
-        "--base",
-        "theirs",
-    ]
-    status, out, err = run(*command, "--idea", "--effect 0.1", "--json", "o.json")
-    assert status == 0, err
-    found = json.loads(Path("o.json").read_text())
+    text = "exec python train.py {seed} --num_iterations 100 {options}"
+    command = ["--command", text, "--base", "theirs"]
+    found, words = answer(*command, "--idea", "--effect 0.1")
     (idea,) = found["ideas"]
     assert idea["difference"]["value"] == pytest.approx(0.1)
     assert idea["sd"] < 1e-4
     assert found["slope"]["value"] == pytest.approx(-0.1, abs=0.005)
-    assert "share no seed" not in out
-    assert "time of a step" not in out
+    assert "share no seed" not in words and "time of a step" not in words
     patch = patch_of("train.py", script, script.replace("steps = ", "more = 1\nsteps = "))
     Path("more.patch").write_text(patch)
     status, out, err = run(*command, "--idea", "more.patch", "--runs", "2", "--gate")
@@ -148,26 +125,20 @@ print(f"---\\nval_bpb:     {x + 1:.6f}\\nnum_steps:   951")
 os.mkdir("logs")
 open("logs/metrics.jsonl", "w").write(f'{{"step": 2, "top-1": {x}}}')
 """)
-    command = [
-        "--command",
-        "python train.py {seed} {options}",
-        "--base",
-        "theirs",
-        "--idea",
-        "--effect -0.01",
-    ]
+    command = ["--command", "python train.py {seed} {options}", "--base", "theirs"]
     for more, verdict, judged, mean in [
         (["val_bpb"], "helps", "val_bpb at the end", 1),
         (["core metric", "--higher_is_better"], "hurts", "-core_metric at step 2", -2),
         (["top-1"], "helps", "top_1 at step 2", 0),
     ]:
-        words = words_of(*command, "--runs", "3", "--json", "o.json", "--metric", *more)
+        idea = ["--idea", "--effect -0.01", "--runs", "3"]
+        found, words = answer(*command, *idea, "--metric", *more)
         assert words.startswith(f"effect_0.01 {verdict}.")
         assert f"The loss is {judged}." in words
         assert "below" not in words  # there is no target
-        found = json.loads(Path("o.json").read_text())
         assert found["runs"]["theirs"][0]["val_loss"] == pytest.approx(mean, abs=0.01)
-    check_one_line([*command, "--higher_is_better"], "--higher_is_better needs --metric NAME")
+    message = "--higher_is_better needs --metric NAME"
+    check_refused(compare.main, [*command, "--higher_is_better"], message)
 
 
 BAD = [
@@ -197,7 +168,7 @@ def test_bad_input_of_commands(theirs, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(theirs.parent))
     Path("plain").mkdir()
     for arguments, message in BAD:
-        check_one_line([*COMMAND, *arguments], message)
+        check_refused(compare.main, [*COMMAND, *arguments], message)
     assert not Path("compare/runs").exists()
 
 
@@ -236,47 +207,45 @@ def logs(tmp_path, monkeypatch):
 
 def test_finished_logs(logs):
     """Each number as scipy has it."""
-    status, out, err = run(*SIDES, "--json", "o.json")
-    assert (status, err) == (0, "")
+    found, words = answer(*SIDES)
     base, base_times = logs["base"]
     idea, times = logs["idea"]
-    found = json.loads(Path("o.json").read_text())
+    effect = found["effect"]
     test = stats.ttest_ind(idea, base, equal_var=False)
-    assert found["effect"]["p"] == pytest.approx(test.pvalue)
-    assert bounds(found["effect"]["difference"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
+    assert effect["p"] == pytest.approx(test.pvalue)
+    assert bounds(effect["difference"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
     test = stats.ttest_rel(np.log(times), np.log(base_times))  # the runs took turns
-    assert bounds(found["effect"]["step_time"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
+    assert bounds(effect["step_time"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
     p = stats.ttest_1samp(idea, 3.28, alternative="less").pvalue
     assert found["idea"]["p_value"] == pytest.approx(p)
-    words = " ".join(out.split())
     saved = np.mean(base_times) - np.mean(times)
     assert words.startswith("idea has what a record needs: the mean loss is below 3.28 (p = ")
-    assert f"and a run takes {saved:.3f} s less (p = " in words
-    assert "idea: undecided." in words
-    assert (
-        "All runs were on 1x NVIDIA H100 80GB HBM3, PyTorch 2.10.0. The target 3.28 is assumed;"
-        in words
-    )
-    assert max(map(len, out.splitlines())) <= 80
+    for said in [
+        f"and a run takes {saved:.3f} s less (p = ",
+        "The target 3.28 is assumed;",
+        "idea: undecided.",
+        "All runs were on 1x NVIDIA H100 80GB HBM3, PyTorch 2.10.0.",
+    ]:
+        assert said in words
 
 
 def test_finished_logs_of_fewer_steps(logs):
     """Times of runs that didn't take turns aren't compared."""
     write_logs("fewer", *logs["idea"], steps=90, minutes=range(1, 60, 2))
-    arguments = ["--base_logs", "base", "--loss_per_100_steps", "0.1"]
-    words = words_of(*arguments, "--idea_logs", "fewer")
+    arguments = ["--base_logs", "base", "--idea_logs"]
+    found, words = answer(*arguments, "fewer", "--loss_per_100_steps", "0.1")
     assert "The idea trains 90 steps, the base 100." in words
     equal = np.array(logs["idea"][0]) + 0.1 * np.log(0.9)
     saved = -np.expm1((np.mean(equal) - np.mean(logs["base"][0])) / 0.1)
     assert f"steps to the same loss {-saved:+.1%} (" in words
-    words_alone = words_of("--base_logs", "base", "--idea_logs", "fewer")
-    assert "idea: undecided." in words_alone
-    assert "without --loss_per_100_steps, only their last losses are compared." in words_alone
     ratio = np.exp(np.log(logs["idea"][1]).mean() - np.log(logs["base"][1]).mean())
     assert f"time of a step {ratio * 100 / 90 - 1:+.1%}" in words
+    found, words = answer(*arguments, "fewer")
+    assert "idea: undecided." in words
+    assert "without --loss_per_100_steps, only their last losses are compared." in words
     for folder, minutes in [("later", range(31, 60)), ("together", range(0, 60, 2))]:
         write_logs(folder, *logs["idea"], minutes=minutes)
-        words = words_of("--base_logs", "base", "--idea_logs", folder)
+        found, words = answer(*arguments, folder)
         assert words.startswith("idea: the mean loss is below 3.28 (p = ")
         assert "Their times can't be compared, because they didn't take turns" in words
         assert "time of a" not in words and words.count("p = ") == 2  # of the losses
@@ -289,5 +258,5 @@ def test_finished_logs_that_cannot_be_compared(logs):
         (same, "the losses of the idea are all equal, so there is no test"),
         (one, "the idea has one run; give two or more"),
     ]:
-        check_one_line(["--base_logs", "base", "--idea_logs", folder], message)
+        check_refused(compare.main, ["--base_logs", "base", "--idea_logs", folder], message)
     assert run(*SIDES, "--target", "3.2", "--gate") == (1, "undecided\n", "")

@@ -26,7 +26,7 @@ from judge import stats as compare_stats
 from judge.compare import step_times as compare_steps
 from lib.commands import stop_on_signals
 from judge.logs import parse_log
-from tests.judge.helpers import bounds, commit_files, git, patch_of, run_main
+from tests.judge.helpers import answer_of, bounds, check_refused, commit_files, git, patch_of, run_main
 from tests.util import ROOT, tiny_run
 
 STANDIN = Path(__file__).resolve().parent / "standin.py"
@@ -74,11 +74,9 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def answer(place, *arguments) -> dict:
-    """The JSON of a comparison of losses that ends well."""
-    status, out, err = run(*arguments, "--no_times", "--json", "answer.json")
-    assert status == 0, err
-    return json.loads((place / "answer.json").read_text())
+def answer(*arguments) -> tuple[dict, str]:
+    """A comparison of losses that ends well."""
+    return answer_of(compare.main, *arguments, "--no_times")
 
 
 def write_idea(folder: Path, patch: str, **description) -> Path:
@@ -93,18 +91,13 @@ def write_idea(folder: Path, patch: str, **description) -> Path:
 
 
 def test_an_idea_that_helps(place):
-    """The whole answer, in twelve lines of 80 columns, with JSON."""
-    status, out, err = run("--idea", "better=--effect -0.004", "--json", "o.json")
-    assert status == 0, err
-    assert re.match(r"better helps\. The same loss takes \d", out)
-    lines = out.splitlines()
-    assert len(lines) <= 12 and max(map(len, lines)) <= 80
-    found = json.loads((place / "o.json").read_text())
+    """The figures are those of the logs, at the same seeds."""
+    found, words = answer_of(compare.main, "--idea", "better=--effect -0.004")
+    assert re.match(r"better helps\. The same loss takes \d", words)
     (idea,) = found["ideas"]
     low, high = bounds(idea["steps"])
     assert low < -0.004 / 0.123 < high and idea["n"] >= 3
-    assert f"\n  loss at equal steps     {idea['difference']['value']:+.4f}   (" in out
-    # The figures are those of the logs, at the same seeds
+    assert f" loss at equal steps {idea['difference']['value']:+.4f} (" in words
     losses = {}
     for name, group in found["runs"].items():
         for r in group:
@@ -120,52 +113,43 @@ def test_an_idea_that_helps(place):
 
 def test_an_idea_that_does_nothing(place):
     """Not worth what was asked for, and nothing is said of less."""
-    status, out, err = run("--idea", "nothing=--slower 1.1", "--until", "3%", "--no_times")
-    assert status == 0 and "nothing is not worth it: we are 95% sure that it saves less than 3%" in out
+    found, words = answer("--idea", "nothing=--slower 1.1", "--until", "3%")
+    assert "nothing is not worth it: we are 95% sure that it saves less than 3%" in words
 
 
 def test_one_look(place):
     """--runs makes exactly so many pairs, and no other runs. Before the last, there is no verdict."""
-    found = answer(place, "--idea", "--effect -0.1", "--runs", "3")
-    assert {name: len(runs) for name, runs in found["runs"].items() if runs} == {
-        "worktree": 3,
-        "effect_0.1": 3,
-    }
+    found, words = answer("--idea", "x=--effect -0.1", "--runs", "3")
+    assert [len(runs) for runs in found["runs"].values()] == [3, 3, 0, 0]
     (idea,) = found["ideas"]
-    sides = [[run["val_loss"] for run in found["runs"][name]] for name in ("effect_0.1", "worktree")]
+    sides = [[run["val_loss"] for run in found["runs"][name]] for name in ("x", "worktree")]
     assert idea["p"] == pytest.approx(stats.ttest_rel(*sides).pvalue)
     assert (idea["verdict"], idea["steps"]) == ("helps", None)
-    status, out, err = run("--idea", "--effect -0.1", "--runs", "8", "--hours", "0", "--no_times")
-    assert "3 pairs of runs, but the test is for 8." in out and "undecided" in out
+    found, words = answer("--idea", "x=--effect -0.1", "--runs", "8", "--hours", "0")
+    assert "3 pairs of runs, but the test is for 8." in words and "undecided" in words
 
 
 def test_many_ideas(place):
     """Each gets its verdict; more runs go to those that are undecided; intervals are for all together."""
-    ideas = ["--idea", "good=--effect -0.02", "--idea", "small=--effect -0.003"]
-    status, out, err = run(*ideas, "--no_times", "--json", "o.json")
-    assert status == 0 and "all 2 ideas together" in " ".join(out.split())
-    assert max(map(len, out.splitlines())) <= 80
-    found = json.loads((place / "o.json").read_text())
+    found, words = answer("--idea", "good=--effect -0.02", "--idea", "small=--effect -0.003")
+    assert "all 2 ideas together" in words
     good, small = found["ideas"]
-    assert (good["name"], good["verdict"]) == ("good", "helps")
-    assert small["verdict"] == "helps" and small["n"] > good["n"]
+    assert good["verdict"] == small["verdict"] == "helps"
     n = good["n"]
-    losses = [run["val_loss"] for run in found["runs"]["good"]]
-    base_losses = [run["val_loss"] for run in found["runs"]["worktree"]]
-    alone = compare_stats.analyse("good", losses[:n], base_losses[:n], None, None, ideas=2)
+    assert small["n"] > n
+    sides = [[run["val_loss"] for run in found["runs"][name][:n]] for name in ("good", "worktree")]
+    alone = compare_stats.analyse("good", *sides, None, None, ideas=2)
     assert bounds(good["difference"]) == pytest.approx(alone.difference.bounds())
 
 
 def test_a_slower_idea(place):
-    """It helps, but its steps take three times as long."""
+    """It helps, but its steps take three times as long. The stand-in's sleeps are longer than asked for."""
     options = ["--slower", "2", "--idea", "slow=--effect -0.006 --slower 6"]
-    status, out, err = run(*options, "--json", "o.json")
-    assert status == 0 and "slow helps" in out
-    (idea,) = json.loads((place / "o.json").read_text())["ideas"]
+    found, words = answer_of(compare.main, *options)
+    assert "slow helps" in words
+    (idea,) = found["ideas"]
     low, high = bounds(idea["step_time"])
-    assert (
-        1.5 < math.exp(idea["step_time"]["value"]) < 4
-    )  # the stand-in's sleeps are longer than asked for
+    assert math.log(1.5) < idea["step_time"]["value"] < math.log(4)
     assert low < math.log(3) and high > math.log(1.5)
     (file,) = (place / "logs/compare/step_times").iterdir()
     assert [len(rounds) for rounds in json.loads(file.read_text())] == [2, 2, 2]
@@ -180,16 +164,15 @@ def test_steps_that_cannot_be_timed(place):
     (place / "train_gpt.py").write_text(source.replace(old, fail + old))
     status, out, err = run("--idea", "better=--effect -0.01")
     assert status == 0 and out.startswith("better helps.") and "time of a step" not in out
-    words = " ".join(out.split())
-    assert "The steps of better could not be timed; the error is above this answer." in words
+    assert "could not be timed; the error is above this answer." in " ".join(out.split())
     assert "no more\nworktree with 70 steps: the script failed, or has too few steps" in err
 
 
 def test_an_idea_with_the_steps_of_the_slope(place):
     """The idea is the base with more steps. Both have the same runs, each made once. Its loss is lower, but
     not the steps to the base's loss. 8 and 12 steps have another slope than 10 / 1.25 and 10 * 1.25."""
-    found = answer(place, "--num_iterations", "10", "--idea", "--num_iterations 12", "--jobs", "4")
-    assert set(found["runs"]) == {"worktree", "num_iterations_12", "worktree with 8 steps"}
+    found, words = answer("--num_iterations", "10", "--idea", "more=--num_iterations 12", "--jobs", "4")
+    assert set(found["runs"]) == {"worktree", "more", "worktree with 8 steps"}
     assert found["runs_made"] == sum(map(len, found["runs"].values()))
     assert found["slope"]["n"] >= compare_stats.FEWEST_SLOPES
     assert found["slope"]["value"] == pytest.approx(-0.123, rel=0.05)
@@ -202,13 +185,12 @@ def test_identical_losses(place):
     """No test of losses, but the steps are timed."""
     source = STANDIN.read_text().replace('hp.slower, os.environ["OMP_NUM_THREADS"]', '"x"')
     (place / "train_gpt.py").write_text(source)
-    status, out, err = run("--idea", "same=--slower 4")
-    assert status == 0 and re.match(
-        "same: the losses are identical in all [4-8] pairs. The same loss takes", out
-    )
-    assert "\n  time of a step  " in out and "loss at equal" not in out
-    status, out, err = run("--idea", "same=--slower 4", "--no_times")
-    assert re.fullmatch("same: the losses are identical in all [4-8] pairs.\n", out)
+    identical = "same: the losses are identical in all [4-8] pairs."
+    found, words = answer_of(compare.main, "--idea", "same=--slower 4")
+    assert re.match(f"{identical} The same loss takes .* time of a step ", words)
+    assert "loss at equal" not in words
+    found, words = answer("--idea", "same=--slower 4")
+    assert re.fullmatch(identical, words)
 
 
 # -----------------------------------------------------------------------------
@@ -229,18 +211,21 @@ def test_gate(place):
 
 
 def test_a_loop(place):
-    """An idea that was judged before is answered from its kept runs. In the end, its first base is compared with what
-    was accepted, with new seeds."""
+    """An idea that was judged before is answered from its kept runs. In the end, the first base is compared
+    with what was accepted, with new seeds."""
     script = place / "train_gpt.py"
-    better = script.read_text().replace("effect: float = 0.0", "effect: float = -0.01")
-    (place / "better.patch").write_text(patch_of("train_gpt.py", script.read_text(), better))
-    (place / "worse.patch").write_text(
-        patch_of("train_gpt.py", script.read_text(), better.replace("-0.01", "0.5"))
-    )
-    ledger = ["--gate", "--ledger", "l.tsv"]
-    for patch in ("better", "worse", "better"):
-        status, out, err = run("--idea", f"{patch}.patch", *ledger)
-        assert (status, out.split()[0]) == ((0, "helps") if patch == "better" else (1, "hurts"))
+    old = script.read_text()
+    better = old.replace("effect: float = 0.0", "effect: float = -0.01")
+    worse = better.replace("-0.01", "0.5")
+    (place / "better.patch").write_text(patch_of("train_gpt.py", old, better))
+    (place / "worse.patch").write_text(patch_of("train_gpt.py", old, worse))
+    for patch, expected in [
+        ("better", (0, "helps")),
+        ("worse", (1, "hurts")),
+        ("better", (0, "helps")),
+    ]:
+        status, out, err = run("--idea", f"{patch}.patch", "--gate", "--ledger", "l.tsv")
+        assert (status, out.split()[0]) == expected
     with open("l.tsv", newline="") as file:
         first, second = csv.DictReader(file, delimiter="\t")
     assert (first["verdict"], second["verdict"]) == ("helps", "hurts")
@@ -248,21 +233,18 @@ def test_a_loop(place):
     assert (first["text"], first["idea"] != second["idea"]) == ("better.patch", True)
     script.write_text(better)
     git(place, "commit", "-qam", "better")
-    status, out, err = run("--confirm", "--ledger", "l.tsv", "--no_times", "--json", "o.json")
-    assert status == 0 and out.startswith("worktree helps.")
-    found = json.loads((place / "o.json").read_text())
+    found, words = answer("--confirm", "--ledger", "l.tsv")
+    assert words.startswith("worktree helps.") and "2 ideas judged, 1 accepted" in words
     assert found["base"] == first["commit"]
-    used = int(max(first["last_seed"], second["last_seed"], key=int))
+    used = max(int(row["last_seed"]) for row in (first, second))
     new = [run for group in found["runs"].values() for run in group if run["seed"] > used]
     assert len(new) == found["runs_made"]
-    assert "2 ideas judged, 1 accepted" in " ".join(out.split())
     for text, message in [
         ("date\n1\n", "it isn't a ledger"),
         ("", "doesn't begin with a base that is a commit"),
     ]:
         (place / "l.tsv").write_text(text)
-        status, out, err = run("--confirm", "--ledger", "l.tsv")
-        assert status == 2 and message in err and len(err.splitlines()) == 1
+        check_refused(compare.main, ["--confirm", "--ledger", "l.tsv"], message)
 
 
 # -----------------------------------------------------------------------------
@@ -272,13 +254,13 @@ def test_a_loop(place):
 def test_only_what_is_missing_is_made_again(place):
     """A damaged log, and two of the runs for the slope."""
     arguments = ["--idea", "--effect 0.1", "--jobs", "1"]
-    first = answer(place, *arguments)
+    first, words = answer(*arguments)
     runs = first["runs"]
     damaged = Path(runs["effect_0.1"][1]["path"])
     damaged.write_bytes(damaged.read_bytes()[:-100])
     for run in runs["worktree with 125 steps"][2:]:
         Path(run["path"]).unlink()
-    again = answer(place, *arguments)
+    again, words = answer(*arguments)
     assert (again["runs_made"], again["ideas"]) == (3, first["ideas"])
 
 
@@ -295,7 +277,7 @@ def test_sources_are_frozen(place):
     source = script.read_text().replace("return 1.5 + ", "return 1.7 + ") + edit
     script.write_text(source)  # a run of the script edits it; its check doesn't
     assert os.environ["PYTHONPATH"] == str(ROOT)
-    found = answer(place, "--recipe", "toy", "--runs", "3")
+    found, words = answer("--recipe", "toy", "--runs", "3")
     assert script.read_text().endswith("broken(")
     assert (found["base"], found["ideas"][0]["name"]) == ("HEAD", "worktree")
     assert found["ideas"][0]["difference"]["value"] == pytest.approx(0.2, abs=0.005)
@@ -342,7 +324,7 @@ def test_an_idea_of_a_commit(place):
     now = source.replace("takes: float = 0.0 ", "takes: float = 0.1 ")
     (place / "train_gpt.py").write_text(now)
     for more, expected in (([], source), (["--base", "."], now)):
-        found = answer(place, "--idea", "ideas/worse-0.03", *more, "--runs", "2")
+        found, words = answer("--idea", "ideas/worse-0.03", *more, "--runs", "2")
         paths = [found["runs"][name][0]["path"] for name in (found["base"], "worse-0.03")]
         base, idea = map(parse_log, paths)
         assert idea.hyperparameters["slower"] == 1.1
@@ -403,7 +385,8 @@ def test_train_gpt(place, monkeypatch):
         shutil.copytree(place / "elsewhere", place / "data" / "tiny", dirs_exist_ok=True)
 
     monkeypatch.setattr(compare_runs, "get_data", get_data)
-    (idea,) = answer(place, "--idea", "--muon_lr 0", *options, "--runs", "2")["ideas"]
+    found, words = answer("--idea", "--muon_lr 0", *options, "--runs", "2")
+    (idea,) = found["ideas"]
     assert idea["difference"]["value"] > 0
 
 
@@ -444,10 +427,7 @@ def test_bad_input_is_one_line_before_any_run(place):
     (place / "broken.py").write_text("\ndef parse_arguments(:\ndef check_hyperparameters(\n")
     (place / "plain.py").write_text("open('was run', 'w')\n")
     for arguments, message in BAD:
-        status, out, err = run(*arguments)
-        assert (status, out) == (2, "")
-        assert message in err
-        assert len(err.splitlines()) == 1
+        check_refused(compare.main, arguments, message)
         assert not list(place.glob("logs/compare/runs"))
         assert not (place / "was run").exists()
 
@@ -472,13 +452,13 @@ def test_a_run_that_fails(place):
 
 def test_hours(place):
     """The limit ends the comparison, before or after the first pairs, with what is known."""
-    arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--takes", "0.1", "--no_times"]
+    arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--takes", "0.1"]
     for hours, said in [
         ("0", "^Too early for an answer"),
         ("0.001", "undecided.* Stopped after --hours 0.001."),
     ]:
-        status, out, err = run(*arguments, "--hours", hours)
-        assert status == 0 and re.search(said, " ".join(out.split()))
+        found, words = answer(*arguments, "--hours", hours)
+        assert re.search(said, words)
 
 
 def test_a_second_comparison_waits_for_the_first(place, monkeypatch):
@@ -487,10 +467,9 @@ def test_a_second_comparison_waits_for_the_first(place, monkeypatch):
     other.mkdir(parents=True)
     with open(place / "logs" / "compare" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        status, out, err = run("--idea", "--effect 0.1")
-    assert (
-        status == 2 and "another comparison or screen is running" in err and len(err.splitlines()) == 1
-    )
+        check_refused(
+            compare.main, ["--idea", "--effect 0.1"], "another comparison or screen is running"
+        )
     monkeypatch.delattr(fcntl, "LOCK_NB")
     monkeypatch.setattr(fcntl, "LOCK_NB", 1 << 20, raising=False)  # an error of flock
     with compare_runs.locked_folder():

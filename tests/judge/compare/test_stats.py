@@ -16,6 +16,7 @@ from judge.stats import (
     far_from_others,
     half_width,
     log_e_values,
+    log_evidence,
     look_once,
     measure_slope,
     p_value,
@@ -35,42 +36,48 @@ STEP = 0.0001  # logs have four digits
 # Formulas
 
 
-def e_value(differences: list[float]) -> float:
-    """The definition: the density of the differences, averaged over effects above zero with each of the three
-    priors, over the density without an effect. Both are averaged over all standard deviations."""
-    x = np.array(differences)
-    scale = math.sqrt((x**2).mean())
+def log_bayes_factor(mean, squares, weight, n, bounds=(0, math.inf)):
+    """The density of Student's t, averaged over effects between these bounds with each of the three priors,
+    over its density without an effect."""
+    t = mean * math.sqrt(weight * (n - 1) / squares)
+    density = 0
+    for variance, share in [(1 / 8, 0.6), (4, 0.3), (1000, 0.1)]:
+        limits = [max(-12, min(12, bound)) for bound in bounds]
+        peak = t / math.sqrt(1 + weight * variance)
 
-    def density(effect, log_sd):
-        z = (x / scale - effect * math.exp(log_sd)) / math.exp(log_sd)
-        return math.exp(-len(x) * log_sd - (z @ z) / 2)
+        def integrand(z):
+            shift = z * math.sqrt(weight * variance)
+            return stats.nct.pdf(t, n - 1, shift) * stats.norm.pdf(z)
 
-    def over_sds(effect):
-        return integrate.quad(lambda s: density(effect, s), -8, 12, epsabs=0, limit=200)[0]
-
-    total = 0
-    for variance, weight in [(1 / 8, 0.6), (4, 0.3), (1000, 0.1)]:
-        prior = stats.norm(0, math.sqrt(variance))
-        points = [0.3, 1, 3, 10, 30, 100]
-        above, _ = integrate.quad(
-            lambda effect, prior=prior: 2 * prior.pdf(effect) * over_sds(effect),
-            0,
-            300,
-            epsabs=0,
-            limit=200,
-            points=points,
-        )
-        total += weight * above / over_sds(0)
-    return total
+        density += share * integrate.quad(integrand, *limits, limit=400, points=[peak])[0]
+    return math.log(density / stats.t.pdf(t, n - 1))
 
 
-@pytest.mark.parametrize("effect, n", [(0.7, 12), (-0.7, 5), (3, 3), (0, 2)])
-def test_e_values_are_averaged_densities(effect, n):
-    """After each pair, of those so far."""
-    differences = np.random.default_rng(0).normal(effect, 1, (1, n + 3))
-    found = log_e_values(differences, step=1e-9)
-    assert found[0, 0] == 0
-    assert math.exp(found[0, n - 1]) == pytest.approx(e_value(differences[0, :n]), rel=1e-5)
+@pytest.mark.parametrize("weight, n", [(8, 16), (24, 40), (1.5, 4), (12, 12), (3, 3)])
+def test_evidence_is_a_bayes_factor(weight, n):
+    squares = 1.3
+    for t in (-1.0, 0.5, 3.5):
+        mean = t * math.sqrt(squares / (n - 1) / weight)
+        expected = math.log(2) + log_bayes_factor(mean, squares, weight, n)
+        assert log_evidence(mean, squares, weight, n) == pytest.approx(expected, abs=2e-3)
+    half = half_width(squares, weight, n, 20)
+    two_sided = log_bayes_factor(half, squares, weight, n, bounds=(-math.inf, math.inf))
+    assert two_sided == pytest.approx(math.log(20), abs=1e-2)
+
+
+def test_evidence_after_each_pair():
+    """Of the pairs so far; the verdict's p-value is one over the largest e-value."""
+    differences = np.array([-1, -1.1, -0.9, -1.2, -1, 3])
+    found = log_e_values(-differences, step=1e-9)
+    assert found[0] == 0
+    for n in range(2, 7):
+        prefix = differences[:n]
+        expected = log_evidence(-prefix.mean(), n * prefix.var(), n, n)
+        assert found[n - 1] == pytest.approx(expected)
+    verdict, n, p = decide(differences, 1e-9, None, None, ideas=1000)
+    assert (verdict, n) == ("undecided", 6)
+    assert p == pytest.approx(math.exp(-found[4]))
+    assert p_value(np.array([0.0, -1.0])) == 1
 
 
 def test_rounding_counts_as_noise():
@@ -134,17 +141,9 @@ def test_slope_against_scipy():
     half = abs(found.value) * found.half_width()
     assert found.value - half == pytest.approx(expected.low)
     assert found.value + half == pytest.approx(expected.high)
-    assert found.n == 6
-
-
-def test_no_slope():
-    """Of one seed, of a loss that rises, and of one that doesn't clearly fall."""
-    for fewer, more in [
-        ([1.5], [1.4]),
-        ([1.4, 1.41], [1.5, 1.52]),
-        ([1.5, 1.4], [1.4, 1.5]),
-    ]:
-        assert measure_slope(fewer, more, WIDTH) is None
+    # Of one seed, of a loss that rises, and of one that doesn't clearly fall
+    for losses in [([1.5], [1.4]), ([1.4, 1.41], [1.5, 1.52]), ([1.5, 1.4], [1.4, 1.5])]:
+        assert measure_slope(*losses, WIDTH) is None
 
 
 def test_steps_and_time_by_hand():
@@ -195,14 +194,6 @@ def test_verdicts():
         assert (n == 60) == (verdict == "undecided")
         assert (p < 0.01) == (verdict in ("helps", "hurts"))
     assert decide(np.zeros(9), STEP, SLOPE, 0.02, 1) == ("identical", 9, 1.0)
-
-
-def test_p_value_is_one_over_the_largest_e_value():
-    differences = np.array([-1, -1.1, -0.9, -1.2, -1, 3])
-    verdict, n, p = decide(differences, 1e-9, None, None, ideas=1000)
-    assert (verdict, n) == ("undecided", 6)
-    assert p == pytest.approx(1 / e_value(-differences[:5]), rel=1e-5)
-    assert p_value(np.array([0.0, -1.0])) == 1
 
 
 def test_first_verdict_stands():

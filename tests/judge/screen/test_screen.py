@@ -2,20 +2,17 @@
 repository whose commits have known effects."""
 
 import itertools
-import json
-import math
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import integrate, stats
+from scipy import stats
 
 from tests.util import ROOT
-from tests.judge.helpers import commit_files, git, patch_of, run_main
+from tests.judge.helpers import answer_of, check_refused, commit_files, git, patch_of
 from judge.compare import runs as compare_runs
 from judge.compare import sources as compare_sources
-from judge.stats import VARIANCES, WEIGHTS, half_width, log_evidence
 from judge.screen import screen
 from judge.screen.design import factorial, find_verdict, fit, leave_one_out
 from judge.screen.parts import choose_design
@@ -59,32 +56,6 @@ def test_fit_is_least_squares(design):
         assert found["squares"] == pytest.approx(squares)  # losses aren't rounded here
         assert found["n"] == losses.size - rank + 1
         assert found["weight"] == pytest.approx(3 / (contrast**2).sum())
-
-
-@pytest.mark.parametrize("weight, n", [(8, 16), (24, 40), (1.5, 4)])
-def test_evidence_is_a_bayes_factor(weight, n):
-    """The density of Student's t averaged over effects of the prior, over its density without one."""
-
-    def bayes_factor(t, bounds):
-        density = 0
-        for variance, share in zip(VARIANCES, WEIGHTS):
-            sd = math.sqrt(1 + weight * variance)  # of t's numerator
-            limits = [max(-12, min(12, bound)) for bound in bounds]
-
-            def integrand(z):
-                return stats.nct.pdf(t, n - 1, z * math.sqrt(weight * variance)) * stats.norm.pdf(z)
-
-            density += share * integrate.quad(integrand, *limits, limit=400, points=[t / sd])[0]
-        return density / stats.t.pdf(t, n - 1)
-
-    squares = 1.3
-    for t in (-1.0, 0.5, 3.5):
-        mean = t * math.sqrt(squares / (n - 1) / weight)
-        expected = math.log(2 * bayes_factor(t, (0, math.inf)))
-        assert log_evidence(mean, squares, weight, n) == pytest.approx(expected, abs=2e-3)
-    half = half_width(squares, weight, n, 20)
-    t = half / math.sqrt(squares / (n - 1) / weight)
-    assert bayes_factor(t, (-math.inf, math.inf)) == pytest.approx(20, rel=1e-2)
 
 
 def simulate(design, effects, rng, blocks=60) -> list[str]:
@@ -181,23 +152,19 @@ def theirs(tmp_path, monkeypatch):
     return folder
 
 
-def run(*arguments) -> tuple[int, str, str]:
-    return run_main(screen.main, *COMMAND, *arguments)
+def answer(*arguments) -> dict:
+    return answer_of(screen.main, *COMMAND, *arguments)[0]
 
 
-def verdicts() -> dict[str, str]:
-    """Of the parts in o.json, by name without hash."""
-    parts = json.loads(Path("o.json").read_text())["parts"]
-    return {part["name"].split(" ", 1)[-1]: part["verdict"] for part in parts}
+def verdicts(found: dict) -> dict[str, str]:
+    """Of the parts, by name without hash."""
+    return {part["name"].split(" ", 1)[-1]: part["verdict"] for part in found["parts"]}
 
 
 def test_commits(theirs):
     """A commit that needs another one becomes one part with it. The screen goes on where it ended."""
-    source = ["--base", "theirs@main", "--idea", "theirs@idea", "--json", "o.json"]
-    status, out, err = run(*source, "--blocks", "2", "--plot", "o.png")
-    assert status == 0, err
-    assert max(map(len, out.splitlines())) <= 80
-    found = json.loads(Path("o.json").read_text())
+    source = ["--base", "theirs@main", "--idea", "theirs@idea"]
+    found = answer(*source, "--blocks", "2", "--plot", "o.png")
     a, nothing, b = found["parts"]
     assert "a helps + " in a["name"] and a["name"].endswith("uses a")
     assert a["without"]["value"] == pytest.approx(0.05, abs=0.003)
@@ -205,10 +172,10 @@ def test_commits(theirs):
     assert (a["verdict"], b["verdict"]) == ("needed", "hurts")
     assert np.shape(found["losses"]) == (2, 8)
     assert Path("o.png").read_bytes()[:4] == b"\x89PNG"
-    assert run(*source)[0] == 0
-    assert set(verdicts().values()) == {"needed", "hurts", "barnacle"}
+    found = answer(*source)
+    assert set(verdicts(found).values()) == {"needed", "hurts", "barnacle"}
     before = set(Path("compare/runs").rglob("seed*"))
-    assert run(*source)[1] == run(*source)[1]
+    assert answer(*source) == found
     assert set(Path("compare/runs").rglob("seed*")) == before
 
 
@@ -218,13 +185,10 @@ def test_hunks_and_edits(theirs):
     (theirs / "new file").write_text("a\n" * 99)
     file = theirs / "train.py"
     file.write_text(file.read_text().replace("noise = ", "loss += 0.04\nnoise = "))
-    arguments = ["--base", "theirs@main", "--idea", "theirs", "--json", "o.json", "--blocks", "2"]
-    assert run(*arguments)[0] == 0
-    assert verdicts()["without a commit"] == "hurts"
-    status, out, err = run(*arguments, "--by", "hunk")
-    assert status == 0, err
-    names = [part["name"] for part in json.loads(Path("o.json").read_text())["parts"]]
-    assert names == ["new file", "train.py:1 + train.py:43", "train.py:7", "train.py:52", "train.py:61"]
+    arguments = ["--base", "theirs@main", "--idea", "theirs", "--blocks", "2"]
+    assert verdicts(answer(*arguments))["without a commit"] == "hurts"
+    names = {part["name"] for part in answer(*arguments, "--by", "hunk")["parts"]}
+    assert names == {"new file", "train.py:1 + train.py:43", "train.py:7", "train.py:52", "train.py:61"}
 
 
 def test_given_parts(theirs):
@@ -232,10 +196,9 @@ def test_given_parts(theirs):
     text = SCRIPT.replace("val_loss:{loss:.4f}", "score:{-loss:.4f}")
     (theirs / "train.py").write_text(text)
     Path("same.patch").write_text(patch_of("train.py", text, text.replace("a = b", "b = a")))
-    parts = ["--part", "same.patch", "--part", "--lr 1", "--base", "theirs", "--json", "o.json"]
-    status, out, err = run(*parts, "--metric", "score", "--higher_is_better")
-    assert status == 0, err
-    assert verdicts() == {"same.patch": "barnacle", "1": "hurts"}
+    parts = ["--part", "same.patch", "--part", "--lr 1", "--base", "theirs"]
+    found = answer(*parts, "--metric", "score", "--higher_is_better")
+    assert verdicts(found) == {"same.patch": "barnacle", "1": "hurts"}
 
 
 def test_a_script_of_ours(tmp_path, monkeypatch):
@@ -248,12 +211,10 @@ def test_a_script_of_ours(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs")
     monkeypatch.chdir(tmp_path)
     parts = ["--part", "--own_noise 0.002", "--part", "--slower 1.1", "--part", "--effect 1.1"]
-    words = [*parts, "--num_iterations", "10", "--blocks", "2", "--json", "o.json"]
-    status, out, err = run_main(screen.main, *words)
-    assert status == 0, err
-    found = {part["name"]: part for part in json.loads(Path("o.json").read_text())["parts"]}
-    assert set(found) == {"--own_noise 0.002", "--slower 1.1 + --effect 1.1"}
-    assert found["--slower 1.1 + --effect 1.1"]["without"]["value"] == pytest.approx(-1.1, abs=0.01)
+    found, words = answer_of(screen.main, *parts, "--num_iterations", "10", "--blocks", "2")
+    noise, both = found["parts"]
+    assert (noise["name"], both["name"]) == ("--own_noise 0.002", "--slower 1.1 + --effect 1.1")
+    assert both["without"]["value"] == pytest.approx(-1.1, abs=0.01)
 
 
 BAD = [
@@ -268,7 +229,4 @@ BAD = [
 
 def test_bad_input(theirs):
     for arguments, message in BAD:
-        status, out, err = run(*arguments)
-        assert (status, out) == (2, "")
-        assert message in err
-        assert len(err.splitlines()) == 1
+        check_refused(screen.main, [*COMMAND, *arguments], message)
