@@ -277,14 +277,8 @@ def find_hyperparameters(header: str) -> dict:
 
 
 def read_log_file(path: Path) -> bytes:
-    """Raises UserError."""
-    try:
-        data = path.read_bytes()
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror.lower()}") from None
-    if not data.strip():
-        raise NoLog(f"{path}: empty file; leave it out")
-    data = without_windows(data)
+    """Raises UserError and OSError."""
+    data = without_windows(path.read_bytes())
     if b"\0" in data:
         raise UserError(
             f"{path}: a binary file, or a log damaged by a crash (contains zero bytes); leave it out"

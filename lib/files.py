@@ -32,19 +32,16 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_file(name: str | Path, data: bytes) -> None:
-    """Writes a file with atomic_write. Raises UserError.
+    """Writes a file with atomic_write. Raises OSError.
 
     If the name is a symbolic link, the file that it points to is replaced. A device or a pipe, such as
     /dev/stdout, can't be replaced, so this writes into it."""
-    try:
-        if os.path.exists(name) and not os.path.isfile(name):
-            with open(name, "wb") as f:
-                f.write(data)
-            return
-        with atomic_write(Path(name).resolve()) as f:
+    if os.path.exists(name) and not os.path.isfile(name):
+        with open(name, "wb") as f:
             f.write(data)
-    except OSError as e:
-        raise UserError(f"cannot write {name}: {(e.strerror or str(e)).lower()}") from None
+        return
+    with atomic_write(Path(name).resolve()) as f:
+        f.write(data)
 
 
 @contextlib.contextmanager

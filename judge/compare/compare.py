@@ -224,7 +224,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         variants = [*variants, fewer, more]
     pool = open_pool(variants, lock, args)
     changed = compare_runs.why_again(variants)
-    if changed and not args.gate:
+    if changed:
         print(f"training again, because {changed}", file=sys.stderr)
     trained = [base, *ideas] if args.runs else variants
     check_settings(trained, args.nproc_per_node, check_data=True)
@@ -235,17 +235,12 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
 # Runs
 
 
-def show_progress(c: Comparison, text: str = "") -> None:
-    if not c.args.gate:
-        show_line(text)
-
-
 def make_all_runs(c: Comparison) -> None:
     """Makes runs until all ideas are decided, and those for the slope if the answer needs them. Raises
     UserError."""
 
     def show():
-        show_progress(c, progress(c, steps_to_time(c)))
+        show_line(progress(c, steps_to_time(c)))
 
     show()
     make_runs(c.pool, lambda: wanted_runs(c), show)
@@ -270,12 +265,12 @@ def measure_times(c: Comparison) -> None:
         processes = json.loads(file.read_bytes()) if file.exists() else []
         try:
             while len(processes) < PROCESSES:
-                show_progress(c, f"step times of {name}: {len(processes)} of {PROCESSES} processes")
+                show_line(f"step times of {name}: {len(processes)} of {PROCESSES} processes")
                 processes.append(measure_rounds(c.pool, c.base, idea, len(processes)))
                 write_file(file, json.dumps(processes).encode())
             idea.log_ratios = [statistics.fmean(rounds) for rounds in processes]
         except OSError as e:
-            show_progress(c)
+            show_line()
             print(e, file=sys.stderr)
             c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
 
@@ -409,7 +404,7 @@ def main(argv: list[str]) -> int:
             c.notes.append("Interrupted; run the same command again to continue.")
         if times_are_in_logs(c) and not args.no_times:
             read_times(c)
-        show_progress(c)
+        show_line()
         if c.pool.made:
             add_to_ledger(c)
         lines = answer_lines(c)

@@ -266,17 +266,17 @@ def test_what_is_no_log(tmp_path):
     for name, content in [("blank", b" \n"), ("zeros", b"\x89PNG\r\n\0"), ("source", SOURCE.encode())]:
         (tmp_path / name).write_bytes(content)
     for name, why in [
-        ("missing", "no such file"),
+        ("missing", "No such file or directory: 'missing'"),
         ("empty", "no log in this folder"),
-        ("in", "a.txt: is a directory"),
-        ("blank", "empty file"),
+        ("in", "Is a directory: 'in/a.txt'"),
+        ("blank", "no line has a number for val_loss, or step:S/N; it has lines like ''"),
         ("zeros", "binary"),
         ("source", "no line has a number for val_loss, or step:S/N; it has lines like 'import torch'"),
     ]:
         done = run("verify", name, cwd=tmp_path)
         assert done.returncode == 2
         (line,) = done.stderr.decode().splitlines()
-        assert line.startswith(f"error: {name}") and why in line
+        assert line.startswith("error: ") and name in line and why in line
 
 
 def test_a_log_cut_anywhere_is_never_complete(tmp_path):

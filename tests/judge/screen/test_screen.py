@@ -206,7 +206,8 @@ def test_a_script_of_ours(tmp_path, monkeypatch):
     standin = (ROOT / "tests/judge/compare/standin.py").read_text()
     refuse = "    if hp.effect > 1 and hp.slower == 1:\n        raise InputError('too fast')\n"
     head = "def check_hyperparameters(hp, world_size):\n"
-    (tmp_path / "train_gpt.py").write_text(standin.replace(head, head + refuse))
+    files = {"train_gpt.py": standin.replace(head, head + refuse), ".gitignore": "logs/\n"}
+    commit_files(tmp_path, files)
     monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
     monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs")
     monkeypatch.chdir(tmp_path)
