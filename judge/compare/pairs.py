@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 
 from judge.compare.runs import Pool, runs_a_process
 from judge.compare.sources import Variant
@@ -90,25 +89,22 @@ class Comparison:
         width = math.log(self.more.num_iterations() / self.fewer.num_iterations())
         return measure_slope(self.losses(self.fewer), self.losses(self.more), width)
 
-    def pairs(self, idea: Variant) -> np.ndarray:
-        """Losses of the idea and of the base at the same seeds, shape (2, pairs)."""
-        pairs = list(zip(self.losses(idea), self.losses(self.base)))
-        return np.array(pairs[: self.args.runs]).reshape(-1, 2).T
-
     def count(self, idea: Variant) -> int:
-        """How many pairs."""
-        return self.pairs(idea).shape[1]
+        """How many pairs of runs, of the idea and of the base at the same seeds."""
+        runs = [len(self.losses(variant)) for variant in (idea, self.base)]
+        return min(*runs, self.args.runs or UNLIMITED)
 
     def effect(self, idea: Variant) -> Effect | None:
         """None if it takes more runs to say anything."""
-        pairs = self.pairs(idea)
-        if pairs.shape[1] < 2:
+        n = self.count(idea)
+        if n < 2:
             return None
+        pairs = [self.losses(variant)[:n] for variant in (idea, self.base)]
         slope = self.slope()
         own_steps = self.steps(idea) / self.steps(self.base)
         if self.args.runs:
             effect = look_once(idea.name, *pairs, self.paired, slope, len(self.ideas), own_steps)
-            if effect.n < self.args.runs:
+            if n < self.args.runs:
                 effect.verdict = "undecided"
         elif own_steps != 1 and slope is None and slope_runs(self):
             return None

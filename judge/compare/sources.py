@@ -158,22 +158,25 @@ def check_submodule(path: Path) -> None:
         raise UserError(f"the submodule {path} isn't checked out; run git submodule update --init")
 
 
+def comes_and_goes(path: Path) -> bool:
+    """A file that git doesn't know, and no run needs: patches, logs and the like, and answers of --json."""
+    return path.suffix in NO_SOURCES or path.suffix == ".json" and b'\n "until": ' in path.read_bytes()
+
+
 def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> None:
     """See copy_tree."""
-    names = lines_of_git("ls-files", "-z", "--cached", cwd=repository)
-    new = lines_of_git("ls-files", "-z", "--others", "--exclude-standard", cwd=repository)
-    for name in new:
+    options = ["-t", "-z", "--cached", "--others", "--exclude-standard"]
+    for line in lines_of_git("ls-files", *options, cwd=repository):
+        tag, name = line.split(" ", 1)
         path = repository / name
-        answer = path.suffix == ".json" and b'\n "until": ' in path.read_bytes()  # see --json
-        if not answer and path.suffix not in NO_SOURCES and path.resolve() not in leave_out:
-            names.append(name)
-    for name in names:
-        path = repository / name
+        new = tag == "?"  # git doesn't know it
+        if new and (path.resolve() in leave_out or comes_and_goes(path)):
+            continue
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or path.is_file():
             shutil.copy(path, copy, follow_symlinks=False)
-        elif path.is_dir() and name not in new:
+        elif path.is_dir() and not new:
             check_submodule(path)
             copy_files(copy, path, leave_out)
 

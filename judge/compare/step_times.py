@@ -45,21 +45,14 @@ class Trainer:
         self.name = variant.name
         self.console = folder / "console.txt"
         self.child = start_script(pool, variant, [0], folder, usable_cores())
-        self.output = open(self.console, "rb")
-        self.found = []  # see times()
 
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, number)
 
     def times(self) -> list[float]:
-        """The training time after each step so far, in ms. This runs while steps are timed, so it reads only
-        the lines that are new."""
-        new = self.output.read()
-        end = new.rfind(b"\n") + 1  # the last line may still grow
-        self.output.seek(end - len(new), os.SEEK_CUR)
-        self.found += map(float, STEP.findall(new[:end]))
-        return self.found
+        """The training time after each step so far, in ms."""
+        return [float(time) for time in STEP.findall(self.console.read_bytes())]
 
     def run(self, steps: int) -> bool:
         """Runs until there are this many steps in all, and stops. False if the script ends before."""
@@ -82,7 +75,6 @@ class Trainer:
     def close(self) -> None:
         self.send(signal.SIGKILL)
         self.child.wait()
-        self.output.close()
 
 
 def measure_round(trainers: list[Trainer], number: int) -> float | None:
@@ -102,7 +94,7 @@ def times_file(base: Variant, idea: Variant) -> Path:
 
 def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> list[float]:
     """Starts a process of each, and returns log(idea's step time / base's) of each round. Raises UserError."""
-    steps = min(n for n in (base.num_iterations(), idea.num_iterations(), STEPS) if n)
+    steps = min(base.num_iterations(), idea.num_iterations(), STEPS)
     trainers = []
     ratios = []
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from judge.compare import runs as compare_runs
 from lib.commands import run_command
 
 
@@ -23,6 +24,13 @@ def run_main(main, *words) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:
             run_command(lambda argv: main(arguments))
     return end.value.code, out.getvalue(), err.getvalue()
+
+
+def work_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """compare and screen run in this folder, and keep their runs there. The machine has no GPU."""
+    patch.setattr(compare_runs, "FOLDER", folder / "compare")
+    patch.setattr(compare_runs, "gpu_maker", lambda: "")
+    patch.chdir(folder)
 
 
 def git(folder, *words):

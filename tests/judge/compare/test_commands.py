@@ -7,8 +7,16 @@ import pytest
 from scipy import stats
 
 from judge.compare import compare
-from judge.compare import runs as compare_runs
-from tests.judge.helpers import answer_of, bounds, check_refused, commit_files, git, patch_of, run_main
+from tests.judge.helpers import (
+    answer_of,
+    bounds,
+    check_refused,
+    commit_files,
+    git,
+    patch_of,
+    run_main,
+    work_in,
+)
 
 # Like the field's scripts: no options, no seed, a log below logs/
 SCRIPT = """
@@ -34,9 +42,7 @@ def theirs(tmp_path, monkeypatch):
     commit_files(folder, files | {"train.py": better})
     git(folder, "branch", "better")
     commit_files(folder, {"train.py": SCRIPT})
-    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "compare")
-    monkeypatch.setattr(compare_runs, "gpu_maker", lambda: "")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path, monkeypatch)
     return folder
 
 

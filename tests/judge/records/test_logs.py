@@ -187,30 +187,23 @@ WRONG_TIME = "its train_time isn't that of its steps: they took step_avg each"
 def test_what_is_not_one_whole_run(tmp_path):
     path = our_log(tmp_path / "a.txt")
     text = path.read_text()
-    first = text.index("step:0/600")
     last = text.index("step:600/600 val_loss")
-    for changed, why, unfinished in [
-        (text, "", False),
-        (text[:last], "no final validation", True),
-        (
-            text[: text.index("step:400/600 train")] + "step:400/600 tr",
-            "stopped at step 400 of 600",
-            True,
-        ),
-        (text[: last + 24], "no final validation", True),  # cut in 1.4900
-        (text.replace("val_loss:1.4900", "val_loss:nan"), "final val_loss nan", True),
-        (text.replace("train_time:100000ms", "train_time:0ms"), "no training time", False),
-        (text[:last] + "step:600/600 val_loss:1.49\n", "no training time", False),
-        (text.replace("train_time:50000ms", "train_time:90000ms"), "its clock goes back", False),
-        (text.replace("step_avg:166.67ms", "step_avg:nanms"), "", False),
-        (text.replace("train_time:100000ms", "train_time:900000ms"), WRONG_TIME, False),
-        (text.replace("step_avg:166.67ms", "step_avg:1666.7ms"), WRONG_TIME, False),
-        (text[first:], "no source above the run", False),
+    for changed, why in [
+        (text, ""),
+        (text[:last], "no final validation"),
+        (text.split("step:400/600 val")[0], "stopped at step 400 of 600"),
+        (text[: last + 24], "no final validation"),  # cut in 1.4900
+        (text.replace("val_loss:1.4900", "val_loss:nan"), "final val_loss nan"),
+        (text.replace("train_time:100000ms", "train_time:0ms"), "no training time"),
+        (text[:last] + "step:600/600 val_loss:1.49\n", "no training time"),
+        (text.replace("train_time:50000ms", "train_time:90000ms"), "its clock goes back"),
+        (text.replace("step_avg:166.67ms", "step_avg:nanms"), ""),
+        (text.replace("train_time:100000ms", "train_time:900000ms"), WRONG_TIME),
+        (text.replace("step_avg:166.67ms", "step_avg:1666.7ms"), WRONG_TIME),
+        (text[text.index("step:0/600") :], "no source above the run"),
     ]:
         path.write_text(changed)
-        log = parse_log(path)
-        assert (log.incomplete, bool(log.unfinished)) == (why, unfinished)
-        assert (log.final is None) == (unfinished and "nan" not in why)
+        assert parse_log(path).incomplete == why
 
 
 VALIDATIONS = re.compile("step:.* val_loss:.*\n")

@@ -10,8 +10,7 @@ import pytest
 from scipy import stats
 
 from tests.util import ROOT
-from tests.judge.helpers import answer_of, check_refused, commit_files, git, patch_of
-from judge.compare import runs as compare_runs
+from tests.judge.helpers import answer_of, check_refused, commit_files, git, patch_of, work_in
 from judge.compare import sources as compare_sources
 from judge.screen import screen
 from judge.screen.design import factorial, find_verdict, fit, leave_one_out
@@ -146,9 +145,7 @@ def theirs(tmp_path, monkeypatch):
         assert old in text
         text = text.replace(old, new, 1)
         commit_files(folder, {"train.py": text}, name)
-    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "compare")
-    monkeypatch.setattr(compare_runs, "gpu_maker", lambda: "")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path, monkeypatch)
     return folder
 
 
@@ -206,11 +203,10 @@ def test_a_script_of_ours(tmp_path, monkeypatch):
     standin = (ROOT / "tests/judge/compare/standin.py").read_text()
     refuse = "    if hp.effect > 1 and hp.slower == 1:\n        raise InputError('too fast')\n"
     head = "def check_hyperparameters(hp, world_size):\n"
-    files = {"train_gpt.py": standin.replace(head, head + refuse), ".gitignore": "logs/\n"}
+    files = {"train_gpt.py": standin.replace(head, head + refuse), ".gitignore": "compare/\n"}
     commit_files(tmp_path, files)
     monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
-    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs")
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path, monkeypatch)
     parts = ["--part", "--own_noise 0.002", "--part", "--slower 1.1", "--part", "--effect 1.1"]
     found, words = answer_of(screen.main, *parts, "--num_iterations", "10", "--blocks", "2")
     noise, both = found["parts"]
