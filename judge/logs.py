@@ -28,7 +28,6 @@ BESIDE_LOGS = (".md", ".png", ".json", ".py")  # what is often in a folder of lo
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
 TIMES = re.compile(rf" train_time:({NUMBER})(ms|s) step_avg:({NUMBER})ms")
-PEAK_MEMORY = re.compile(r"^peak memory (?:allocated|consumption): (\d{1,12}) MiB", re.MULTILINE)
 TORCH = re.compile(r"\bpytorch (\d[\w.+]*)", re.IGNORECASE)
 CPU = re.compile(r"^CPU: *(.*?),? *\b(\d+) cores?\b(?:.*instruction sets: (.*))?", re.MULTILINE)
 # The model that a cloud shows is often just "AMD EPYC". The first of these that a CPU has tells more.
@@ -83,7 +82,6 @@ class Log:
     hardware: str  # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC with AVX2, 2 cores"
     resumed_on: list[str]  # other hardware, or another PyTorch, of later parts of the run
     torch: str
-    peak_memory_mib: int | None
     compiler_flags: list[str]  # on a CPU
     uncompiled: bool  # trained without torch.compile, at least after a resume
     validations: list[Validation]
@@ -412,7 +410,6 @@ def make_log(
     run = header + steps
     hardware = find_hardware(header)
     torch = TORCH.findall(header)
-    peaks = PEAK_MEMORY.findall(run)
     validations = find_validations(path, lines, name)
     counts = [line for line in lines if line.step is not None]
     if validations and not any(name in dict(line.losses) for line in counts):
@@ -428,7 +425,6 @@ def make_log(
         hardware=hardware,
         resumed_on=find_later_machines(steps, hardware, torch),
         torch=torch[0] if torch else "",
-        peak_memory_mib=int(peaks[-1]) if peaks else None,
         compiler_flags=list(dict.fromkeys(COMPILER.findall(run))),
         uncompiled=UNCOMPILED in run,
         validations=validations,

@@ -100,7 +100,7 @@ def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[st
 def sides_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float | None) -> bytes:
     found = {"effect": asdict(effect), "target": target, "metric": base[0].metric}
     for side, logs in (("base", base), ("idea", idea)):
-        runs = [{"trial": log.trial, **end_as_json(log)} for log in logs]
+        runs = list(map(end_as_json, logs))
         found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
     return as_json(found)
 

@@ -136,7 +136,7 @@ def end_times(logs: list[Log]) -> list[float]:
 
 
 def end_as_json(log: Log) -> dict:
-    return {"path": str(log.path), **asdict(log.end)}
+    return {"path": f"{log.path}{log.number}", **asdict(log.end)}
 
 
 def step_time(log: Log) -> float:

@@ -54,7 +54,6 @@ def log_as_json(log: Log) -> dict:
         "torch": log.torch,
         "track": log.track,
         "val_tokens": val_tokens(log),
-        "peak_memory_mib": log.peak_memory_mib,
         "incomplete": log.incomplete,
     }
 
