@@ -24,7 +24,7 @@ from judge.compare.verdict import (
     target_of,
 )
 from judge.logs import Log, read_logs
-from judge.stats import Effect, add_times, given_slope, look_once
+from judge.stats import add_times, given_slope, look_once
 from judge.turns import log_ratios, turns
 from lib.commands import UserError
 from lib.files import write_file
@@ -37,72 +37,50 @@ OTHER_SESSION = (
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
 
 
-def read_sides(args: argparse.Namespace) -> list[list[Log]]:
+def read_sides(args: argparse.Namespace) -> dict[str, list[Log]]:
     """The runs of the base, and of the idea. Raises UserError if they can't be compared."""
-    sides = [read_logs(paths, args.metric) for paths in (args.base_logs, args.idea_logs)]
-    for side, logs in zip(("base", "idea"), sides):
+    sides = {
+        "base": read_logs(args.base_logs, args.metric),
+        "idea": read_logs(args.idea_logs, args.metric),
+    }
+    for side, logs in sides.items():
         if len(logs) < 2:
             raise UserError(f"the {side} has one run; give two or more")
-    tolerated = {
-        *MACHINE,
-        *["target_val_loss"] * bool(args.target),
-        *["stops early"] * args.stops_early,
-    }
-    check_sides(sides, tolerated)
-    for side, logs in zip(("base", "idea"), sides):
+    tolerated = set(MACHINE)
+    if args.target:
+        tolerated.add("target_val_loss")
+    if args.stops_early:
+        tolerated.add("stops early")
+    check_sides(list(sides.values()), tolerated)
+    for side, logs in sides.items():
         if len(set(end_losses(logs))) < 2:
             raise UserError(f"the losses of the {side} are all equal, so there is no test")
     return sides
 
 
-def machines(base: list[Log], idea: list[Log]) -> tuple[bool, str]:
+def machines(logs: list[Log]) -> tuple[bool, str]:
     """Whether the times can be compared, and a sentence about it."""
-    logs = [*base, *idea]
     places = {
         f"{log.hardware or 'an unknown machine'}, PyTorch {log.torch or 'unknown'}" for log in logs
     }
     places |= {place for log in logs for place in log.resumed_on}
     where = " and ".join(sorted(places))
-    if not end_times(base) or not end_times(idea):
+    if not end_times(logs):
         return False, "Times aren't compared, because not all logs have them."
     if len(places) > 1 or where.startswith("an unknown"):
         return False, f"Times aren't compared, because the runs were on {where}."
     return True, f"All runs were on {where}."
 
 
-def find_effect(
-    base: list[Log],
-    idea: list[Log],
-    loss_per_100_steps: float | None,
-    pairs: list[tuple[Log, Log]],
-) -> Effect:
-    """`pairs` are runs that took turns, if there are any."""
-    steps = base[0].end.step
-    slope = loss_per_100_steps and given_slope(loss_per_100_steps, steps)
-    own_steps = idea[0].end.step / steps
-    effect = look_once("idea", end_losses(idea), end_losses(base), False, slope, own_steps=own_steps)
-    if pairs:
-        add_times(effect, [ratio - math.log(own_steps) for ratio in log_ratios(pairs)])
-    return effect
-
-
-def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[str]:
-    facts = []
-    for side, logs in (("base", base), ("idea", idea)):
+def facts_in_words(sides: dict[str, list[Log]], has_slope: bool) -> list[str]:
+    base, idea = sides.values()
+    facts = [judged_in_words([*base, *idea])]
+    for side, logs in sides.items():
         count = count_sources(logs)
         if count > 1:
             facts.append(f"The logs of the {side} have {count} different sources.")
-        losses = end_losses(logs)
-        facts += far_in_words(f"the {side}", losses, [log.name for log in logs])
+        facts += far_in_words(f"the {side}", end_losses(logs), [log.name for log in logs])
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
-
-
-def sides_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float | None) -> bytes:
-    found = {"effect": asdict(effect), "target": target, "metric": base[0].metric}
-    for side, logs in (("base", base), ("idea", idea)):
-        runs = list(map(end_as_json, logs))
-        found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
-    return as_json(found)
 
 
 def compare_logs(args: argparse.Namespace) -> int:
@@ -110,23 +88,30 @@ def compare_logs(args: argparse.Namespace) -> int:
 
     Raises UserError.
     """
-    base, idea = read_sides(args)
-    target = target_of(args.target, base)
-    timed, where = machines(base, idea)
-    pairs = turns(idea, base) if timed else []
+    sides = read_sides(args)
+    base, idea = sides.values()
+    timed, where = machines([*base, *idea])
+    pairs = turns(idea, base) if timed else []  # runs that took turns
     if timed and not pairs:
         where += f" {OTHER_SESSION}"
-    effect = find_effect(base, idea, args.loss_per_100_steps, pairs)
+    steps = base[0].end.step
+    own_steps = idea[0].end.step / steps
+    slope = args.loss_per_100_steps and given_slope(args.loss_per_100_steps, steps)
+    effect = look_once("idea", end_losses(idea), end_losses(base), False, slope, own_steps=own_steps)
+    if pairs:
+        add_times(effect, [ratio - math.log(own_steps) for ratio in log_ratios(pairs)])
     if args.gate:
         print(effect.verdict)
     else:
-        sides = {"base": base, "idea": idea}
         lines = record_lines(sides, {"idea": pairs}, args.target, looks=False)
-        judged = judged_in_words([*base, *idea])
-        facts = facts_in_words(base, idea, effect.steps is not None)
-        facts = [judged, *facts, where, ONE_LOOK]
+        facts = [*facts_in_words(sides, slope is not None), where, ONE_LOOK]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:
-        write_file(args.json, sides_as_json(base, idea, effect, target))
+        target = target_of(args.target, base)
+        found = {"effect": asdict(effect), "target": target, "metric": base[0].metric}
+        for side, logs in sides.items():
+            runs = list(map(end_as_json, logs))
+            found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
+        write_file(args.json, as_json(found))
     return int(args.gate and effect.verdict != "helps")
