@@ -361,9 +361,7 @@ def comparison_as_json(c: Comparison) -> bytes:
         "base": c.base.name,
         "slope": slope and asdict(slope),
         "ideas": [asdict(effect) for effect in c.effects()],
-        "log_ratios": {idea.name: idea.log_ratios for idea in c.ideas},
         "facts": c.pool.facts,
-        "minutes": c.pool.minutes(),
         "runs_made": c.pool.made,
         "runs": runs,
     }
