@@ -73,9 +73,7 @@ class Variant:
     runs: dict[int, Log] = field(default_factory=dict, init=False)  # those that are there, by seed
     new: set[int] = field(default_factory=set, init=False)  # seeds of the runs of this session
     log_ratios: list[float] = field(default_factory=list, init=False)  # of step times; see add_times
-    timed: list[int] = field(
-        default_factory=list, init=False
-    )  # seeds of pairs with times in their logs
+    timed: list[int] = field(default_factory=list, init=False)  # seeds of pairs; see read_times
 
     def key(self) -> str:
         return hash_text(json.dumps(self.identity, sort_keys=True))

@@ -30,9 +30,8 @@ from lib.environment import usable_cores
 BURST = 20  # steps
 ROUNDS = 5  # of two processes
 PROCESSES = 6  # of each script
-STEPS = ROUNDS * (
-    BURST + 2
-)  # of a process. Before a stopped one, there may be a step more than asked for
+# Of a process. Before a stopped one, there may be a step more than asked for
+STEPS = ROUNDS * (BURST + 2)
 STEP = re.compile(rb"^step:\d+/\d+ train_time:([\d.]+)ms", re.MULTILINE)
 
 
