@@ -54,9 +54,6 @@ Exit status: 0 the comparison was made (with --gate: helps), 1 another answer wi
 """
 
 import argparse
-import json
-import math
-import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -72,7 +69,7 @@ from judge.compare.pairs import (
     slope_runs,
     wanted_runs,
 )
-from judge.compare.runs import add_run_options, make_runs, on_gpu, open_pool, runs_a_process, show_line
+from judge.compare.runs import add_run_options, make_runs, open_pool, show_line
 from judge.compare.sources import (
     Variant,
     check_settings,
@@ -83,7 +80,7 @@ from judge.compare.sources import (
     tell_apart,
     with_steps,
 )
-from judge.compare.step_times import PROCESSES, STEPS, measure_rounds, times_file
+from judge.compare.step_times import measure_times, read_times, steps_to_time, times_are_in_logs
 from judge.compare.verdict import (
     answer_in_words,
     far_in_words,
@@ -91,7 +88,6 @@ from judge.compare.verdict import (
     other_steps,
     record_lines,
     slope_in_words,
-    step_time,
 )
 from judge.stats import SLOPE_FACTOR, Effect
 from lib.commands import (
@@ -248,56 +244,6 @@ def make_all_runs(c: Comparison) -> None:
         make_runs(c.pool, lambda: slope_runs(c), show)
     if c.pool.late():
         c.notes.append(f"Stopped after --hours {c.args.hours:g}.")
-
-
-def steps_to_time(c: Comparison) -> int:
-    """By measure_times; 0 if it isn't needed."""
-    if c.args.no_times or c.args.gate or times_are_in_logs(c):
-        return 0
-    return len(c.ideas) * 2 * PROCESSES * STEPS
-
-
-def measure_times(c: Comparison) -> None:
-    """Measures the step times of all ideas. If that fails, the answer is about losses only."""
-    for idea in c.ideas:
-        name = short(idea.name, 30)
-        file = times_file(c.base, idea)
-        processes = json.loads(file.read_bytes()) if file.exists() else []
-        try:
-            while len(processes) < PROCESSES:
-                show_line(f"step times of {name}: {len(processes)} of {PROCESSES} processes")
-                processes.append(measure_rounds(c.pool, c.base, idea, len(processes)))
-                write_file(file, json.dumps(processes).encode())
-            idea.log_ratios = [statistics.fmean(rounds) for rounds in processes]
-        except OSError as e:
-            show_line()
-            print(e, file=sys.stderr)
-            c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
-
-
-def times_are_in_logs(c: Comparison) -> bool:
-    """True where two runs don't fit side by side."""
-    return on_gpu([c.base]) or c.args.nproc_per_node > 1 or bool(c.args.command)
-
-
-def read_times(c: Comparison) -> None:
-    """The step times of all ideas from whole runs: log(idea's / base's) of each pair. Only pairs count
-    whose runs took turns. A run that is kept from another comparison met the machine at another time.
-
-    Pairs of the same two processes aren't independent, so their mean counts."""
-    for idea in c.ideas:
-        file = times_file(c.base, idea)
-        ratios = json.loads(file.read_bytes()) if file.exists() else {}
-        for seed in sorted(idea.new & c.base.new):
-            time, base_time = step_time(idea.runs[seed]), step_time(c.base.runs[seed])
-            if time > 0 and base_time > 0:
-                ratios[str(seed)] = math.log(time / base_time)
-        write_file(file, json.dumps(ratios).encode())
-        processes = {}
-        for seed, ratio in ratios.items():
-            processes.setdefault(int(seed) // runs_a_process(c.base), []).append(ratio)
-        idea.log_ratios = [statistics.fmean(pairs) for pairs in processes.values()]
-        idea.timed = [int(seed) for seed in ratios]
 
 
 # -----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """
-Compares the step times of an idea and the base, without whole runs.
+Compares the step times of an idea and the base: on GPUs, with several processes per run, and for commands,
+those in the logs of runs that took turns (read_times); otherwise without whole runs (measure_times).
 
 Both scripts train at the same time, each in a process of its own, but only one of them runs at any
 moment: the other is stopped with SIGSTOP. They take turns in bursts of BURST steps. A round is one
@@ -13,19 +14,26 @@ fewer rounds each also make it narrower: its t is 4.0 with 6 processes, and 5.8 
 """
 
 import contextlib
+import json
 import math
 import os
 import re
 import shutil
 import signal
+import statistics
+import sys
 import time
 from pathlib import Path
 
 from judge.compare import runs as compare_runs
-from judge.compare.runs import Pool, last_lines, start_script
+from judge.compare.pairs import Comparison
+from judge.compare.runs import Pool, last_lines, on_gpu, runs_a_process, show_line, start_script
 from judge.compare.sources import Variant, set_steps
+from judge.compare.verdict import step_time
 from lib.commands import UserError
 from lib.environment import usable_cores
+from lib.files import write_file
+from lib.text import short
 
 BURST = 20  # steps
 ROUNDS = 5  # of two processes
@@ -116,3 +124,53 @@ def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> lis
         for trainer in trainers:
             trainer.close()
     return ratios
+
+
+def steps_to_time(c: Comparison) -> int:
+    """By measure_times; 0 if it isn't needed."""
+    if c.args.no_times or c.args.gate or times_are_in_logs(c):
+        return 0
+    return len(c.ideas) * 2 * PROCESSES * STEPS
+
+
+def measure_times(c: Comparison) -> None:
+    """Measures the step times of all ideas. If that fails, the answer is about losses only."""
+    for idea in c.ideas:
+        name = short(idea.name, 30)
+        file = times_file(c.base, idea)
+        processes = json.loads(file.read_bytes()) if file.exists() else []
+        try:
+            while len(processes) < PROCESSES:
+                show_line(f"step times of {name}: {len(processes)} of {PROCESSES} processes")
+                processes.append(measure_rounds(c.pool, c.base, idea, len(processes)))
+                write_file(file, json.dumps(processes).encode())
+            idea.log_ratios = [statistics.fmean(rounds) for rounds in processes]
+        except OSError as e:
+            show_line()
+            print(e, file=sys.stderr)
+            c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
+
+
+def times_are_in_logs(c: Comparison) -> bool:
+    """True where two runs don't fit side by side."""
+    return on_gpu([c.base]) or c.args.nproc_per_node > 1 or bool(c.args.command)
+
+
+def read_times(c: Comparison) -> None:
+    """The step times of all ideas from whole runs: log(idea's / base's) of each pair. Only pairs count
+    whose runs took turns. A run that is kept from another comparison met the machine at another time.
+
+    Pairs of the same two processes aren't independent, so their mean counts."""
+    for idea in c.ideas:
+        file = times_file(c.base, idea)
+        ratios = json.loads(file.read_bytes()) if file.exists() else {}
+        for seed in sorted(idea.new & c.base.new):
+            ours, theirs = step_time(idea.runs[seed]), step_time(c.base.runs[seed])
+            if ours > 0 and theirs > 0:
+                ratios[str(seed)] = math.log(ours / theirs)
+        write_file(file, json.dumps(ratios).encode())
+        processes = {}
+        for seed, ratio in ratios.items():
+            processes.setdefault(int(seed) // runs_a_process(c.base), []).append(ratio)
+        idea.log_ratios = [statistics.fmean(pairs) for pairs in processes.values()]
+        idea.timed = [int(seed) for seed in ratios]

@@ -66,7 +66,7 @@ def place(tmp_path, monkeypatch):
     git(tmp_path, "tag", "v1")
     monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
     monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs" / "compare")
-    monkeypatch.setattr(compare, "PROCESSES", 3)
+    monkeypatch.setattr(compare_steps, "PROCESSES", 3)
     monkeypatch.setattr(compare_steps, "ROUNDS", 2)
     monkeypatch.setattr(compare_steps, "STEPS", 70)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
