@@ -142,19 +142,6 @@ def test_many_ideas(place):
     assert bounds(good["difference"]) == pytest.approx(alone.difference.bounds())
 
 
-def test_a_slower_idea(place):
-    """It helps, but its steps take three times as long. The stand-in's sleeps are longer than asked for."""
-    options = ["--slower", "2", "--idea", "slow=--effect -0.006 --slower 6"]
-    found, words = answer_of(compare.main, *options)
-    assert "slow helps" in words
-    (idea,) = found["ideas"]
-    low, high = bounds(idea["step_time"])
-    assert math.log(1.5) < idea["step_time"]["value"] < math.log(4)
-    assert low < math.log(3) and high > math.log(1.5)
-    (file,) = (place / "logs/compare/step_times").iterdir()
-    assert [len(rounds) for rounds in json.loads(file.read_text())] == [2, 2, 2]
-
-
 def test_steps_that_cannot_be_timed(place):
     """The answer is about losses only, and says so."""
     source = STANDIN.read_text()
@@ -182,14 +169,21 @@ def test_an_idea_with_the_steps_of_the_slope(place):
 
 
 def test_identical_losses(place):
-    """No test of losses, but the steps are timed."""
+    """No test of losses, but the steps are timed. They take three times as long. The stand-in's sleeps are
+    longer than asked for."""
     source = STANDIN.read_text().replace('hp.slower, os.environ["OMP_NUM_THREADS"]', '"x"')
     (place / "train_gpt.py").write_text(source)
+    options = ["--slower", "2", "--idea", "same=--slower 6"]
     identical = "same: the losses are identical in all [4-8] pairs."
-    found, words = answer_of(compare.main, "--idea", "same=--slower 4")
+    found, words = answer_of(compare.main, *options)
     assert re.match(f"{identical} The same loss takes .* time of a step ", words)
     assert "loss at equal" not in words
-    found, words = answer("--idea", "same=--slower 4")
+    time = found["ideas"][0]["step_time"]
+    assert math.log(1.5) < time["value"] < math.log(4)
+    assert bounds(time)[0] < math.log(3) and bounds(time)[1] > math.log(1.5)
+    (file,) = (place / "logs/compare/step_times").iterdir()
+    assert [len(rounds) for rounds in json.loads(file.read_text())] == [2, 2, 2]
+    found, words = answer(*options)
     assert re.fullmatch(identical, words)
 
 

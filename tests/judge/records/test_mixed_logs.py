@@ -55,10 +55,7 @@ def lines(pattern: str, new: str):
 
 # No command may use this log
 BROKEN = {
-    **{
-        f"cut in line {line}": lambda text, line=line: text.rsplit("\n", line)[0][:-30]
-        for line in range(4, 14)
-    },
+    "cut in a line": lambda text: text[:-500],
     "cut in the last number": lambda text: text[: text.index(LAST) + 25],
     "a bar cuts the last number": end(LAST[:25] + "\r 51%|#####"),
     "nan": end(LAST.replace("1.4900", "nan")),
