@@ -509,7 +509,7 @@ def next_runs(pool: Pool, wanted: Wanted) -> tuple[Variant, list[int]] | None:
 
 def make_runs(pool: Pool, wanted: Callable[[], Wanted], show=lambda: None) -> None:
     """Makes the runs of wanted() until all are there, nothing is wanted any more, or the time is over.
-    After new runs, it calls show(). Processes that are still at work in the end are stopped. Raises
+    After other new runs, it calls show(). Processes that are still at work in the end are stopped. Raises
     UserError."""
     try:
         while not pool.late():
@@ -522,9 +522,9 @@ def make_runs(pool: Pool, wanted: Callable[[], Wanted], show=lambda: None) -> No
             for worker in list(pool.workers):
                 collect(pool, worker)
             if pool.made > made:
-                show()
                 if not any(wanted()):
                     return
+                show()
     finally:
         for worker in list(pool.workers):
             end_worker(pool, worker)
