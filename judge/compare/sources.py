@@ -92,11 +92,6 @@ class Variant:
         settings = {k: v for k, v in self.settings.items() if k not in NO_EFFECT_ON_LOSS}
         return {"what": self.script, "settings": settings}
 
-    def digest(self) -> str:
-        """Equal for variants with the same losses on the same machine with the same data."""
-        files = hash_copy(self.folder, bool(self.command))
-        return hash_text(json.dumps([files, self.run()], sort_keys=True))
-
     def num_iterations(self) -> int | None:
         """None if it isn't known, or can't be set."""
         if not self.command:
@@ -451,7 +446,8 @@ def tell_apart(variants: list[Variant]) -> None:
     earlier = {}
     names = set()
     for variant in variants:
-        other = earlier.setdefault(variant.digest(), variant)
+        files = hash_copy(variant.folder, bool(variant.command))
+        other = earlier.setdefault(json.dumps([files, variant.run()], sort_keys=True), variant)
         if other is not variant:
             raise UserError(
                 f"{variant.name} has the same source and settings as {other.name}, so there is "
@@ -501,7 +497,7 @@ def set_steps(variant: Variant, steps: int) -> Variant:
     )
 
 
-def with_steps(base: Variant, factor: float, others: list[Variant] | None = None) -> Variant:
+def with_steps(base: Variant, factor: float, others: list[Variant]) -> Variant:
     """The base with another number of steps. If one of the others is the same, returns that one, so
     that both have the same runs. Raises UserError if the number of steps isn't possible."""
     steps = base.num_iterations()
@@ -513,7 +509,7 @@ def with_steps(base: Variant, factor: float, others: list[Variant] | None = None
     variant = set_steps(base, round(steps * factor))
     if variant.num_iterations() == steps:
         raise UserError("write {options} behind --num_iterations in --command")
-    for other in others or []:
-        if other.digest() == variant.digest():
+    for other in others:
+        if (other.folder, other.run()) == (variant.folder, variant.run()):
             return other
     return variant
