@@ -501,7 +501,7 @@ def with_steps(base: Variant, factor: float, others: list[Variant]) -> Variant:
     """The base with another number of steps. If one of the others is the same, returns that one, so
     that both have the same runs. Raises UserError if the number of steps isn't possible."""
     steps = base.num_iterations()
-    if steps is None or round(steps * factor) in (0, steps):
+    if round(steps * factor) in (0, steps):
         raise UserError(
             f"{base.name}: compare also trains the base with more and with fewer steps, so it needs to know "
             "--num_iterations; give --num_iterations 10 or more"
