@@ -225,10 +225,10 @@ def check_unchanged(pool: Pool, variant: Variant) -> None:
     now["files"] = {
         name: value for name, value in now["files"].items() if name in known or name.startswith("data/")
     }
-    changed = changes(before, now)
+    changed = short(", ".join(changes(before, now)), 200)
     if changed:
         raise UserError(
-            f"{short(', '.join(changed), 200)} while {variant.name} trained, so this run isn't kept; run the same "
+            f"{changed} while {variant.name} trained, so this run isn't kept; run the same "
             "command again (a run may write files, but not change those that it finds)"
         )
 
