@@ -444,12 +444,13 @@ def test_a_run_that_fails(place):
     assert status == 2 and "its log is incomplete" in err
 
 
-def test_hours(place):
+def test_hours(place, monkeypatch):
     """The limit ends the comparison, before or after the first pairs, with what is known."""
+    monkeypatch.setattr(compare_runs.Pool, "minutes", lambda pool: pool.made)  # a minute a run
     arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--takes", "0.1"]
     for hours, said in [
         ("0", "^Too early for an answer"),
-        ("0.001", "undecided.* Stopped after --hours 0.001."),
+        ("0.1", "undecided.* Stopped after --hours 0.1."),
     ]:
         found, words = answer(*arguments, "--hours", hours)
         assert re.search(said, words)

@@ -186,7 +186,7 @@ def test_make_trains_both_in_turns(tmp_path, monkeypatch):
     [
         ("!", [], "--name"),
         ("first record", [], "exists already"),
-        ("x", ["--against", "nothing"], "nothing: "),
+        ("x", ["--against", "nothing"], "No such file or directory: 'nothing'"),
     ],
 )
 def test_what_cannot_be_filed(tmp_path, filed, name, options, reason):
