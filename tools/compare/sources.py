@@ -89,7 +89,7 @@ class Variant:
         if self.settings is not None:
             return self.settings.get("num_iterations")
         command = fill_in(self.command, self.options, 0)
-        found = re.findall(r"--num_iterations[ =](\d+)", command)
+        found = re.findall(r"--num[_-]iterations[ =](\d+)", command)
         return int(found[-1]) if found else None
 
 
@@ -98,7 +98,9 @@ class Variant:
 
 
 def git(*arguments: str, cwd: Path | None = None, input: bytes = b"", **variables: str) -> bytes:
-    """Returns what git prints. Raises UsageError with the first line of its error, and OSError."""
+    """Returns what git prints. Raises UsageError with the first line of its error."""
+    if not shutil.which("git"):
+        raise UsageError("there is no git in PATH, which copies the files; install git")
     command = ["git", *arguments]
     env = run_environment(is_command=True) | variables  # without GIT_DIR, which a hook of git sets
     done = subprocess.run(command, cwd=cwd or ROOT, input=input, capture_output=True, env=env)
@@ -519,10 +521,12 @@ def set_steps(variant: Variant, steps: int) -> Variant:
     settings = None
     if variant.settings is not None:
         settings = {**variant.settings, "num_iterations": steps}
+    dash = "--num-iterations" in fill_in(variant.command, variant.options, 0)  # as argparse spells it
+    option = "--num-iterations" if dash else "--num_iterations"
     return replace(
         variant,
         name=f"{variant.name} with {steps} steps",
-        options=[*variant.options, "--num_iterations", str(steps)],
+        options=[*variant.options, option, str(steps)],
         settings=settings,
     )
 

@@ -300,6 +300,13 @@ def test_sources_are_frozen(place):
     assert {parse_log(r["path"]).source for r in found["runs"]["worktree"]} == {source.encode()}
 
 
+def test_a_zip_without_git(place, monkeypatch):
+    """Options can be compared."""
+    shutil.rmtree(place / ".git")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert answer(place, "--idea", "--effect 0.1")["ideas"][0]["verdict"] == "hurts"
+
+
 def test_what_can_be_compared(place):
     """Options, a patch, a file, a revision, the working tree, each with options too."""
     source = STANDIN.read_text()
@@ -490,11 +497,13 @@ def test_hours(place):
         assert status == 0 and re.search(said, " ".join(out.split()))
 
 
-def test_the_slope_of_short_runs():
+@pytest.mark.parametrize("option", ["--num_iterations", "--num-iterations"])
+def test_the_slope_of_short_runs(option):
     """12 and 8 steps instead of 12.5 and 8: the slope is that of the steps that were trained."""
-    base = compare_sources.Variant("x", Path(), "", ["--num_iterations", "10"])
+    base = compare_sources.Variant("x", Path(), "", [], command=f"python train.py {option}=10")
     fewer, more = [compare_sources.with_steps(base, factor) for factor in (0.8, 1.25)]
     assert compare_sources.log_ratio_of_steps(fewer, more) == pytest.approx(math.log(12 / 8))
+    assert more.options == [option, "12"]
 
 
 def test_a_second_comparison_waits_for_the_first(place, monkeypatch):
