@@ -404,10 +404,11 @@ def parse_trials(path: Path, metric: str = "") -> list[Log]:
 
 
 def what_is_there(text: str) -> str:
-    """The first line that looks like a loss, or else the first line."""
+    """The last line that looks like a loss, or else the first line."""
     lines = [line for line in text.splitlines() if line.strip()]
-    losses = [line for line in lines if re.search(r"(loss|bpb|step).*\d", line, re.IGNORECASE)]
-    return f"it has lines like {short((losses or lines or [''])[0], 60)!r}"
+    losses = [line for line in lines if re.search(r"(loss|bpb).*\d", line, re.IGNORECASE)]
+    like = short((losses[-1:] or lines or [""])[0], 60)
+    return f"it has lines like {like!r}; give --metric NAME for another number"
 
 
 def make_log(

@@ -105,7 +105,6 @@ CHANGES = [
     ("", lambda patch: None),
     ("", lambda patch: os.utime("base/config.json", (1, 1))),
     ("", write("base/my.patch")),
-    ("", write("base/run.log")),
     ("", write("base/results.tsv")),
     ("", write("base/answer.json", '{\n "until": 0.02,')),
     ("", write("base/logs/new.txt")),
