@@ -342,16 +342,16 @@ def test_data_are_made_once(machine):
 
 @pytest.fixture
 def training(machine, monkeypatch, tmp_path):
-    """The machine, where ranks write checkpoints at the time `written`. `plan` is the answer of the checks."""
+    """The machine, where ranks write checkpoints at the time `written`. `needs` is what the checks find."""
     machine.written = 1000  # long ago: the disk has another clock
-    machine.plan = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
+    machine.needs = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
     machine.checked = []
     file(machine.root / "recipes" / "soup.py", "def parse_arguments")
     file(machine.root / "recipes" / "openai_gpt2.py")
 
     def check_machine(python, *words):
         machine.checked = list(words)
-        return machine.plan
+        return machine.needs
 
     def run_ranks(command, processes, **options):
         folder = os.open(machine.root, os.O_RDONLY)
@@ -362,7 +362,7 @@ def training(machine, monkeypatch, tmp_path):
         if machine.status < 0:
             launch.stop(-machine.status, None)
         for age, name in enumerate(["new", "older"]):
-            path = file(machine.root / machine.plan["log_dir"] / f"{name}.pt")
+            path = file(machine.root / machine.needs["log_dir"] / f"{name}.pt")
             os.utime(path, (0, machine.written - age))
         return machine.status
 

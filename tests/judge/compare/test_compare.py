@@ -181,7 +181,7 @@ def test_steps_that_cannot_be_timed(place):
     assert status == 0 and out.startswith("better helps.") and "time of a step" not in out
     words = " ".join(out.split())
     assert "The steps of better could not be timed; the error is above this answer." in words
-    assert "no more\nerror: worktree with 70 steps: the script failed, or has too few steps" in err
+    assert "no more\nworktree with 70 steps: the script failed, or has too few steps" in err
 
 
 def test_an_idea_with_the_steps_of_the_slope(place):

@@ -133,8 +133,8 @@ def test_make_trains_both_in_turns(tmp_path, monkeypatch):
     """With the stand-in as train_gpt.py: the first record, and one that is twice as fast."""
     script = (ROOT / "tests/judge/compare/standin.py").read_text()
     script = script.replace("flags: -; model compiled: no", "flags: -march=native; model compiled: yes")
-    plan = dict(processes=1, options=[])
-    monkeypatch.setattr(record_runs, "check_machine", lambda *words: plan)
+    needs = dict(processes=1, options=[])
+    monkeypatch.setattr(record_runs, "check_machine", lambda *words: needs)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     records = tmp_path / "records"
     for module in (submit, record_runs):
