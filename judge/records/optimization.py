@@ -53,11 +53,6 @@ class LossesAtStep:
         return statistics.fmean(self.losses)
 
     @property
-    def std(self) -> float | None:
-        """Of the sample (n - 1). None for a single run."""
-        return statistics.stdev(self.losses) if self.n > 1 else None
-
-    @property
     def score(self) -> float:
         """Left side of the rule. Rounded, because 3.28 - 3.276 < 0.004 as floats."""
         return round((TARGET - self.mean) * math.sqrt(self.n), 12)
@@ -163,7 +158,7 @@ def print_recipe(recipe: Recipe) -> None:
         rows.append((str(r.step), str(r.n), f"{r.mean:.6f}", f"{r.score:.6f}", verdict))
     print("\n".join(table(rows, ">>>><")))
 
-    std = f"{result.std:.6f}" if result.n > 1 else "unknown"
+    std = f"{statistics.stdev(result.losses):.6f}" if result.n > 1 else "unknown"
     print(f"\n{recipe.runs[0].metric} at step {result.step}, standard deviation {std}:")
     losses = [f"{run.name}={loss:.5f}" for run, loss in zip(recipe.runs, result.losses)]
     print_wrapped(" ".join(losses), "  ", "  ")
