@@ -36,7 +36,6 @@ class Record:
     name: str
     what: str  # what changed, in Markdown
     target: float  # loss, in nats per token
-    same_ml: bool  # only the speed changed, so the p-value is waived
     against: str  # folder name of the record that it beat; "" for the first one on its hardware
 
     @property
@@ -145,16 +144,13 @@ def commands_to_repeat(record: Record, prior: Record | None) -> str:
         return f"{verify}\n{replay}"
     before = f"records/{record.track}/{prior.folder.name}"
     verify += f" --against {f'{folder}/{BEFORE}' if record.before else before}"
-    if record.same_ml:
-        verify += " --same-ml"
-    diff = f"./run.sh replay {before}/{prior.logs[0].path.name} --diff {log}"
-    return f"{verify}\n{replay}\n{diff}"
+    return f"{verify}\n{replay}\ndiff {before}/{prior.logs[0].path.name} {log} | less"
 
 
 def record_readme(record: Record, prior: Record | None) -> str:
     """The README of a record's folder."""
     prior_logs = record.before or (prior.logs if prior else [])
-    verdict = judge_runs(record.logs, record.target, prior_logs, record.same_ml)
+    verdict = judge_runs(record.logs, record.target, prior_logs)
     results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
     results = results.replace("- prior:", "- previous record:")
     cells, machines = table_rows(record.logs)
@@ -191,7 +187,7 @@ The target loss is {record.target:g}.
 ```
 
 `replay -o` extracts the sources of the run from its log, and prints the command that runs
-them. `replay --diff` shows how two runs differ. The log also has all hyperparameters.
+them. `diff` shows how two logs differ: first their sources, then their hyperparameters.
 """
 
 
@@ -209,7 +205,7 @@ def leaderboard(track: str, records: list[Record]) -> str:
             "record": f"[{record.name}]({track}/{record.folder.name}/)",
             "date": record.date,
             "val_loss": f"{summary.loss_mean:.4f}",
-            "p": "waived" if record.same_ml else p_text(summary.p_value),
+            "p": p_text(summary.p_value),
             "runs": str(summary.n),
             "steps": str(record.logs[0].num_steps),
             "hardware": record.hardware,

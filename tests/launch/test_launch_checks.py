@@ -20,7 +20,7 @@ import torch
 import train_gpt
 from recipes import january2026
 from gpu import memory
-from gpu.report_page import PEAKS
+from gpu.stages import PEAKS
 from launch import checks
 from lib import environment, processes
 from train_gpt import TRACKS
@@ -178,10 +178,11 @@ def bytes_read():
     return int(io.read_text().split()[1]) if io.exists() else 0
 
 
-@pytest.mark.parametrize("head, seq_len, peak, _", PEAKS)  # as measured with PyTorch 2.13, in MiB
-def test_the_length_that_fits_leaves_room_for_other_libraries(head, seq_len, peak, _):
+@pytest.mark.parametrize("head, seq_len", PEAKS)  # as measured with PyTorch 2.13
+def test_the_length_that_fits_leaves_room_for_other_libraries(head, seq_len):
     """The least memory in which a length is chosen is 500 to 1,700 MiB more than its peak."""
     hp = TRACKS["fineweb"]
+    peak, _ = PEAKS[head, seq_len]
     fp8 = head == "FP8"
     if seq_len > 12288:
         assert memory.fitted(hp, peak + 500, fp8).train_seq_len < seq_len
