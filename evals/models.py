@@ -128,7 +128,7 @@ def speedrun_attention(attn, layer, x, ve, cache, mask):
     """train_gpt.CausalSelfAttention with a cache. x and the result: (B, t, C). ve: (B, t, H*D), or
     None if the layer has no value embeddings. mask: what visible_keys returns."""
     qkv = F.linear(x, attn.qkv_w.flatten(0, 1))
-    q, k, v = qkv.unflatten(-1, (3, -1, attn.head_dim)).unbind(2)  # (B, t, H, D) each
+    q, k, v = qkv.unflatten(-1, (3, attn.num_heads, -1)).unbind(2)  # (B, t, H, D) each
     q = rotate(attn.rotary, norm(q), cache.length)
     k = rotate(attn.rotary, norm(k), cache.length)
     v = attn.value_lambdas[0] * v
@@ -205,7 +205,7 @@ def text_model(module, codec):
     else:
         forward, eot = speedrun_forward, hp.eot_token
         context = min(MAX_CONTEXT, max(hp.train_seq_len, hp.val_seq_len))
-        cache_shape = (hp.num_layers, hp.num_heads, hp.head_dim)
+        cache_shape = (hp.num_layers, hp.num_heads, hp.model_dim // hp.num_heads)
     return TextModel(
         module.eval().to(DEVICE), forward, cache_shape, context, hp.vocab_size, eot, *codec
     )
