@@ -237,7 +237,8 @@ def zeropower_via_newtonschulz5(G, steps=5):
 
 
 def wide(matrices):
-    """Transposes tall matrices (..., m, n), as a view: X X^T is smaller than X^T X if m <= n."""
+    """Returns matrices (..., m, n) with m <= n: others are transposed, because the products X X^T of Muon are
+    then smaller. As for any transpose in PyTorch, changing the result in place changes the matrices."""
     return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
 
 
@@ -277,7 +278,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr, momentum, ns_steps, beta2):
         groups = collections.defaultdict(list)
-        for p in params:  # a shape and its transpose share a group: one batched matmul
+        for p in params:  # in a group, all have the same shape when they are wide: one batched matmul
             groups[wide(p).shape].append(p)
         super().__init__(
             [dict(params=group) for group in groups.values()],
@@ -306,10 +307,10 @@ class Muon(torch.optim.Optimizer):
             if handle:
                 handle.wait()
             for p, update in zip(group["params"], updates):  # zip ignores repeats at the end
-                # a tall matrix gets a larger step: the RMS change of its output then doesn't depend
-                # on its shape
+                # A matrix with more rows than columns, (out, in), gets a larger step. So the RMS change of
+                # what it computes doesn't depend on its shape.
                 scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
-                wide(p).add_(update, alpha=-group["lr"] * scale)
+                wide(p).add_(update, alpha=-group["lr"] * scale)  # changes p
 
     def state_dict(self):
         """The state of all ranks, which doesn't depend on their number. Call it on all ranks."""
@@ -338,13 +339,14 @@ class Muon(torch.optim.Optimizer):
 #          adds before                               f    e    d    c    b    a
 #
 #   x = x0 = norm(embedding of each token)
-#   each layer:    x = x + weight * kept output                (layers 6 to 11)
-#                  x = lambda * x + lambda * x0
-#                  x = x + attention(norm(x)), in which V = lambda * V + lambda * value embedding
+#   each layer:    x = x + w * kept output                     (layers 6 to 11)
+#                  x = r0 * x + r1 * x0
+#                  x = x + attention(norm(x)), in which V = v0 * V + v1 * value embedding
 #                  x = x + MLP(norm(x)), with 4 C hidden channels
 #   at the end:    logits = softcap(norm(x) @ head), loss = cross-entropy with the next token
 #
-# Value embeddings are a second embedding of each token, added to V. In a step of 49,152 tokens, x is
+# Each layer learns its own w (skip_weights), r0 and r1 (residual_lambdas), v0 and v1 (value_lambdas). Value
+# embeddings are a second embedding of each token. In a step of 49,152 tokens, x is
 # (1, 49152, 768), Q, K and V (1, 49152, 6, 128), the logits (49152, 50304).
 
 
