@@ -42,8 +42,8 @@ def kill_in_call(number, owner, name, hook=in_float32):
 # The third validation is that of step 8. The warm-up has one step.
 kill_in_step_6 = partial(kill_in_call, 8, "train_gpt", "train_step")
 kill_while_writing = partial(kill_in_call, 3, "pathlib.Path", "rename")
-# Before it, the two others, and the lines of eight steps
-kill_after_renaming = partial(kill_in_call, 11, "train_gpt.Run", "write_step")
+# The eleventh line of the log: before it, those of eight steps and two validations
+kill_after_renaming = partial(kill_in_call, 11, "train_gpt.Run", "write")
 
 
 def full_disk(limit):
