@@ -574,7 +574,7 @@ class GPT(nn.Module):
             if kind == "embedding":
                 p.copy_(torch.randn(p.shape, generator=rng))  # normal_ is coarse in bf16
             elif kind == "head" or name.endswith("c_proj.weight"):
-                p.zero_()  # so at first a block adds nothing; call the last matrix of your own MLP c_proj, too
+                p.zero_()  # call the last matrix of your own MLP c_proj, too: at first, blocks add nothing
             elif kind == "matrix":
                 std = 0.5 * p.size(-1) ** -0.5  # p is (..., out, in)
                 bound = 3**0.5 * std  # uniform(-bound, bound) has this std
@@ -878,7 +878,7 @@ def check_hyperparameters(hp: Hyperparameters, world_size):
             f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
             f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
         )
-    for name in ("num_heads", "model_dim", "num_iterations"):
+    for name in ("num_heads", "model_dim", "num_iterations", "muon_momentum_warmup"):
         require(getattr(hp, name) > 0, f"--{name} must be more than 0")
     require(
         hp.model_dim % (4 * hp.num_heads) == 0, "--model_dim must be a multiple of 4 times --num_heads"
@@ -1000,9 +1000,8 @@ def get_lr(step, hp: Hyperparameters):
 
 
 def get_muon_momentum(step, hp: Hyperparameters):
-    if step >= hp.muon_momentum_warmup:
-        return hp.muon_momentum
-    frac = step / hp.muon_momentum_warmup
+    """Returns Muon's momentum: a line from muon_momentum_start to muon_momentum, which it then stays at."""
+    frac = min(1, step / hp.muon_momentum_warmup)
     return (1 - frac) * hp.muon_momentum_start + frac * hp.muon_momentum
 
 
@@ -1208,7 +1207,7 @@ def clock():
 
 @dataclass
 class Run:
-    """A run and its log. Checkpoints hold the fields in SAVED."""
+    """A run and its log."""
 
     hp: Hyperparameters
     path: Path  # of the log
@@ -1218,8 +1217,6 @@ class Run:
     train_ms: float = 0.0
     train_loss: float | None = None  # the mean of the steps between the last two validations
     file: io.TextIOBase | None = None  # the open log, on rank 0
-
-    SAVED = ("log", "step", "train_ms", "train_loss")
 
     def open(self):
         """Opens the log on rank 0, and locks it: a second process must not resume the same run."""
@@ -1276,7 +1273,7 @@ class Run:
 def save_checkpoint(run, model, optimizers):
     """Writes RUN.pt beside the log. Call it on all ranks. There is no random state to save."""
     checkpoint = dict(
-        run={name: getattr(run, name) for name in Run.SAVED},
+        run=dict(log=run.log, step=run.step, train_ms=run.train_ms, train_loss=run.train_loss),
         settings=asdict(run.hp),
         model=model.state_dict(),
         optimizers=[optimizer.state_dict() for optimizer in optimizers],
