@@ -469,9 +469,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.num_heads = hp.num_heads
         self.rotary = rotary
-        self.qkv_w = nn.Parameter(
-            torch.empty(3, hp.model_dim, hp.model_dim)
-        )  # Q, K and V in one matmul
+        # Q, K and V in one matmul
+        self.qkv_w = nn.Parameter(torch.empty(3, hp.model_dim, hp.model_dim))
         self.value_lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # of V and of the value embedding
         self.c_proj = CastedLinear(hp.model_dim, hp.model_dim)  # starts at zero, see init_weights
         self.xsa_weights = nn.Parameter(torch.zeros(hp.num_heads)) if hp.xsa else None
