@@ -930,8 +930,13 @@ def parse_arguments(argv, tracks=TRACKS):
             entry.type in PARSERS, f"setting {entry.name}: no function in PARSERS reads a {entry.type}"
         )
         defaults = {track: getattr(hp, entry.name) for track, hp in tracks.items()}
-        text = f"{entry.type.__name__}: {entry.metadata.get('text', '')} {defaults}".replace("%", "%%")
-        add(f"--{entry.name}", type=PARSERS[entry.type], help=text, default=argparse.SUPPRESS)
+        add(
+            f"--{entry.name}",
+            type=PARSERS[entry.type],
+            metavar=entry.type.__name__,
+            help=f"{entry.metadata.get('text', '')} {defaults}".replace("%", "%%"),
+            default=argparse.SUPPRESS,
+        )
     args = parser.parse_args(argv)
     require(
         args.num_runs == 1 if args.resume else args.num_runs > 0,
