@@ -1045,11 +1045,10 @@ class GradientBuckets:
             if not p.requires_grad:
                 continue
             self.names[p] = name
-            bucket = filling[p.dtype]
-            if sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
-                bucket = filling[p.dtype] = []
-            bucket.append(p)
-            self.bucket_of[p] = bucket
+            if sum(q.nbytes for q in filling[p.dtype]) + p.nbytes > bucket_bytes:
+                filling[p.dtype] = []
+            filling[p.dtype].append(p)
+            self.bucket_of[p] = filling[p.dtype]
             p.register_post_accumulate_grad_hook(self.gradient_ready)
 
     def gradient_ready(self, param):
