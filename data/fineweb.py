@@ -43,7 +43,7 @@ from data.shards import (
     split_tokens,
     write_shard,
 )
-from tools.common import usable_cores
+from lib.environment import usable_cores
 
 BATCH = 64  # documents sent to a process at a time
 # Of the track mini

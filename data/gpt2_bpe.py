@@ -14,7 +14,7 @@ from tiktoken_ext.openai_public import r50k_pat_str  # the regex that GPT-2 spli
 
 from data.shards import ShardError, is_whole
 from data.wheels import open_wheel
-from tools.common import atomic_write
+from lib.files import atomic_write
 
 EOT = 50256
 VOCAB_SIZE = 50257

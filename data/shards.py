@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.common import atomic_write
+from lib.files import atomic_write
 
 MAGIC = 20240520
 VERSION = 1

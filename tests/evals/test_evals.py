@@ -19,7 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import train_gpt
 from data import gpt2_bpe
-from evals import hellaswag, models, openai_gpt2, sample, speed
+from evals import hellaswag, models, sample, speed
+from recipes import openai_gpt2
 from evals.models import TextModel
 from recipes import gpt2
 from train_gpt import InputError
