@@ -1,12 +1,12 @@
 """
-The page that gpu/gpu_report.py writes, and what its figures say about records/HARDWARE.md.
+The page that gpu/gpu_report.py writes, and what its figures say about docs/hardware.md.
 
 Results are {stage: {"status", "seconds", "figures", "error"}}.
 """
 
 from lib.text import markdown_table
 
-# Measured without a GPU, in MiB: the table of records/HARDWARE.md
+# Measured without a GPU, in MiB: the table of docs/hardware.md
 # (head, tokens, training, validation)
 PEAKS = [
     ("FP8", 49152, 29_580, 11_069),
@@ -19,7 +19,7 @@ PEAKS = [
 NEAR = 0.03  # a peak that differs by less confirms the table
 
 # -----------------------------------------------------------------------------
-# Claims of records/HARDWARE.md. Each is judged by a function of the figures of its stage and of the
+# Claims of docs/hardware.md. Each is judged by a function of the figures of its stage and of the
 # machine: whether they confirm it (None: they can't say), and what was measured.
 
 VERDICTS = {True: "confirmed", False: "refuted", None: "not checked"}
@@ -126,7 +126,7 @@ def page(conditions, results):
         "medians in milliseconds.",
         *table(["stage", "status", "checks passed", "seconds"], rows),
         "",
-        "## Claims of records/HARDWARE.md",
+        "## Claims of docs/hardware.md",
         *table(["claim", "on this GPU", "measured"], claims(results)),
     ]
     for stage, result in results.items():

@@ -62,11 +62,12 @@ def check_command(words, monkeypatch):
 def test_code(page, monkeypatch):
     for code in read(page)[1]:
         words = [code]
-        if re.match(r" *(\./run\.sh|torchrun)\b", code):
-            words = shlex.split(code.replace("&& git", "#"), comments=True)
-            first = words.index("train_gpt.py") if words[0] == "torchrun" else 0
-            if words[1:2] != ["test"] and "--help" not in words:
-                check_command(words[first + 1 :], monkeypatch)
+        if re.match(r" *(if )?(\./run\.sh|torchrun)\b", code):
+            words = shlex.split(code, comments=True)
+            script = "train_gpt.py" if words[0] == "torchrun" else "./run.sh"
+            arguments = words[words.index(script) + 1 :]
+            if arguments[:1] != ["test"] and "--help" not in arguments:
+                check_command(arguments, monkeypatch)
         for path in words:
             if re.fullmatch(r"[\w.-]+/[\w./-]+", path) and path.split("/")[0] in FOLDERS:
                 assert (ROOT / path).exists(), path

@@ -95,7 +95,7 @@ def test_a_report_continues_where_it_stopped(fake_checks):
 
 # --------------------------------------------------------------- its page
 def test_claims_are_those_of_hardware_md():
-    hardware = (ROOT / "records" / "HARDWARE.md").read_text()
+    hardware = (ROOT / "docs" / "hardware.md").read_text()
     rows = re.findall(r"^\| (FP8|bf16) \| .* \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", hardware, re.M)
     assert [
         (head, *(int(n.replace(",", "")) for n in numbers)) for head, *numbers in rows
