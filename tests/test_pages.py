@@ -62,7 +62,7 @@ def check_command(words, monkeypatch):
 def test_code(page, monkeypatch):
     for code in read(page)[1]:
         words = [code]
-        if re.match(r" *(if )?(\./run\.sh|torchrun)\b", code):
+        if re.match(r" *(if )?(\./run\.sh\b|torchrun -)", code):
             words = shlex.split(code, comments=True)
             script = "train_gpt.py" if words[0] == "torchrun" else "./run.sh"
             arguments = words[words.index(script) + 1 :]
