@@ -47,7 +47,7 @@ from train_gpt import InputError
 # Tables
 
 
-def print_summary(hp, figures):
+def print_speed(hp, figures):
     tokens = figures["micro-step tokens"]
     mfu = "- (give --peak_tflops)"
     if figures["MFU %"] is not None:
@@ -144,7 +144,7 @@ def main(argv):
     peak_flops = args.peak_tflops * 1e12 if args.peak_tflops else PEAK_FLOPS.get(machine)
     training = Training(hp)
     figures = measure(training, args.repeats, peak_flops)
-    print_summary(hp, figures)
+    print_speed(hp, figures)
     print_parts(figures)
     if args.kernels:
         print_kernels(training.last_step, args.kernels)

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import train_gpt
 from lib.environment import ROOT
-from lib.commands import UsageError, command_parser, run_command, stop_on_signals
+from lib.commands import UserError, command_parser, run_command, stop_on_signals
 from lib.text import as_json
 from lib.files import write_file
 from lib.processes import get_data
@@ -55,7 +55,7 @@ def end_of(output, lines=15):
     return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
 
 
-def run_stage(name, seconds):
+def run_in_process(name, seconds):
     """Runs a stage in a process of its own, and in a session: processes that compile end with it."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -84,12 +84,12 @@ def run_stage(name, seconds):
 
 
 def kept_stages(path, conditions):
-    """The stages of an earlier run that succeeded. Raises UsageError if it had other conditions."""
+    """The stages of an earlier run that succeeded. Raises UserError if it had other conditions."""
     if not path.exists():
         return {}
     old = json.loads(path.read_bytes())
     if old["conditions"] | {"date": conditions["date"]} != conditions:
-        raise UsageError(
+        raise UserError(
             f"{path} is of another GPU, source or version of PyTorch; choose another folder with --out"
         )
     return {name: result for name, result in old["stages"].items() if result["status"] == "done"}
@@ -104,7 +104,7 @@ def write_report(folder, conditions, results):
 def make_report(folder, only, minutes=20):
     """Runs the stages, or only those named, and writes the report after each of them."""
     deadline = time.monotonic() + 60 * minutes
-    machine = run_stage("machine", 180)
+    machine = run_in_process("machine", 180)
     if machine["status"] != "done":
         raise InputError(machine["error"].splitlines()[-1].removeprefix("error: "))
     conditions = {
@@ -121,7 +121,7 @@ def make_report(folder, only, minutes=20):
             print(f"the {minutes:g} minutes are over; run the same command again to continue")
             break
         print(f"{name}: ", end="", flush=True)
-        results[name] = run_stage(name, seconds)
+        results[name] = run_in_process(name, seconds)
         print(f"{results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
         write_report(folder, conditions, results)
     write_report(folder, conditions, results)

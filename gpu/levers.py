@@ -8,12 +8,10 @@ random tokens, after a few untimed ones. A speedup that the hardware doesn't hav
 A100, others have reduced GPT-2 124M from 1000 ms a step to 90 ms.
 """
 
-import argparse
-import signal
 from dataclasses import replace
 
 from recipes import gpt2  # before torch: it sets variables that torch reads
-from lib.commands import whole_number
+from lib.commands import command_parser, run_command, whole_number
 from gpu.measure import device_name, median_ms
 from train_gpt import DTYPE, ON_GPU, GradientBuckets
 
@@ -31,7 +29,7 @@ LEVERS = {
 }
 
 
-def measure(hp, steps):
+def median_step(hp, steps):
     """Returns the median time of a training step in milliseconds."""
     torch._dynamo.reset()
     model = gpt2.build_model(hp)
@@ -53,16 +51,14 @@ def is_possible(lever):
     return lever != "bf16" or DTYPE == torch.bfloat16
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        "./run.sh levers", description="Measure each speedup of recipes/gpt2.py."
-    )
+def main(argv):
+    parser = command_parser("levers", __doc__)
     add = parser.add_argument
     track = "fineweb" if ON_GPU else "mini"
     add("--track", choices=gpt2.TRACKS, default=track, help="the model; default here: %(default)s")
     add("--steps", type=whole_number, default=20, help="timed steps per row; default: 20")
     add("--sequences", type=whole_number, default=16, help="sequences per step; default: 16")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     hp = gpt2.TRACKS[args.track]
     tokens = args.sequences * hp.block_size
     off = {lever: False for lever in LEVERS.values() if lever}
@@ -78,12 +74,11 @@ def main():
             continue
         if lever:
             hp = replace(hp, **{lever: True})
-        measured.append(measure(hp, args.steps))
+        measured.append(median_step(hp, args.steps))
         ms = measured[-1]
         row = f"{name:<18} {ms:>9.1f} {1000 * tokens / ms:>10,.0f}"
         print(f"{row} {measured[-2:][0] / ms:>11.2f} {measured[0] / ms:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    main()
+    run_command(main)

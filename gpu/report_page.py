@@ -48,26 +48,26 @@ CLAIMS = [
 ]
 
 
-def judge(results, stage, function):
+def check_claim(results, stage, function):
     result = results.get(stage, {"status": "not run"})
     if result["status"] == "done":
         return function(results["machine"]["figures"] | result["figures"])
     return None, f"stage {stage}: {result['status']}"
 
 
-def judge_peaks(results, head, tokens, *table):
+def judge_peaks(results, head, tokens, *peaks):
     for result in results.values():
         f = result["figures"]
         if "training MiB" in f and (f["head"], f["train_seq_len"]) == (head, tokens):
             got = (f["training MiB"], f["validation MiB"])
-            near = all(abs(value / want - 1) < NEAR for value, want in zip(got, table))
+            near = all(abs(value / want - 1) < NEAR for value, want in zip(got, peaks))
             return near, f"{got[0]:,} and {got[1]:,} MiB"
     return None, "no result"
 
 
 def claims(results):
     """What this GPU says of each claim: [(claim, verdict, measured)]."""
-    found = [(claim, *judge(results, stage, function)) for claim, stage, function in CLAIMS]
+    found = [(claim, *check_claim(results, stage, function)) for claim, stage, function in CLAIMS]
     for head, tokens, training, validation in PEAKS:
         claim = (
             f"{tokens} tokens, {head} head: {training:,} MiB in training, {validation:,} in validation"
@@ -87,7 +87,7 @@ def number(value):
     return f"{value:,}" if isinstance(value, int) else value or "-"
 
 
-def table(header, rows):
+def table_lines(header, rows):
     """A table in Markdown, below an empty line."""
     return ["", markdown_table([dict(zip(header, map(number, row))) for row in rows])]
 
@@ -102,13 +102,13 @@ def stage_lines(name, result):
     kernels = figures.pop("kernels", [])
     figures.pop("losses", None)  # only for the JSON
     if figures:
-        lines += table(["quantity", "value"], figures.items())
+        lines += table_lines(["quantity", "value"], figures.items())
     if checks:
         words = {True: "ok", False: "**too large**"}
         rows = [(check["name"], check["value"], check["limit"], words[check["ok"]]) for check in checks]
-        lines += table(["error", "value", "limit", ""], rows)
+        lines += table_lines(["error", "value", "limit", ""], rows)
     if kernels:
-        lines += table(["slowest kernels of a step", "calls", "ms", "%"], kernels)
+        lines += table_lines(["slowest kernels of a step", "calls", "ms", "%"], kernels)
     return lines
 
 
@@ -124,10 +124,10 @@ def page(conditions, results):
         "",
         f"Measured on {conditions['date']} with `./run.sh gpu-report`, which explains the stages. Times are "
         "medians in milliseconds.",
-        *table(["stage", "status", "checks passed", "seconds"], rows),
+        *table_lines(["stage", "status", "checks passed", "seconds"], rows),
         "",
         "## Claims of docs/hardware.md",
-        *table(["claim", "on this GPU", "measured"], claims(results)),
+        *table_lines(["claim", "on this GPU", "measured"], claims(results)),
     ]
     for stage, result in results.items():
         lines += stage_lines(stage, result)

@@ -63,7 +63,7 @@ def machine():
         "system": platform.platform(),
         "CPU": f"{train_gpt.CPU_MODEL}, {usable_cores()} cores",
         "head": head_name(FINEWEB),
-        "train_seq_len": fineweb().train_seq_len,
+        "train_seq_len": fitted_fineweb().train_seq_len,
     }
 
 
@@ -84,7 +84,7 @@ def relative_error(value, right):
     return (value - right).norm() / right.norm().clamp_min(1e-30)  # 0 if both are zero
 
 
-def compare(function, exact, inputs, grad, limits):
+def check_against(function, exact, inputs, grad, limits):
     """Checks function(*inputs) on the device, and its gradients, against exact(*inputs) in float64.
 
     limits: {name: limit} of the result and of each gradient."""
@@ -94,7 +94,7 @@ def compare(function, exact, inputs, grad, limits):
     return [check(name, error, limit) for error, (name, limit) in zip(errors, limits.items())]
 
 
-def head(tokens=512, dim=768, out=50304):
+def check_head(tokens=512, dim=768, out=50304):
     """The errors of the head, its loss and its gradients."""
     rng = torch.Generator().manual_seed(0)
     x = F.rms_norm(torch.randn(tokens, dim, generator=rng), (dim,)).bfloat16()
@@ -122,7 +122,7 @@ def head(tokens=512, dim=768, out=50304):
             f"{name} gradient of the input": limit,
             f"{name} gradient of the weight": limit,
         }
-        checks += compare(function, exact, (x, w), torch.ones(()), limits)
+        checks += check_against(function, exact, (x, w), torch.ones(()), limits)
     return {"tokens": tokens, "checks": checks}
 
 
@@ -154,14 +154,16 @@ def attention_case(length, mean, blocks, heads, dim):
 
     names = ("output", "gradient of q", "gradient of k", "gradient of v")
     limits = {f"{length} tokens, window {blocks}, {name}": 0.02 for name in names}
-    return compare(lambda q, k, v: attend(q, k, v, docs.to(DEVICE), window), dense, qkv, grad, limits)
+    return check_against(
+        lambda q, k, v: attend(q, k, v, docs.to(DEVICE), window), dense, qkv, grad, limits
+    )
 
 
 # tokens, mean length of a document, window in blocks
 ATTENTION_CASES = [(1024, 300, 5), (2048, 100, 16), (2048, 10**9, 3)]
 
 
-def attention(cases=ATTENTION_CASES, heads=6, dim=128):
+def check_attention(cases=ATTENTION_CASES, heads=6, dim=128):
     """The errors of attention in bf16, forward and backward, with documents and a window."""
     found = [attention_case(*case, heads, dim) for case in cases]
     return {"checks": sum(found, [])}
@@ -196,7 +198,7 @@ def muon_case(*shape):
     return check(f"weights {name}", relative_error(p.detach().cpu(), want), 0.05)
 
 
-def muon(width=768):
+def check_muon(width=768):
     """The errors of three steps of Muon, on matrices of the official shapes."""
     shapes = [(width, width), (4 * width, width), (width, 4 * width), (3, width, width)]
     return {"steps": 3, "checks": [muon_case(*shape) for shape in shapes]}
@@ -251,20 +253,20 @@ def mini():
 # Speed and memory of the track fineweb
 
 
-def fineweb():
+def fitted_fineweb():
     """The hyperparameters of the track, with sequences that fit this GPU."""
     return fit_to_memory(FINEWEB, 1)
 
 
-def speed():
+def measure_speed():
     """The time of a step by part, its slowest kernels and its memory."""
-    training = Training(fineweb())
+    training = Training(fitted_fineweb())
     figures = measure(training, repeats=5, peak_flops=PEAK_FLOPS.get(torch.cuda.get_device_name()))
     figures["kernels"] = slowest_kernels(training.last_step, 10)
     return figures | peaks(training)
 
 
-def memory(seq_len, fp8):
+def memory_peaks(seq_len, fp8):
     hp = dataclasses.replace(FINEWEB, train_seq_len=seq_len, batch_tokens=2 * seq_len, fp8=fp8)
     return peaks(Training(hp))
 
@@ -306,7 +308,7 @@ SHORTEST_WAIT = 100  # microseconds; a shorter call found the GPU done and retur
 
 def waits(steps=12):
     """How often, and how long, the host waits for the GPU within 12 steps of training."""
-    hp = fineweb()
+    hp = fitted_fineweb()
     training = Training(dataclasses.replace(hp, batch_tokens=hp.train_seq_len))
     for step in range(3):
         training.train(step)
@@ -341,15 +343,15 @@ def count_waits(events, steps):
 
 STAGES = {
     "machine": machine,
-    "head": head,
-    "attention": attention,
-    "muon": muon,
+    "head": check_head,
+    "attention": check_attention,
+    "muon": check_muon,
     "mini": mini,
-    "speed": speed,
+    "speed": measure_speed,
     "waits": waits,
-    "memory 24576": lambda: memory(24576, True),
-    "memory 12288": lambda: memory(12288, True),
-    "memory 49152 bf16": lambda: memory(49152, False),
+    "memory 24576": lambda: memory_peaks(24576, True),
+    "memory 12288": lambda: memory_peaks(12288, True),
+    "memory 49152 bf16": lambda: memory_peaks(49152, False),
 }
 
 

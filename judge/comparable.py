@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Iterator
 
 from judge.logs import Log, what_is_there
-from judge.records.compiler_rule import assignments, parse
-from lib.commands import LogError, UsageError
+from judge.records.compiler_rule import assignments, parse_source
+from lib.commands import UserError
 from lib.text import short
 
 # Hyperparameters that may differ between the runs of a side
@@ -42,7 +42,7 @@ def add_metric(parser: argparse.ArgumentParser) -> None:
 def settle_metric(args: argparse.Namespace) -> None:
     """Makes lower numbers better: with --higher_is_better, metric and target are negative."""
     if args.higher_is_better and not args.metric:
-        raise UsageError("--higher_is_better needs --metric NAME")
+        raise UserError("--higher_is_better needs --metric NAME")
     if args.higher_is_better:
         args.metric = f"-{args.metric}"
         if "target" in args and args.target:
@@ -77,24 +77,24 @@ def val_tokens(log: Log) -> int | None:
 def val_tokens_of_source(source: bytes) -> int | None:
     """None if it assigns no number to val_tokens, or several. Products like 20 * 524288 are computed."""
     try:
-        assigned = list(assignments(parse(source)))
+        assigned = list(assignments(parse_source(source)))
     except SyntaxError:
         return None
     values = [value for name, value in assigned if name and name.split(".")[-1] == "val_tokens"]
-    found = {whole_number(value, assigned) for value in values} - {None}
+    found = {constant_value(value, assigned) for value in values} - {None}
     return found.pop() if len(found) == 1 else None
 
 
-def whole_number(node: ast.AST, assigned: list[tuple[str, ast.AST]]) -> int | None:
+def constant_value(node: ast.AST, assigned: list[tuple[str, ast.AST]]) -> int | None:
     """The value of a number, of a product, or of a name that has one value. None for others."""
     match node:
         case ast.Constant(int(number)):
             return number
         case ast.BinOp(left, ast.Mult(), right):
-            factors = [whole_number(side, assigned) for side in (left, right)]
+            factors = [constant_value(side, assigned) for side in (left, right)]
             return None if None in factors else math.prod(factors)
         case ast.Name(name):
-            values = {whole_number(value, []) for other, value in assigned if other == name}
+            values = {constant_value(value, []) for other, value in assigned if other == name}
             return values.pop() if len(values) == 1 else None
 
 
@@ -128,7 +128,7 @@ def difference(first: Log, log: Log, tolerated: Collection[str]) -> str:
     return f"differs from {first.name}: {short('; '.join(texts), 200)}" if texts else ""
 
 
-def numbers(log: Log) -> tuple:
+def fingerprint(log: Log) -> tuple:
     """What tells a run apart: the numbers that were read; where they are few, and may be equal by chance,
     its words. A copy with another blank line is the same run."""
     found = [(v.step, v.val_loss, v.train_time_ms, v.step_avg_ms) for v in log.validations]
@@ -141,7 +141,7 @@ def check_repeats(logs: list[Log], also_seeds: bool = True) -> Iterator[str]:
     seen = {}
     for log in logs:
         seed = log.hyperparameters.get("seed") if also_seeds else None
-        for what, key in [("log", numbers(log)), ("seed", seed)]:
+        for what, key in [("log", fingerprint(log)), ("seed", seed)]:
             earlier = seen.setdefault((what, key), log)
             if earlier is not log and key is not None:
                 yield (
@@ -165,7 +165,7 @@ def check_between(sides: list[list[Log]], tolerated: Collection[str] = ()) -> It
 
 
 def check_sides(sides: list[list[Log]], tolerated: Collection[str] = ()) -> None:
-    """Raises LogError if the runs of a side aren't whole repetitions of one training, or if the sides
+    """Raises UserError if the runs of a side aren't whole repetitions of one training, or if the sides
     can't be compared. `tolerated` names traits that may differ; "stops early" means that runs may end
     before their schedule, "unfinished" that they may end anywhere, and "log" that a run may be on two
     sides."""
@@ -176,8 +176,8 @@ def check_sides(sides: list[list[Log]], tolerated: Collection[str] = ()) -> None
                 fault = not_whole(log, "stops early" in tolerated)
             fault = fault or difference(logs[0], log, tolerated)
             if fault:
-                raise LogError(f"{log.path}: {log.name}: {fault}")
+                raise UserError(f"{log.path}: {log.name}: {fault}")
         for repeat in check_repeats(logs):
-            raise LogError(f"{logs[0].path.parent}: {repeat}")
+            raise UserError(f"{logs[0].path.parent}: {repeat}")
     for fault in check_between(sides, {"hardware", *tolerated}):
-        raise LogError(fault)
+        raise UserError(fault)

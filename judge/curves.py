@@ -11,7 +11,7 @@ import numpy as np
 
 from judge.figures import COLORS, plt, save_figure
 from judge.logs import Log
-from lib.commands import LogError
+from lib.commands import UserError
 from lib.text import short
 
 X_LABELS = {
@@ -51,10 +51,10 @@ class Curve:
 
 
 def points(log: Log, x: str) -> dict[int, tuple[float, float]]:
-    """Maps steps to (place on the x axis, loss), if both are finite. Raises LogError."""
+    """Maps steps to (place on the x axis, loss), if both are finite. Raises UserError."""
     tokens = log.hyperparameters.get("batch_tokens")
     if x == "tokens" and not tokens:
-        raise LogError(f"{log.path}: doesn't say how many tokens a step has; use --x step or time")
+        raise UserError(f"{log.path}: doesn't say how many tokens a step has; use --x step or time")
     found = {}
     for v in log.validations:
         place = v.step
@@ -68,11 +68,11 @@ def points(log: Log, x: str) -> dict[int, tuple[float, float]]:
 
 
 def curve(logs: list[Log], x: str) -> Curve:
-    """Averages the runs. Raises LogError."""
+    """Averages the runs. Raises UserError."""
     runs = [points(log, x) for log in logs]
     steps = sorted(set.intersection(*map(set, runs)))
     if not steps:
-        raise LogError(f"{logs[0].path}: no validation, or none in common with its label's other runs")
+        raise UserError(f"{logs[0].path}: no validation, or none in common with its label's other runs")
     table = np.array([[run[step] for step in steps] for run in runs])
     places = table[:, :, 0].mean(axis=0)
     losses = table[:, :, 1]
@@ -121,7 +121,7 @@ def set_limits(whole, end, curves: list[Curve], targets: list[float]) -> None:
 
 
 def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, target: float | None) -> None:
-    """`groups` maps labels to their runs. The target is a loss. Raises LogError and FileError."""
+    """`groups` maps labels to their runs. The target is a loss. Raises UserError."""
     curves = {label: curve(logs, x) for label, logs in groups.items()}
     height = 3.7 + 0.12 * (len(groups) + 1)
     figure, (whole, end) = plt.subplots(1, 2, width_ratios=(3, 2), figsize=(8, height))

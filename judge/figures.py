@@ -32,7 +32,7 @@ plt.rcParams.update(
 
 
 def save_figure(figure, path: Path) -> None:
-    """Writes a PNG. The same data give the same bytes. Raises FileError."""
+    """Writes a PNG. The same data give the same bytes. Raises UserError."""
     image = io.BytesIO()
     figure.savefig(image, format="png", metadata={"Software": None})
     plt.close(figure)

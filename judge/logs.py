@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from judge.lines import NUMBER, Line, find_lines, joined, plain
-from lib.commands import LogError
+from lib.commands import UserError
 from lib.files import without_windows
 from lib.text import short
 
@@ -55,7 +55,7 @@ HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
 NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# ([\w./-]+)\n-{20,}\n\n")
 
 
-class NoLog(LogError):
+class NoLog(UserError):
     """A file has nothing that a log has."""
 
 
@@ -277,16 +277,16 @@ def find_hyperparameters(header: str) -> dict:
 
 
 def read_log_file(path: Path) -> bytes:
-    """Raises LogError."""
+    """Raises UserError."""
     try:
         data = path.read_bytes()
     except OSError as e:
-        raise LogError(f"{path}: {e.strerror.lower()}") from None
+        raise UserError(f"{path}: {e.strerror.lower()}") from None
     if not data.strip():
         raise NoLog(f"{path}: empty file; leave it out")
     data = without_windows(data)
     if b"\0" in data:
-        raise LogError(
+        raise UserError(
             f"{path}: a binary file, or a log damaged by a crash (contains zero bytes); leave it out"
         )
     return data
@@ -301,7 +301,7 @@ def same(a: str, b: str) -> bool:
 
 def find_name(path: Path, lines: list[Line]) -> str:
     """The full name of the loss that counts: of those in lines about steps, or else of the others.
-    Raises LogError if there are several."""
+    Raises UserError if there are several."""
     steps = any(line.losses for line in lines if line.step is not None)
     found = {}
     for line in lines:
@@ -312,20 +312,20 @@ def find_name(path: Path, lines: list[Line]) -> str:
 
 
 def check_rivals(path: Path, numbers: dict[str, str]) -> None:
-    """Raises LogError if these losses of a run, by name, aren't all the same."""
+    """Raises UserError if these losses of a run, by name, aren't all the same."""
     first = next(iter(numbers.values()), "")
     if not all(same(first, number) for number in numbers.values()):
         listed = ", ".join(
             f"{name.removeprefix('step_')} ({number})" for name, number in numbers.items()
         )
-        raise LogError(f"{path}: which loss counts? {listed}; choose one with --metric NAME")
+        raise UserError(f"{path}: which loss counts? {listed}; choose one with --metric NAME")
 
 
 def find_starts(path: Path, lines: list[Line], name: str) -> list[int]:
     """Where each run begins: at a step before the last one, or with another loss at step 0, where all
     runs have about the same loss.
 
-    A loss may be printed twice, at once or again below the run. Raises LogError if it is another one.
+    A loss may be printed twice, at once or again below the run. Raises UserError if it is another one.
     """
     starts = []
     first = math.inf  # step of the current run
@@ -339,7 +339,7 @@ def find_starts(path: Path, lines: list[Line], name: str) -> list[int]:
             continue
         if line.step < last or earlier and loss and not again:
             if line.step > first:
-                raise LogError(
+                raise UserError(
                     f"{path}: step {line.step} comes again, with another loss: {short(line.text, 60)!r}; keep "
                     "what counts"
                 )
@@ -354,7 +354,7 @@ def find_starts(path: Path, lines: list[Line], name: str) -> list[int]:
 
 def find_validations(path: Path, lines: list[Line], name: str) -> list[Validation]:
     """In the order of the log, each once. Without a loss at any step, the last one in the log counts.
-    Raises LogError if there are others below the last step."""
+    Raises UserError if there are others below the last step."""
     found = {}
     below = {}  # the last loss, and those below it
     for line in lines:
@@ -377,7 +377,7 @@ def find_validations(path: Path, lines: list[Line], name: str) -> list[Validatio
 
 def parse_trials(path: Path, metric: str = "") -> list[Log]:
     """Reads the runs in a file, also if they did not finish (see Log.incomplete). Without a metric, the
-    validation loss counts. "-NAME" is the negative of a metric. Raises LogError.
+    validation loss counts. "-NAME" is the negative of a metric. Raises UserError.
     """
     sources, rest = split_sources(read_log_file(path))
     text = plain(rest.decode("utf-8", "replace"))
@@ -444,15 +444,15 @@ def make_log(
 
 
 def parse_log(path: str | Path, metric: str = "") -> Log:
-    """Reads a log of one run. Raises LogError."""
+    """Reads a log of one run. Raises UserError."""
     logs = parse_trials(Path(path), metric)
     if len(logs) > 1:
-        raise LogError(f"{path}: {len(logs)} runs in one file; this needs a log of one run")
+        raise UserError(f"{path}: {len(logs)} runs in one file; this needs a log of one run")
     return logs[0]
 
 
 def find_logs(files: list[Path], metric: str = "") -> tuple[list[Log], list[Path]]:
-    """A log for each run in these files, and the files that are no logs. Raises LogError."""
+    """A log for each run in these files, and the files that are no logs. Raises UserError."""
     logs = []
     others = []
     for file in files:
@@ -466,7 +466,7 @@ def find_logs(files: list[Path], metric: str = "") -> tuple[list[Log], list[Path
 def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
     """Reads files, and the .txt and .log files of folders. Returns a log for each run.
 
-    Prints what it ignores in a folder. Raises LogError.
+    Prints what it ignores in a folder. Raises UserError.
     """
     logs = []
     for path in paths:
@@ -481,6 +481,6 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
             names = textwrap.shorten(names, 200, placeholder=" ...")
             print(f"{path}: ignored, because they aren't logs: {names}", file=sys.stderr)
         if not found:
-            raise LogError(f"{path}: no log in this folder (.txt or .log)")
+            raise UserError(f"{path}: no log in this folder (.txt or .log)")
         logs += found
     return logs

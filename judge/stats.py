@@ -21,7 +21,7 @@ import numpy as np
 from scipy import optimize, stats
 from scipy.special import logsumexp, stdtr
 
-P_VALUE = 0.01  # of helps and hurts
+P_VALUE = 0.01  # of helps, of hurts and of a record
 P_WORTHLESS = 0.05  # of not worth it
 # The test's prior: effects are normal, in units of the standard deviation of a difference. Their variance
 # is one of these, because an idea may do little or much.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-P_VALUE = 0.01
 CONFIDENCE = 0.95
 
 

@@ -1,11 +1,11 @@
 """
 Checks the machine before a run, in the Python that will train. launch/launch.py calls it:
 
-    python -m launch.checks ANSWER MODE [SCRIPT OPTIONS...]
+    python -m launch.checks FILE MODE [SCRIPT OPTIONS...]
     python -m launch.checks PROCESSES compile PART
 
 MODE is train or prepare; without a script, it is for compare and screen. Writes what the run needs into
-the file ANSWER, as JSON: processes, environment variables and more options. compile prints what is wrong
+FILE, as JSON: processes, environment variables and more options. compile prints what is wrong
 with the compiled code of one part, training or validation.
 """
 
@@ -28,7 +28,7 @@ except ImportError as e:  # of a package that an idea needs
 import torch
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from lib.environment import ROOT, environment
-from lib.processes import clock, get_data, output_of, say, start, wait
+from lib.processes import show_seconds, get_data, output_of, say, start, wait
 from train_gpt import DTYPE, TRACKS, InputError
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
@@ -83,7 +83,7 @@ def loss_and_gradients(model, hp, part):
     return results
 
 
-def difference(results, expected):
+def wrong_value(results, expected):
     """Returns what differs, or ""."""
     for name, right in expected.items():
         right = right.detach().double()
@@ -116,7 +116,7 @@ def compile_problem(hp, part):
         results = loss_and_gradients(model, hp, part)
     except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
         return f"{first_error(str(e))}; {COMPILE_ADVICE}"
-    wrong = difference(results, expected)
+    wrong = wrong_value(results, expected)
     if wrong:
         return f"code compiled by {CXX} is wrong ({wrong}); install GCC 14 or later, or set CXX"
     return ""
@@ -132,7 +132,7 @@ def find_problem(processes):
     children = [start([*command, part], cwd=ROOT, **how) for part in parts]
     ended = threading.Event()
     text = "compiling, and comparing with uncompiled code (once)"
-    threading.Thread(target=clock, args=(text, ended)).start()
+    threading.Thread(target=show_seconds, args=(text, ended)).start()
     try:
         failed, status = wait(children)
     finally:
@@ -227,11 +227,11 @@ def check_run(mode, script, options):
 
 
 def main(argv):
-    answer, mode, *words = argv
+    file, mode, *words = argv
     try:
         if mode == "compile":
             mini = TRACKS["mini"]
-            hp = dataclasses.replace(mini, batch_tokens=mini.batch_tokens // int(answer))
+            hp = dataclasses.replace(mini, batch_tokens=mini.batch_tokens // int(file))
             problem = compile_problem(hp, *words)
             print(problem, end="")
             return 1 if problem else 0
@@ -242,7 +242,7 @@ def main(argv):
             found = dict(environment={})
         else:
             found = dict(environment=check_compiler(1))
-        Path(answer).write_text(json.dumps(found), encoding="utf-8")
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
         return 0
     except (InputError, ImportError) as e:
         print(f"error: {e}", file=sys.stderr)

@@ -34,6 +34,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of launch/
 
+from lib.commands import UserError
 from lib.environment import ROOT, clean_environment
 from lib.processes import (
     check_machine,
@@ -97,10 +98,6 @@ FOLDERS = {
 }
 
 
-class LaunchError(Exception):
-    """What is wrong with the machine or the command, in one line that says what to do."""
-
-
 class Stopped(BaseException):
     """A signal came. Its argument is the signal's number."""
 
@@ -115,11 +112,6 @@ def handle_signals(handler):
 def stop(number, frame):
     handle_signals(signal.SIG_IGN)  # a second one doesn't disturb the end
     raise Stopped(number)
-
-
-def require(condition, message):
-    if not condition:
-        raise LaunchError(message)
 
 
 # -----------------------------------------------------------------------------
@@ -148,10 +140,10 @@ def has_pytorch(path):
 
 def make_environment():
     if VENV.exists():
-        require(
-            (VENV / "ours").exists(),
-            f"{VENV} isn't from ./run.sh; activate it, then run ./run.sh again, or move it away",
-        )
+        if not (VENV / "ours").exists():
+            raise UserError(
+                f"{VENV} isn't from ./run.sh; activate it, then run ./run.sh again, or move it away"
+            )
         shutil.rmtree(VENV)
     VENV.mkdir()
     (VENV / "ours").touch()
@@ -159,16 +151,16 @@ def make_environment():
     say(f"making the virtual environment .venv{', with the PyTorch of the system' * system_torch}")
     # Debian and Colab take ensurepip away
     has_ensurepip = importlib.util.find_spec("ensurepip")
-    require(
-        has_ensurepip or importlib.util.find_spec("pip"),
-        f"{sys.executable} has no venv module; install it (on Debian or Ubuntu: apt install python3-venv)",
-    )
+    if not (has_ensurepip or importlib.util.find_spec("pip")):
+        raise UserError(
+            f"{sys.executable} has no venv module; install it (on Debian or Ubuntu: apt install python3-venv)"
+        )
     try:
         venv.create(
             VENV, system_site_packages=system_torch, symlinks=True, with_pip=bool(has_ensurepip)
         )
     except subprocess.CalledProcessError as e:
-        raise LaunchError(explain(sys.executable, e.output.decode(errors="replace")))
+        raise UserError(explain(sys.executable, e.output.decode(errors="replace")))
     if not has_ensurepip:
         pip_install(sys.executable, ["pip"], "--python", VENV / "bin" / "python")
 
@@ -193,11 +185,11 @@ def install(folders, theirs=False, data=""):
     ours = not active or (os.path.realpath(active) == str(VENV) and (VENV / "ours").exists())
     ready = VENV / "ready"
     python = plain_folder() / "bin" / "python" if ours else sys.executable
-    require(
-        ours or theirs or has_pytorch(sys.path) or not version_of("torch", sys.path),
-        f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
-        "the environment",
-    )
+    if not (ours or theirs or has_pytorch(sys.path) or not version_of("torch", sys.path)):
+        raise UserError(
+            f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
+            "the environment"
+        )
     if ours and not (ready.exists() and search_path(python)):
         make_environment()
     missing = missing_packages(search_path(python), folders)
@@ -210,11 +202,11 @@ def install(folders, theirs=False, data=""):
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         making = start([python, "-m", data], cwd=ROOT, **quiet)
     pip_install(python, missing)
-    require(
-        not missing_packages(search_path(python), folders),
-        "pip has installed the packages elsewhere; remove target, prefix, root and user from its "
-        "settings (pip config list)",
-    )
+    if missing_packages(search_path(python), folders):
+        raise UserError(
+            "pip has installed the packages elsewhere; remove target, prefix, root and user from its "
+            "settings (pip config list)"
+        )
     if making:
         making.wait()
     if ours and not ready.exists():
@@ -290,7 +282,7 @@ def pip_install(python, requirements, *options):
         )
         log.seek(0)
         if status:
-            raise LaunchError(explain(python, log.read()))
+            raise UserError(explain(python, log.read()))
 
 
 def explain(python, output):
@@ -365,33 +357,33 @@ def run_ranks(command, processes, **options):
     return status
 
 
-def prepare(command, plan):
+def prepare(command, needs):
     """Trains a step, so that its compiled code is in PyTorch's cache. Returns the exit status."""
     say("compiling may take a minute or two")
     with tempfile.TemporaryDirectory() as folder:
         step = ["--num_iterations=1", "--num_runs=1", f"--log_dir={folder}"]
-        status = run_ranks(command + step, plan["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
+        status = run_ranks(command + step, needs["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
     if status == 0:
-        say(f"ready: {plan['text']}")
+        say(f"ready: {needs['text']}")
     return status
 
 
-def train(command, plan):
+def train_and_sample(command, needs):
     """Trains, and lets the model write a short text. Returns the exit status of the training."""
-    say(f"training {plan['text']}")
+    say(f"training {needs['text']}")
     say("before the first step, compiling may take a minute or two")
     Stopped.advice = "to continue from the last validation, add --resume latest"
-    before = newest_checkpoint(plan)
-    status = run_ranks([*command, "--save_checkpoint"], plan["processes"], cwd=ROOT)
-    newest = newest_checkpoint(plan)
+    before = newest_checkpoint(needs)
+    status = run_ranks([*command, "--save_checkpoint"], needs["processes"], cwd=ROOT)
+    newest = newest_checkpoint(needs)
     if status == 0 and newest != before:
         run([command[0], "-m", "evals.sample", "--brief", newest[1]], cwd=ROOT)
     return status
 
 
-def newest_checkpoint(plan):
+def newest_checkpoint(needs):
     """Its time, by the clock of its disk, which may not be that of this machine, and its path."""
-    paths = Path(ROOT, plan["log_dir"]).glob("*.pt")
+    paths = Path(ROOT, needs["log_dir"]).glob("*.pt")
     return max(((os.path.getmtime(path), path) for path in paths), default=None)
 
 
@@ -448,10 +440,8 @@ def split_command(argv):
         name = " ".join(argv[:count])
         if name in COMMANDS:
             return name, argv[count:]
-    require(
-        not argv or argv[0].startswith("-"),
-        f"there is no command {' '.join(argv[:2])}; ./run.sh --help lists them",
-    )
+    if argv and not argv[0].startswith("-"):
+        raise UserError(f"there is no command {' '.join(argv[:2])}; ./run.sh --help lists them")
     return "train", argv
 
 
@@ -460,7 +450,8 @@ def launch(argv):
     dropped = clean_environment()
     if dropped:
         say(f"ignored: {', '.join(dropped)}")
-    require(":" not in str(ROOT), f"{ROOT} has a colon in its path; move it to a folder without one")
+    if ":" in str(ROOT):
+        raise UserError(f"{ROOT} has a colon in its path; move it to a folder without one")
     name, words = split_command(list(map(at_home, argv)))
     args, words = parse(name, words)
     if args.device:
@@ -475,16 +466,18 @@ def launch(argv):
         with setup_lock():
             tempfile.gettempdir()
             python = install(folders, theirs, "data.shakespeare" if script == "train_gpt" else "")
+    except UserError:
+        raise
     except OSError as e:  # a disk is full or read-only
-        raise LaunchError(f"can't install the packages: {e}")
+        raise UserError(f"can't install the packages: {e}")
     choose_code_folder()
     if script == "train_gpt":
         module = f"recipes.{args.recipe}" if args.recipe else script
         if wants_help:
             return run([python, "-m", module, "--help"], cwd=ROOT)
-        plan = check_machine(python, name, module, *words)
-        command = [python, "-m", module, *words, *plan["options"]]
-        return prepare(command, plan) if name == "prepare" else train(command, plan)
+        needs = check_machine(python, name, module, *words)
+        command = [python, "-m", module, *words, *needs["options"]]
+        return prepare(command, needs) if name == "prepare" else train_and_sample(command, needs)
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not (wants_help or theirs):
         check_machine(python, name)
@@ -498,7 +491,7 @@ def main(argv):
     handle_signals(stop)
     try:
         return launch(argv)
-    except LaunchError as e:
+    except UserError as e:
         print(f"run.sh: error: {e}", file=sys.stderr)
         return 2
     except Stopped as e:

@@ -9,16 +9,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 
-class LogError(Exception):
-    """A log, or a file of a record or an idea, can't be read or used. The message is one line."""
-
-
-class FileError(Exception):
-    """A file can't be written. The message is one line."""
-
-
-class UsageError(Exception):
-    """The arguments of a command can't be used. The message is one line that says what to do."""
+class UserError(OSError):
+    """What the user can mend, in one line that says what to do. Lines above it are the output of a program
+    that failed. It is an OSError, because every command prints those in the same way."""
 
 
 def stop_on_signals() -> None:
@@ -39,8 +32,8 @@ def stop_on_signals() -> None:
 def run_command(main, *more_errors: type[Exception]) -> None:
     """Runs main(argv) and exits with its status.
 
-    After a LogError, a FileError, a UsageError, an OSError or one of `more_errors`, it prints the message
-    and exits with status 2. After Ctrl-C, the status is 130.
+    After a UserError, another OSError or one of `more_errors`, it prints the message and exits with status
+    2. After Ctrl-C, the status is 130.
     """
     try:
         status = main(sys.argv[1:])
@@ -48,8 +41,9 @@ def run_command(main, *more_errors: type[Exception]) -> None:
     except BrokenPipeError:  # `| head` has closed the pipe, so Python's last flush would fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
-    except (LogError, FileError, UsageError, OSError, *more_errors) as e:
-        print(f"error: {e}", file=sys.stderr)
+    except (OSError, *more_errors) as e:
+        *above, line = str(e).split("\n")
+        print(*above, f"error: {line}", sep="\n", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from lib.commands import FileError
+from lib.commands import UserError
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_file(name: str | Path, data: bytes) -> None:
-    """Writes a file with atomic_write. Raises FileError.
+    """Writes a file with atomic_write. Raises UserError.
 
     If the name is a symbolic link, the file that it points to is replaced. A device or a pipe, such as
     /dev/stdout, can't be replaced, so this writes into it."""
@@ -44,15 +44,15 @@ def write_file(name: str | Path, data: bytes) -> None:
         with atomic_write(Path(name).resolve()) as f:
             f.write(data)
     except OSError as e:
-        raise FileError(f"cannot write {name}: {(e.strerror or str(e)).lower()}") from None
+        raise UserError(f"cannot write {name}: {(e.strerror or str(e)).lower()}") from None
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder to write into, which gets this name when all is written. Raises FileError if
+    """Gives an empty folder to write into, which gets this name when all is written. Raises UserError if
     something has it already."""
     if folder.exists():
-        raise FileError(f"{folder} exists already; choose another name")
+        raise UserError(f"{folder} exists already; choose another name")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
         made = Path(temporary, folder.name)

@@ -65,7 +65,7 @@ def wait(children):
     return failed, status
 
 
-def clock(text, ended):
+def show_seconds(text, ended):
     """Says the text and, on a terminal, how many seconds have passed until `ended` is set."""
     for seconds in itertools.count():
         if not sys.stderr.isatty():
@@ -146,14 +146,14 @@ def get_data(python, settings):
 
 
 def check_machine(python, *words):
-    """Runs launch/checks.py, and sets the environment variables that it finds. Returns its answer, or ends
-    with its exit status."""
+    """Runs launch/checks.py, and sets the environment variables that it finds. Returns what a run
+    needs, or ends with its exit status."""
     say("checking the machine")
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "answer")
+        file = Path(folder, "needs")
         status = run([python, "-m", "launch.checks", file, *words], cwd=ROOT)
         if status:
             sys.exit(status)
-        answer = json.loads(file.read_text())
-    os.environ.update(answer["environment"])
-    return answer
+        needs = json.loads(file.read_text())
+    os.environ.update(needs["environment"])
+    return needs

@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Collection
 
 
@@ -18,10 +19,8 @@ def goal(x: float) -> str:
     return f"{100 * x:g}%"
 
 
-def percent(x: float | None) -> str:
+def percent(x: float) -> str:
     """-0.04 as "-4.0%"."""
-    if x is None:
-        return "-"
     return f"{x:+.1%}" if x <= 10 else "over +1000%"
 
 
@@ -55,6 +54,18 @@ def markdown_table(rows: list[dict[str, str]], right: Collection[str] = ()) -> s
         escaped = [cell.replace("|", "\\|") for cell in cells]
         lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines)
+
+
+def wrap(text: str, indent: str = "", later_indent: str = "") -> list[str]:
+    """Lines of 80 columns. A longer word stays whole."""
+    return textwrap.wrap(
+        text,
+        80,
+        initial_indent=indent,
+        subsequent_indent=later_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def finite(value):

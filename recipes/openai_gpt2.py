@@ -1,7 +1,6 @@
 """Reads OpenAI's GPT-2 weights from the Hugging Face hub, into the model of recipes/gpt2.py."""
 
 import torch
-from data.shards import from_hub
 from train_gpt import InputError, require
 
 # layers, heads and width (Radford et al. 2019, table 2)
@@ -18,6 +17,7 @@ UNUSED = (".attn.bias", ".attn.masked_bias")  # the causal mask, not a parameter
 
 def download(name):
     """Returns the path of a model's weights, which are downloaded unless they are in the hub's cache."""
+    from data.shards import from_hub  # here, so that a replayed run needs only its sources
     from huggingface_hub import hf_hub_download
 
     with from_hub(name):

@@ -20,14 +20,16 @@ def test_ruff(words):
 
 
 def test_imports_go_down():
+    """A folder imports only itself and those on floors below."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
     for name, number in floor.items():
         for file in [*ROOT.glob(f"{name}.py"), *(ROOT / name).rglob("*.py")]:
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                modules = [
-                    alias.name for alias in getattr(node, "names", []) if isinstance(node, ast.Import)
-                ]
-                if isinstance(node, ast.ImportFrom):
+                modules = []
+                if isinstance(node, ast.Import):
+                    modules = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
                     modules = [node.module]
-                for imported in (module.split(".")[0] for module in modules):
-                    assert imported == name or floor.get(imported, -1) < number, f"{file}: {imported}"
+                for module in modules:
+                    top = module.split(".")[0]
+                    assert top == name or floor.get(top, -1) < number, f"{file} imports {module}"

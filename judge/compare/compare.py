@@ -49,8 +49,8 @@ You may look as often as you like: that doesn't make a wrong answer more likely.
 kept in logs/compare/runs/, which you may delete. Later comparisons reuse a run if all that it could
 read is still the same.
 
-Exit status: 0 the comparison was made, 1 a run failed, 2 another error, 130 interrupted. With --gate:
-0 helps, 1 any other answer, 2 an error, 130 interrupted.
+Exit status: 0 the comparison was made (with --gate: helps), 1 another answer with --gate, 2 an error,
+130 interrupted.
 """
 
 import argparse
@@ -58,13 +58,12 @@ import json
 import math
 import statistics
 import sys
-import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
 from judge.comparable import add_metric, judged_in_words, settle_metric
 from judge.compare import runs as compare_runs
-from judge.compare.finished_logs import compare_finished
+from judge.compare.finished_logs import compare_logs
 from judge.compare.ledger import add_to_ledger, first_base, judged_before, loop_in_words, unused_seed
 from judge.compare.pairs import (
     Comparison,
@@ -74,21 +73,20 @@ from judge.compare.pairs import (
     undecided,
     wanted_runs,
 )
-from judge.compare.runs import RunError, make_runs, on_gpu, open_pool, runs_a_process, show_line
+from judge.compare.runs import make_runs, on_gpu, open_pool, runs_a_process, show_line
 from judge.compare.sources import (
     Variant,
     check_data,
     check_settings,
     check_validation,
+    first_variant,
     idea_commit,
     read_variant,
-    start,
     tell_apart,
     with_steps,
 )
 from judge.compare.step_times import PROCESSES, STEPS, measure_processes, times_file
 from judge.compare.verdict import (
-    WIDTH,
     answer_in_words,
     far_in_words,
     headline,
@@ -101,8 +99,7 @@ from judge.compare.verdict import (
 )
 from judge.stats import SLOPE_FACTOR, Effect
 from lib.commands import (
-    FileError,
-    UsageError,
+    UserError,
     command_parser,
     fraction,
     join_values,
@@ -113,7 +110,7 @@ from lib.commands import (
     whole_number,
 )
 from lib.files import write_file
-from lib.text import as_json, p_text, plural, short
+from lib.text import as_json, p_text, plural, short, wrap
 
 TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 
@@ -121,13 +118,13 @@ TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 # Arguments
 
 
-def fail(message: str):
-    raise UsageError(f"{message}; --help lists all options")
+def refuse(message: str):
+    raise UserError(f"{message}; --help lists all options")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("compare", __doc__)
-    parser.error = fail
+    parser.error = refuse
     add = parser.add_argument
     source = "[NAME=]SOURCE"
     base = (
@@ -175,41 +172,43 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns our options, and the options for all runs. Raises UsageError."""
+    """Returns our options, and the options for all runs. Raises UserError."""
     args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea")))
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
-            fail(
+            refuse(
                 f"unexpected argument: {word}. Say what to compare with --idea or --base, and put several "
                 'words in quotes: --idea "--muon_lr 0.03"'
             )
     settle_metric(args)
     if args.gate and len(args.idea or []) > 1:
-        fail("--gate judges one idea; give one --idea")
+        refuse("--gate judges one idea; give one --idea")
     if args.confirm and (args.base or args.idea):
-        fail(
+        refuse(
             "--confirm compares the first base of the ledger with the working tree; leave out --base, --idea"
         )
     if args.command and (args.recipe or args.nproc_per_node > 1):
-        fail("--command says what to run; leave out --recipe and --nproc_per_node")
+        refuse("--command says what to run; leave out --recipe and --nproc_per_node")
     if bool(args.base_logs) != bool(args.idea_logs) or args.plot and not args.base_logs:
-        fail("finished runs, and --plot, need both --base_logs and --idea_logs")
+        refuse("finished runs, and --plot, need both --base_logs and --idea_logs")
     if args.base_logs and (args.command or args.base or args.idea or common):
-        fail(
+        refuse(
             "finished runs train nothing; leave out --command, --base, --idea and options of the script"
         )
     return args, common
 
 
 def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
-    """The base if --base isn't given. Raises UsageError."""
+    """The base if --base isn't given. Raises UserError."""
     if not ideas:
         return "@HEAD" if command else "HEAD"
     if command:
         return "."
     commits = {idea_commit(text) for text in ideas} - {""}
     if len(commits) > 1:
-        fail("these ideas were made for different commits; compare them one at a time, or give --base")
+        refuse(
+            "these ideas were made for different commits; compare them one at a time, or give --base"
+        )
     if not commits:
         return "."
     commit = commits.pop()
@@ -217,9 +216,9 @@ def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
 
 
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
-    """Returns the base and the ideas, checked. Raises UsageError."""
+    """Returns the base and the ideas, checked. Raises UserError."""
     texts = [text for text in [args.base, *(args.idea or [])] if text]
-    tree = start(texts, args.command, args.recipe, compare_runs.scratch())
+    tree = first_variant(texts, args.command, args.recipe, compare_runs.scratch())
     base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
@@ -230,7 +229,7 @@ def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
 
 
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison:
-    """Raises UsageError."""
+    """Raises UserError."""
     args.ledger = args.ledger or compare_runs.FOLDER / "ledger.tsv"
     if args.confirm:
         args.base = f"{'.@' if args.command else ''}{first_base(args.ledger)}"
@@ -254,14 +253,13 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
 # Runs
 
 
-def say(c: Comparison, text: str = "") -> None:
+def show_progress(c: Comparison, text: str = "") -> None:
     if not c.args.gate:
         show_line(text)
 
 
 def make_until(c: Comparison, wanted, done) -> bool:
-    """Makes runs until done() is true; returns False if the time is over before. Raises RunError and
-    UsageError."""
+    """Makes runs until done() is true; returns False if the time is over before. Raises UserError."""
     late = False
 
     def enough(new: int) -> bool:
@@ -269,7 +267,7 @@ def make_until(c: Comparison, wanted, done) -> bool:
         if new and done():
             return True
         if new:
-            say(c, progress(c, steps_to_time(c)))
+            show_progress(c, progress(c, steps_to_time(c)))
         late = c.pool.minutes() > 60 * c.args.hours
         return late
 
@@ -281,8 +279,8 @@ def make_until(c: Comparison, wanted, done) -> bool:
 
 def make_all_runs(c: Comparison) -> None:
     """Makes runs until all ideas are decided, and those for the slope if the answer needs them. Raises
-    RunError and UsageError."""
-    say(c, progress(c, steps_to_time(c)))
+    UserError."""
+    show_progress(c, progress(c, steps_to_time(c)))
     in_time = make_until(c, lambda: wanted_runs(c), lambda: not undecided(c))
     if in_time and answer_needs_slope(c):
         make_until(c, lambda: slope_runs(c), lambda: not slope_runs(c))
@@ -304,11 +302,13 @@ def measure_times(c: Comparison) -> None:
                 c.pool,
                 c.base,
                 idea,
-                lambda n, name=name: say(c, f"step times of {name}: {n} of {PROCESSES} processes"),
+                lambda n, name=name: show_progress(
+                    c, f"step times of {name}: {n} of {PROCESSES} processes"
+                ),
             )
             c.log_ratios[idea.name] = [statistics.fmean(rounds) for rounds in processes]
-        except (RunError, FileError, OSError) as e:
-            say(c)
+        except OSError as e:
+            show_progress(c)
             print(e, file=sys.stderr)
             c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
 
@@ -390,14 +390,14 @@ def facts_in_words(c: Comparison) -> list[str]:
     return sentences
 
 
-def answer_as_json(c: Comparison) -> bytes:
+def comparison_as_json(c: Comparison) -> bytes:
     facts = c.pool.facts
     runs = {}
     for name, logs in c.pool.runs.items():
         seeds = sorted(logs)
         runs[name] = [{"path": str(logs[s].path), "seed": s, **asdict(logs[s].end)} for s in seeds]
     slope = c.slope()
-    answer = {
+    found = {
         **{name: facts[name] for name in ("machine", "torch", "threads", "processes")},
         "jobs": c.pool.jobs,
         "until": None if c.args.runs else c.args.until,
@@ -409,10 +409,10 @@ def answer_as_json(c: Comparison) -> bytes:
         "runs_made": c.pool.made,
         "runs": runs,
     }
-    return as_json(answer)
+    return as_json(found)
 
 
-def answer(c: Comparison) -> list[str]:
+def answer_lines(c: Comparison) -> list[str]:
     effects = c.effects()
     if c.args.gate:
         verdict = effects[0].verdict if effects else "undecided"
@@ -438,14 +438,14 @@ def record_lines(c: Comparison) -> list[str]:
         runs = [c.pool.runs[variant.name] for variant in (idea, c.base)]
         pairs = [(runs[0][seed], runs[1][seed]) for seed in c.timed.get(idea.name, [])]
         words = record_in_words(idea.name, sides[idea.name], target, pairs, looks)
-        lines += textwrap.wrap(words, WIDTH)
+        lines += wrap(words)
     return lines
 
 
-def compare(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     args, common = read_arguments(argv)
     if args.base_logs:
-        return compare_finished(args)
+        return compare_logs(args)
     status = 0
     with compare_runs.locked_folder() as lock:
         c = set_up(args, common, lock)
@@ -462,24 +462,16 @@ def compare(argv: list[str]) -> int:
             c.notes.append("Interrupted; run the same command again to continue.")
         if times_are_in_logs(c) and not args.no_times:
             read_times(c)
-        say(c)
+        show_progress(c)
         if c.pool.made:
             add_to_ledger(c)
-        lines = answer(c)
+        lines = answer_lines(c)
         print("\n".join(lines), flush=True)
         if args.json:
-            write_file(args.json, answer_as_json(c))
+            write_file(args.json, comparison_as_json(c))
     if args.gate and status == 0:
         return int(lines[0] != "helps")
     return status
-
-
-def main(argv: list[str]) -> int:
-    try:
-        return compare(argv)
-    except RunError as e:
-        print(e, file=sys.stderr)
-        return 2 if "--gate" in argv else 1
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ the answer wasn't clear, and look again, its p-values and intervals no longer ho
 
 import argparse
 import math
-import textwrap
 from dataclasses import asdict
 
 import numpy as np
 
 from judge.comparable import MACHINE, check_sides, judged_in_words
 from judge.compare.verdict import (
-    WIDTH,
     answer_in_words,
     count_sources,
     end_losses,
@@ -29,9 +27,9 @@ from judge.compare.verdict import (
 from judge.logs import Log, read_logs
 from judge.stats import Effect, add_times, given_slope, look_once
 from judge.turns import log_ratios, turns
-from lib.commands import LogError
+from lib.commands import UserError
 from lib.files import write_file
-from lib.text import as_json
+from lib.text import as_json, wrap
 
 OTHER_SESSION = (
     "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
@@ -41,11 +39,11 @@ ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen 
 
 
 def read_sides(args: argparse.Namespace) -> list[list[Log]]:
-    """The runs of the base, and of the idea. Raises LogError if they can't be compared."""
+    """The runs of the base, and of the idea. Raises UserError if they can't be compared."""
     sides = [read_logs(paths, args.metric) for paths in (args.base_logs, args.idea_logs)]
     for side, logs in zip(("base", "idea"), sides):
         if len(logs) < 2:
-            raise LogError(f"the {side} has one run; give two or more")
+            raise UserError(f"the {side} has one run; give two or more")
     tolerated = {
         *MACHINE,
         *["target_val_loss"] * bool(args.target),
@@ -54,7 +52,7 @@ def read_sides(args: argparse.Namespace) -> list[list[Log]]:
     check_sides(sides, tolerated)
     for side, logs in zip(("base", "idea"), sides):
         if len(set(end_losses(logs))) < 2:
-            raise LogError(f"the losses of the {side} are all equal, so there is no test")
+            raise UserError(f"the losses of the {side} are all equal, so there is no test")
     return sides
 
 
@@ -101,7 +99,7 @@ def facts_in_words(base: list[Log], idea: list[Log], has_slope: bool) -> list[st
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
-def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float | None) -> bytes:
+def sides_as_json(base: list[Log], idea: list[Log], effect: Effect, target: float | None) -> bytes:
     found = {"effect": asdict(effect), "target": target, "metric": base[0].metric}
     for side, logs in (("base", base), ("idea", idea)):
         runs = [{"path": str(log.path), "trial": log.trial, **asdict(log.end)} for log in logs]
@@ -109,10 +107,10 @@ def answer_as_json(base: list[Log], idea: list[Log], effect: Effect, target: flo
     return as_json(found)
 
 
-def compare_finished(args: argparse.Namespace) -> int:
+def compare_logs(args: argparse.Namespace) -> int:
     """Prints the answer, and writes what was asked for. Returns the exit status.
 
-    Raises LogError and FileError.
+    Raises UserError.
     """
     base, idea = read_sides(args)
     target, assumed = target_of(args.target, base)
@@ -127,7 +125,7 @@ def compare_finished(args: argparse.Namespace) -> int:
         lines = []
         if target is not None:
             record = record_in_words("idea", idea, target, pairs, looks=False)
-            lines += textwrap.wrap(record, WIDTH)
+            lines += wrap(record)
         lines += record_table({"base": base, "idea": idea}, target, looks=False)
         judged = judged_in_words([*base, *idea])
         facts = facts_in_words(base, idea, effect.steps is not None)
@@ -135,7 +133,7 @@ def compare_finished(args: argparse.Namespace) -> int:
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:
-        write_file(args.json, answer_as_json(base, idea, effect, target))
+        write_file(args.json, sides_as_json(base, idea, effect, target))
     if args.plot:
         from judge.curves import plot_curves  # slow to import, and only needed here
 

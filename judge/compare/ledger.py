@@ -14,7 +14,7 @@ from pathlib import Path
 from judge.compare.pairs import Comparison
 from judge.compare.sources import Variant, git
 from judge.stats import P_VALUE
-from lib.commands import UsageError
+from lib.commands import UserError
 from lib.files import write_file
 
 Row = dict[str, str]
@@ -23,12 +23,12 @@ FIELDS = "date base commit idea text metric until verdict loss low high pairs la
 
 
 def read_ledger(file: Path) -> list[Row]:
-    """[] if there is no such file yet. Raises UsageError."""
+    """[] if there is no such file yet. Raises UserError."""
     if not file.exists():
         return []
     rows = list(csv.DictReader(io.StringIO(file.read_text("utf-8")), delimiter="\t"))
     if any(list(row) != FIELDS or None in row.values() for row in rows):
-        raise UsageError(
+        raise UserError(
             f"{file}: it isn't a ledger of compare, or it is damaged; give another --ledger"
         )
     return rows
@@ -43,7 +43,7 @@ def commit_of(variant: Variant) -> str:
 
 
 def add_to_ledger(c: Comparison) -> None:
-    """A line for each idea that has an effect. Raises UsageError and FileError."""
+    """A line for each idea that has an effect. Raises UserError."""
     rows = read_ledger(c.args.ledger)
     for idea, text in zip(c.ideas, c.args.idea or ["."]):
         effect = c.effect(idea)
@@ -96,10 +96,10 @@ def loop_in_words(file: Path) -> list[str]:
 
 
 def first_base(file: Path) -> str:
-    """The commit where the ledger begins. Raises UsageError."""
+    """The commit where the ledger begins. Raises UserError."""
     rows = read_ledger(file)
     if not rows or not rows[0]["commit"]:
-        raise UsageError(
+        raise UserError(
             f"{file} doesn't begin with a base that is a commit; compare it with --base and --seed"
         )
     return rows[0]["commit"]

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from judge.comparable import not_whole
 from judge.compare.same_run import (
-    difference,
+    changes,
     hash_copy,
     hash_named,
     hash_text,
@@ -40,21 +40,17 @@ from judge.compare.same_run import (
 )
 from judge.compare.sources import Variant, check_options, fill_in, link_data
 from judge.logs import SUFFIXES, Log, find_logs, parse_log
-from lib.commands import LogError, UsageError
+from lib.commands import UserError
 from lib.environment import ROOT, chosen_threads, usable_cores
 from lib.files import write_file
 from lib.processes import get_data, gpu_maker, output_of
-from lib.text import short
+from lib.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
 RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
 WATCH = Path(__file__).resolve().parent / "watch"
-
-
-class RunError(Exception):
-    """A run failed. The message has the last lines of its output."""
 
 
 @dataclass
@@ -139,14 +135,14 @@ def scratch() -> Path:
 @contextlib.contextmanager
 def locked_folder() -> Iterator[int]:
     """Locks FOLDER, so that only one comparison or screen makes runs in this checkout. Gives the lock's
-    file descriptor. scratch() is deleted in the end. Raises UsageError and OSError."""
+    file descriptor. scratch() is deleted in the end. Raises UserError and OSError."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(FOLDER / "working", ignore_errors=True)  # of processes that were killed
         except BlockingIOError:
-            raise UsageError(
+            raise UserError(
                 f"another comparison or screen is running in {FOLDER}; wait for it to finish. If it was "
                 f'killed, end the runs that it left: pkill -KILL -f "{FOLDER}/working"'
             ) from None
@@ -220,7 +216,7 @@ def identity(variant: Variant, facts: dict) -> dict[str, dict]:
 
 
 def check_unchanged(pool: Pool, variant: Variant) -> None:
-    """Raises RunError if what a run could read has changed. A run may write new files, but not into data/,
+    """Raises UserError if what a run could read has changed. A run may write new files, but not into data/,
     where the next run could find them."""
     before = pool.identities[variant.name]
     now = identity(variant, pool.facts | packages())
@@ -228,10 +224,10 @@ def check_unchanged(pool: Pool, variant: Variant) -> None:
     now["files"] = {
         name: value for name, value in now["files"].items() if name in known or name.startswith("data/")
     }
-    changed = difference(before, now)
+    changed = changes(before, now)
     if changed:
-        raise RunError(
-            f"error: {in_short(changed)} while {variant.name} trained, so this run isn't kept; run the same "
+        raise UserError(
+            f"{in_short(changed)} while {variant.name} trained, so this run isn't kept; run the same "
             "command again (a run may write files, but not change those that it finds)"
         )
 
@@ -250,14 +246,14 @@ def why_again(pool: Pool) -> str:
     facts = [json.loads(file.read_bytes()) for file in FOLDER.glob("runs/*/facts.json")]
     for name in [name for name, runs in pool.runs.items() if not runs]:
         new = pool.identities[name]
-        same = [difference(kept, new) for kept in facts if code_of(kept) == code_of(new)]
+        same = [changes(kept, new) for kept in facts if code_of(kept) == code_of(new)]
         if same:
             return in_short(min(same, key=len))
     return ""
 
 
 def add_variants(pool: Pool, variants: list[Variant]) -> None:
-    """Links their data, and finds their kept runs. Raises UsageError."""
+    """Links their data, and finds their kept runs. Raises UserError."""
     for variant in variants:
         if variant.command:
             check_options(variant)
@@ -278,7 +274,7 @@ def open_pool(
 
     On a CPU, the default is a job per core, because that gives the most runs an hour, and one job for
     commands, which may use all cores. On GPUs, and with several processes per run, there is one run at a
-    time. Raises UsageError.
+    time. Raises UserError.
     """
     for variant in variants:
         if "train_files" in (variant.settings or {}):
@@ -301,7 +297,7 @@ def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
     """None if it isn't whole. The log of a command needs no times and no source."""
     try:
         log = parse_log(path, pool.metric)
-    except LogError:
+    except UserError:
         return None
     fault = not_whole(log, pool.stops_early) if variant.command else log.incomplete
     return None if fault else log
@@ -324,8 +320,7 @@ def keep_log(pool: Pool, task: Task, log: Log) -> None:
     folder = pool.folder(task.variant)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "facts.json").exists():
-        facts = json.dumps(pool.identities[task.variant.name], indent=1)
-        write_file(folder / "facts.json", facts.encode())
+        write_file(folder / "facts.json", as_json(pool.identities[task.variant.name]))
     log.path = log.path.replace(folder / f"seed{seed}.txt")
     pool.runs[task.variant.name][seed] = log
     pool.new.add((task.variant.name, seed))
@@ -400,7 +395,7 @@ def no_interrupt() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def start(pool: Pool, task: Task) -> None:
+def start_task(pool: Pool, task: Task) -> None:
     variant = task.variant
     folder = scratch() / f"{pool.key(variant)}_seed{task.seeds[0]}"
     folder.mkdir(parents=True)
@@ -412,7 +407,7 @@ def start(pool: Pool, task: Task) -> None:
         pool.workers.append(Worker(task, child, folder))
 
 
-def stop(pool: Pool, worker: Worker) -> None:
+def end_worker(pool: Pool, worker: Worker) -> None:
     """Ends a process at once. Torchrun's workers have sessions of their own, so it must end them."""
     if pool.facts["processes"] > 1 or worker.task.variant.command:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -436,8 +431,8 @@ def last_lines(console: Path) -> str:
 
 def fail(worker: Worker, reason: str):
     task = worker.task
-    raise RunError(
-        f"{last_lines(worker.folder / 'console.txt')}\nerror: a run failed: {task.variant.name}, seed "
+    raise UserError(
+        f"{last_lines(worker.folder / 'console.txt')}\na run failed: {task.variant.name}, seed "
         f"{task.seeds[0]} ({reason}). Above are the last lines that it printed"
     )
 
@@ -450,13 +445,13 @@ def watched_lines(worker: Worker, name: str) -> list:
 
 
 def check_reading(worker: Worker) -> None:
-    """Raises RunError if a run reads the files of which it has copies."""
+    """Raises UserError if a run reads the files of which it has copies."""
     for path in watched_lines(worker, "read")[:1]:
         fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
 
 
 def check_arrival(worker: Worker) -> None:
-    """Raises RunError if options at the end of a command reached no script, where one is in Python."""
+    """Raises UserError if options at the end of a command reached no script, where one is in Python."""
     variant = worker.task.variant
     started = watched_lines(worker, "started")
     if "{options}" in variant.command or not started:
@@ -467,7 +462,7 @@ def check_arrival(worker: Worker) -> None:
 
 
 def log_of_command(pool: Pool, worker: Worker) -> Log:
-    """The log of a command that has ended with status 0. Raises RunError."""
+    """The log of a command that has ended with status 0. Raises UserError."""
     variant = worker.task.variant
     check_arrival(worker)
     files = sorted((worker.folder / "copy" / "logs").rglob("*"))
@@ -476,11 +471,12 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
             logs, _ = find_logs([file for file in files if file.suffix in suffixes], pool.metric)
             if logs:
                 break
-        if len(logs) > 1:
-            fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
-        log = logs[0] if logs else parse_log(worker.folder / "console.txt", pool.metric)
-    except LogError as e:
+        logs = logs or [parse_log(worker.folder / "console.txt", pool.metric)]
+    except UserError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")
+    if len(logs) > 1:
+        fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
+    log = logs[0]
     if fault := not_whole(log, pool.stops_early):
         fail(worker, fault)
     earlier = list(pool.runs[variant.name].values())
@@ -492,8 +488,8 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     return log
 
 
-def finished_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
-    """Those that don't grow any more, in the order of their seeds. Raises RunError."""
+def complete_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
+    """Those that don't grow any more, in the order of their seeds. Raises UserError."""
     variant = worker.task.variant
     if variant.command:
         if status == 0:
@@ -512,12 +508,12 @@ def finished_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Lo
 def collect(pool: Pool, worker: Worker) -> None:
     """Keeps the runs that a process has finished, and removes the process if it has ended.
 
-    Raises RunError if runs are missing, or take too long.
+    Raises UserError if runs are missing, or take too long.
     """
     status = worker.child.poll()
     task = worker.task
     check_reading(worker)
-    logs = list(finished_logs(pool, worker, status))
+    logs = list(complete_logs(pool, worker, status))
     if logs:
         check_unchanged(pool, task.variant)
     for log in logs:
@@ -529,7 +525,7 @@ def collect(pool: Pool, worker: Worker) -> None:
         return
     if task.seeds:
         fail(worker, f"exit status {status}" if status else "its log is incomplete")
-    stop(pool, worker)
+    end_worker(pool, worker)
 
 
 def next_task(pool: Pool, wanted: Wanted) -> Task | None:
@@ -550,11 +546,11 @@ def next_task(pool: Pool, wanted: Wanted) -> Task | None:
 def make_runs(pool: Pool, wanted: Callable[[], Wanted], enough: Callable[[int], bool]) -> None:
     """Makes the runs of wanted() until all are there, or until enough(new) is true. Both are asked ten
     times a second; `new` is the number of runs that were finished meanwhile. Processes that are still at
-    work in the end are stopped. Raises RunError and UsageError."""
+    work in the end are stopped. Raises UserError."""
     try:
         while True:
             while len(pool.workers) < pool.jobs and (task := next_task(pool, wanted())):
-                start(pool, task)
+                start_task(pool, task)
             if not pool.workers:
                 return
             time.sleep(0.1)
@@ -565,4 +561,4 @@ def make_runs(pool: Pool, wanted: Callable[[], Wanted], enough: Callable[[int], 
                 return
     finally:
         for worker in list(pool.workers):
-            stop(pool, worker)
+            end_worker(pool, worker)

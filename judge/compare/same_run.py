@@ -121,7 +121,7 @@ def run_environment(is_command: bool) -> dict[str, str]:
     return variables | environment()
 
 
-def difference(old: dict[str, dict], new: dict[str, dict]) -> list[str]:
+def changes(old: dict[str, dict], new: dict[str, dict]) -> list[str]:
     """What isn't the same, in words."""
     words = []
     for kind in new:

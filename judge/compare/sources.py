@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from judge.compare.same_run import hash_copy, hash_text, run_environment
-from lib.commands import UsageError
+from lib.commands import UserError
 from lib.environment import ROOT
 from lib.files import without_windows
 from lib.text import short
@@ -101,13 +101,13 @@ class Variant:
 
 
 def git(*arguments: str, cwd: Path | None = None, input: bytes = b"", **variables: str) -> bytes:
-    """Returns what git prints. Raises UsageError with the first line of its error, and OSError."""
+    """Returns what git prints. Raises UserError with the first line of its error, and OSError."""
     command = ["git", *arguments]
     env = run_environment(is_command=True) | variables  # without GIT_DIR, which a hook of git sets
     done = subprocess.run(command, cwd=cwd or ROOT, input=input, capture_output=True, env=env)
     if done.returncode != 0:
         lines = done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"]
-        raise UsageError(re.sub("^(error|fatal): ", "", lines[0]))
+        raise UserError(re.sub("^(error|fatal): ", "", lines[0]))
     return done.stdout
 
 
@@ -139,9 +139,9 @@ def mend_links(folder: Path, repository: Path) -> None:
 
 
 def check_submodule(path: Path) -> None:
-    """Raises UsageError."""
+    """Raises UserError."""
     if not (path / ".git").exists():
-        raise UsageError(f"the submodule {path} isn't checked out; run git submodule update --init")
+        raise UserError(f"the submodule {path} isn't checked out; run git submodule update --init")
 
 
 def not_ours(folder: str, names: list[str]) -> set[str]:
@@ -176,7 +176,7 @@ def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> Non
 def copy_tree(scratch: Path, repository: Path | None = None, leave_out: Sequence[Path] = ()) -> Path:
     """The working tree's files as they are now, but those that git ignores. Of files that git doesn't
     know, patches, logs and the like aren't copied, nor answers of compare, nor those to leave out: they
-    come and go, and no run needs them. Raises UsageError."""
+    come and go, and no run needs them. Raises UserError."""
     folder = scratch / "worktree"
     copy_files(folder, repository or ROOT, leave_out)
     mend_links(folder, repository or ROOT)
@@ -185,7 +185,7 @@ def copy_tree(scratch: Path, repository: Path | None = None, leave_out: Sequence
 
 def checkout(commit: str, folder: Path, repository: Path, index: Path) -> None:
     """Writes all files of a commit, those of its submodules too. `index` is a file for git. Raises
-    UsageError."""
+    UserError."""
     folder.mkdir(parents=True, exist_ok=True)
     variables = {"GIT_INDEX_FILE": str(index), "GIT_WORK_TREE": str(folder)}
     git("read-tree", commit, cwd=repository, **variables)
@@ -199,14 +199,14 @@ def checkout(commit: str, folder: Path, repository: Path, index: Path) -> None:
 
 
 def copy_commit(revision: str, scratch: Path, repository: Path | None = None) -> Path:
-    """The files of a commit. Raises UsageError."""
+    """The files of a commit. Raises UserError."""
     repository = repository or ROOT
     try:
         name = f"{revision}^{{commit}}"
         commit = git("rev-parse", "--verify", "--end-of-options", name, cwd=repository).decode().strip()
-    except UsageError as e:
+    except UserError as e:
         hint = "in a shallow clone, run git fetch --unshallow"
-        raise UsageError(f"no file or commit is called {revision} ({e}); {hint}") from None
+        raise UserError(f"no file or commit is called {revision} ({e}); {hint}") from None
     above = git("rev-parse", "--show-cdup", cwd=repository).decode().strip()
     root = Path(os.path.normpath(repository / above))
     folder = scratch / commit
@@ -220,7 +220,7 @@ def copy_commit(revision: str, scratch: Path, repository: Path | None = None) ->
 
 def changed(folder: Path, script: str, files: list[Path]) -> Path:
     """A copy in which patches are applied, and a .py file takes the place of the script. The same
-    changes give the same folder. Raises UsageError and OSError."""
+    changes give the same folder. Raises UserError and OSError."""
     if not files:
         return folder
     contents = b"".join(file.read_bytes() for file in files)
@@ -240,9 +240,9 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
         has_prefix = not re.search(rb"^diff --git (.+) \1$", patch, re.MULTILINE)  # see diff.noprefix
         try:
             git("apply", f"-p{has_prefix:d}", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
-        except UsageError as e:
+        except UserError as e:
             shutil.rmtree(copy)  # otherwise it would be found as the changed one
-            raise UsageError(f"the patch doesn't apply ({e})") from None
+            raise UserError(f"the patch doesn't apply ({e})") from None
     return copy
 
 
@@ -251,14 +251,14 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
 
 
 def copy_folder(kind: str, base: Variant) -> Variant:
-    """A copy of PATH or PATH@REVISION, any folder of a git repository. Raises UsageError and OSError."""
+    """A copy of PATH or PATH@REVISION, any folder of a git repository. Raises UserError and OSError."""
     path, at, revision = kind.partition("@")
     if Path(kind).is_dir():
         path = kind
         at = ""
     source = Path(path).resolve()
     if not source.is_dir():
-        raise UsageError(
+        raise UserError(
             f"there is no folder {path}; with --command, give PATH, PATH@REVISION or options"
         )
     scratch = base.folder.parent / hash_text(str(source))
@@ -267,7 +267,7 @@ def copy_folder(kind: str, base: Variant) -> Variant:
     else:
         folder = copy_tree(scratch, source, base.leave_out)
     if not folder.is_dir():
-        raise UsageError(f"git knows no file in {source}; it may ignore this folder")
+        raise UserError(f"git knows no file in {source}; it may ignore this folder")
     return replace(base, folder=folder, origin=source)
 
 
@@ -281,20 +281,20 @@ def is_idea(kind: str) -> bool:
 
 
 def read_idea(folder: Path) -> dict:
-    """The idea.json of an idea's folder. Raises UsageError and OSError."""
+    """The idea.json of an idea's folder. Raises UserError and OSError."""
     file = folder / "idea.json"
     try:
         idea = json.loads(file.read_bytes())
     except ValueError as e:
-        raise UsageError(f"{file}: not JSON ({e})") from None
+        raise UserError(f"{file}: not JSON ({e})") from None
     if not isinstance(idea, dict) or not isinstance(idea.get("options", ""), str):
-        raise UsageError(f'{file}: it must be a JSON object, whose "options" are text')
+        raise UserError(f'{file}: it must be a JSON object, whose "options" are text')
     return idea
 
 
 def idea_commit(text: str) -> str:
     """The commit that an idea's folder names; "" for other sources, and for ideas for the current
-    train_gpt.py. Raises UsageError."""
+    train_gpt.py. Raises UserError."""
     kind = split_source(text)[1]
     if not is_idea(kind):
         return ""
@@ -306,7 +306,7 @@ def read_source(kind: str, base: Variant) -> Variant:
     or "." names; with --command, the folder that PATH or PATH@REVISION names. Files change the base's
     folder.
 
-    Raises UsageError and OSError.
+    Raises UserError and OSError.
     """
     file = Path(kind)
     script = base.script
@@ -330,13 +330,13 @@ def default_name(kind: str, options: list[str]) -> str:
 
 
 def split_source(text: str) -> tuple[str, str, list[str]]:
-    """The parts of [NAME=][KIND] [OPTIONS]. Raises UsageError."""
+    """The parts of [NAME=][KIND] [OPTIONS]. Raises UserError."""
     named = re.fullmatch(r"(\w[\w.+-]*)=(.*)", text, re.DOTALL)
     name, what = named.groups() if named else ("", text)
     try:
         words = shlex.split(what)
     except ValueError as e:  # quotes that don't close
-        raise UsageError(f"{text}: {e}") from None
+        raise UserError(f"{text}: {e}") from None
     if not words:
         return name, ".", []
     if words[0].startswith("--"):
@@ -344,9 +344,9 @@ def split_source(text: str) -> tuple[str, str, list[str]]:
     return name, words[0], words[1:]
 
 
-def start(texts: list[str], command: str, recipe: str, scratch: Path) -> Variant:
+def first_variant(texts: list[str], command: str, recipe: str, scratch: Path) -> Variant:
     """Where read_variant begins: the working tree without the files that these sources name, or a command
-    without a folder. Raises UsageError."""
+    without a folder. Raises UserError."""
     named = [Path(split_source(text)[1]) for text in texts]
     leave_out = [path.resolve() for path in named if path.is_file()]
     if command:
@@ -356,7 +356,7 @@ def start(texts: list[str], command: str, recipe: str, scratch: Path) -> Variant
 
 
 def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
-    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UsageError and OSError."""
+    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UserError and OSError."""
     name, kind, options = split_source(text)
     usual_name = default_name(kind, options)
     if is_idea(kind):
@@ -367,12 +367,12 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     try:
         if kind:
             base = read_source(kind, base)
-    except UsageError as e:
-        raise UsageError(f"{text}: {e}") from None
+    except UserError as e:
+        raise UserError(f"{text}: {e}") from None
     for word in common + options:
         option = word.split("=")[0]
         if option in OURS and not base.command:
-            raise UsageError(f"{option}: compare sets this option for each run; remove it")
+            raise UserError(f"{option}: compare sets this option for each run; remove it")
     name = re.sub(r"[^\w.+-]+", "_", name or usual_name).strip("_.")
     return replace(base, name=name[:60] or "idea", options=common + options)
 
@@ -382,7 +382,7 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
 
 
 def ask(variants: list[Variant], processes: int, check_data: bool) -> None:
-    """Fills in the settings of variants of one script. Raises UsageError with what the script says is
+    """Fills in the settings of variants of one script. Raises UserError with what the script says is
     wrong."""
     first = variants[0]
     lists = [json.dumps(variant.options) for variant in variants]
@@ -396,17 +396,17 @@ def ask(variants: list[Variant], processes: int, check_data: bool) -> None:
     )
     if done.returncode != 0:
         lines = done.stderr.splitlines() or ["the source doesn't run"]
-        raise UsageError(f"{first.name}: {lines[-1]}")
+        raise UserError(f"{first.name}: {lines[-1]}")
     for variant, line in zip(variants, done.stdout.splitlines()[-len(variants) :]):
         answer = json.loads(line)
         if isinstance(answer, str):
-            raise UsageError(f"{variant.name}: {answer}")
+            raise UserError(f"{variant.name}: {answer}")
         variant.settings = variant.settings or answer
 
 
 def check_settings(variants: list[Variant], processes: int, check_data: bool = False) -> None:
     """Lets each script check its options, and whether there are enough data. Fills in the settings. Raises
-    UsageError.
+    UserError.
 
     Commands, and scripts without our functions, can't be asked: their runs show whether they know the
     options."""
@@ -418,15 +418,15 @@ def check_settings(variants: list[Variant], processes: int, check_data: bool = F
         if first.command:
             continue
         if not (first.folder / first.script).is_file():
-            raise UsageError(f"{first.name}: there is no file {first.script}")
+            raise UserError(f"{first.name}: there is no file {first.script}")
         if all(check in first.source() for check in CHECKS):
             ask(group, processes, check_data)
         elif b"--log_dir" not in first.source():  # it would train, and its log couldn't be found
-            raise UsageError(f"{first.name}: this script has no option --log_dir, which compare needs")
+            raise UserError(f"{first.name}: this script has no option --log_dir, which compare needs")
 
 
 def check_validation(base: Variant, others: list[Variant]) -> None:
-    """Raises UsageError if a variant measures its loss in another way than the base."""
+    """Raises UserError if a variant measures its loss in another way than the base."""
     for variant in others:
         if base.settings is None or variant.settings is None:
             continue
@@ -434,25 +434,25 @@ def check_validation(base: Variant, others: list[Variant]) -> None:
             value = variant.settings.get(option)
             expected = base.settings.get(option)
             if value != expected:
-                raise UsageError(
+                raise UserError(
                     f"{variant.name}: --{option} is {value}, but {expected} in the base; losses can only "
                     "be compared on the same validation tokens and sequence length, so give both the same"
                 )
 
 
 def check_data(variants: list[Variant]) -> None:
-    """Lets each script check that there are enough data for its runs. Raises UsageError."""
+    """Lets each script check that there are enough data for its runs. Raises UserError."""
     check_settings(variants, 1, check_data=True)
 
 
 def tell_apart(variants: list[Variant]) -> None:
-    """Makes names unique. Raises UsageError if two variants are equal."""
+    """Makes names unique. Raises UserError if two variants are equal."""
     earlier = {}
     names = set()
     for variant in variants:
         other = earlier.setdefault(variant.digest(), variant)
         if other is not variant:
-            raise UsageError(
+            raise UserError(
                 f"{variant.name} has the same source and settings as {other.name}, so there is "
                 "nothing to compare; edit the script, or pass an --idea that changes the training"
             )
@@ -508,10 +508,10 @@ def is_plain(command: str) -> bool:
 
 
 def check_options(variant: Variant) -> None:
-    """Raises UsageError if the options of a command might not reach the script."""
+    """Raises UserError if the options of a command might not reach the script."""
     if variant.options and "{options}" not in variant.command and not is_plain(variant.command):
         options = short(shlex.join(variant.options), 40)
-        raise UsageError(
+        raise UserError(
             f"{variant.name}: write {{options}} where {options} must stand in --command; they can't "
             "follow a command with shell syntax, or with another command in an argument"
         )
@@ -532,16 +532,16 @@ def set_steps(variant: Variant, steps: int) -> Variant:
 
 def with_steps(base: Variant, factor: float, others: list[Variant] | None = None) -> Variant:
     """The base with another number of steps. If one of the others is the same, returns that one, so
-    that both have the same runs. Raises UsageError if the number of steps isn't possible."""
+    that both have the same runs. Raises UserError if the number of steps isn't possible."""
     steps = base.num_iterations()
     if steps is None or round(steps * factor) in (0, steps):
-        raise UsageError(
+        raise UserError(
             f"{base.name}: compare also trains the base with more and with fewer steps, so it needs to know "
             "--num_iterations; give --num_iterations 10 or more"
         )
     variant = set_steps(base, round(steps * factor))
     if variant.num_iterations() == steps:
-        raise UsageError("write {options} behind --num_iterations in --command")
+        raise UserError("write {options} behind --num_iterations in --command")
     for other in others or []:
         if other.digest() == variant.digest():
             return other

@@ -23,8 +23,9 @@ import time
 from pathlib import Path
 
 from judge.compare import runs as compare_runs
-from judge.compare.runs import Pool, RunError, last_lines, start_script
+from judge.compare.runs import Pool, last_lines, start_script
 from judge.compare.sources import Variant, set_steps
+from lib.commands import UserError
 from lib.environment import usable_cores
 from lib.files import write_file
 
@@ -102,7 +103,7 @@ def times_file(pool: Pool, base: Variant, idea: Variant) -> Path:
 
 
 def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> list[float]:
-    """Starts a process of each, and returns log(idea's step time / base's) of each round. Raises RunError."""
+    """Starts a process of each, and returns log(idea's step time / base's) of each round. Raises UserError."""
     steps = min(n for n in (base.num_iterations(), idea.num_iterations(), STEPS) if n)
     trainers = []
     ratios = []
@@ -118,8 +119,8 @@ def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> lis
             ratios.append(ratio)
         if not ratios:
             ended = [trainer for trainer in trainers if trainer.child.poll() is not None][0]
-            raise RunError(
-                f"{last_lines(ended.console)}\nerror: {ended.name}: the script failed, or has too few steps "
+            raise UserError(
+                f"{last_lines(ended.console)}\n{ended.name}: the script failed, or has too few steps "
                 "to be timed. --no_times skips this measurement"
             )
     finally:
@@ -130,7 +131,7 @@ def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> lis
 
 def measure_processes(pool: Pool, base: Variant, idea: Variant, show) -> list[list[float]]:
     """Returns measure_rounds of all processes, those kept from before included. Calls show(number) before
-    each. Raises RunError."""
+    each. Raises UserError."""
     file = times_file(pool, base, idea)
     found = json.loads(file.read_bytes()) if file.exists() else []
     while len(found) < PROCESSES:

@@ -2,15 +2,13 @@
 
 import math
 import statistics
-import textwrap
 
 from judge.logs import Log
 from judge.stats import P_VALUE, P_WORTHLESS, Bounds, Effect, Slope, far_from_others, p_if_looked
 from judge.summary import Summary, summarize
 from judge.turns import p_faster
-from lib.text import goal, p_text, percent, percent_interval, short, table
+from lib.text import goal, p_text, percent, percent_interval, short, table, wrap
 
-WIDTH = 80
 NO_INTERVAL = "no interval yet"
 
 
@@ -58,7 +56,7 @@ def interval_in_words(bounds: Bounds) -> str:
     return percent_interval(bounds) if bounds[0] > -1 else NO_INTERVAL
 
 
-def numbers(effect: Effect) -> list[str]:
+def number_lines(effect: Effect) -> list[str]:
     """A line for each number below the headline, with its interval."""
     rows = []
     if effect.verdict != "identical":
@@ -83,8 +81,8 @@ def answer_in_words(
     intervals hold for; `facts` are sentences about the runs."""
     lines = []
     for effect in effects:
-        lines += textwrap.wrap(headline(effect, until), WIDTH)
-        lines += numbers(effect)
+        lines += wrap(headline(effect, until))
+        lines += number_lines(effect)
     if all(effect.verdict == "identical" and effect.time is None for effect in effects):
         return lines
     sentences = [test]
@@ -94,7 +92,7 @@ def answer_in_words(
         sentences.append(
             f"{steps} are those to reach the base's loss, computed from the difference in loss."
         )
-    return lines + textwrap.wrap(" ".join([*sentences, *facts]), WIDTH)
+    return lines + wrap(" ".join([*sentences, *facts]))
 
 
 def other_steps(name: str, steps: int | None, base_steps: int, has_slope: bool) -> list[str]:

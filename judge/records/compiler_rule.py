@@ -23,7 +23,7 @@ def compiler_settings(source: bytes) -> list[str]:
     tree is searched. If this Python can't parse it, the only line says so.
     """
     try:
-        tree = parse(source)
+        tree = parse_source(source)
     except SyntaxError as e:
         return [f"syntax that this Python can't parse in source line {e.lineno}"]
     lines = {}  # one message for all lines that do the same
@@ -32,7 +32,7 @@ def compiler_settings(source: bytes) -> list[str]:
     return [f"{what} in source line {', '.join(numbers)}" for what, numbers in lines.items()]
 
 
-def parse(source: bytes) -> ast.AST:
+def parse_source(source: bytes) -> ast.AST:
     with warnings.catch_warnings(action="ignore"):
         return ast.parse(source.decode("utf-8", "replace"))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from judge.logs import parse_log
 from judge.records.pages import Record
 from judge.records.replay import command_to_run, processes_of, python_command, write_sources
-from lib.commands import UsageError
+from lib.commands import UserError
 from lib.environment import ROOT, environment
 from lib.files import write_file
 from lib.processes import check_machine
@@ -26,7 +26,7 @@ RUNS = 10  # of each side
 
 
 def make_run(command: str, env: dict[str, str], seed: int, file: Path) -> None:
-    """Runs a command that trains once, and moves its log to `file`. Raises UsageError and FileError."""
+    """Runs a command that trains once, and moves its log to `file`. Raises UserError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     env.pop("PYTHONPATH", None)  # a script must find only its own files
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
@@ -35,21 +35,21 @@ def make_run(command: str, env: dict[str, str], seed: int, file: Path) -> None:
         done = subprocess.run(command, shell=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
         logs = list(Path(folder).glob("*.txt"))
         if done.returncode or len(logs) != 1:
-            raise UsageError(f"this run failed: {command}")
+            raise UserError(f"this run failed: {command}")
         write_file(file, logs[0].read_bytes() + f"started: {started}\n".encode())
 
 
-def make_runs(folder: Path, track: str, record_on: Callable[[str], Record | None]) -> list[Path]:
+def make_record_runs(folder: Path, track: str, record_on: Callable[[str], Record | None]) -> list[Path]:
     """Returns the folders of your runs and of the record's, or only the first if there is no record.
 
-    `record_on(hardware)` is the record to beat. Raises UsageError, LogError and FileError.
+    `record_on(hardware)` is the record to beat. Raises UserError.
     """
     ours, theirs = folder / "new", folder / "record"
     usual = dict(os.environ)
-    plan = check_machine(sys.executable, "train", "train_gpt", "--track", track)
-    words = ["train_gpt.py", "--track", track, *plan["options"]]
+    needs = check_machine(sys.executable, "train", "train_gpt", "--track", track)
+    words = ["train_gpt.py", "--track", track, *needs["options"]]
     # What trains a side, and where. The check has set the variables of ./run.sh
-    runs = {ours: (python_command(words, plan["processes"]), dict(os.environ))}
+    runs = {ours: (python_command(words, needs["processes"]), dict(os.environ))}
     first = ours / "0.txt"
     if not first.exists():
         make_run(*runs[ours], 0, first)

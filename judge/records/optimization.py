@@ -17,7 +17,6 @@ losses with a standard deviation of about 0.0013. The t-test that is printed bes
 standard deviation of the runs instead.
 """
 
-import json
 import math
 import statistics
 from dataclasses import asdict, dataclass
@@ -27,8 +26,8 @@ from judge.comparable import MACHINE, check_sides
 from judge.logs import Log, read_logs
 from judge.records.tables import print_wrapped
 from judge.summary import p_below, p_lower
-from lib.commands import LogError
-from lib.text import plural, table
+from lib.commands import UserError
+from lib.text import as_json, plural, table
 
 TARGET = 3.28  # nats per token
 THRESHOLD = 0.004  # nats per token
@@ -39,7 +38,7 @@ ASSUMPTION = "the rule assumes a standard deviation of about 0.0013 (p < 0.001)"
 
 
 @dataclass
-class Result:
+class LossesAtStep:
     """All runs of a recipe at one step. Losses in nats per token."""
 
     step: int
@@ -74,10 +73,10 @@ class Recipe:
 
     name: str
     runs: list[Log]
-    results: list[Result]  # at each step that all runs validated, in order
+    results: list[LossesAtStep]  # at each step that all runs validated, in order
 
     @property
-    def result(self) -> Result:
+    def result(self) -> LossesAtStep:
         """The one that counts: the first that the rule accepts, or the last if it accepts none."""
         return next((r for r in self.results if r.accepted), self.results[-1])
 
@@ -96,20 +95,20 @@ class Decision:
 def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
     """Reads the runs of one recipe, at least one.
 
-    Raises LogError if a log can't be read, or if the runs aren't repetitions of one training. A run that
+    Raises UserError if a log can't be read, or if the runs aren't repetitions of one training. A run that
     ended before the others doesn't matter below the step that the rule accepts. If there is none, this
-    raises LogError, too.
+    raises it, too.
     """
     runs = read_logs(paths, metric)
     check_sides([runs], ALLOWED)
     losses = [finite_losses(run) for run in runs]
     results = []
     for step in sorted(set.intersection(*map(set, losses))):
-        results.append(Result(step, [found[step] for found in losses]))
+        results.append(LossesAtStep(step, [found[step] for found in losses]))
     end = max(run.last_step for run in runs)
     for run, found in zip(runs, losses):
         if end not in found and not any(result.accepted for result in results):
-            raise LogError(
+            raise UserError(
                 f"{run.name}: no finite val_loss at step {end}, the last of these runs; let it finish"
             )
     return Recipe(name, runs, results)
@@ -124,7 +123,7 @@ def finite_losses(run: Log) -> dict[int, float]:
 # The rule
 
 
-def judge_result(result: Result) -> Decision:
+def judge_result(result: LossesAtStep) -> Decision:
     """Is the mean loss low enough below the target?"""
     formula = f"({TARGET} - {result.mean:.6f}) * sqrt({result.n})"
     p = p_below(result.losses, TARGET)
@@ -132,7 +131,7 @@ def judge_result(result: Result) -> Decision:
     return Decision(result.accepted, result.score, formula, p, test)
 
 
-def judge_pair(new: Result, old: Result) -> Decision:
+def judge_pair(new: LossesAtStep, old: LossesAtStep) -> Decision:
     """Is the new recipe better? A step saved is worth LOSS_PER_STEP."""
     fewer_steps = old.step - new.step
     worth = fewer_steps * LOSS_PER_STEP
@@ -192,10 +191,10 @@ def print_decision(recipes: list[Recipe], decision: Decision) -> None:
 
 
 def print_json(recipes: list[Recipe], decision: Decision) -> None:
-    answer = {"rule": "optimization", "assumption": ASSUMPTION} | asdict(decision)
+    found = {"rule": "optimization", "assumption": ASSUMPTION} | asdict(decision)
     for recipe in recipes:
         result = recipe.result
-        answer[recipe.name] = {
+        found[recipe.name] = {
             "steps": recipe.runs[0].num_steps,
             "step": result.step,  # that counts
             "n": result.n,
@@ -209,13 +208,13 @@ def print_json(recipes: list[Recipe], decision: Decision) -> None:
                 for r in recipe.results
             ],
         }
-    print(json.dumps(answer, indent=2))
+    print(as_json(found).decode())
 
 
-def decide(logs: list[Path], against: list[Path], as_json: bool, metric: str) -> int:
+def apply_rule(logs: list[Path], against: list[Path], as_json: bool, metric: str) -> int:
     """Applies the rule to logs, or folders of logs, and prints what it says.
 
-    Returns the exit status: 0 accepted, 1 not. Raises LogError if the logs can't be used.
+    Returns the exit status: 0 accepted, 1 not. Raises UserError if the logs can't be used.
     """
     recipes = [read_recipe("new", logs, metric)]
     decision = judge_result(recipes[0].result)

@@ -13,10 +13,11 @@ from pathlib import Path
 from judge.curves import plot_curves
 from judge.figures import COLORS, plt, save_figure
 from judge.logs import Log, read_logs
-from judge.records.rules import final_losses, final_times, judge
+from judge.records.rules import final_losses, final_times, judge_runs
 from judge.records.tables import COLUMNS, summary_lines, table_rows
-from judge.summary import P_VALUE, Summary, summarize
-from lib.commands import LogError
+from judge.stats import P_VALUE
+from judge.summary import Summary, summarize
+from lib.commands import UserError
 from lib.environment import ROOT
 from lib.files import write_file
 from lib.text import markdown_table, p_text
@@ -56,18 +57,18 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """Raises LogError."""
+    """Raises UserError."""
     logs = read_logs(sorted(folder.glob("*.txt")) or [folder])
     before = read_logs([folder / BEFORE]) if (folder / BEFORE).is_dir() else []
     file = folder / "record.json"
     try:
         return Record(folder, logs, before, **json.loads(file.read_bytes()))
     except (TypeError, ValueError) as e:
-        raise LogError(f"{file}: it doesn't describe a record ({e})") from None
+        raise UserError(f"{file}: it doesn't describe a record ({e})") from None
 
 
 def read_records(root: Path) -> dict[str, list[Record]]:
-    """Maps tracks to their records, sorted by date. Raises LogError.
+    """Maps tracks to their records, sorted by date. Raises UserError.
 
     On the same day, the faster record came later, because it beat the slower one.
     """
@@ -149,7 +150,7 @@ def commands_to_repeat(record: Record, prior: Record | None) -> str:
 def record_readme(record: Record, prior: Record | None) -> str:
     """The README of a record's folder."""
     prior_logs = record.before or (prior.logs if prior else [])
-    verdict = judge(record.logs, record.target, prior_logs, record.same_ml)
+    verdict = judge_runs(record.logs, record.target, prior_logs, record.same_ml)
     results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
     results = results.replace("- prior:", "- previous record:")
     cells, machines = table_rows(record.logs)
@@ -268,7 +269,7 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
 
 
 def write_pages(root: Path) -> None:
-    """Writes all pages and pictures about records. Raises LogError and FileError."""
+    """Writes all pages and pictures about records. Raises UserError."""
     tracks = read_records(root)
     for track, records in tracks.items():
         by_name = {r.folder.name: r for r in records}

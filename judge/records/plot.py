@@ -21,7 +21,7 @@ from lib.commands import command_parser, positive, run_command
 
 
 def read_groups(arguments: list[str], metric: str = "") -> dict[str, list[Log]]:
-    """Reads [LABEL=]LOG_OR_FOLDER arguments. Returns label -> logs. Raises LogError."""
+    """Reads [LABEL=]LOG_OR_FOLDER arguments. Returns label -> logs. Raises UserError."""
     groups = {}
     for argument in arguments:
         label, _, path = argument.rpartition("=")

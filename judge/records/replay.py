@@ -16,17 +16,17 @@ from pathlib import Path
 
 from judge.lines import plain
 from judge.logs import Log, make_log, read_log_file, split_sources
-from lib.commands import LogError, command_parser, run_command
+from lib.commands import UserError, command_parser, run_command
 from lib.files import new_folder, write_file
 
 NO_OPTIONS = ("world_size", "model", "save_checkpoint")  # settings that can't be given
 
 
 def read_log(path: Path) -> Log:
-    """What stands above the first step. Raises LogError if there are no sources."""
+    """What stands above the first step. Raises UserError if there are no sources."""
     sources, rest = split_sources(read_log_file(path))
     if not sources:
-        raise LogError(f"{path}: no source in this log; it should come first, above a line of = signs")
+        raise UserError(f"{path}: no source in this log; it should come first, above a line of = signs")
     header = plain(rest.decode("utf-8", "replace")).partition("\nstep:")[0]
     return make_log(path, sources, header, "", [], "")
 
@@ -53,14 +53,14 @@ def print_diff(old: Log, new: Log) -> None:
 
 
 def write_sources(log: Log, folder: Path) -> None:
-    """Writes each source under its name, into a new folder. Raises FileError.
+    """Writes each source under its name, into a new folder. Raises UserError.
 
-    The names come out of the log, perhaps a stranger's. So this raises LogError if one leads out of
+    The names come out of the log, perhaps a stranger's. So this raises UserError if one leads out of
     the folder.
     """
     for name, _ in log.sources:
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise LogError(f"{log.path}: contains a source named {name}, outside of the folder")
+            raise UserError(f"{log.path}: contains a source named {name}, outside of the folder")
     with new_folder(folder) as made:
         for name, text in log.sources:
             (made / name).parent.mkdir(parents=True, exist_ok=True)

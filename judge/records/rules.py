@@ -12,8 +12,8 @@ from scipy import stats
 from judge.comparable import check_between, check_repeats, difference, differences, val_tokens
 from judge.logs import Log
 from judge.records.compiler_rule import compiler_settings
-from judge.stats import p_if_looked
-from judge.summary import P_VALUE, Summary, p_below, summarize
+from judge.stats import P_VALUE, p_if_looked
+from judge.summary import Summary, p_below, summarize
 from judge.turns import p_faster, turns
 
 FINEWEB_VAL_TOKENS = 10_485_760
@@ -48,7 +48,7 @@ TEST_LOSSES = "make enough runs to test your own losses, and drop --same-ml"
 
 
 @dataclass
-class Comparison:
+class TimeSaved:
     """Training time compared with another record, in seconds."""
 
     prior: Summary
@@ -68,7 +68,7 @@ class Verdict:
     summary: Summary
     target_assumed: bool = False  # neither the logs nor the command name a target
     p_if_looked: float | None = None  # of the losses, if somebody looked after each run
-    comparison: Comparison | None = None
+    comparison: TimeSaved | None = None
     reasons: list[str] = field(default_factory=list)  # why it isn't valid; [] if it is
 
 
@@ -100,13 +100,13 @@ def final_times(logs: list[Log]) -> list[float]:
     return [log.final.train_time_ms / 1000 for log in logs if not log.incomplete]
 
 
-def compare(logs: list[Log], prior: list[Log], target: float) -> Comparison:
+def compare_times(logs: list[Log], prior: list[Log], target: float) -> TimeSaved:
     """Compares the training times. Both sides need at least one complete run."""
     ours = final_times(logs)
     before = summarize(final_losses(prior), final_times(prior), target)
     saved = before.time_mean - statistics.fmean(ours)
     pairs = turns([log for log in logs if log.final], [log for log in prior if log.final])
-    return Comparison(before, saved, saved / before.time_mean, len(pairs), p_faster(pairs))
+    return TimeSaved(before, saved, saved / before.time_mean, len(pairs), p_faster(pairs))
 
 
 # -----------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def judge_prior(logs: list[Log], prior: list[Log], same_ml: bool):
         yield f"prior record: {fault}"
 
 
-def judge_times(comparison: Comparison, track: str):
+def judge_times(comparison: TimeSaved, track: str):
     """Do the times show that the runs are faster than the prior record?"""
     p = comparison.p_value
     if not comparison.pairs:
@@ -314,7 +314,7 @@ def judge_same_ml(logs: list[Log], prior: list[Log], target: float):
             )
 
 
-def judge(
+def judge_runs(
     logs: list[Log],
     target: float | None = None,
     prior: list[Log] = (),
@@ -338,7 +338,7 @@ def judge(
         reasons += judge_prior(logs, prior, same_ml)
         same_hardware = {log.hardware for log in logs} == {log.hardware for log in prior}
         if same_hardware and final_times(logs) and final_times(prior):
-            verdict.comparison = compare(logs, prior, target)
+            verdict.comparison = compare_times(logs, prior, target)
             reasons += judge_times(verdict.comparison, logs[0].track)
         if same_ml:
             reasons += judge_same_ml(logs, prior, target)

@@ -29,11 +29,11 @@ import socket
 from pathlib import Path
 
 from judge.logs import Log, read_logs
-from judge.records.make_runs import make_runs
+from judge.records.make_runs import make_record_runs
 from judge.records.pages import BEFORE, RECORDS, Record, read_records, record_to_beat, write_pages
-from judge.records.rules import judge, per_run
+from judge.records.rules import judge_runs, per_run
 from judge.records.tables import print_reasons, print_summary, print_table
-from lib.commands import UsageError, command_parser, positive, run_command
+from lib.commands import UserError, command_parser, positive, run_command
 from lib.environment import ROOT
 from lib.files import new_folder, write_file
 from lib.text import plural
@@ -144,7 +144,7 @@ def copy_logs(logs: list[Log], folder: Path) -> None:
 
 
 def file_record(logs: list[Log], before: list[Log], folder: Path, facts: dict) -> None:
-    """Writes the record's folder. `facts` is the content of record.json. Raises FileError."""
+    """Writes the record's folder. `facts` is the content of record.json. Raises UserError."""
     with new_folder(folder) as made:
         copy_logs(logs, made)
         if before:
@@ -198,7 +198,7 @@ def main(argv: list[str]) -> int:
 
     folder = args.records_dir / args.track / f"{args.date}_{folder_name(args.name)}"
     if folder.exists():
-        raise UsageError(f"{folder} exists already; choose another name")
+        raise UserError(f"{folder} exists already; choose another name")
     tracks = read_records(args.records_dir)
 
     def to_beat(hardware: str) -> Record | None:
@@ -207,16 +207,16 @@ def main(argv: list[str]) -> int:
     if args.make:
         source = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:8]
         made = ROOT / "logs" / "records" / f"{folder.name}_{source}"
-        ours, *args.against = make_runs(made, args.track, to_beat)
+        ours, *args.against = make_record_runs(made, args.track, to_beat)
         args.logs = [ours]
     logs = read_logs(args.logs)
     prior = to_beat(logs[0].hardware)
     before = read_logs(args.against) if args.against else []
     if args.same_ml and prior is None:
-        raise UsageError(
+        raise UserError(
             f"--same-ml needs an earlier record of {args.track} on {logs[0].hardware}, but there is none"
         )
-    verdict = judge(logs, args.target, before or (prior.logs if prior else []), args.same_ml)
+    verdict = judge_runs(logs, args.target, before or (prior.logs if prior else []), args.same_ml)
     reasons = verdict.reasons + reasons_to_refuse(logs, args.track, verdict.target, tracks)
     if before and (prior is None or before[0].sources != prior.logs[0].sources):
         name = prior.folder.name if prior else "none on this hardware"

@@ -3,14 +3,13 @@ What verify and submit print about runs, and the pages of records show.
 """
 
 import math
-import textwrap
 
 from judge.logs import Log
-from judge.records.rules import Comparison, Verdict
-from judge.summary import CONFIDENCE, P_VALUE
-from lib.text import p_text, plural, short, table
+from judge.records.rules import TimeSaved, Verdict
+from judge.stats import P_VALUE
+from judge.summary import CONFIDENCE
+from lib.text import p_text, plural, short, table, wrap
 
-WIDTH = 80  # columns of the output
 COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "machine", "complete")
 ALIGNMENT = "<>>>><<"
 
@@ -46,16 +45,8 @@ def table_rows(logs: list[Log]) -> tuple[list[tuple[str, ...]], list[str]]:
 
 
 def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
-    """Prints text in lines of at most WIDTH columns. A longer word stays whole."""
-    lines = textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=later_indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    print("\n".join(lines))
+    """Prints text in lines of 80 columns."""
+    print(*wrap(text, indent, later_indent), sep="\n")
 
 
 def print_table(logs: list[Log]) -> None:
@@ -97,7 +88,7 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
     return lines
 
 
-def comparison_lines(comparison: Comparison) -> list[tuple[str, str]]:
+def comparison_lines(comparison: TimeSaved) -> list[tuple[str, str]]:
     """The prior record's time and the time saved, as pairs (name, value)."""
     prior = comparison.prior
     saved = f"{comparison.saved:.3f} s ({comparison.saved_fraction:.2%})"

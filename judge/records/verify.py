@@ -30,17 +30,16 @@ Exit status: 0 valid, 1 not valid, or not faster than the --against record (the 
 """
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from judge.comparable import add_metric, settle_metric, val_tokens
 from judge.logs import Log, read_logs
 from judge.records import optimization
-from judge.records.rules import Verdict, judge
+from judge.records.rules import Verdict, judge_runs
 from judge.records.tables import print_reasons, print_summary, print_table
 from lib.commands import command_parser, positive, run_command
-from lib.text import finite
+from lib.text import as_json
 
 
 def log_as_json(log: Log) -> dict:
@@ -62,11 +61,11 @@ def log_as_json(log: Log) -> dict:
 
 def print_json(logs: list[Log], verdict: Verdict) -> None:
     """Everything that the command found. Numbers that are not finite are null."""
-    answer = {"valid": not verdict.reasons, "logs": [log_as_json(log) for log in logs]}
-    print(json.dumps(finite(answer | asdict(verdict)), indent=2, allow_nan=False))
+    found = {"valid": not verdict.reasons, "logs": [log_as_json(log) for log in logs]}
+    print(as_json(found | asdict(verdict)).decode())
 
 
-def print_answer(logs: list[Log], verdict: Verdict) -> None:
+def print_verdict(logs: list[Log], verdict: Verdict) -> None:
     print_table(logs)
     print()
     print_summary(verdict)
@@ -105,10 +104,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     if args.rule == "optimization":
-        return optimization.decide(args.logs, args.against, args.json, args.metric)
+        return optimization.apply_rule(args.logs, args.against, args.json, args.metric)
     logs = read_logs(args.logs, args.metric)
-    verdict = judge(logs, args.target, read_logs(args.against, args.metric), args.same_ml)
-    show = print_json if args.json else print_answer
+    verdict = judge_runs(logs, args.target, read_logs(args.against, args.metric), args.same_ml)
+    show = print_json if args.json else print_verdict
     show(logs, verdict)
     return 1 if verdict.reasons else 0
 

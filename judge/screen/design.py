@@ -29,7 +29,7 @@ COLUMNS = (0, 1, 2, 4, 8, 15, 7, 11, 13, 14, 3, 5, 6, 9, 10, 12)
 
 
 @dataclass
-class Group:
+class AliasedPairs:
     """Pairs of parts whose interactions can't be told apart."""
 
     pairs: list[tuple[int, int]]
@@ -42,7 +42,7 @@ class Design:
 
     rows: np.ndarray  # bool (C, P): the parts that a combination has
     contrasts: np.ndarray  # float64 (P, C): times the mean losses, they are the effects of the parts
-    groups: list[Group] = field(default_factory=list)
+    groups: list[AliasedPairs] = field(default_factory=list)
 
 
 def factorial(parts: int) -> Design:
@@ -56,7 +56,7 @@ def factorial(parts: int) -> Design:
     groups = {}
     for i, j in itertools.combinations(range(parts), 2):
         column = signs[:, i] * signs[:, j]
-        groups.setdefault(tuple(column), Group([], column / order)).pairs.append((i, j))
+        groups.setdefault(tuple(column), AliasedPairs([], column / order)).pairs.append((i, j))
     return Design(signs > 0, signs.T / order, list(groups.values()))
 
 
@@ -73,7 +73,7 @@ def leave_one_out(parts: int) -> Design:
 
 
 @dataclass
-class Effect:
+class PartEffect:
     """Of a part, or of an interaction: with it minus without it, in units of the metric."""
 
     difference: float
@@ -115,7 +115,7 @@ def find_verdict(fits: list[dict[str, float]], goal: float, count: int) -> str:
     return "undecided"
 
 
-def find_effect(losses: np.ndarray, contrast: np.ndarray, goal: float, count: int) -> Effect:
+def find_part_effect(losses: np.ndarray, contrast: np.ndarray, goal: float, count: int) -> PartEffect:
     """Of one of `count` parts or groups, after each of the blocks."""
     fits = [fit(losses[:blocks], contrast) for blocks in range(2, len(losses) + 1)]
     half = math.inf
@@ -123,4 +123,4 @@ def find_effect(losses: np.ndarray, contrast: np.ndarray, goal: float, count: in
         *_, squares, weight, n = fits[-1].values()
         half = half_width(squares, weight, n, count / P_VALUE)
     difference = float(contrast @ losses.mean(axis=0))
-    return Effect(difference, half, find_verdict(fits, goal, count))
+    return PartEffect(difference, half, find_verdict(fits, goal, count))

@@ -1,15 +1,12 @@
 """The answer of screen.py: as a table, as JSON and as a plot."""
 
-import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from judge.screen.design import Design, Effect, find_effect
-from lib.text import as_json, plural, short, table
-
-WIDTH = 80
+from judge.screen.design import Design, PartEffect, find_part_effect
+from lib.text import as_json, plural, short, table, wrap
 
 
 @dataclass
@@ -22,21 +19,21 @@ class Result:
     until: float
     facts: str  # about the metric and the machine
 
-    def effects(self) -> list[Effect]:
+    def effects(self) -> list[PartEffect]:
         """Of the parts, if there is a block."""
         contrasts = self.design.contrasts if len(self.losses) else []
-        return [find_effect(self.losses, c, self.until, len(contrasts)) for c in contrasts]
+        return [find_part_effect(self.losses, c, self.until, len(contrasts)) for c in contrasts]
 
-    def ranking(self) -> list[tuple[Effect, str]]:
+    def ranking(self) -> list[tuple[PartEffect, str]]:
         """With their names, the most needed part first."""
         return sorted(zip(self.effects(), self.names), key=lambda pair: pair[0].difference)
 
-    def interactions(self) -> list[tuple[list[str], Effect]]:
+    def interactions(self) -> list[tuple[list[str], PartEffect]]:
         """The groups of pairs that clearly act together: the names of their pairs, and the effect."""
         found = []
         groups = self.design.groups if len(self.losses) else []
         for group in groups:
-            effect = find_effect(self.losses, group.contrast, self.until, len(groups))
+            effect = find_part_effect(self.losses, group.contrast, self.until, len(groups))
             if abs(effect.difference) > effect.half_width:
                 pairs = [f"{self.names[i]} x {self.names[j]}" for i, j in group.pairs]
                 found.append((pairs, effect))
@@ -47,7 +44,7 @@ class Result:
 # Words
 
 
-def bounds_in_words(effect: Effect) -> str:
+def bounds_in_words(effect: PartEffect) -> str:
     """Of the loss without the part."""
     low = -effect.difference - effect.half_width
     high = -effect.difference + effect.half_width
@@ -63,7 +60,7 @@ def table_of_parts(result: Result) -> list[str]:
     return table(rows, "<><<")
 
 
-def interaction_in_words(pairs: list[str], effect: Effect) -> str:
+def interaction_in_words(pairs: list[str], effect: PartEffect) -> str:
     better = "more" if effect.difference < 0 else "less"
     if len(pairs) == 1:
         return f"{pairs[0]}: together they do {better} than the sum of both ({effect.difference:+.4f})."
@@ -87,17 +84,17 @@ def facts_in_words(result: Result) -> str:
     return " ".join([every, runs, average, together, barnacle, result.facts])
 
 
-def answer(result: Result) -> list[str]:
+def effects_in_words(result: Result) -> list[str]:
     """Lines of 80 columns."""
     if not len(result.losses):
         return ["Too early for an answer: no block is finished yet."]
     lines = table_of_parts(result)
     for pairs, effect in result.interactions():
-        lines += textwrap.wrap(interaction_in_words(pairs, effect), WIDTH)
-    return [*lines, "", *textwrap.wrap(facts_in_words(result), WIDTH)]
+        lines += wrap(interaction_in_words(pairs, effect))
+    return [*lines, "", *wrap(facts_in_words(result))]
 
 
-def answer_as_json(result: Result) -> bytes:
+def effects_as_json(result: Result) -> bytes:
     pairs = zip(result.names, result.effects())
     found = {
         "until": result.until,
@@ -115,7 +112,7 @@ def answer_as_json(result: Result) -> bytes:
 
 def plot_effects(result: Result, path: Path) -> None:
     """Draws the loss without each part with its interval, the most needed one at the top. Raises
-    FileError."""
+    UserError."""
     from judge.figures import plt, save_figure  # slow to import, and only needed here
 
     pairs = result.ranking()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from judge.compare.sources import Variant, changed, copy_commit, git, split_source
 from judge.screen.design import MOST_PARTS, Design, factorial, leave_one_out
-from lib.commands import UsageError
+from lib.commands import UserError
 from lib.environment import ROOT
 from lib.files import write_file
 
@@ -31,7 +31,7 @@ class Part:
 # From commits, or from hunks
 
 
-def difference(old: Path, new: Path, store: Path) -> bytes:
+def patch_between(old: Path, new: Path, store: Path) -> bytes:
     """The patch from one folder to another. git stores both in a repository of its own."""
     git("init", "-q", "--bare", str(store))
     trees = []
@@ -68,13 +68,13 @@ def place_of(text: str, command: str) -> tuple[Path, str]:
 
 
 def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[tuple[str, Path]]:
-    """A name and the files of each commit after base, up to idea. Raises UsageError."""
+    """A name and the files of each commit after base, up to idea. Raises UserError."""
     repository, old = place_of(base, command)
     other, new = place_of(idea, command)
     if other != repository:
-        raise UsageError(f"{base} and {idea} are in different repositories; use --by hunk")
+        raise UserError(f"{base} and {idea} are in different repositories; use --by hunk")
     if git("rev-list", "--max-count=1", old, "--not", new, cwd=repository):
-        raise UsageError(f"{idea} doesn't contain all commits of {base}; use --by hunk")
+        raise UserError(f"{idea} doesn't contain all commits of {base}; use --by hunk")
     listing = ["log", "--reverse", "--first-parent", "--format=%H %h %s", f"{old}..{new}"]
     log = git(*listing, cwd=repository)
     found = []
@@ -85,13 +85,13 @@ def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[t
 
 
 def read_parts(base: Variant, idea: Variant, texts: tuple[str, str], by: str) -> list[Part]:
-    """The parts of the difference of two variants, which these texts name. Raises UsageError."""
+    """The parts of the difference of two variants, which these texts name. Raises UserError."""
     scratch = base.folder.parent
     commits = commits_between(*texts, base.command, scratch) if by == "commit" else []
     patches = []
     old = base.folder
     for name, new in [*commits, ("edits without a commit", idea.folder)]:
-        patch = difference(old, new, scratch / "store")
+        patch = patch_between(old, new, scratch / "store")
         patches += split_hunks(patch) if by == "hunk" else [(name, patch)]
         old = new
     parts = []
@@ -107,11 +107,11 @@ def read_parts(base: Variant, idea: Variant, texts: tuple[str, str], by: str) ->
 
 
 def given_part(text: str) -> Part:
-    """A patch with or without options, or options. Raises UsageError."""
+    """A patch with or without options, or options. Raises UserError."""
     name, kind, options = split_source(text)
     patch = Path(kind) if kind else None
     if patch and not (patch.is_file() and patch.suffix in (".patch", ".diff")):
-        raise UsageError(f"{text}: a part is a .patch or .diff file, or options in quotes")
+        raise UserError(f"{text}: a part is a .patch or .diff file, or options in quotes")
     return Part(name or text, patch and patch.resolve(), tuple(options))
 
 
@@ -120,7 +120,7 @@ def given_part(text: str) -> Part:
 
 
 def combine(base: Variant, parts: list[Part], chosen: tuple[int, ...]) -> Variant:
-    """The base with these parts. Raises UsageError if their patches don't apply."""
+    """The base with these parts. Raises UserError if their patches don't apply."""
     some = [parts[i] for i in sorted(chosen)]
     folder = changed(base.folder, base.script, [part.patch for part in some if part.patch])
     options = [*base.options, *(word for part in some for word in part.options)]
@@ -156,7 +156,7 @@ def choose_design(groups: list[Group], works: Works) -> tuple[list[Group], Desig
         joined = tuple(sorted(groups[first] + groups[second]))
         groups = sorted([g for i, g in enumerate(groups) if i not in (first, second)] + [joined])
     if len(groups) > MOST_PARTS:
-        raise UsageError(
+        raise UserError(
             f"{len(groups)} parts; a screen has at most {MOST_PARTS}, so give fewer or larger ones"
         )
     design = factorial(len(groups))

@@ -22,7 +22,7 @@ A part is "undecided" if --blocks, --hours or Ctrl-C ends the screen earlier. A 
 combination with the same seed. Runs are kept as those of compare, so the same command goes on where it
 ended. You may look as often as you like.
 
-Exit status: 0 done, 1 a run failed, 2 another error, 130 interrupted.
+Exit status: 0 done, 2 an error, 130 interrupted.
 """
 
 import argparse
@@ -38,19 +38,25 @@ from judge.comparable import add_metric, judged_in_words, settle_metric
 from judge.compare import runs as compare_runs
 from judge.compare.runs import (
     Pool,
-    RunError,
     add_variants,
     make_runs,
     open_pool,
     runs_a_process,
     show_line,
 )
-from judge.compare.sources import Variant, check_data, check_settings, read_variant, set_steps, start
+from judge.compare.sources import (
+    Variant,
+    check_data,
+    check_settings,
+    first_variant,
+    read_variant,
+    set_steps,
+)
 from judge.screen.design import Design
-from judge.screen.effects import Result, answer, answer_as_json, plot_effects
+from judge.screen.effects import Result, effects_as_json, effects_in_words, plot_effects
 from judge.screen.parts import Group, Part, choose_design, combine, given_part, members, read_parts
 from lib.commands import (
-    UsageError,
+    UserError,
     command_parser,
     join_values,
     output_file,
@@ -133,12 +139,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns our options, and the options for all runs. Raises UsageError."""
+    """Returns our options, and the options for all runs. Raises UserError."""
     names = ("--base", "--idea", "--part", "--try")
     args, common = make_parser().parse_known_args(join_values(argv, names))
     settle_metric(args)
     if bool(args.idea) == bool(args.part):
-        raise UsageError(
+        raise UserError(
             "give --idea, whose difference from --base has the parts, or the parts with --part"
         )
     return args, common
@@ -159,7 +165,7 @@ def trial_of(variant: Variant, options: str) -> Variant | None:
 
 
 def make_trials(s: Screen, variants: list[Variant]) -> None:
-    """Makes a short run of each. Raises UsageError if a script refuses its options, and RunError."""
+    """Makes a short run of each. Raises UserError if a script refuses its options, and UserError."""
     check_settings(variants, 1)
     trials = [trial for variant in variants if (trial := trial_of(variant, s.args.trial))]
     add_variants(s.pool, trials)
@@ -171,7 +177,7 @@ def applies(s: Screen, chosen: tuple[int, ...]) -> bool:
     """Whether the patches of these parts can be applied to the base."""
     try:
         combine(s.base, s.parts, chosen)
-    except UsageError:
+    except UserError:
         return False
     return True
 
@@ -181,28 +187,28 @@ def survives(s: Screen, chosen: tuple[int, ...]) -> bool:
     variant = combine(s.base, s.parts, chosen)
     try:
         make_trials(s, [variant])
-    except (UsageError, RunError) as e:
+    except UserError as e:
         show_line(f"{variant.name}: {str(e).splitlines()[-1]}")
         return False
     return True
 
 
 def choose_combinations(s: Screen) -> None:
-    """Raises UsageError if the whole doesn't work."""
+    """Raises UserError if the whole doesn't work."""
     s.groups, s.design = choose_design(s.groups, lambda chosen: applies(s, chosen))
     show_line(f"{plural(len(s.groups), 'part')}: trying {len(s.design.rows)} combinations")
     try:
         make_trials(s, s.combinations())
-    except (UsageError, RunError):  # then each is tried alone
+    except UserError:  # then each is tried alone
         works = functools.cache(lambda chosen: survives(s, chosen))
         s.groups, s.design = choose_design(s.groups, works)
 
 
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
-    """Raises UsageError and RunError."""
+    """Raises UserError."""
     parts = [given_part(text) for text in args.part or []]
     texts = [args.base, *(args.part or []), args.idea or ""]
-    tree = start(texts, args.command, args.recipe, compare_runs.scratch())
+    tree = first_variant(texts, args.command, args.recipe, compare_runs.scratch())
     base = read_variant(args.base, tree, common)
     check_settings([base], 1)
     pool = open_pool([base], lock, args.jobs, metric=args.metric)
@@ -211,7 +217,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
         idea = read_variant(args.idea, base, common)
         parts = read_parts(base, idea, (args.base, args.idea), args.by)
     if not parts:
-        raise UsageError(f"{args.base} and {args.idea} are the same, so there are no parts")
+        raise UserError(f"{args.base} and {args.idea} are the same, so there are no parts")
     s = Screen(args, base, parts, [(i,) for i in range(len(parts))], pool)
     choose_combinations(s)
     return s
@@ -228,7 +234,7 @@ def progress(s: Screen, missing: int) -> str:
 
 
 def make_blocks(s: Screen) -> None:
-    """Makes blocks until each part is decided, or the time is over. Raises RunError and UsageError."""
+    """Makes blocks until each part is decided, or the time is over. Raises UserError."""
     variants = s.combinations()
     check_settings(variants, 1)
     add_variants(s.pool, variants)
@@ -252,7 +258,7 @@ def make_blocks(s: Screen) -> None:
 # The answer
 
 
-def screen(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     args, common = read_arguments(argv)
     with compare_runs.locked_folder() as lock:
         s = set_up(args, common, lock)
@@ -263,22 +269,14 @@ def screen(argv: list[str]) -> int:
             status = 130
         show_line()
         result = s.result()
-        print("\n".join(answer(result)))
+        print("\n".join(effects_in_words(result)))
         if args.json:
-            write_file(args.json, answer_as_json(result))
+            write_file(args.json, effects_as_json(result))
         if args.plot:
             plot_effects(result, args.plot)
     if status:
         print("Interrupted; run the same command again to continue.")
     return status
-
-
-def main(argv: list[str]) -> int:
-    try:
-        return screen(argv)
-    except RunError as e:
-        print(e, file=sys.stderr)
-        return 1
 
 
 if __name__ == "__main__":

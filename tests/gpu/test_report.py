@@ -11,7 +11,7 @@ import torch
 
 import train_gpt
 from tests.util import ROOT
-from lib.commands import UsageError
+from lib.commands import UserError
 from gpu import stages, report_page, gpu_report
 from train_gpt import InputError
 
@@ -87,7 +87,7 @@ def test_a_report_continues_where_it_stopped(fake_checks):
     text = (out / "gpu_report.json").read_text().replace('"PyTorch": "2.11"', '"PyTorch": "2.10"')
     (out / "gpu_report.json").write_text(text)
     with pytest.raises(
-        UsageError, match="gpu_report.json is of another GPU, source or version of PyTorch"
+        UserError, match="gpu_report.json is of another GPU, source or version of PyTorch"
     ):
         gpu_report.make_report(out, ["waits"], 0.3)
     assert (out / "gpu_report.json").read_text() == text
@@ -130,15 +130,15 @@ def in_bf16(monkeypatch):
 
 
 def small_head():
-    return stages.head(tokens=128, dim=256, out=384)
+    return stages.check_head(tokens=128, dim=256, out=384)
 
 
 def small_attention():
-    return stages.attention(cases=[(512, 60, 4), (512, 10**9, 2)], heads=2, dim=32)
+    return stages.check_attention(cases=[(512, 60, 4), (512, 10**9, 2)], heads=2, dim=32)
 
 
 def small_muon():
-    return stages.muon(width=64)
+    return stages.check_muon(width=64)
 
 
 def failed(figures):

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch import launch
-from launch.launch import LaunchError
+from lib.commands import UserError
 from lib import processes
 from recipes import january2026
 from train_gpt import TRACKS
@@ -160,7 +160,7 @@ def test_run_sh_opens_what_is_closed(run_sh, tmp_path, closing):
 
 def test_a_new_environment_is_ready_only_after_the_installation(machine):
     machine.status = 1
-    with pytest.raises(LaunchError):
+    with pytest.raises(UserError):
         launch.install([])
     machine.status = 0
     for _ in range(2):  # it is made again, because no Python runs in it
@@ -175,7 +175,7 @@ def test_a_new_environment_is_ready_only_after_the_installation(machine):
     assert len(machine.ran) == 2
     del machine.versions["numpy"]  # it was lost
     machine.status = 1
-    with pytest.raises(LaunchError):
+    with pytest.raises(UserError):
         launch.install([])
     assert machine.ran[2][7:] == ["numpy==2.4.6"]
     assert [path.name for path in launch.VENV.iterdir()] == ["ours"]
@@ -183,7 +183,7 @@ def test_a_new_environment_is_ready_only_after_the_installation(machine):
 
 def test_an_environment_that_is_not_ours_stays(machine):
     file(launch.VENV / "theirs")
-    with pytest.raises(LaunchError, match="isn't from ./run.sh; activate it, .* or move it away"):
+    with pytest.raises(UserError, match="isn't from ./run.sh; activate it, .* or move it away"):
         launch.install([])
     assert [path.name for path in launch.VENV.iterdir()] == ["theirs"]
 
@@ -195,7 +195,7 @@ def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
     assert machine.ran[0][:4] == [sys.executable, "-m", "pip", "install"]
     assert machine.ran[0][7:] == ["numpy==2.4.6"]
     machine.versions["torch"] = "2.9.1"
-    with pytest.raises(LaunchError, match="of the active environment .* is older than 2.11; update it"):
+    with pytest.raises(UserError, match="of the active environment .* is older than 2.11; update it"):
         launch.install([])
     assert launch.install([], theirs=True) == sys.executable
     machine.versions.clear()
@@ -210,7 +210,7 @@ def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
 
 def test_packages_that_pip_puts_elsewhere_are_noticed(machine, monkeypatch):
     monkeypatch.setattr(launch, "version_of", lambda package, path: "")
-    with pytest.raises(LaunchError, match="packages elsewhere; remove target"):
+    with pytest.raises(UserError, match="packages elsewhere; remove target"):
         launch.install([])
     assert not (launch.VENV / "ready").exists()
 
@@ -240,7 +240,7 @@ def test_a_new_environment(machine, monkeypatch, torch, modules):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in modules)
     machine.versions["torch"] = torch
     if not modules:
-        with pytest.raises(LaunchError, match="has no venv module; .* apt install python3-venv"):
+        with pytest.raises(UserError, match="has no venv module; .* apt install python3-venv"):
             launch.make_environment()
         return
     launch.make_environment()
@@ -318,7 +318,7 @@ def test_an_installation_that_fails(machine, capsys, error, settings, says):
     machine.status = 1
     machine.error = f"Collecting\n{error}\n"
     machine.answers["config list"] = settings
-    with pytest.raises(LaunchError, match=says):
+    with pytest.raises(UserError, match=says):
         launch.pip_install("python", ["numpy==2.4.6"])
     assert ("Collecting" in capsys.readouterr().err) == (error == "something new")
 
@@ -409,16 +409,16 @@ def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(
 
 @pytest.fixture
 def training(machine, monkeypatch, tmp_path):
-    """The machine, where ranks write checkpoints at the time `written`. `plan` is the answer of the checks."""
+    """The machine, where ranks write checkpoints at the time `written`. `needs` is what the checks find."""
     machine.written = 1000  # long ago: the disk has another clock
-    machine.plan = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
+    machine.needs = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
     machine.checked = []
     file(machine.root / "recipes" / "soup.py", "def parse_arguments")
     file(machine.root / "recipes" / "openai_gpt2.py")
 
     def check_machine(python, *words):
         machine.checked = list(words)
-        return machine.plan
+        return machine.needs
 
     def run_ranks(command, processes, **options):
         folder = os.open(machine.root, os.O_RDONLY)
@@ -429,7 +429,7 @@ def training(machine, monkeypatch, tmp_path):
         if machine.status < 0:
             launch.stop(-machine.status, None)
         for age, name in enumerate(["new", "older"]):
-            path = file(machine.root / machine.plan["log_dir"] / f"{name}.pt")
+            path = file(machine.root / machine.needs["log_dir"] / f"{name}.pt")
             os.utime(path, (0, machine.written - age))
         return machine.status
 

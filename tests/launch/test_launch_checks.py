@@ -56,8 +56,8 @@ def test_the_answer_reaches_the_launcher(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "run", run)
     monkeypatch.chdir(tmp_path)
     options = ["--track=mini", "--log_dir=x"]
-    plan = processes.check_machine(sys.executable, "prepare", "train_gpt", *options)
-    assert plan["log_dir"] == "x"
+    needs = processes.check_machine(sys.executable, "prepare", "train_gpt", *options)
+    assert needs["log_dir"] == "x"
     assert os.environ["MALLOC_MMAP_MAX_"] == "0"
 
 
@@ -139,12 +139,12 @@ def test_as_many_processes_as_can_share_the_sequences(script, track, gpus, proce
 )
 def test_the_length_that_fits_into_the_smallest_memory(cards, got, tmp_path, capsys, free, wanted):
     cards(free)
-    status, plan, err = check(tmp_path, capsys, "--track", "fineweb", "--log_dir", "x")
-    assert plan["options"] == [f"--train_seq_len={wanted}"]
-    assert (plan["log_dir"], plan["processes"], plan["environment"]) == ("x", len(free), {})
+    status, needs, err = check(tmp_path, capsys, "--track", "fineweb", "--log_dir", "x")
+    assert needs["options"] == [f"--train_seq_len={wanted}"]
+    assert (needs["log_dir"], needs["processes"], needs["environment"]) == ("x", len(free), {})
     assert got == [TRACKS["fineweb"].train_files]
     text = f"fineweb on GPUs, processes: {len(free)}, not compiled, --train_seq_len={wanted}"
-    assert plan["text"] == text  # tests don't compile
+    assert needs["text"] == text  # tests don't compile
     assert err == ""
 
 
@@ -166,10 +166,10 @@ def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, re
         weights = torch.zeros(2**22)
         torch.save(dict(settings=asdict(TRACKS["fineweb"]), model=weights), folder / "run.pt")
     before = bytes_read()
-    _, plan, _ = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
+    _, needs, _ = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
     assert bytes_read() - before < 2**22
-    assert plan["log_dir"] == ("old" if "old" in resume else "logs")
-    assert plan["options"] == ([] if found else ["--train_seq_len=12288"])
+    assert needs["log_dir"] == ("old" if "old" in resume else "logs")
+    assert needs["options"] == ([] if found else ["--train_seq_len=12288"])
 
 
 def bytes_read():
@@ -322,13 +322,13 @@ def tiny_mini(tmp_path, monkeypatch):
 
 def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    status, plan, err = check(tmp_path, capsys)
-    assert (status, plan["environment"]) == (0, environment.environment(plan["processes"]))
-    assert plan["text"].endswith(", compiled")
+    status, needs, err = check(tmp_path, capsys)
+    assert (status, needs["environment"]) == (0, environment.environment(needs["processes"]))
+    assert needs["text"].endswith(", compiled")
     monkeypatch.setattr(checks, "find_problem", lambda processes: "it is wrong")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     _, again, err = check(tmp_path, capsys)
-    assert (again["text"], err) == (plan["text"], "")
+    assert (again["text"], err) == (needs["text"], "")
     assert check(tmp_path, capsys, mode="compare")[1] == {"environment": {}}
     for module, name, value in [
         (checks, "CXX", "another"),
@@ -344,21 +344,21 @@ def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
 def test_a_wrong_answer_is_not_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checks, "find_problem", lambda processes: "it is wrong")
     for _ in range(2):
-        _, plan, err = check(tmp_path, capsys)
+        _, needs, err = check(tmp_path, capsys)
         assert err == (
             "run.sh: warning: training without torch.compile, at about half the speed: it is wrong\n"
         )
-        assert plan["text"].endswith(", not compiled")
+        assert needs["text"].endswith(", not compiled")
         variables = dict(TORCH_COMPILE_DISABLE="1", SPEEDRUN_COMPILE_REASON="(it is wrong)")
-        assert variables.items() <= plan["environment"].items()
+        assert variables.items() <= needs["environment"].items()
 
 
 def test_the_user_can_do_without_compiled_code(tiny_mini, tmp_path, monkeypatch, capsys):
     """With any of the variables that turn torch.compile off. Nothing is called right then."""
     monkeypatch.setattr(train_gpt, "compiles", lambda: False)
-    status, plan, err = check(tmp_path, capsys)
+    status, needs, err = check(tmp_path, capsys)
     assert (status, err) == (0, "")
-    assert plan["text"].endswith(", not compiled")
+    assert needs["text"].endswith(", not compiled")
     assert not (tmp_path / "cache").exists()
 
 
@@ -386,11 +386,11 @@ def test_processes_on_a_cpu(tiny_mini, got, tmp_path, monkeypatch, capsys, cores
     monkeypatch.setattr(checks, "find_problem", seen.append)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(environment, "usable_cores", lambda: cores)
-    _, plan, _ = check(
+    _, needs, _ = check(
         tmp_path, capsys, "--batch_tokens=1024", "--val_tokens=4096"
     )  # 8 could share these
-    assert plan["processes"] == processes
-    assert plan["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
+    assert needs["processes"] == processes
+    assert needs["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
     assert seen == [processes]
     assert got == [TRACKS["mini"].train_files]
 

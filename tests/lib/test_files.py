@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lib import files
-from lib.commands import FileError
+from lib.commands import UserError
 from tests.util import ROOT
 
 
@@ -21,7 +21,7 @@ def test_files_are_replaced_also_behind_links(tmp_path):
     files.write_file(link, b"new")
     assert link.is_symlink() and target.read_bytes() == b"new"
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["folder", "link", "target"]
-    with pytest.raises(FileError, match="^cannot write .*/link/file: not a directory$"):
+    with pytest.raises(UserError, match="^cannot write .*/link/file: not a directory$"):
         files.write_file(link / "file", b"text")
 
 
@@ -36,7 +36,7 @@ def test_a_folder_is_there_when_it_is_whole(tmp_path):
         assert [file.name for file in tmp_path.rglob("*")] == (
             ["deep", "new", "file"] if good else ["deep"]
         )
-    with pytest.raises(FileError, match="new exists already"), files.new_folder(folder):
+    with pytest.raises(UserError, match="new exists already"), files.new_folder(folder):
         pass
 
 

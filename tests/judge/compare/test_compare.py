@@ -181,7 +181,7 @@ def test_steps_that_cannot_be_timed(place):
     assert status == 0 and out.startswith("better helps.") and "time of a step" not in out
     words = " ".join(out.split())
     assert "The steps of better could not be timed; the error is above this answer." in words
-    assert "no more\nerror: worktree with 70 steps: the script failed, or has too few steps" in err
+    assert "no more\nworktree with 70 steps: the script failed, or has too few steps" in err
 
 
 def test_an_idea_with_the_steps_of_the_slope(place):
@@ -378,7 +378,7 @@ def test_several_processes(place):
     status, out, err = run("--idea", "--effect 0.1", "--nproc_per_node", "2", "--runs", "12")
     assert status == 0 and "hurts" in out and "time of a step" in out  # from the runs' own times
     status, out, err = run("--idea", "--crash 0", "--nproc_per_node", "2", "--runs", "2")
-    assert status == 1 and "through torchrun" in err
+    assert status == 2 and "through torchrun" in err
 
 
 def test_jobs_share_the_cores(place, monkeypatch):
@@ -464,7 +464,7 @@ def test_bad_input_is_one_line_before_any_run(place):
 def test_a_run_that_fails(place):
     """Its last lines are shown, finished runs are kept, and the failed one isn't."""
     status, out, err = run("--idea", "bad=--crash 1", "--runs", "3", "--no_times", "--jobs", "1")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "step 7: the loss is not finite" in err
     assert "error: a run failed: bad, seed 1 (exit status 1)" in err
     kept = [path.name for path in place.glob("logs/compare/runs/*/seed*")]
@@ -476,7 +476,7 @@ def test_a_run_that_fails(place):
     assert shown[1:] == ["  File ..."] * 12
     (place / "short.py").write_text(STANDIN.read_text().replace("step:{n}/{n}", "step:{n - 1}/{n}"))
     status, out, err = run("--base", "v1", "--idea", "short.py", "--runs", "2")
-    assert status == 1 and "its log is incomplete" in err
+    assert status == 2 and "its log is incomplete" in err
 
 
 def test_hours(place):

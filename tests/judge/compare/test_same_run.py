@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.commands import UsageError
+from lib.commands import UserError
 from judge.compare import compare
 from judge.compare import runs as compare_runs
 from judge.compare import sources
@@ -155,7 +155,7 @@ def test_options_arrive(tmp_path, text):
         if "{options}" in command or text in PLAIN:
             sources.check_options(variant)
         else:
-            with pytest.raises(UsageError, match="write {options} where "):
+            with pytest.raises(UserError, match="write {options} where "):
                 sources.check_options(variant)
             continue
         filled = sources.fill_in(command, OPTIONS, -5)
@@ -199,9 +199,7 @@ def test_copies_have_all_files(tmp_path, monkeypatch):
     shutil.rmtree(place / "lib" / "m")
     (place / "lib" / "m").mkdir()
     for copy in (sources.copy_tree, lambda *more: sources.copy_commit("HEAD", *more)):
-        with pytest.raises(
-            UsageError, match="lib/m isn't checked out; run git submodule update --init"
-        ):
+        with pytest.raises(UserError, match="lib/m isn't checked out; run git submodule update --init"):
             copy(tmp_path / "again", place)
 
 
@@ -223,7 +221,7 @@ ELSEWHERE = [
     (
         "python train.py",
         "sys.exit('out of memory')",
-        "out of memory\nerror: a run failed: idea, seed 1 (exit status 1)",
+        "out of memory\na run failed: idea, seed 1 (exit status 1)",
     ),
     ("python train.py {options} | cat", "print('step:1/1 val_loss:3 '); sys.exit(3)", "exit status 3"),
     (
@@ -233,7 +231,7 @@ ELSEWHERE = [
     ),
     ("python train.py", "open('data/x/b.bin', 'a')", "data/x/b.bin is new while idea trained"),
     ("python train.py", "print('step:1/9 val_loss:3 '); sys.exit()", "stopped at step 1 of 9"),
-    ("python train.py", HELLO + "time.sleep(60)", "hello\nerror: a run failed: idea, seed 1 (it took"),
+    ("python train.py", HELLO + "time.sleep(60)", "hello\na run failed: idea, seed 1 (it took"),
     ("python train.py", HELLO + "sys.exit()", "(no log below logs/"),
     (
         "python train.py",
@@ -273,12 +271,12 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
             pool.timeout = 0.1  # minutes
         try:
             compare_runs.make_runs(pool, lambda: [(idea, range(1, 4))], lambda new: False)
-        except compare_runs.RunError as error:
+        except UserError as error:
             said = str(error)
     assert message in said
     assert pool.made == len(list((tmp_path / "compare").rglob("seed*")))
     if not message:
         assert said == "" and pool.made == 3
     elif "while idea trained" not in message:
-        assert f"\nerror: a run failed: idea, seed {1 + pool.made} (" in said
+        assert f"\na run failed: idea, seed {1 + pool.made} (" in said
     assert not (tmp_path / "compare" / "working").exists()

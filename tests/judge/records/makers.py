@@ -144,7 +144,7 @@ def judged(*paths, against=(), **kwargs) -> rules.Verdict:
     """What the rules say about logs. `against` is a folder or a log of the record to beat."""
     if against:
         kwargs["prior"] = read_logs([against])
-    return rules.judge(read_logs(paths), **kwargs)
+    return rules.judge_runs(read_logs(paths), **kwargs)
 
 
 def unwrapped(output: bytes) -> str:

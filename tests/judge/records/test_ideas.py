@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.commands import UsageError
+from lib.commands import UserError
 from judge.compare import sources as compare_sources
 from tests.util import ROOT, random_tokens, read_log, run_forked, val_losses, write_shard
 
@@ -22,7 +22,7 @@ IDEAS = {
 @pytest.mark.parametrize("content", ['["part"]', '{"options": ["--a"]}', "{"])
 def test_an_idea_that_is_not_described_is_refused(tmp_path, content):
     (tmp_path / "idea.json").write_text(content)
-    with pytest.raises(UsageError, match="idea.json: (it must be a JSON object, whose|not JSON)"):
+    with pytest.raises(UserError, match="idea.json: (it must be a JSON object, whose|not JSON)"):
         compare_sources.read_idea(tmp_path)
 
 

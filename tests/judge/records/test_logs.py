@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from judge import curves
-from lib.commands import LogError
+from lib.commands import UserError
 from judge.logs import Validation, parse_log, parse_trials, read_logs
 from judge.records import tables, rules, verify
 from tests.judge.records.makers import FIELD, LINE, SMI, SOURCE, cpu, heading, judged, our_log, run
@@ -116,7 +116,7 @@ def test_any_metric(tmp_path, project):
     path.write_text(text)
     for metric, found in expected.items():
         end = None
-        with contextlib.suppress(LogError):
+        with contextlib.suppress(UserError):
             log = parse_log(path, metric)
             end = log.end and (log.end.val_loss, log.end.step, log.num_steps)
         assert end == found, metric
@@ -244,7 +244,7 @@ def test_several_runs_in_one_file(tmp_path, change):
         assert (ours.sources, ours.hardware) == (log.sources, log.hardware)
         assert ours.validations == log.validations
         assert ours.incomplete == log.incomplete
-    with pytest.raises(LogError, match="all.txt: 3 runs in one file"):
+    with pytest.raises(UserError, match="all.txt: 3 runs in one file"):
         parse_log(path)
 
 
@@ -289,7 +289,7 @@ def test_a_log_cut_anywhere_is_never_complete(tmp_path):
         path.write_bytes(data[:size])
         try:
             log = parse_log(path)
-        except LogError:
+        except UserError:
             assert size < data.index(b"step:0/600") + 12
             continue
         assert bool(log.incomplete) == (size < enough), size
@@ -329,12 +329,12 @@ def test_a_damaged_log_raises_nothing_else(tmp_path, data):
         content[start : start + length] = piece
     (tmp_path / "b.txt").write_bytes(content)
     logs = [parse_log(whole)]
-    with contextlib.suppress(LogError):
+    with contextlib.suppress(UserError):
         logs += parse_trials(tmp_path / "b.txt")
-    rules.judge(logs, prior=logs, same_ml=True)
-    verdict = rules.judge(logs, prior=logs[:1])
+    rules.judge_runs(logs, prior=logs, same_ml=True)
+    verdict = rules.judge_runs(logs, prior=logs[:1])
     json.dumps([verify.log_as_json(log) for log in logs])
     tables.table_rows(logs)
     tables.summary_lines(verdict)
-    with contextlib.suppress(LogError):  # doesn't say how many tokens a step has
+    with contextlib.suppress(UserError):  # doesn't say how many tokens a step has
         curves.curve(logs, "tokens")

@@ -14,6 +14,7 @@ import pytest
 from judge.compare import runs as compare_runs
 from judge.curves import curve
 from judge.records import plot
+from lib.commands import UserError
 from tests.judge.records.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
 COMPARE = ["compare", "--base_logs", "base", "--idea_logs", "idea"]
@@ -179,7 +180,7 @@ def test_broken_logs(damaged, damage):
     for words in (COMPARE, PLOT, VERIFY):
         assert refuses(*words), words
     assert refuses(*OPTIMIZATION) or call(*OPTIMIZATION).stdout.endswith(accepted)
-    with pytest.raises(compare_runs.RunError):
+    with pytest.raises(UserError):
         collected(damaged)
     done = call("replay", damaged)
     assert done.stdout == SOURCE.encode() or done.returncode == 2 and b"idea/0.txt" in done.stderr
@@ -243,5 +244,5 @@ def test_seeds_are_those_in_the_logs(sides):
     task = SimpleNamespace(variant=variant, seeds=[0, 1, 2])
     worker = SimpleNamespace(task=task, folder=Path("worker"))
     for status, seeds in ((0, [0, 1, 2]), (None, [0, 1])):
-        logs = compare_runs.finished_logs(compare_runs.Pool({}, 1, 0), worker, status)
+        logs = compare_runs.complete_logs(compare_runs.Pool({}, 1, 0), worker, status)
         assert [log.hyperparameters["seed"] for log in logs] == seeds

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lib.commands import LogError
+from lib.commands import UserError
 from judge.records import optimization
 from tests.judge.records.makers import LINE, run
 
@@ -192,9 +192,9 @@ def test_a_run_that_ends_before_the_others(tmp_path, loss, step):
     cut.write_text(cut.read_text().partition("step:3500/")[0])
     if step:
         result = optimization.read_recipe("new", [tmp_path]).result
-        assert result == optimization.Result(step, [loss, loss])
+        assert result == optimization.LossesAtStep(step, [loss, loss])
     else:
-        with pytest.raises(LogError, match="no finite val_loss at step 3500, the last of these runs"):
+        with pytest.raises(UserError, match="no finite val_loss at step 3500, the last of these runs"):
             optimization.read_recipe("new", [tmp_path])
 
 
@@ -215,4 +215,4 @@ QUOTED = 'print("step:9/9 val_loss:1.0")\n"""\nstep:9/9 val_loss:1.0\n"""\n'
 )
 def test_logs_of_the_field(tmp_path, options):
     path = field_log(tmp_path / "a.txt", 3.27850, **options)
-    assert optimization.read_recipe("new", [path]).result == optimization.Result(3500, [3.2785])
+    assert optimization.read_recipe("new", [path]).result == optimization.LossesAtStep(3500, [3.2785])

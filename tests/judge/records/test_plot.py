@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from lib.commands import LogError
+from lib.commands import UserError
 from judge.logs import parse_log, read_logs
 from judge import curves
 from judge.records import pages as record_pages
@@ -135,7 +135,7 @@ def test_curve(tmp_path):
     logs[1].validations[3].val_loss = float("nan")
     assert len(curves.curve(logs, "step").x) == 11
     logs[2].hyperparameters = {}
-    with pytest.raises(LogError, match="doesn't say how many tokens a step has"):
+    with pytest.raises(UserError, match="doesn't say how many tokens a step has"):
         curves.curve(logs, "tokens")
 
 

@@ -143,8 +143,8 @@ def test_make_trains_both_in_turns(tmp_path, monkeypatch):
     """With the stand-in as train_gpt.py: the first record, and one that is twice as fast."""
     script = (ROOT / "tests/judge/compare/standin.py").read_text()
     script = script.replace("flags: -; model compiled: no", "flags: -march=native; model compiled: yes")
-    plan = dict(processes=1, options=[])
-    monkeypatch.setattr(record_runs, "check_machine", lambda *words: plan)
+    needs = dict(processes=1, options=[])
+    monkeypatch.setattr(record_runs, "check_machine", lambda *words: needs)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     records = tmp_path / "records"
     for module in (submit, record_runs):
@@ -257,7 +257,7 @@ def test_what_stands_in_the_repository_is_fresh():
             expected = record_pages.record_readme(record, prior)
             assert text == expected, f"{record.folder.name} is {hint}"
             # Older records were compared with one of another session
-            verdict = rules.judge(record.logs, record.target, record.before, record.same_ml)
+            verdict = rules.judge_runs(record.logs, record.target, record.before, record.same_ml)
             assert verdict.reasons == []
             others = [log for log in logs if log.path.parent != record.folder]
             assert submit.leaks(record.logs, others) == []

@@ -99,7 +99,7 @@ def test_other_sessions_are_not_compared(tmp_path, minutes):
             our_log(
                 tmp_path / name / f"{seed}.txt", 1.48 + seed / 1000, 100_000 + seed, seed, minute=minute
             )
-        comparable.append(tmp_path / name)
+        sides.append(tmp_path / name)
     done = run("verify", sides[1], "--against", sides[0])
     words = unwrapped(done.stdout)
     assert done.returncode == 1
