@@ -792,7 +792,7 @@ class Hyperparameters:
     num_layers: int = setting(12, "number of blocks")
     num_heads: int = setting(6, "attention heads per block")
     # A head has model_dim / num_heads channels: 128 in fineweb, 64 in mini. At another width, learning rates
-    # may stay: mini trains well at widths 64 to 256 with the same ones (records/mini/NOTES.md). FP8 needs a
+    # may stay: mini trains well at widths 64 to 256 with the same ones (docs/log.md). FP8 needs a
     # multiple of 16.
     model_dim: int = setting(768, "channels of the residual stream, shared by the heads")
     num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
