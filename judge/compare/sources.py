@@ -101,9 +101,9 @@ class Variant:
 
 
 def git(*arguments: str, cwd: Path | None = None, input: bytes = b"", **variables: str) -> bytes:
-    """Returns what git prints. Raises UserError with the first line of its error."""
+    """Returns what git prints. Raises UserError with the first line of its error, and OSError."""
     if not shutil.which("git"):
-        raise UserError("there is no git in PATH, which copies the files; install git")
+        raise FileNotFoundError("there is no git in PATH, which copies the files; install git")
     command = ["git", *arguments]
     env = run_environment(is_command=True) | variables  # without GIT_DIR, which a hook of git sets
     done = subprocess.run(command, cwd=cwd or ROOT, input=input, capture_output=True, env=env)

@@ -206,7 +206,7 @@ def test_bad_input_of_commands(theirs, monkeypatch):
     for arguments, message in BAD:
         check_one_line([*COMMAND, *arguments], message)
     monkeypatch.setenv("PATH", "/nowhere")
-    check_one_line([*COMMAND, "--base", "theirs"], "there is no git in PATH")
+    check_one_line(COMMAND, "error: there is no git in PATH, which copies the files; install git\n")
     assert not Path("compare/runs").exists()
 
 
