@@ -365,7 +365,9 @@ def facts_in_words(c: Comparison) -> list[str]:
     threads = f"{plural(facts['threads'], 'thread')} per {per}"
     slope = c.slope()
     sentences = [slope_in_words(slope)]
-    if c.fewer is None and slope is None:
+    if c.steps(c.base) == 1:
+        sentences = ["Steps are unknown: the logs have none."]
+    elif c.fewer is None and slope is None:
         sentences = [
             "Steps are unknown: give --loss_per_100_steps, or --num_iterations in the command."
         ]

@@ -171,7 +171,9 @@ def test_a_metric_of_any_program(theirs, program, metric, verdict, judged, mean)
         f"{start} + float(''.join(sys.argv[3:]) or 0)\n{PROGRAMS[program]}"
     )
     command = ["--command", "python train.py {seed}", "--base", "theirs", "--idea", "--effect -0.01"]
-    words = words_of(*command, "--runs", "3", "--json", "o.json", "--metric", *metric)
+    command += ["--runs", "3", "--json", "o.json", "--loss_per_100_steps", "1"]
+    words = words_of(*command, "--metric", *metric)
+    assert ("the logs have none" in words) == (program == "autoresearch") == ("steps to" not in words)
     assert words.startswith(f"effect_0.01 {verdict}.")
     assert f"The loss is {judged}." in words
     assert "below" not in words  # there is no target
