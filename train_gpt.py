@@ -793,7 +793,7 @@ class Hyperparameters:
     num_heads: int = setting(6, "attention heads per block")
     head_dim: int = setting(128, "channels per head, a multiple of 4")
     # At another width, also set num_heads to model_dim / head_dim. Learning rates may stay: mini trains
-    # well at widths 64 to 256 with the same ones (records/mini/NOTES.md). FP8 needs a multiple of 16.
+    # well at widths 64 to 256 with the same ones (docs/log.md). FP8 needs a multiple of 16.
     model_dim: int = setting(768, "channels of the residual stream; set --num_heads, too")
     num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
     # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect

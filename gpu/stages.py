@@ -254,7 +254,7 @@ def mini():
 
 
 # Peaks in MiB that were measured without a GPU, in training and in validation, by head and train_seq_len:
-# the table of records/HARDWARE.md
+# the table of docs/hardware.md
 PEAKS = {
     ("FP8", 49152): (29_580, 11_069),
     ("FP8", 24576): (16_362, 11_069),

@@ -99,20 +99,16 @@ INTRODUCTION = """\
 | `./run.sh verify LOG...` | checks whether runs make a valid record, and prints their statistics |
 | `./run.sh replay LOG` | extracts the source of a run from its log |
 | `./run.sh plot LOG... -o curves.png` | draws loss curves |
-| `./run.sh submit --track TRACK --name NAME LOG...` | files a record and updates this page |
+| `./run.sh submit --track mini --name NAME LOG...` | files a record and updates this page |
 
-[tools/README.md](../tools/README.md#rules-of-a-record) lists the rules.
+[docs/rules.md](../docs/rules.md) has the rules.
 
 | page | what it is about |
 | --- | --- |
-| [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are worth on `mini` |
-| [mini/screens/](mini/screens/README.md) | screens: many settings or ideas of `mini`, measured together |
-| [mini/TRANSFER.md](mini/TRANSFER.md) | 16 ideas on `mini` and at the official width |
-| [mini/NOTES.md](mini/NOTES.md) | what is known about `mini`, and what to try next |
+| [docs/log.md](../docs/log.md) | what was measured on `mini` and on GPUs |
 | [OPTIMIZATION.md](OPTIMIZATION.md) | what the logs of modded-nanogpt's optimization track say |
-| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |
-| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, and checked without a GPU |
-| [baseline/](baseline/) | logs of the [GPT-2 recipe](../recipes/README.md) at the size of `mini` |
+| [fineweb/h100_report.md](fineweb/h100_report.md) | a report of `./run.sh gpu-report` on an H100 |
+| [baseline/](baseline/) | three logs of the [GPT-2 recipe](../docs/recipes.md) at the size of `mini` |
 """
 
 NO_FINEWEB = """

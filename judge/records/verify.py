@@ -8,7 +8,7 @@ Checks whether the logs of several runs make a valid record.
 A log has one run or several, one after the other. Of a folder, the .txt and .log files are read.
 
 The mean final loss of the runs must be below the target (one-sided one-sample t-test, p < 0.01).
-verify also checks those rules of tools/README.md that can be checked in a log. With --against,
+verify also checks those rules of docs/rules.md that can be checked in a log. With --against,
 the runs must also be faster than those of another record, in a one-sided t-test of pairs, p < 0.01. A
 pair is a run of each that were made one after the other, by the dates in the logs. Without such turns,
 times aren't comparable: submit --make makes them.

@@ -66,9 +66,9 @@ def built(tmp_path_factory):
 
 
 def test_the_published_shards(built):
-    """The checksums stand in data/README.md. The script compares them with what it has made."""
+    """The checksums stand in docs/data.md. The script compares them with what it has made."""
     assert contents(built).keys() == shakespeare.SHARDS.keys()
-    page = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     for sha256 in shakespeare.SHARDS.values():
         assert sha256 in page
 

@@ -91,7 +91,7 @@ def test_whole_benchmark(monkeypatch, capsys):
     monkeypatch.setattr(bench, "measure", lambda *how: kept.append(measure.measure(*how)) or kept[0])
     monkeypatch.setattr(measure, "matmul_peak", lambda: 50.0)  # GFLOP/s
     monkeypatch.setattr(train_gpt, "init_processes", lambda: None)
-    bench.bench(SMALL.split())
+    bench.main(SMALL.split())
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
     (figures,) = kept

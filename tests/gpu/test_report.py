@@ -90,7 +90,7 @@ def test_a_report_continues_where_it_stopped(fake_checks):
 
 
 def test_peaks_are_those_of_hardware_md():
-    hardware = (ROOT / "records" / "HARDWARE.md").read_text()
+    hardware = (ROOT / "docs" / "hardware.md").read_text()
     rows = re.findall(r"^\| (FP8|bf16) \| .* \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", hardware, re.M)
     assert len(rows) == len(stages.PEAKS)
     for head, *numbers in rows:
