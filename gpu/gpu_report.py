@@ -127,7 +127,7 @@ def make_report(folder, only, minutes=20):
     print(folder / "gpu_report.md")
 
 
-def gpu_report(argv):
+def main(argv):
     parser = command_parser("gpu-report", __doc__)
     add = parser.add_argument
     add(
@@ -150,4 +150,4 @@ def gpu_report(argv):
 
 if __name__ == "__main__":
     stop_on_signals()
-    run_command(gpu_report, InputError)
+    run_command(main, InputError)
