@@ -231,7 +231,7 @@ def losses_of_seeds(hp, seeds):
         initial = train_gpt.build_model(dataclasses.replace(hp, seed=seed))
         model.load_state_dict(initial.state_dict())
         optimizers = train_gpt.build_optimizers(model, hp)
-        batches = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size)
+        batches = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens)
         steps = []
         for step, tokens in enumerate(itertools.islice(batches, hp.num_iterations)):
             steps.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp))

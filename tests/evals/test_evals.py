@@ -32,7 +32,6 @@ SPEEDRUN = replace(
     train_gpt.TRACKS["mini"],
     num_layers=5,
     num_heads=2,
-    head_dim=16,
     model_dim=32,
     num_value_embeds=2,
     attn_free_layers=(2,),

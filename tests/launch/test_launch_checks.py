@@ -166,10 +166,14 @@ def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, re
         weights = torch.zeros(2**22)
         torch.save(dict(settings=asdict(TRACKS["fineweb"]), model=weights), folder / "run.pt")
     before = bytes_read()
-    _, needs, _ = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
+    _, needs, err = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
     assert bytes_read() - before < 2**22
     assert needs["log_dir"] == ("old" if "old" in resume else "logs")
-    assert needs["options"] == ([] if found else ["--train_seq_len=12288"])
+    options = [] if found else ["--train_seq_len=12288"]
+    if resume == "latest":
+        options.insert(0, "--resume=logs/run.pt" if found else "--resume=")
+    assert needs["options"] == options
+    assert ("there is no unfinished run in logs, so a new one begins" in err) == (not found)
 
 
 def bytes_read():
@@ -199,7 +203,6 @@ TINY = replace(
     TRACKS["mini"],
     num_layers=2,
     num_heads=2,
-    head_dim=32,
     model_dim=64,
     num_value_embeds=1,
     long_window_layers=(0, 1),
