@@ -5,6 +5,7 @@ The rules of a record, as far as they show in logs.
 import itertools
 import statistics
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from judge.comparable import check_between, check_repeats, difference, val_tokens
 from judge.logs import Log
@@ -87,10 +88,6 @@ def compare_times(logs: list[Log], prior: list[Log], target: float) -> TimeSaved
 
 # -----------------------------------------------------------------------------
 # Rules for a run. Each function returns what is wrong with it, or "".
-
-
-def is_incomplete(log: Log) -> str:
-    return log.incomplete
 
 
 def not_compiled(log: Log) -> str:
@@ -202,7 +199,7 @@ def check_seeds(logs: list[Log]):
 def broken_rules(logs: list[Log]) -> list[str]:
     """The rules that the logs break, one line each."""
     return [
-        *per_run(logs, is_incomplete),
+        *per_run(logs, attrgetter("incomplete")),
         *per_run(logs, not_compiled),
         *check_sources(logs),
         *check_seeds(logs),
@@ -229,7 +226,7 @@ def judge_losses(summary: Summary, target: float):
 def judge_prior(logs: list[Log], prior: list[Log]):
     """Can the runs be compared with the prior record?"""
     yield from check_between([prior, logs])
-    for fault in per_run(prior, is_incomplete):
+    for fault in per_run(prior, attrgetter("incomplete")):
         yield f"prior record: {fault}"
 
 
