@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything behind one command: installs packages, makes data, trains, compares, tests. All of it is
-# tools/launch.py. This script finds the Python that runs it. ./run.sh --help lists the commands.
+# launch/launch.py. This script finds the Python that runs it. ./run.sh --help lists the commands.
 for name in ${!PYTHON@}; do     # junk in Python's variables would break any Python
     [ "$name" = PYTHONNOUSERSITE ] || unset "$name"
 done
@@ -21,7 +21,7 @@ fi
 folder='import os, sys; assert sys.version_info >= (3, 11); print(os.path.dirname(os.path.realpath(sys.argv[1])))'
 for python in $pythons; do
     if root=$("$python" -c "$folder" "${BASH_SOURCE[0]}" 2>/dev/null); then
-        exec "$python" "$root/tools/launch.py" "$@"
+        exec "$python" "$root/launch/launch.py" "$@"
     fi
 done
 missing="Python 3.11 or later is needed, but python3 is $(python3 --version 2>&1 || true); \

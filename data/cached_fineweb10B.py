@@ -17,7 +17,8 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from data.shards import ShardError, check_shard, from_hub, read_shard, run_script
+from data.shards import check_shard, from_hub, read_shard, run_script
+from lib.commands import UserError
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
@@ -31,7 +32,7 @@ def fetch(name, out):
         try:
             print(f"{name}: exists, {check_shard(path):,} tokens")
             return
-        except ShardError as e:
+        except UserError as e:
             print(f"{e}; downloading it again")
     out.mkdir(parents=True, exist_ok=True)
     # The temporary folder is beside the final file, so the shard is renamed and not copied.

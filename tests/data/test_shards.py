@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import train_gpt
 from data import shards
-from data.shards import ShardError
+from lib.commands import UserError
 from tests.util import shard_bytes
 
 VOCAB = 257
@@ -43,7 +43,7 @@ def test_what_is_written_has_the_format_and_can_be_read(tmp_path, dtype):
 def test_a_shard_with_another_checksum_is_not_written(tmp_path):
     expected = hashlib.sha256(shard_bytes([1, 2, 3])).hexdigest()
     with pytest.raises(
-        ShardError, match="not written, because its SHA-256 .* please report this error$"
+        UserError, match="not written, because its SHA-256 .* please report this error$"
     ):
         shards.write_shard(tmp_path / "a.bin", [1, 2, 4], expected)
     assert os.listdir(tmp_path) == []
@@ -162,7 +162,7 @@ def test_the_reader_of_the_data_scripts(tmp_path, content):
         assert shards.check_shard(path) == len(tokens)
         assert shards.read_shard(path, VOCAB).tolist() == tokens
     else:
-        refused(ShardError, shards.read_shard, path, VOCAB)
+        refused(UserError, shards.read_shard, path, VOCAB)
 
 
 @fuzz

@@ -19,7 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import train_gpt
 from data import gpt2_bpe
-from evals import hellaswag, models, openai_gpt2, sample, speed
+from evals import hellaswag, models, sample, speed
+from recipes import openai_gpt2
 from evals.models import TextModel
 from recipes import gpt2
 from train_gpt import InputError
@@ -400,7 +401,7 @@ def test_what_is_too_long_loses_its_beginning():
 
 def test_summary_has_standard_errors():
     line = "hellaswag acc:0.2859 +- 0.0045 acc_norm:0.2955 +- 0.0046 items:10042"
-    assert hellaswag.summary([10_042, 2871, 2967]) == line
+    assert hellaswag.accuracy_line([10_042, 2871, 2967]) == line
 
 
 def write_items(path, **changes):

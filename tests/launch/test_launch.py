@@ -1,5 +1,5 @@
 """
-Tests of run.sh and tools/launch.py: which environment, packages and data, which command line, and what
+Tests of run.sh and launch/launch.py: which environment, packages and data, which command line, and what
 happens to child processes.
 
 Most run in this process: `machine` stands for the programs that launch.py asks and starts.
@@ -22,8 +22,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools import launch
-from tools.launch import LaunchError
+from launch import launch
+from lib.commands import UserError
+from lib import processes
 from recipes import january2026
 from train_gpt import TRACKS
 from tests.util import ROOT, env
@@ -64,14 +65,15 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
-    monkeypatch.setattr(launch, "ROOT", machine.root)
     monkeypatch.setattr(launch, "VENV", machine.root / ".venv")
-    monkeypatch.setattr(launch, "DEVICES", tmp_path / "dev")
-    monkeypatch.setattr(launch, "GRAPHICS", tmp_path / "drm")
-    monkeypatch.setattr(launch, "output_of", output_of)
+    monkeypatch.setattr(processes, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(processes, "GRAPHICS", tmp_path / "drm")
     monkeypatch.setattr(launch, "version_of", lambda package, path: machine.versions.get(package, ""))
-    monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(launch, "start", start)
+    for module in (launch, processes):
+        monkeypatch.setattr(module, "ROOT", machine.root)
+        monkeypatch.setattr(module, "output_of", output_of)
+        monkeypatch.setattr(module, "run", run)
+        monkeypatch.setattr(module, "start", start)
     monkeypatch.setattr(venv, "create", lambda folder, **how: None)
     return machine
 
@@ -97,7 +99,7 @@ open("ran", "w").close()
 def run_sh(tmp_path):
     """A function that runs a copy of run.sh, through a link, in front of LAUNCH. Only one of the programs is
     a Python that is new enough. Python's variables are junk."""
-    file(tmp_path / "root" / "tools" / "launch.py", LAUNCH)
+    file(tmp_path / "root" / "launch" / "launch.py", LAUNCH)
     shutil.copy(ROOT / "run.sh", tmp_path / "root")
     (tmp_path / "link").symlink_to("root/run.sh")
     for name in ("python", "python3"):
@@ -129,9 +131,9 @@ def run_sh(tmp_path):
 @pytest.mark.parametrize(
     "new, active, says",
     [
-        ("python3", "", "root/tools/launch.py ['--seed', '3'] ['PYTHONNOUSERSITE', 'PYTHONUTF8']\n"),
-        ("python3.12", "", "root/tools/launch.py "),
-        ("python", "/theirs", "root/tools/launch.py "),
+        ("python3", "", "root/launch/launch.py ['--seed', '3'] ['PYTHONNOUSERSITE', 'PYTHONUTF8']\n"),
+        ("python3.12", "", "root/launch/launch.py "),
+        ("python", "/theirs", "root/launch/launch.py "),
         (
             "python3",
             "/theirs",
@@ -158,7 +160,7 @@ def test_run_sh_opens_what_is_closed(run_sh, tmp_path, closing):
 
 def test_a_new_environment_is_ready_only_after_the_installation(machine):
     machine.status = 1
-    with pytest.raises(LaunchError):
+    with pytest.raises(UserError):
         launch.install([])
     machine.status = 0
     for _ in range(2):  # it is made again, because no Python runs in it
@@ -173,7 +175,7 @@ def test_a_new_environment_is_ready_only_after_the_installation(machine):
     assert len(machine.ran) == 2
     del machine.versions["numpy"]  # it was lost
     machine.status = 1
-    with pytest.raises(LaunchError):
+    with pytest.raises(UserError):
         launch.install([])
     assert machine.ran[2][7:] == ["numpy==2.4.6"]
     assert [path.name for path in launch.VENV.iterdir()] == ["ours"]
@@ -181,7 +183,7 @@ def test_a_new_environment_is_ready_only_after_the_installation(machine):
 
 def test_an_environment_that_is_not_ours_stays(machine):
     file(launch.VENV / "theirs")
-    with pytest.raises(LaunchError, match="isn't from ./run.sh; activate it, .* or move it away"):
+    with pytest.raises(UserError, match="isn't from ./run.sh; activate it, .* or move it away"):
         launch.install([])
     assert [path.name for path in launch.VENV.iterdir()] == ["theirs"]
 
@@ -193,7 +195,7 @@ def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
     assert machine.ran[0][:4] == [sys.executable, "-m", "pip", "install"]
     assert machine.ran[0][7:] == ["numpy==2.4.6"]
     machine.versions["torch"] = "2.9.1"
-    with pytest.raises(LaunchError, match="of the active environment .* is older than 2.11; update it"):
+    with pytest.raises(UserError, match="of the active environment .* is older than 2.11; update it"):
         launch.install([])
     assert launch.install([], theirs=True) == sys.executable
     machine.versions.clear()
@@ -208,7 +210,7 @@ def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
 
 def test_packages_that_pip_puts_elsewhere_are_noticed(machine, monkeypatch):
     monkeypatch.setattr(launch, "version_of", lambda package, path: "")
-    with pytest.raises(LaunchError, match="packages elsewhere; remove target"):
+    with pytest.raises(UserError, match="packages elsewhere; remove target"):
         launch.install([])
     assert not (launch.VENV / "ready").exists()
 
@@ -238,7 +240,7 @@ def test_a_new_environment(machine, monkeypatch, torch, modules):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in modules)
     machine.versions["torch"] = torch
     if not modules:
-        with pytest.raises(LaunchError, match="has no venv module; .* apt install python3-venv"):
+        with pytest.raises(UserError, match="has no venv module; .* apt install python3-venv"):
             launch.make_environment()
         return
     launch.make_environment()
@@ -316,7 +318,7 @@ def test_an_installation_that_fails(machine, capsys, error, settings, says):
     machine.status = 1
     machine.error = f"Collecting\n{error}\n"
     machine.answers["config list"] = settings
-    with pytest.raises(LaunchError, match=says):
+    with pytest.raises(UserError, match=says):
         launch.pip_install("python", ["numpy==2.4.6"])
     assert ("Collecting" in capsys.readouterr().err) == (error == "something new")
 
@@ -342,11 +344,14 @@ def required(folder):
 
 
 def test_requirements_name_what_is_imported():
-    assert imported([ROOT / "tools" / "launch.py"]) == set()  # it runs before there are packages
-    names = "train_gpt.py tools/launch_checks.py data/shakespeare.py data/cached_fineweb10B.py evals/models.py evals/sample.py"
-    always = [*(ROOT / "recipes").glob("*.py"), *(ROOT / name for name in names.split())]
+    before = [ROOT / "launch" / "launch.py", *(ROOT / "lib").glob("*.py")]
+    assert imported(before) == set()  # they run before there are packages
+    names = "train_gpt.py launch/checks.py data/shakespeare.py data/cached_fineweb10B.py evals/models.py evals/sample.py"
+    always = [ROOT / name for name in names.split()]
+    for folder in ("recipes", "gpu"):
+        always += (ROOT / folder).glob("*.py")
     assert imported(always) <= required(".")
-    for folder in ("tools", "data", "evals"):
+    for folder in ("judge", "data", "evals"):
         packages = imported((ROOT / folder).rglob("*.py"))
         assert required(folder) <= packages <= required(".") | required(folder)
 
@@ -404,15 +409,16 @@ def test_compiled_code_goes_elsewhere_from_a_folder_that_cannot_hold_it(
 
 @pytest.fixture
 def training(machine, monkeypatch, tmp_path):
-    """The machine, where ranks write checkpoints at the time `written`. `plan` is the answer of the checks."""
+    """The machine, where ranks write checkpoints at the time `written`. `needs` is what the checks find."""
     machine.written = 1000  # long ago: the disk has another clock
-    machine.plan = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
+    machine.needs = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
     machine.checked = []
-    file(machine.root / "recipes" / "soup.py")
+    file(machine.root / "recipes" / "soup.py", "def parse_arguments")
+    file(machine.root / "recipes" / "openai_gpt2.py")
 
     def check_machine(python, *words):
         machine.checked = list(words)
-        return machine.plan
+        return machine.needs
 
     def run_ranks(command, processes, **options):
         folder = os.open(machine.root, os.O_RDONLY)
@@ -423,7 +429,7 @@ def training(machine, monkeypatch, tmp_path):
         if machine.status < 0:
             launch.stop(-machine.status, None)
         for age, name in enumerate(["new", "older"]):
-            path = file(machine.root / machine.plan["log_dir"] / f"{name}.pt")
+            path = file(machine.root / machine.needs["log_dir"] / f"{name}.pt")
             os.utime(path, (0, machine.written - age))
         return machine.status
 
@@ -506,8 +512,8 @@ def test_a_check_that_fails_ends_the_run(machine):
     [
         ("sample x.pt", [], "evals.sample x.pt"),
         ("data edu --help", ["data"], "data.fineweb edu --help"),
-        ("test machines --list", ["tools", "data", "evals", "tests"], "tests.machines --list"),
-        ("compare --command=x", ["tools"], "tools.compare.compare --command=x"),
+        ("test machines --list", ["judge", "data", "evals", "tests"], "tests.machines --list"),
+        ("compare --command=x", ["judge"], "judge.compare.compare --command=x"),
         ("hellaswag x", ["evals"], "evals.hellaswag x"),
     ],
 )
@@ -533,7 +539,7 @@ def test_pytest_runs_in_the_repository(training):
 
 def test_compare_checks_the_machine(training):
     launch.launch(["compare", "--device", "cpu", "--runs", "2"])
-    assert training.ran == [["python", "-P", "-m", "tools.compare.compare", "--runs", "2"]]
+    assert training.ran == [["python", "-P", "-m", "judge.compare.compare", "--runs", "2"]]
     assert training.checked == ["compare"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -641,7 +647,7 @@ def start(*arguments, **options):
 
 subprocess.Popen = start
 """
-LAUNCHER = "import sys; from tools import launch; launch.launch = lambda argv: launch.run(argv); sys.exit(launch.main(sys.argv[1:]))"
+LAUNCHER = "import sys; from launch import launch; launch.launch = lambda argv: launch.run(argv); sys.exit(launch.main(sys.argv[1:]))"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """
-Tests of tools/launch_checks.py, the checks before a run: imitated GPUs, memory, and compiled code.
+Tests of launch/checks.py and gpu/memory.py, the checks before a run: imitated GPUs, memory, and compiled
+code.
 
 The tests need no GPU. Wrong compiled code is imitated by a method `compile` that changes the model.
 """
@@ -18,8 +19,10 @@ import torch
 
 import train_gpt
 from recipes import january2026
-from tools import common, launch, launch_checks
-from tools.gpu.page import PEAKS
+from gpu import memory
+from gpu.report_page import PEAKS
+from launch import checks
+from lib import environment, processes
 from train_gpt import TRACKS
 from tests.util import ROOT, random_tokens, run_forked, write_shard
 
@@ -29,7 +32,7 @@ def got(monkeypatch):
     """No data are downloaded, and tests that follow keep their threads. The files that a run needs."""
     files = []
     monkeypatch.setattr(
-        launch, "get_data", lambda python, settings: files.append(settings["train_files"])
+        checks, "get_data", lambda python, settings: files.append(settings["train_files"])
     )
     monkeypatch.setattr(os, "environ", os.environ.copy())
     return files
@@ -38,7 +41,7 @@ def got(monkeypatch):
 def check(tmp_path, capsys, *options, mode="train", script="train_gpt"):
     """Returns the exit status, the answer, and what the checks print."""
     words = [] if mode == "compare" else [script, *options]
-    status = launch_checks.main([str(tmp_path / "answer"), mode, *words])
+    status = checks.main([str(tmp_path / "answer"), mode, *words])
     out, err = capsys.readouterr()
     assert out == ""
     return status, json.loads((tmp_path / "answer").read_text()) if status == 0 else None, err
@@ -50,11 +53,11 @@ def test_the_answer_reaches_the_launcher(tmp_path, monkeypatch):
     def run(command, cwd):
         return run_forked(command[3:], cwd, script=command[2]).returncode
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(processes, "run", run)
     monkeypatch.chdir(tmp_path)
     options = ["--track=mini", "--log_dir=x"]
-    plan = launch.check_machine(sys.executable, "prepare", "train_gpt", *options)
-    assert plan["log_dir"] == "x"
+    needs = processes.check_machine(sys.executable, "prepare", "train_gpt", *options)
+    assert needs["log_dir"] == "x"
     assert os.environ["MALLOC_MMAP_MAX_"] == "0"
 
 
@@ -68,7 +71,7 @@ def test_a_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path, capsys):
     def init():
         raise RuntimeError("The driver is too old (found version 11040).")
 
-    monkeypatch.setattr(launch, "gpu_maker", lambda: "AMD")
+    monkeypatch.setattr(memory, "gpu_maker", lambda: "AMD")
     monkeypatch.setattr(torch.cuda, "init", init)
     for mode in ("train", "compare"):
         status, _, err = check(tmp_path, capsys, mode=mode)
@@ -123,7 +126,7 @@ def test_an_old_gpu_is_one_line(cards, monkeypatch, tmp_path, capsys):
     ],
 )
 def test_as_many_processes_as_can_share_the_sequences(script, track, gpus, processes):
-    assert launch_checks.most_processes(script, script.TRACKS[track], gpus) == processes
+    assert checks.most_processes(script, script.TRACKS[track], gpus) == processes
 
 
 @pytest.mark.parametrize(
@@ -136,12 +139,12 @@ def test_as_many_processes_as_can_share_the_sequences(script, track, gpus, proce
 )
 def test_the_length_that_fits_into_the_smallest_memory(cards, got, tmp_path, capsys, free, wanted):
     cards(free)
-    status, plan, err = check(tmp_path, capsys, "--track", "fineweb", "--log_dir", "x")
-    assert plan["options"] == [f"--train_seq_len={wanted}"]
-    assert (plan["log_dir"], plan["processes"], plan["environment"]) == ("x", len(free), {})
+    status, needs, err = check(tmp_path, capsys, "--track", "fineweb", "--log_dir", "x")
+    assert needs["options"] == [f"--train_seq_len={wanted}"]
+    assert (needs["log_dir"], needs["processes"], needs["environment"]) == ("x", len(free), {})
     assert got == [TRACKS["fineweb"].train_files]
     text = f"fineweb on GPUs, processes: {len(free)}, not compiled, --train_seq_len={wanted}"
-    assert plan["text"] == text  # tests don't compile
+    assert needs["text"] == text  # tests don't compile
     assert err == ""
 
 
@@ -163,10 +166,10 @@ def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, re
         weights = torch.zeros(2**22)
         torch.save(dict(settings=asdict(TRACKS["fineweb"]), model=weights), folder / "run.pt")
     before = bytes_read()
-    _, plan, _ = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
+    _, needs, _ = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
     assert bytes_read() - before < 2**22
-    assert plan["log_dir"] == ("old" if "old" in resume else "logs")
-    assert plan["options"] == ([] if found else ["--train_seq_len=12288"])
+    assert needs["log_dir"] == ("old" if "old" in resume else "logs")
+    assert needs["options"] == ([] if found else ["--train_seq_len=12288"])
 
 
 def bytes_read():
@@ -181,8 +184,8 @@ def test_the_length_that_fits_leaves_room_for_other_libraries(head, seq_len, pea
     hp = TRACKS["fineweb"]
     fp8 = head == "FP8"
     if seq_len > 12288:
-        assert launch_checks.fitted(hp, peak + 500, fp8).train_seq_len < seq_len
-    fitted = launch_checks.fitted(hp, peak + 1700, fp8)
+        assert memory.fitted(hp, peak + 500, fp8).train_seq_len < seq_len
+    fitted = memory.fitted(hp, peak + 1700, fp8)
     assert fitted.train_seq_len >= seq_len
     for world_size in (1, 2, 4, 8):  # they can still share a step
         train_gpt.check_hyperparameters(fitted, world_size)
@@ -210,7 +213,7 @@ TINY = replace(
 
 def test_no_gradient_of_the_check_is_zero():
     model = train_gpt.build_model(TINY)
-    results = launch_checks.loss_and_gradients(model, TINY, "training")
+    results = checks.loss_and_gradients(model, TINY, "training")
     matrices = [f"gradient of {name}" for name, p in model.named_parameters() if p.ndim >= 2]
     assert sorted(results) == sorted([*matrices, "training loss"])
     for name, result in results.items():
@@ -243,7 +246,7 @@ def full_disk(model):
 
 
 def compile_problem(hp):
-    return next(filter(None, (launch_checks.compile_problem(hp, part) for part in PARTS)), "")
+    return next(filter(None, (checks.compile_problem(hp, part) for part in PARTS)), "")
 
 
 PARTS = ["training", "validation"]
@@ -261,7 +264,7 @@ PARTS = ["training", "validation"]
 )
 def test_what_a_compiler_does_wrong(spoil, says, monkeypatch):
     monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: spoil(model))
-    monkeypatch.setattr(launch_checks, "CXX", "g++")
+    monkeypatch.setattr(checks, "CXX", "g++")
     problem = compile_problem(TINY)
     for words in says:
         assert words in problem
@@ -294,7 +297,7 @@ def test_compiled_code_is_right_and_made_once(tmp_path, monkeypatch, capfd):
     compiler.chmod(0o755)
     changes = dict(CXX=str(compiler), TORCH_COMPILE_DISABLE="0", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     os.environ.update(changes, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    assert launch_checks.find_problem(2) == ""
+    assert checks.find_problem(2) == ""
     assert list(tmp_path.rglob("*.so"))
     options = ["--track=mini", "--num_iterations=1", "--batch_tokens=2048", f"--log_dir={tmp_path}"]
     code = f"import sys, train_gpt; train_gpt.main(sys.argv[1:]){COUNT}"
@@ -314,22 +317,22 @@ def tiny_mini(tmp_path, monkeypatch):
     monkeypatch.setitem(TRACKS, "mini", replace(TINY, num_iterations=4, **files))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(train_gpt, "compiles", lambda: True)
-    monkeypatch.setattr(launch_checks, "find_problem", lambda processes: "")
+    monkeypatch.setattr(checks, "find_problem", lambda processes: "")
 
 
 def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    status, plan, err = check(tmp_path, capsys)
-    assert (status, plan["environment"]) == (0, common.environment(plan["processes"]))
-    assert plan["text"].endswith(", compiled")
-    monkeypatch.setattr(launch_checks, "find_problem", lambda processes: "it is wrong")
+    status, needs, err = check(tmp_path, capsys)
+    assert (status, needs["environment"]) == (0, environment.environment(needs["processes"]))
+    assert needs["text"].endswith(", compiled")
+    monkeypatch.setattr(checks, "find_problem", lambda processes: "it is wrong")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     _, again, err = check(tmp_path, capsys)
-    assert (again["text"], err) == (plan["text"], "")
+    assert (again["text"], err) == (needs["text"], "")
     assert check(tmp_path, capsys, mode="compare")[1] == {"environment": {}}
     for module, name, value in [
-        (launch_checks, "CXX", "another"),
-        (launch_checks, "DTYPE", torch.float16),
+        (checks, "CXX", "another"),
+        (checks, "DTYPE", torch.float16),
         (train_gpt, "CPU_MODEL", "another"),
         (train_gpt, "CPU_FLAGS", {"another"}),
     ]:
@@ -339,55 +342,55 @@ def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
 
 
 def test_a_wrong_answer_is_not_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(launch_checks, "find_problem", lambda processes: "it is wrong")
+    monkeypatch.setattr(checks, "find_problem", lambda processes: "it is wrong")
     for _ in range(2):
-        _, plan, err = check(tmp_path, capsys)
+        _, needs, err = check(tmp_path, capsys)
         assert err == (
             "run.sh: warning: training without torch.compile, at about half the speed: it is wrong\n"
         )
-        assert plan["text"].endswith(", not compiled")
+        assert needs["text"].endswith(", not compiled")
         variables = dict(TORCH_COMPILE_DISABLE="1", SPEEDRUN_COMPILE_REASON="(it is wrong)")
-        assert variables.items() <= plan["environment"].items()
+        assert variables.items() <= needs["environment"].items()
 
 
 def test_the_user_can_do_without_compiled_code(tiny_mini, tmp_path, monkeypatch, capsys):
     """With any of the variables that turn torch.compile off. Nothing is called right then."""
     monkeypatch.setattr(train_gpt, "compiles", lambda: False)
-    status, plan, err = check(tmp_path, capsys)
+    status, needs, err = check(tmp_path, capsys)
     assert (status, err) == (0, "")
-    assert plan["text"].endswith(", not compiled")
+    assert needs["text"].endswith(", not compiled")
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("code", ["print(sys.argv[1:], end='')", "raise MemoryError"])
 def test_each_part_is_compared_in_a_process(monkeypatch, code):
     """Its output is what is wrong. A process that fails without any has printed a traceback."""
-    start = launch.start
+    start = checks.start
 
     def start_code(command, **options):
         fails = f"import sys\nif 'validation' in sys.argv:\n    {code}\n    sys.exit(1)"
         return start([sys.executable, "-c", fails, *command[3:]], **options)
 
-    monkeypatch.setattr(launch, "start", start_code)
+    monkeypatch.setattr(checks, "start", start_code)
     if "print" in code:
-        assert launch_checks.find_problem(2) == "['2', 'compile', 'validation']"
+        assert checks.find_problem(2) == "['2', 'compile', 'validation']"
     else:
         with pytest.raises(SystemExit, match="1"):
-            launch_checks.find_problem(2)
+            checks.find_problem(2)
 
 
 @pytest.mark.parametrize("cores, processes", [(1, 1), (8, 2)])
 def test_processes_on_a_cpu(tiny_mini, got, tmp_path, monkeypatch, capsys, cores, processes):
     """At most two, and they share the cores."""
     seen = []
-    monkeypatch.setattr(launch_checks, "find_problem", seen.append)
+    monkeypatch.setattr(checks, "find_problem", seen.append)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(common, "usable_cores", lambda: cores)
-    _, plan, _ = check(
+    monkeypatch.setattr(environment, "usable_cores", lambda: cores)
+    _, needs, _ = check(
         tmp_path, capsys, "--batch_tokens=1024", "--val_tokens=4096"
     )  # 8 could share these
-    assert plan["processes"] == processes
-    assert plan["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
+    assert needs["processes"] == processes
+    assert needs["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
     assert seen == [processes]
     assert got == [TRACKS["mini"].train_files]
 

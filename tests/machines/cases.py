@@ -22,7 +22,7 @@ from tests.machines.table import (
     wait_for,
 )
 from tests.util import ROOT, tiny_run
-from tools.common import DROPPED
+from lib.environment import DROPPED
 
 
 OUR_PATH = f"{sys.prefix}/bin:{os.environ['PATH']}"
@@ -83,7 +83,7 @@ def stub_packages(folder):
     """Writes wheels without code. Returns variables with which pip installs those."""
     copy_repository(folder / "clone")
     (folder / "wheels").mkdir()
-    for file in ("requirements.txt", "tools/requirements.txt"):
+    for file in ("requirements.txt", "judge/requirements.txt"):
         for line in (ROOT / file).read_text().splitlines():
             name, version = line.split("#")[0].strip().split("==")
             info = f"{name}-{version}.dist-info"
@@ -176,8 +176,8 @@ def compiler(folder, text):
 UNCOMPILED = "warning: training without torch.compile"
 COMPILED = ", compiled"
 SKIP = """
-from tools import launch_checks
-file = launch_checks.stamp()
+from launch import checks
+file = checks.stamp()
 file.parent.mkdir(parents=True, exist_ok=True)
 file.touch()
 """

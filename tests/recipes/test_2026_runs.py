@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from recipes import january2026
-from tools.logs import parse_log
-from tools.records.rules import too_small
+from judge.logs import parse_log
+from judge.records.rules import too_small
 from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, succeeds
 from tests.training.test_run import assert_one_line
 from tests.util import ROOT, Job, in_float32, random_tokens, read_log, val_losses, write_shard

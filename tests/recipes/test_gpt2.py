@@ -1,5 +1,5 @@
 """
-Tests of recipes/gpt2.py and tools/levers.py.
+Tests of recipes/gpt2.py and gpu/levers.py.
 
 They compare the model with transformers, micro-batches with one large batch, two processes with one,
 and a killed and resumed run with an uninterrupted one.
@@ -20,7 +20,7 @@ from torch.nn.utils import parameters_to_vector
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import train_gpt
-from evals import openai_gpt2
+from recipes import openai_gpt2
 from recipes import gpt2
 from train_gpt import GradientBuckets, InputError
 from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, succeeds
@@ -300,7 +300,7 @@ def whole(tmp_path_factory):
 def test_the_log(whole):
     log = read_log(whole)
     assert log.startswith(gpt2.SOURCE)
-    for name in ("recipes/gpt2.py", "evals/openai_gpt2.py", "train_gpt.py"):
+    for name in ("recipes/gpt2.py", "recipes/openai_gpt2.py", "train_gpt.py"):
         assert f"# {name}\n{'-' * 40}\n\n{(ROOT / name).read_text()}" in log
     settings = json.loads(re.search("^hyperparameters: (.*)$", log, re.M)[1])
     assert settings == asdict(tiny_hp()) | {"world_size": 1}
@@ -343,7 +343,7 @@ def test_compiled_run_agrees(folder, whole):
 
 
 def test_levers_table(tmp_path):
-    result = run_forked("--steps 1 --sequences 1".split(), tmp_path, script="tools.levers")
+    result = run_forked("--steps 1 --sequences 1".split(), tmp_path, script="gpu.levers")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[1].startswith("mini: 128 tokens per step")

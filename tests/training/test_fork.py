@@ -145,7 +145,7 @@ def test_refused_changes(name, tmp_path):
 def test_a_missing_package(tmp_path):
     """The launcher's check doesn't hide Python's own line."""
     (tmp_path / "train_gpt.py").write_text("import nosuch_package\n" + SCRIPT.read_text())
-    command = [sys.executable, "-m", "tools.launch_checks", "answer", "train", "train_gpt"]
+    command = [sys.executable, "-m", "launch.checks", "answer", "train", "train_gpt"]
     environment = env(PYTHONPATH=f"{tmp_path}:{ROOT}", PYTHONSAFEPATH="1")
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode

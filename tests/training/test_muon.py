@@ -36,7 +36,7 @@ def in_float32(monkeypatch):
 
 @pytest.mark.parametrize("shape, steps", [((6, 10), 5), ((10, 10), 1), ((2, 3, 10, 10), 5)])
 def test_every_singular_value_follows_the_quintic(shape, steps):
-    """Nothing is divided by zero. tests/tools/gpu/test_report.py compares Muon in bf16."""
+    """Nothing is divided by zero. tests/gpu/test_report.py compares Muon in bf16."""
     g = torch.randn(shape)
     out = zeropower_via_newtonschulz5(g, steps)
     want = orthogonalize(g.double(), steps)

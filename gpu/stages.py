@@ -1,0 +1,364 @@
+"""
+The stages of gpu/gpu_report.py, which runs each in a process of its own.
+
+A stage returns a dict of figures. Under "checks" it has a list of measured values with their limits,
+as check() makes them. The stages head, attention and muon compare with float64 on the CPU, so that a
+GPU that computes nothing can't agree with itself. They also run on a CPU.
+"""
+
+import dataclasses
+import itertools
+import math
+import platform
+import statistics
+import sys
+
+import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
+import torch
+import torch.nn.functional as F
+from lib.text import as_json
+from lib.environment import usable_cores
+from lib.files import write_file
+from lib.processes import output_of
+from gpu.measure import PEAK_FLOPS, Training, measure, slowest_kernels
+from gpu.memory import check_gpus, find_gpus, fit_to_memory
+from train_gpt import DEVICE, InputError, require
+
+FINEWEB = train_gpt.TRACKS["fineweb"]
+
+
+def check(name, value, limit):
+    """A measured value that should be at most `limit`. NaN is not ok."""
+    return {"name": name, "value": float(value), "limit": limit, "ok": bool(value <= limit)}
+
+
+# -----------------------------------------------------------------------------
+# Machine and versions
+
+
+def head_name(hp):
+    return "FP8" if train_gpt.uses_fp8(hp) else "bf16"
+
+
+def machine():
+    require(find_gpus() > 0, "this needs an NVIDIA GPU, and PyTorch finds none")
+    check_gpus(1)
+    import triton  # comes with PyTorch's CUDA build
+
+    gpu = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    query = ["--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
+    return {
+        "GPU": gpu.name,
+        "GPUs": torch.cuda.device_count(),
+        "compute capability": f"{gpu.major}.{gpu.minor}",
+        "memory MiB": total // 2**20,
+        "free MiB": free // 2**20,
+        "shared memory of a block, bytes": getattr(gpu, "shared_memory_per_block_optin", None),
+        "driver, power limit": (output_of("nvidia-smi", *query) or "").strip(),
+        "PyTorch": torch.__version__,
+        "CUDA of PyTorch": torch.version.cuda,
+        "Triton": triton.__version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "CPU": f"{train_gpt.CPU_MODEL}, {usable_cores()} cores",
+        "head": head_name(FINEWEB),
+        "train_seq_len": fitted_fineweb().train_seq_len,
+    }
+
+
+# -----------------------------------------------------------------------------
+# The head, attention and Muon against float64
+
+
+def with_gradients(function, inputs, grad):
+    """Returns function(*inputs) and the gradients of the inputs."""
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    y = function(*inputs)
+    y.backward(grad.to(y))
+    return [y.detach(), *[t.grad for t in inputs]]
+
+
+def relative_error(value, right):
+    value, right = value.double(), right.double()
+    return (value - right).norm() / right.norm().clamp_min(1e-30)  # 0 if both are zero
+
+
+def check_against(function, exact, inputs, grad, limits):
+    """Checks function(*inputs) on the device, and its gradients, against exact(*inputs) in float64.
+
+    limits: {name: limit} of the result and of each gradient."""
+    want = with_gradients(exact, [t.double() for t in inputs], grad)
+    got = with_gradients(function, [t.to(DEVICE) for t in inputs], grad)
+    errors = [relative_error(t.cpu(), right) for t, right in zip(got, want)]
+    return [check(name, error, limit) for error, (name, limit) in zip(errors, limits.items())]
+
+
+def check_head(tokens=512, dim=768, out=50304):
+    """The errors of the head, its loss and its gradients."""
+    rng = torch.Generator().manual_seed(0)
+    x = F.rms_norm(torch.randn(tokens, dim, generator=rng), (dim,)).bfloat16()
+    w = torch.randn(out, dim, generator=rng)
+    targets = torch.randint(out, (tokens,), generator=rng)
+
+    def exact(x, w):
+        logits = 30 * torch.sigmoid(x @ w.T / (7.5 * dim**0.5))
+        return F.cross_entropy(logits, targets, reduction="sum")
+
+    def bf16(x, w):
+        logits = train_gpt.softcap(F.linear(x, w.bfloat16()), dim)
+        return F.cross_entropy(logits, targets.to(DEVICE), reduction="sum")
+
+    def fp8(x, w):
+        return torch.ops.nanogpt.head_loss(x, w, targets.to(DEVICE))[0]
+
+    heads = [("bf16", bf16, 0.02)]
+    if train_gpt.uses_fp8(FINEWEB):
+        heads.append(("FP8", fp8, 0.09))
+    checks = []
+    for name, function, limit in heads:
+        limits = {
+            f"{name} loss": limit / 10,
+            f"{name} gradient of the input": limit,
+            f"{name} gradient of the weight": limit,
+        }
+        checks += check_against(function, exact, (x, w), torch.ones(()), limits)
+    return {"tokens": tokens, "checks": checks}
+
+
+@torch.compile(dynamic=False)
+def attend(q, k, v, docs, window):
+    """As the model does. docs: (T,) on the device; window: () int32, in blocks."""
+    if q.is_cuda:
+        mask = train_gpt.flex_block_mask(docs, window)
+    else:
+        mask = train_gpt.portable_mask(docs, (1 - window) * 128, int(window))
+    return train_gpt.attention(q, k, v, mask)
+
+
+def attention_case(length, mean, blocks, heads, dim):
+    """Checks a sequence with documents of about `mean` tokens, and a window of `blocks` blocks."""
+    rng = torch.Generator().manual_seed(length)
+    begins = torch.rand(length, generator=rng) < 1 / mean
+    docs = 1 + begins.cumsum(0, dtype=torch.int32)
+    *qkv, grad = torch.randn(4, 1, length, heads, dim, generator=rng).bfloat16().unbind()
+    query = torch.arange(length)[:, None]
+    key = torch.arange(length)
+    visible = (key <= query) & (docs[:, None] == docs) & (query // 128 - key // 128 < blocks)
+    window = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+
+    def dense(q, k, v):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.12
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    limits = {f"{length} tokens, window {blocks}, {name}": 0.02 for name in names}
+    return check_against(
+        lambda q, k, v: attend(q, k, v, docs.to(DEVICE), window), dense, qkv, grad, limits
+    )
+
+
+# tokens, mean length of a document, window in blocks
+ATTENTION_CASES = [(1024, 300, 5), (2048, 100, 16), (2048, 10**9, 3)]
+
+
+def check_attention(cases=ATTENTION_CASES, heads=6, dim=128):
+    """The errors of attention in bf16, forward and backward, with documents and a window."""
+    found = [attention_case(*case, heads, dim) for case in cases]
+    return {"checks": sum(found, [])}
+
+
+def newton_schulz_in_float64(G):
+    """The iteration of https://kellerjordan.github.io/posts/muon for matrices (..., m, n)."""
+    tall = G.size(-2) > G.size(-1)
+    X = G.mT if tall else G
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        A = X @ X.mT
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X.mT if tall else X
+
+
+def muon_case(*shape):
+    """Checks the weights after three steps."""
+    rng = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
+    optimizer = train_gpt.Muon([p], lr=1.0, momentum=0.9, ns_steps=5, beta2=0.0)
+    scale = max(1, shape[-2] / shape[-1]) ** 0.5
+    buffer = want = torch.zeros(shape, dtype=torch.float64)
+    for _ in range(3):
+        grad = torch.randn(shape, generator=rng)
+        p.grad = grad.to(DEVICE)
+        optimizer.step()
+        grad = grad.double()
+        buffer = 0.9 * buffer + 0.1 * grad
+        want = want - scale * newton_schulz_in_float64(0.1 * grad + 0.9 * buffer)
+    name = " x ".join(map(str, shape))
+    return check(f"weights {name}", relative_error(p.detach().cpu(), want), 0.05)
+
+
+def check_muon(width=768):
+    """The errors of three steps of Muon, on matrices of the official shapes."""
+    shapes = [(width, width), (4 * width, width), (width, 4 * width), (3, width, width)]
+    return {"steps": 3, "checks": [muon_case(*shape) for shape in shapes]}
+
+
+# -----------------------------------------------------------------------------
+# 50 steps of an older mini against a CPU in float32
+
+# mini without smear, XSA and leaky ReLU, and with 384 logits
+OLDER_MINI = (
+    "--track mini --num_iterations 50 --smear false --xsa false --relu_slope 0 --muon_momentum 0.9 "
+    "--vocab_size 384"
+)
+# Steps whose mean losses are compared, before roundings have made two runs differ and at the end; the mean
+# of a CPU in float32, seeds 0 to 4; and how far from it a GPU may be: as far as the same CPU in bf16, or
+# with the FP8 head if that is farther, plus four standard errors.
+MINI_LOSSES = {
+    "steps 11 to 20": (slice(10, 20), 2.540779, 0.007834),
+    "steps 41 to 50": (slice(40, 50), 2.120178, 0.018436),
+}
+
+
+def losses_of_seeds(hp, seeds):
+    """Trains once per seed. Returns the training losses: {seed: [loss of each step]}."""
+    model = train_gpt.build_model(hp)
+    model.compile(dynamic=False)
+    buckets = train_gpt.GradientBuckets(model)
+    losses = {}
+    for seed in seeds:
+        initial = train_gpt.build_model(dataclasses.replace(hp, seed=seed))
+        model.load_state_dict(initial.state_dict())
+        optimizers = train_gpt.build_optimizers(model, hp)
+        batches = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size)
+        steps = []
+        for step, tokens in enumerate(itertools.islice(batches, hp.num_iterations)):
+            steps.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp))
+        losses[seed] = [round(loss, 6) for loss in torch.stack(steps).tolist()]
+    return losses
+
+
+def mini():
+    _, hp = train_gpt.parse_arguments(OLDER_MINI.split())
+    losses = losses_of_seeds(hp, range(5))
+    checks = []
+    for name, (steps, expected, limit) in MINI_LOSSES.items():
+        mean = statistics.mean(statistics.mean(run[steps]) for run in losses.values())
+        checks.append(check(f"{name}: distance from float32", abs(mean - expected), limit))
+    return {"losses": losses, "checks": checks}
+
+
+# -----------------------------------------------------------------------------
+# Speed and memory of the track fineweb
+
+
+def fitted_fineweb():
+    """The hyperparameters of the track, with sequences that fit this GPU."""
+    return fit_to_memory(FINEWEB, 1)
+
+
+def measure_speed():
+    """The time of a step by part, its slowest kernels and its memory."""
+    training = Training(fitted_fineweb())
+    figures = measure(training, repeats=5, peak_flops=PEAK_FLOPS.get(torch.cuda.get_device_name()))
+    figures["kernels"] = slowest_kernels(training.last_step, 10)
+    return figures | peaks(training)
+
+
+def memory_peaks(seq_len, fp8):
+    hp = dataclasses.replace(FINEWEB, train_seq_len=seq_len, batch_tokens=2 * seq_len, fp8=fp8)
+    return peaks(Training(hp))
+
+
+def peaks(training):
+    """Peaks of the allocator in training and in validation, and what a growing window compiles."""
+    hp = training.hp
+    counters = torch._dynamo.utils.counters
+    sequence = torch.zeros(hp.val_seq_len + 1, dtype=torch.int32)
+
+    @torch.no_grad()
+    def validate(step):
+        training.model.eval()
+        inputs, targets = train_gpt.to_batch(sequence, hp.val_seq_len)
+        training.model(inputs, targets, train_gpt.get_window_blocks(step, hp))
+
+    def peak(run):
+        torch.cuda.reset_peak_memory_stats()
+        run(hp.num_iterations - 1)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() // 2**20
+
+    training.train(0)
+    validate(0)
+    graphs = counters["stats"]["unique_graphs"]
+    return {
+        "train_seq_len": hp.train_seq_len,
+        "head": head_name(hp),
+        "training MiB": peak(training.train),
+        "validation MiB": peak(validate),
+        "graph breaks": sum(counters["graph_break"].values()),
+        "recompilations": counters["stats"]["unique_graphs"] - graphs,
+    }
+
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+SHORTEST_WAIT = 100  # microseconds; a shorter call found the GPU done and returned at once
+
+
+def waits(steps=12):
+    """How often, and how long, the host waits for the GPU within 12 steps of training."""
+    hp = fitted_fineweb()
+    training = Training(dataclasses.replace(hp, batch_tokens=hp.train_seq_len))
+    for step in range(3):
+        training.train(step)
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profiler, torch.profiler.record_function("steps"):
+        for step in range(3, 3 + steps):
+            training.train(step)
+    return count_waits(profiler.events(), steps)
+
+
+def count_waits(events, steps):
+    """Counts the host's waits within "steps", as the profiler saw them.
+
+    Raises InputError if it saw no kernels.
+    """
+    span = next(event.time_range for event in events if event.name == "steps" and not event.is_async)
+    during = [event for event in events if span.start <= event.time_range.start <= span.end]
+    require(
+        any("LaunchKernel" in event.name for event in during),
+        "PyTorch's profiler sees no kernels on this machine, so waits can't be counted: CUPTI, which is part "
+        "of PyTorch's CUDA build, is missing or not permitted. Install that build again, or run this as root "
+        "(https://developer.nvidia.com/ERR_NVGPUCTRPERM says more)",
+    )
+    calls = [event.time_range.elapsed_us() for event in during if event.name in WAITS]
+    waiting = [us for us in calls if us >= SHORTEST_WAIT]
+    return {
+        "steps": steps,
+        "waits": len(waiting),
+        "waiting ms": sum(waiting) / 1000,
+    }
+
+
+STAGES = {
+    "machine": machine,
+    "head": check_head,
+    "attention": check_attention,
+    "muon": check_muon,
+    "mini": mini,
+    "speed": measure_speed,
+    "waits": waits,
+    "memory 24576": lambda: memory_peaks(24576, True),
+    "memory 12288": lambda: memory_peaks(12288, True),
+    "memory 49152 bf16": lambda: memory_peaks(49152, False),
+}
+
+
+def run_stage(name, file):
+    """Runs a stage, and writes its figures into a file as JSON."""
+    train_gpt.init_processes()
+    try:
+        write_file(file, as_json(STAGES[name]()))
+    except InputError as e:
+        sys.exit(f"error: {e}")

@@ -1,0 +1,110 @@
+"""
+The ledger of compare: a line for each idea that was judged, in a table that spreadsheets read.
+
+A loop that tries ideas all night needs it: an idea that was judged before is answered from it, it says
+how often the loop errs, and --confirm starts from its first line.
+"""
+
+import csv
+import io
+import re
+from datetime import date
+from pathlib import Path
+
+from judge.compare.pairs import Comparison
+from judge.compare.sources import Variant, git
+from judge.stats import P_VALUE
+from lib.commands import UserError
+from lib.files import write_file
+
+Row = dict[str, str]
+CONFIRMATION = "--confirm"  # instead of an idea
+FIELDS = "date base commit idea text metric until verdict loss low high pairs last_seed minutes".split()
+
+
+def read_ledger(file: Path) -> list[Row]:
+    """[] if there is no such file yet. Raises UserError."""
+    if not file.exists():
+        return []
+    rows = list(csv.DictReader(io.StringIO(file.read_text("utf-8")), delimiter="\t"))
+    if any(list(row) != FIELDS or None in row.values() for row in rows):
+        raise UserError(
+            f"{file}: it isn't a ledger of compare, or it is damaged; give another --ledger"
+        )
+    return rows
+
+
+def commit_of(variant: Variant) -> str:
+    """The commit whose files are the variant's; "" if some of them aren't committed."""
+    commit = variant.folder.name  # see copy_commit
+    if commit == "worktree" and not git("diff", "HEAD", "--name-only", cwd=variant.origin):
+        commit = git("rev-parse", "HEAD", cwd=variant.origin).decode().strip()
+    return commit if re.fullmatch("[0-9a-f]{40}", commit) else ""
+
+
+def add_to_ledger(c: Comparison) -> None:
+    """A line for each idea that has an effect. Raises UserError."""
+    rows = read_ledger(c.args.ledger)
+    for idea, text in zip(c.ideas, c.args.idea or ["."]):
+        effect = c.effect(idea)
+        if effect is None or c.args.confirm and effect.verdict == "undecided":
+            continue  # the same command goes on with a confirmation, with the same seeds
+        low, high = effect.difference_interval
+        values = [
+            date.today(),
+            c.pool.key(c.base),
+            commit_of(c.base),
+            c.pool.key(idea),
+            CONFIRMATION if c.args.confirm else " ".join(text.split()),
+            c.pool.metric,
+            c.args.until,
+            effect.verdict,
+            f"{effect.difference:.5f}",
+            f"{low:.5f}",
+            f"{high:.5f}",
+            effect.n,
+            max(seed for runs in c.pool.runs.values() for seed in runs),
+            f"{c.pool.minutes():.1f}",
+        ]
+        rows.append(dict(zip(FIELDS, map(str, values))))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, FIELDS, delimiter="\t", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(c.args.ledger, table.getvalue().encode())
+
+
+def judged_before(c: Comparison) -> str:
+    """The verdict about the first idea in the ledger; "" if there is none that counts now."""
+    same = {"base": c.pool.key(c.base), "idea": c.pool.key(c.ideas[0]), "metric": c.pool.metric}
+    for row in reversed(read_ledger(c.args.ledger)):
+        valid = row["verdict"] != "not worth it" or float(row["until"]) <= c.args.until
+        if row["verdict"] != "undecided" and valid and same.items() <= row.items():
+            return row["verdict"]
+    return ""
+
+
+def loop_in_words(file: Path) -> list[str]:
+    """A sentence about how often a loop errs; none with fewer than two ideas."""
+    rows = [row for row in read_ledger(file) if row["text"] != CONFIRMATION]
+    verdicts = {(row["base"], row["idea"]): row["verdict"] for row in rows}
+    if len(verdicts) < 2:
+        return []
+    accepted = list(verdicts.values()).count("helps")
+    wrong = f"on average at most {len(verdicts) * P_VALUE:.2f} of those that do nothing are accepted"
+    return [f"{len(verdicts)} ideas judged, {accepted} accepted; {wrong}."]
+
+
+def first_base(file: Path) -> str:
+    """The commit where the ledger begins. Raises UserError."""
+    rows = read_ledger(file)
+    if not rows or not rows[0]["commit"]:
+        raise UserError(
+            f"{file} doesn't begin with a base that is a commit; compare it with --base and --seed"
+        )
+    return rows[0]["commit"]
+
+
+def unused_seed(file: Path) -> int:
+    """The first seed after those of all comparisons."""
+    return max(int(row["last_seed"]) for row in read_ledger(file)) + 1

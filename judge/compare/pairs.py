@@ -1,0 +1,229 @@
+"""
+What compare.py knows so far, and what it runs next.
+
+Runs are planned in chunks, because a process makes several runs. A chunk of the base comes first, then
+one of each idea that is still undecided, and so on. If the first pairs decide nothing, the base also runs
+with fewer and with more steps, to measure what a loss is worth in steps: only then can an idea be not
+worth it. Otherwise these runs come last, for the answer.
+
+A command makes one run, so its chunks have one. Which variant is first alternates from chunk to chunk, so
+that slow drifts of the machine cancel in the times.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from judge.compare.runs import Pool, runs_a_process
+from judge.compare.sources import Variant, log_ratio_of_steps
+from judge.stats import (
+    FEWEST_SLOPES,
+    LARGEST_SLOPE_ERROR,
+    Effect,
+    Slope,
+    add_times,
+    analyse,
+    given_slope,
+    goal_in_loss,
+    look_once,
+    measure_slope,
+    pairs_for,
+)
+from lib.text import percent_interval, plural, short
+
+# Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
+USUAL_SD = 0.005
+USUAL_SLOPE = Slope(-0.123, 0.0, 0, 1)
+FIRST_PAIRS = 4  # as many decide whether losses are identical, and whether a slope may be needed
+MOST_SLOPES = 24  # seeds
+UNLIMITED = 1_000_000  # pairs
+
+
+@dataclass
+class Comparison:
+    """What is compared, and what is known so far."""
+
+    args: argparse.Namespace
+    pool: Pool
+    base: Variant
+    ideas: list[Variant]
+    fewer: Variant | None = None  # the base with fewer steps; None if its runs don't measure the slope
+    more: Variant | None = None
+    log_ratios: dict[str, list[float]] = field(default_factory=dict)  # idea -> times, for add_times
+    timed: dict[str, list[int]] = field(default_factory=dict)  # idea -> seeds of the timed pairs
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def paired(self) -> bool:
+        """Whether the runs of a pair share a seed."""
+        return not self.args.command or "{seed}" in self.args.command
+
+    def losses(self, variant: Variant) -> list[float]:
+        """Final losses of the seeds from the first one on, up to the first that is missing."""
+        logs = self.pool.runs[variant.name]
+        seeds = itertools.takewhile(logs.__contains__, itertools.count(self.args.seed))
+        return [logs[seed].end.val_loss for seed in seeds]
+
+    def steps(self, variant: Variant) -> int | None:
+        """Of each of its runs; None if that isn't known yet."""
+        logs = list(self.pool.runs[variant.name].values())
+        return logs[0].end.step if logs else variant.num_iterations()
+
+    def slopes(self) -> int:
+        """Seeds of the runs with fewer and with more steps."""
+        return min(len(self.losses(self.fewer)), len(self.losses(self.more)))
+
+    def slope(self) -> Slope | None:
+        if self.args.loss_per_100_steps:
+            steps = self.steps(self.base)
+            return steps and given_slope(self.args.loss_per_100_steps, steps)
+        if self.fewer is None or self.slopes() < FEWEST_SLOPES:
+            return None
+        width = log_ratio_of_steps(self.fewer, self.more)
+        return measure_slope(self.losses(self.fewer), self.losses(self.more), width)
+
+    def pairs(self, idea: Variant) -> np.ndarray:
+        """Losses of the idea and of the base at the same seeds, shape (2, pairs)."""
+        pairs = list(zip(self.losses(idea), self.losses(self.base)))
+        return np.array(pairs[: self.args.runs]).reshape(-1, 2).T
+
+    def effect(self, idea: Variant) -> Effect | None:
+        """None if it takes more runs to say anything."""
+        pairs = self.pairs(idea)
+        if pairs.shape[1] < 2:
+            return None
+        slope = self.slope()
+        own_steps = self.steps(idea) / self.steps(self.base)
+        if self.args.runs:
+            effect = look_once(idea.name, *pairs, self.paired, slope, len(self.ideas), own_steps)
+            if effect.n < self.args.runs:
+                effect.verdict = "undecided"
+        elif own_steps != 1 and slope is None and slope_runs(self):
+            return None
+        else:
+            effect = analyse(idea.name, *pairs, slope, self.args.until, len(self.ideas), own_steps)
+        if self.log_ratios.get(idea.name):
+            add_times(effect, np.array(self.log_ratios[idea.name]), slope, len(self.ideas))
+        return effect
+
+    def effects(self) -> list[Effect]:
+        """The effects of the ideas that have one."""
+        return [effect for idea in self.ideas if (effect := self.effect(idea))]
+
+
+# -----------------------------------------------------------------------------
+# Plans
+
+
+def undecided(c: Comparison) -> list[Variant]:
+    """The ideas that need more runs."""
+    waiting = []
+    for idea in c.ideas:
+        if c.args.runs:
+            needed = c.pairs(idea).shape[1] < c.args.runs
+        else:
+            effect = c.effect(idea)
+            identical = effect and effect.verdict == "identical"
+            few = c.pairs(idea).shape[1] < FIRST_PAIRS
+            needed = effect is None or effect.verdict == "undecided" or (identical and few)
+        if needed:
+            waiting.append(idea)
+    return waiting
+
+
+def slope_runs(c: Comparison) -> list[tuple[Variant, range]]:
+    """The runs of the base with fewer and with more steps that the slope still needs. With --runs, none."""
+    if c.fewer is None or c.args.runs:
+        return []
+    n = c.slopes()
+    slope = c.slope()
+    if n >= MOST_SLOPES or (slope is not None and slope.error <= LARGEST_SLOPE_ERROR):
+        return []
+    wanted = n - n % FEWEST_SLOPES + FEWEST_SLOPES  # some of them may be under way
+    seeds = range(c.args.seed, c.args.seed + wanted)
+    return [(c.fewer, seeds), (c.more, seeds)]
+
+
+def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
+    """What to run next to decide, in this order. Some of these runs may be there, or under way."""
+    waiting = undecided(c)
+    if not waiting:
+        return
+    first = c.args.seed
+    last = first + (c.args.runs or UNLIMITED)
+    done = min(c.pairs(idea).shape[1] for idea in waiting)
+    if done >= FIRST_PAIRS or any(c.steps(idea) != c.steps(c.base) for idea in waiting):
+        yield from slope_runs(c)
+    size = runs_a_process(c.base)
+    chunk = (first + done) // size
+    # At most one chunk ahead of the one that isn't complete
+    for number in (chunk, chunk + 1):
+        variants = [c.base, *waiting]
+        if number % 2:  # each variant is as often first as last
+            variants.reverse()
+        for variant in variants:
+            yield variant, range(max(first, number * size), min((number + 1) * size, last))
+
+
+def answer_needs_slope(c: Comparison) -> bool:
+    """To say what a difference in loss is worth in steps."""
+    return not c.args.gate and any(effect.verdict in ("helps", "hurts") for effect in c.effects())
+
+
+# -----------------------------------------------------------------------------
+# In words
+
+
+def goal_if_known(c: Comparison) -> float | None:
+    """The loss that --until is worth, about; None if nothing turns losses into steps."""
+    if c.fewer is None and not c.args.loss_per_100_steps:
+        return None
+    return goal_in_loss(c.slope() or USUAL_SLOPE, c.args.until)
+
+
+def pairs_expected(c: Comparison, idea: Variant) -> int:
+    """About how many pairs it takes in all, if the losses go on like this, or if the idea does nothing."""
+    if c.args.runs:
+        return c.args.runs
+    mean, sd = 0.0, USUAL_SD
+    effect = c.effect(idea)
+    if effect is not None and effect.n >= FIRST_PAIRS:
+        mean, sd = effect.difference, max(effect.sd, 1e-6)
+    return max(c.pairs(idea).shape[1] + 1, pairs_for(mean, sd, goal_if_known(c), len(c.ideas)))
+
+
+def runs_left(c: Comparison) -> int:
+    """About how many runs are missing, those for the slope included."""
+    wanted = list(slope_runs(c)) if undecided(c) or answer_needs_slope(c) else []
+    expected = {idea.name: pairs_expected(c, idea) for idea in undecided(c)}
+    wanted += [(idea, range(expected[idea.name])) for idea in undecided(c)]
+    wanted.append((c.base, range(max(expected.values(), default=0))))
+    return sum(max(0, len(seeds) - len(c.losses(variant))) for variant, seeds in wanted)
+
+
+def progress(c: Comparison, steps_to_time: int) -> str:
+    """The idea with the fewest pairs of those that are still undecided, and what is left of everything.
+    `steps_to_time` are those that will be timed after the runs."""
+    runs = runs_left(c)
+    steps = c.steps(c.base) or steps_to_time or 1
+    times = " and times" if steps_to_time else ""
+    left = f"{c.pool.time_left(runs + round(steps_to_time / steps))}: {plural(runs, 'run')}{times}"
+    waiting = undecided(c)
+    if not waiting:
+        return f"what a step is worth, {left}"
+    idea = min(waiting, key=lambda idea: c.pairs(idea).shape[1])
+    known = f"{short(idea.name, 14)}: {c.pairs(idea).shape[1]}"
+    if goal_if_known(c) is None and not c.args.runs:  # it may go on forever
+        left = f"{c.pool.minutes() / 60:.1f} h so far"
+    else:
+        known += f" of about {pairs_expected(c, idea)}"
+    known += " pairs"
+    effect = c.effect(idea)
+    if effect is not None and effect.steps is not None and effect.has_interval():
+        known += f", steps {percent_interval(effect.steps_interval)}"
+    elif effect is not None:
+        known += f", loss {effect.difference:+.4f}"
+    return f"{known}, {left}"

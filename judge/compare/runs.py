@@ -1,0 +1,564 @@
+"""
+Makes the runs of compare and screen, and keeps their logs.
+
+A run is kept under all that it could read (see same_run.py). Its log is logs/compare/runs/KEY/seedN.txt,
+where KEY is a hash of all that; facts.json beside it says what it was. Later comparisons use the run.
+You may delete these folders at any time.
+
+A process of our scripts makes several runs, because only the first one has to compile. A command (see
+compare --command) makes one. It runs in a fresh copy of its folder, and its log is the file that it writes
+below logs/, or else its output. watch/sitecustomize.py, which each Python of a run imports, writes down what
+it reads of the folder that was copied.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from judge.comparable import not_whole
+from judge.compare.same_run import (
+    changes,
+    hash_copy,
+    hash_named,
+    hash_text,
+    named_paths,
+    packages,
+    run_environment,
+)
+from judge.compare.sources import Variant, check_options, fill_in, link_data
+from judge.logs import SUFFIXES, Log, find_logs, parse_log
+from lib.commands import UserError
+from lib.environment import ROOT, chosen_threads, usable_cores
+from lib.files import write_file
+from lib.processes import get_data, gpu_maker, output_of
+from lib.text import as_json, short
+
+Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
+
+FOLDER = ROOT / "logs" / "compare"
+RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
+WATCH = Path(__file__).resolve().parent / "watch"
+
+
+@dataclass
+class Task:
+    """Runs of one variant for one process to make."""
+
+    variant: Variant
+    seeds: list[int]  # without those of finished runs
+
+
+@dataclass
+class Worker:
+    """A process at work on a task."""
+
+    task: Task
+    child: subprocess.Popen
+    folder: Path
+    started: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class Pool:
+    """The runs of a command: what they have in common, those that are there, and those under way."""
+
+    facts: dict  # the software and the machine
+    jobs: int  # processes at a time
+    lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
+    stops_early: bool = False  # whether commands may end before their last step
+    metric: str = ""  # as for read_logs
+    timeout: float = math.inf  # minutes that a process may take
+    identities: dict[str, dict] = field(default_factory=dict)  # name of the variant -> see identity()
+    runs: dict[str, dict[int, Log]] = field(default_factory=dict)  # name of the variant -> seed -> log
+    workers: list[Worker] = field(default_factory=list)
+    new: set[tuple[str, int]] = field(default_factory=set)  # runs of this session: variant's name, seed
+    started: float = field(default_factory=time.monotonic)
+
+    def key(self, variant: Variant) -> str:
+        return hash_text(json.dumps(self.identities[variant.name], sort_keys=True))
+
+    def folder(self, variant: Variant) -> Path:
+        return FOLDER / "runs" / self.key(variant)
+
+    @property
+    def made(self) -> int:
+        """Runs in this session."""
+        return len(self.new)
+
+    def minutes(self) -> float:
+        """Since the start."""
+        return (time.monotonic() - self.started) / 60
+
+    def time_left(self, runs: int) -> str:
+        """In words, for this many runs to come."""
+        if self.made < 2 * self.jobs:
+            return "time unknown"
+        hours, minutes = divmod(round(self.minutes() / self.made * runs), 60)
+        return f"{hours}:{minutes:02} h left"
+
+
+# -----------------------------------------------------------------------------
+# Display
+
+
+def show_line(text: str = "") -> None:
+    """Shows at most 79 columns on standard error. On a terminal, the next line replaces them."""
+    text = short(text, 79)
+    if sys.stderr.isatty():
+        print(f"{text:79}\r", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr)
+
+
+# -----------------------------------------------------------------------------
+# The lock
+
+
+def scratch() -> Path:
+    """For the files of this process. Without locks, there may be others."""
+    return FOLDER / "working" / f"{platform.node()}-{os.getpid()}"
+
+
+@contextlib.contextmanager
+def locked_folder() -> Iterator[int]:
+    """Locks FOLDER, so that only one comparison or screen makes runs in this checkout. Gives the lock's
+    file descriptor. scratch() is deleted in the end. Raises UserError and OSError."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / "lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(FOLDER / "working", ignore_errors=True)  # of processes that were killed
+        except BlockingIOError:
+            raise UserError(
+                f"another comparison or screen is running in {FOLDER}; wait for it to finish. If it was "
+                f'killed, end the runs that it left: pkill -KILL -f "{FOLDER}/working"'
+            ) from None
+        except OSError:
+            pass  # some network file systems have no locks
+        try:
+            yield lock.fileno()
+        finally:
+            shutil.rmtree(scratch(), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                scratch().parent.rmdir()
+
+
+# -----------------------------------------------------------------------------
+# What a loss depends on
+
+
+def runs_a_process(variant: Variant) -> int:
+    return 1 if variant.command else RUNS_A_PROCESS
+
+
+def on_gpu(variants: list[Variant]) -> bool:
+    """Commands, and scripts that can't be asked, may always use the machine's GPU."""
+    return any(v.settings["device"] == "cuda" if v.settings else gpu_maker() for v in variants)
+
+
+def cpu_line(name: str) -> str:
+    """The first value of this name in /proc/cpuinfo; "" if there is none."""
+    info = ""
+    with contextlib.suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    found = re.search(rf"^(?:{name})\s*: (.*)", info, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict:
+    """The machine and its software."""
+    machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
+    if on_gpu(variants):
+        gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+        machine = "; ".join((gpus or "a GPU").strip().splitlines())
+    compiler = os.environ.get("CXX", "g++").split()[:1]
+    version = output_of(*compiler, "--version") or ""
+    return packages() | {
+        "Python": platform.python_version(),
+        "machine": machine,
+        "instruction sets": hash_text(cpu_line("flags|Features")),
+        "compiler": version.strip().splitlines()[:1],
+        "threads": threads,
+        "processes": processes,
+    }
+
+
+def identity(variant: Variant, facts: dict) -> dict[str, dict]:
+    """All that a run could read (see same_run.py)."""
+    is_command = bool(variant.command)
+    files = hash_copy(variant.folder, is_command)
+    data = f"{os.environ.get('DATA_PATH', '.')}/data"  # where modded-nanogpt's scripts find theirs
+    text = f"{variant.command} {variant.options} {variant.settings} {data}"
+    for path in named_paths(text, variant.folder, variant.origin):
+        files |= hash_named(path)
+    variables = run_environment(is_command)
+    variables.pop("OMP_NUM_THREADS", None)  # see facts
+    environment = {name: hash_text(value) for name, value in variables.items()}  # they may be secrets
+    return {
+        "run": variant.run(),
+        "files": files,
+        "environment": environment,
+        "software": facts,
+    }
+
+
+def check_unchanged(pool: Pool, variant: Variant) -> None:
+    """Raises UserError if what a run could read has changed. A run may write new files, but not into data/,
+    where the next run could find them."""
+    before = pool.identities[variant.name]
+    now = identity(variant, pool.facts | packages())
+    known = before["files"]
+    now["files"] = {
+        name: value for name, value in now["files"].items() if name in known or name.startswith("data/")
+    }
+    changed = changes(before, now)
+    if changed:
+        raise UserError(
+            f"{in_short(changed)} while {variant.name} trained, so this run isn't kept; run the same "
+            "command again (a run may write files, but not change those that it finds)"
+        )
+
+
+def in_short(words: list[str]) -> str:
+    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
+
+
+def code_of(kept: dict) -> list:
+    return [kept["run"], [pair for pair in kept["files"].items() if pair[0].endswith(".py")]]
+
+
+def why_again(pool: Pool) -> str:
+    """What has changed since runs were kept of the same code with the same settings, for the first variant
+    that has none now. "" if there are no such runs."""
+    facts = [json.loads(file.read_bytes()) for file in FOLDER.glob("runs/*/facts.json")]
+    for name in [name for name, runs in pool.runs.items() if not runs]:
+        new = pool.identities[name]
+        same = [changes(kept, new) for kept in facts if code_of(kept) == code_of(new)]
+        if same:
+            return in_short(min(same, key=len))
+    return ""
+
+
+def add_variants(pool: Pool, variants: list[Variant]) -> None:
+    """Links their data, and finds their kept runs. Raises UserError."""
+    for variant in variants:
+        if variant.command:
+            check_options(variant)
+        link_data(variant.folder / "data", variant.origin / "data")
+        pool.identities[variant.name] = identity(variant, pool.facts)
+        pool.runs[variant.name] = kept_runs(pool, variant)
+
+
+def open_pool(
+    variants: list[Variant],
+    lock: int,
+    jobs: int | None = None,
+    processes: int = 1,
+    stops_early: bool = False,
+    metric: str = "",
+) -> Pool:
+    """Gets the data of the variants, and finds the runs that are kept. `processes` are those of a run.
+
+    On a CPU, the default is a job per core, because that gives the most runs an hour, and one job for
+    commands, which may use all cores. On GPUs, and with several processes per run, there is one run at a
+    time. Raises UserError.
+    """
+    for variant in variants:
+        if "train_files" in (variant.settings or {}):
+            get_data(sys.executable, variant.settings)
+    if on_gpu(variants) or processes > 1:
+        jobs = 1
+    jobs = jobs or (1 if any(v.command for v in variants) else usable_cores())
+    threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
+    facts = machine_facts(variants, threads, processes)
+    pool = Pool(facts, jobs, lock, stops_early, metric)
+    add_variants(pool, variants)
+    return pool
+
+
+# -----------------------------------------------------------------------------
+# Kept runs
+
+
+def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
+    """None if it isn't whole. The log of a command needs no times and no source."""
+    try:
+        log = parse_log(path, pool.metric)
+    except UserError:
+        return None
+    fault = not_whole(log, pool.stops_early) if variant.command else log.incomplete
+    return None if fault else log
+
+
+def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
+    """The runs of a variant that are kept, by seed."""
+    found = {}
+    for path in pool.folder(variant).glob("seed*.txt"):
+        seed = path.stem.removeprefix("seed")
+        log = complete_log(pool, path, variant)
+        if log is not None and re.fullmatch(r"-?\d+", seed):  # a copy may be called "seed1 (1).txt"
+            found[int(seed)] = log
+    return found
+
+
+def keep_log(pool: Pool, task: Task, log: Log) -> None:
+    """Moves the log of a finished run to the kept ones."""
+    seed = task.seeds.pop(0)
+    folder = pool.folder(task.variant)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "facts.json").exists():
+        write_file(folder / "facts.json", as_json(pool.identities[task.variant.name]))
+    log.path = log.path.replace(folder / f"seed{seed}.txt")
+    pool.runs[task.variant.name][seed] = log
+    pool.new.add((task.variant.name, seed))
+
+
+# -----------------------------------------------------------------------------
+# Processes
+
+
+def start_process(
+    pool: Pool, variant: Variant, command: list[str], folder: Path, cwd: Path, env: dict[str, str]
+) -> subprocess.Popen:
+    """Its output goes into a new file of the folder. So does, by each Python, what it reads of the folder
+    that was copied. It may read data there."""
+    links = [os.readlink(link) for link in (variant.folder / "data").rglob("*") if link.is_symlink()]
+    watch = [str(folder), str(variant.origin), str(FOLDER), *links]
+    with open(folder / "console.txt", "wb") as output:
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env | {"PYTHONPATH": str(WATCH), "COMPARE_WATCH": json.dumps(watch)},
+            pass_fds=[pool.lock],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def start_script(
+    pool: Pool, variant: Variant, seeds: list[int], folder: Path, threads: int
+) -> subprocess.Popen:
+    """Starts a script that makes the runs of these seeds, one after the other. Its logs and the file
+    console.txt lie in the folder."""
+    command = [sys.executable]
+    processes = pool.facts["processes"]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command += ["-m", variant.module(), *variant.options]
+    command += ["--log_dir", str(folder / "logs"), "--seed", str(seeds[0])]
+    if len(seeds) > 1:
+        command += ["--num_runs", str(len(seeds))]
+    if "val_loss_every" in (variant.settings or {}):
+        command += ["--val_loss_every", "0"]
+    env = run_environment(is_command=False) | {"OMP_NUM_THREADS": str(threads)}
+    return start_process(pool, variant, command, folder, variant.folder, env)
+
+
+def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subprocess.Popen:
+    """Starts a command in a fresh copy of its folder."""
+    copy = folder / "copy"
+    shutil.copytree(variant.folder, copy, symlinks=True)
+    shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
+    command = fill_in(variant.command, variant.options, seed)
+    env = run_environment(is_command=True)
+    if pool.jobs > 1:
+        env["OMP_NUM_THREADS"] = str(pool.facts["threads"])
+    # pipefail: a failure of the script counts, even if its output goes on to tee
+    return start_process(pool, variant, ["bash", "-o", "pipefail", "-c", command], folder, copy, env)
+
+
+@contextlib.contextmanager
+def no_interrupt() -> Iterator[None]:
+    """Ctrl-C waits until the end, for example until a process that was started is in the pool."""
+    waiting = []
+    before = signal.signal(signal.SIGINT, lambda *_: waiting.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            raise KeyboardInterrupt
+
+
+def start_task(pool: Pool, task: Task) -> None:
+    variant = task.variant
+    folder = scratch() / f"{pool.key(variant)}_seed{task.seeds[0]}"
+    folder.mkdir(parents=True)
+    with no_interrupt():
+        if variant.command:
+            child = start_command(pool, variant, task.seeds[0], folder)
+        else:
+            child = start_script(pool, variant, task.seeds, folder, pool.facts["threads"])
+        pool.workers.append(Worker(task, child, folder))
+
+
+def end_worker(pool: Pool, worker: Worker) -> None:
+    """Ends a process at once. Torchrun's workers have sessions of their own, so it must end them."""
+    if pool.facts["processes"] > 1 or worker.task.variant.command:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(worker.child.pid, signal.SIGTERM)
+            worker.child.wait(40)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.child.pid, signal.SIGKILL)
+    worker.child.wait()
+    pool.workers.remove(worker)
+    shutil.rmtree(worker.folder, ignore_errors=True)
+
+
+def last_lines(console: Path) -> str:
+    """The end of what a process printed, without what torchrun adds."""
+    text = console.read_text(encoding="utf-8", errors="replace").strip()
+    lines = re.split(r"\n.* failed \(exitcode", text)[0].splitlines()
+    # where torch.compile fails, the error comes long before the end
+    errors = [line for line in lines[:-12] if re.match(r"[\w.]+Error: ", line)]
+    return "\n".join(errors[-1:] + lines[-12:])
+
+
+def fail(worker: Worker, reason: str):
+    task = worker.task
+    raise UserError(
+        f"{last_lines(worker.folder / 'console.txt')}\na run failed: {task.variant.name}, seed "
+        f"{task.seeds[0]} ({reason}). Above are the last lines that it printed"
+    )
+
+
+def watched_lines(worker: Worker, name: str) -> list:
+    """What watch/sitecustomize.py has written. The last line may still be under way."""
+    file = worker.folder / name
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def check_reading(worker: Worker) -> None:
+    """Raises UserError if a run reads the files of which it has copies."""
+    for path in watched_lines(worker, "read")[:1]:
+        fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
+
+
+def check_arrival(worker: Worker) -> None:
+    """Raises UserError if options at the end of a command reached no script, where one is in Python."""
+    variant = worker.task.variant
+    started = watched_lines(worker, "started")
+    if "{options}" in variant.command or not started:
+        return
+    if not any(set(variant.options) <= set(words) for words in started):
+        options = " ".join(variant.options)
+        fail(worker, f"no Python got its options {options}; write {{options}} where they must stand")
+
+
+def log_of_command(pool: Pool, worker: Worker) -> Log:
+    """The log of a command that has ended with status 0. Raises UserError."""
+    variant = worker.task.variant
+    check_arrival(worker)
+    files = sorted((worker.folder / "copy" / "logs").rglob("*"))
+    try:
+        for suffixes in (SUFFIXES, (".jsonl", ".json")):
+            logs, _ = find_logs([file for file in files if file.suffix in suffixes], pool.metric)
+            if logs:
+                break
+        logs = logs or [parse_log(worker.folder / "console.txt", pool.metric)]
+    except UserError as e:
+        fail(worker, f"no log below logs/, and its output is none: {e}")
+    if len(logs) > 1:
+        fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
+    log = logs[0]
+    if fault := not_whole(log, pool.stops_early):
+        fail(worker, fault)
+    earlier = list(pool.runs[variant.name].values())
+    if earlier and earlier[0].end.step != log.end.step:
+        fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
+    losses = {run.end.val_loss for run in [log, *earlier]}
+    if len(earlier) >= 2 and len(losses) == 1:
+        fail(worker, "all runs end at the same loss; write {seed} where the command sets its seed")
+    return log
+
+
+def complete_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
+    """Those that don't grow any more, in the order of their seeds. Raises UserError."""
+    variant = worker.task.variant
+    if variant.command:
+        if status == 0:
+            yield log_of_command(pool, worker)
+        return
+    paths = list((worker.folder / "logs").glob("*.txt"))
+    found = [log for path in paths if (log := complete_log(pool, path, variant))]
+    logs = {log.hyperparameters.get("seed"): log for log in found}
+    seeds = list(itertools.takewhile(logs.__contains__, worker.task.seeds))
+    if status is None and len(seeds) == len(paths):
+        seeds = seeds[:-1]  # no other log is there that could be the one that grows
+    for seed in seeds:
+        yield logs[seed]
+
+
+def collect(pool: Pool, worker: Worker) -> None:
+    """Keeps the runs that a process has finished, and removes the process if it has ended.
+
+    Raises UserError if runs are missing, or take too long.
+    """
+    status = worker.child.poll()
+    task = worker.task
+    check_reading(worker)
+    logs = list(complete_logs(pool, worker, status))
+    if logs:
+        check_unchanged(pool, task.variant)
+    for log in logs:
+        keep_log(pool, task, log)
+        worker.started = time.monotonic()
+    if status is None:
+        if time.monotonic() - worker.started > 60 * pool.timeout:
+            fail(worker, f"it took more than --run_timeout {pool.timeout:g} minutes")
+        return
+    if task.seeds:
+        fail(worker, f"exit status {status}" if status else "its log is incomplete")
+    end_worker(pool, worker)
+
+
+def next_task(pool: Pool, wanted: Wanted) -> Task | None:
+    """The first of these runs that are neither there nor under way; None if there are none."""
+    for variant, seeds in wanted:
+        taken = set(pool.runs[variant.name])
+        for worker in pool.workers:
+            if worker.task.variant is variant:
+                taken.update(worker.task.seeds)
+        missing = [seed for seed in seeds if seed not in taken]
+        if missing:
+            # Those that follow each other, for one process
+            run = [seed for i, seed in enumerate(missing) if seed == missing[0] + i]
+            return Task(variant, run[: runs_a_process(variant)])
+    return None
+
+
+def make_runs(pool: Pool, wanted: Callable[[], Wanted], enough: Callable[[int], bool]) -> None:
+    """Makes the runs of wanted() until all are there, or until enough(new) is true. Both are asked ten
+    times a second; `new` is the number of runs that were finished meanwhile. Processes that are still at
+    work in the end are stopped. Raises UserError."""
+    try:
+        while True:
+            while len(pool.workers) < pool.jobs and (task := next_task(pool, wanted())):
+                start_task(pool, task)
+            if not pool.workers:
+                return
+            time.sleep(0.1)
+            made = pool.made
+            for worker in list(pool.workers):
+                collect(pool, worker)
+            if enough(pool.made - made):
+                return
+    finally:
+        for worker in list(pool.workers):
+            end_worker(pool, worker)

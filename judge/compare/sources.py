@@ -1,0 +1,548 @@
+"""
+What compare.py compares: a script with its options. It is read from options, an idea's folder, a
+patch, a file, a revision or the working tree, and checked before anything runs. With --command, it is
+a command in a folder of any git repository.
+
+A script runs in a copy of the repository's files, so that no later edit changes a run. Copies lie in
+one scratch folder. An idea's folder has idea.patch and idea.json, whose commit and options count.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from judge.compare.same_run import hash_copy, hash_text, run_environment
+from lib.commands import UserError
+from lib.environment import ROOT
+from lib.files import without_windows
+from lib.text import short
+
+# Options that compare.py gives to the runs itself
+OURS = ("--seed", "--log_dir", "--num_runs", "--resume")
+# Settings that don't change the final loss
+NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoint")
+# Of files that git doesn't know, those with these endings aren't copied
+NO_SOURCES = (".diff", ".log", ".out", ".patch", ".png", ".tsv", ".txt")
+# Settings that the final loss is measured with
+VALIDATION = ("track", "val_files", "val_tokens", "val_seq_len")
+# A script with these functions can be asked for its settings
+CHECKS = (b"\ndef parse_arguments(", b"\ndef check_hyperparameters(")
+# Prints the settings for each list of options, or what is wrong with them or with their data
+ASK = """
+import dataclasses, importlib, json, sys
+name, processes, check_data, *lists = sys.argv[1:]
+script = importlib.import_module(name)
+for options in map(json.loads, lists):
+    try:
+        args, hp = script.parse_arguments(options)
+        script.check_hyperparameters(hp, int(processes))
+        if check_data == "True" and hasattr(script, "check_inputs"):
+            script.check_inputs(args, hp)
+        answer = dataclasses.asdict(hp)
+        answer["device"] = script.DEVICE.type if hasattr(script, "DEVICE") else args.device
+    except (Exception, SystemExit) as e:
+        answer = (str(e) or type(e).__name__).splitlines()[0]
+    print(json.dumps(answer))
+"""
+
+
+@dataclass
+class Variant:
+    """The base, an idea, or the base with another number of steps."""
+
+    name: str
+    folder: Path  # a copy of the repository's files, in which the script runs
+    script: str  # its name in the folder
+    options: list[str]
+    settings: dict | None = None  # the hyperparameters; None for scripts that can't be asked
+    command: str = ""  # a shell command that runs instead of the script
+    origin: Path = field(default_factory=lambda: ROOT)  # the folder that was copied
+    leave_out: Sequence[Path] = ()  # see copy_tree
+
+    def module(self) -> str:
+        """The name of the script for python -m, which finds imports in the folder."""
+        return self.script.removesuffix(".py").replace("/", ".")
+
+    def source(self) -> bytes:
+        return (self.folder / self.script).read_bytes()
+
+    def run(self) -> dict:
+        """What runs in the copy. Options that give the same settings make the same run."""
+        settings = self.options
+        if self.settings is not None:
+            settings = {k: v for k, v in self.settings.items() if k not in NO_EFFECT_ON_LOSS}
+        return {"what": self.command or self.script, "settings": settings}
+
+    def digest(self) -> str:
+        """Equal for variants with the same losses on the same machine with the same data."""
+        files = hash_copy(self.folder, bool(self.command))
+        return hash_text(json.dumps([files, self.run()], sort_keys=True))
+
+    def num_iterations(self) -> int | None:
+        if self.settings is not None:
+            return self.settings.get("num_iterations")
+        command = fill_in(self.command, self.options, 0)
+        found = re.findall(r"--num_iterations[ =](\d+)", command)
+        return int(found[-1]) if found else None
+
+
+# -----------------------------------------------------------------------------
+# Folders
+
+
+def git(*arguments: str, cwd: Path | None = None, input: bytes = b"", **variables: str) -> bytes:
+    """Returns what git prints. Raises UserError with the first line of its error, and OSError."""
+    command = ["git", *arguments]
+    env = run_environment(is_command=True) | variables  # without GIT_DIR, which a hook of git sets
+    done = subprocess.run(command, cwd=cwd or ROOT, input=input, capture_output=True, env=env)
+    if done.returncode != 0:
+        lines = done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"]
+        raise UserError(re.sub("^(error|fatal): ", "", lines[0]))
+    return done.stdout
+
+
+def lines_of_git(*arguments: str, **more) -> list[str]:
+    """What git prints with its option -z."""
+    return os.fsdecode(git(*arguments, **more)).split("\0")[:-1]
+
+
+def link_data(copy: Path, data: Path) -> None:
+    """Links what the folder `data` has and its copy lacks: data, which git ignores."""
+    for entry in data.glob("[!_.]*"):
+        link = copy / entry.name
+        if entry.is_dir() and link.is_dir() and not link.is_symlink():
+            link_data(link, entry)
+        elif not link.exists():
+            copy.mkdir(exist_ok=True)
+            link.symlink_to(entry.resolve())
+
+
+def mend_links(folder: Path, repository: Path) -> None:
+    """Links that lead out of the repository still lead there from its copy."""
+    for link in folder.rglob("*"):
+        if not link.is_symlink():
+            continue
+        target = os.path.normpath(link.relative_to(folder).parent / os.readlink(link))
+        if target.startswith(".."):
+            link.unlink()
+            link.symlink_to(os.path.normpath(repository / target))
+
+
+def check_submodule(path: Path) -> None:
+    """Raises UserError."""
+    if not (path / ".git").exists():
+        raise UserError(f"the submodule {path} isn't checked out; run git submodule update --init")
+
+
+def not_ours(folder: str, names: list[str]) -> set[str]:
+    """What a ZIP of the repository, which has no .git, doesn't contain."""
+    folders = {name for name in names if os.path.isdir(os.path.join(folder, name))}
+    return folders if folder == str(ROOT / "data") else folders & {".venv", "logs", "__pycache__"}
+
+
+def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> None:
+    """See copy_tree."""
+    if repository == ROOT and not (ROOT / ".git").exists():
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=not_ours, dirs_exist_ok=True)
+        return
+    names = lines_of_git("ls-files", "-z", "--cached", cwd=repository)
+    new = lines_of_git("ls-files", "-z", "--others", "--exclude-standard", cwd=repository)
+    for name in new:
+        path = repository / name
+        answer = path.suffix == ".json" and b'\n "until": ' in path.read_bytes()  # see --json
+        if not answer and path.suffix not in NO_SOURCES and path.resolve() not in leave_out:
+            names.append(name)
+    for name in names:
+        path = repository / name
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or path.is_file():
+            shutil.copy(path, copy, follow_symlinks=False)
+        elif path.is_dir() and name not in new:
+            check_submodule(path)
+            copy_files(copy, path, leave_out)
+
+
+def copy_tree(scratch: Path, repository: Path | None = None, leave_out: Sequence[Path] = ()) -> Path:
+    """The working tree's files as they are now, but those that git ignores. Of files that git doesn't
+    know, patches, logs and the like aren't copied, nor answers of compare, nor those to leave out: they
+    come and go, and no run needs them. Raises UserError."""
+    folder = scratch / "worktree"
+    copy_files(folder, repository or ROOT, leave_out)
+    mend_links(folder, repository or ROOT)
+    return folder
+
+
+def checkout(commit: str, folder: Path, repository: Path, index: Path) -> None:
+    """Writes all files of a commit, those of its submodules too. `index` is a file for git. Raises
+    UserError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = {"GIT_INDEX_FILE": str(index), "GIT_WORK_TREE": str(folder)}
+    git("read-tree", commit, cwd=repository, **variables)
+    git("checkout-index", "--all", cwd=repository, **variables)
+    for line in lines_of_git("ls-tree", "-r", "-z", "--full-tree", commit, cwd=repository):
+        kind, name = line.split("\t", 1)
+        mode, _, submodule = kind.split()
+        if mode == "160000":
+            check_submodule(repository / name)
+            checkout(submodule, folder / name, repository / name, index)
+
+
+def copy_commit(revision: str, scratch: Path, repository: Path | None = None) -> Path:
+    """The files of a commit. Raises UserError."""
+    repository = repository or ROOT
+    try:
+        name = f"{revision}^{{commit}}"
+        commit = git("rev-parse", "--verify", "--end-of-options", name, cwd=repository).decode().strip()
+    except UserError as e:
+        hint = "in a shallow clone, run git fetch --unshallow"
+        raise UserError(f"no file or commit is called {revision} ({e}); {hint}") from None
+    above = git("rev-parse", "--show-cdup", cwd=repository).decode().strip()
+    root = Path(os.path.normpath(repository / above))
+    folder = scratch / commit
+    inner = folder / repository.relative_to(root)
+    if not folder.exists():
+        checkout(commit, folder, root, scratch / "index")
+        mend_links(folder, root)
+        mend_links(inner, inner)
+    return inner
+
+
+def changed(folder: Path, script: str, files: list[Path]) -> Path:
+    """A copy in which patches are applied, and a .py file takes the place of the script. The same
+    changes give the same folder. Raises UserError and OSError."""
+    if not files:
+        return folder
+    contents = b"".join(file.read_bytes() for file in files)
+    copy = folder.with_name(f"{folder.name}_{hashlib.sha256(contents).hexdigest()[:16]}")
+    if copy.exists():
+        return copy
+    # Hard links are fast. A changed file is a new one, here and in git apply
+    shutil.copytree(folder, copy, symlinks=True, copy_function=os.link)
+    for file in files:
+        if file.suffix == ".py":
+            (copy / script).unlink(missing_ok=True)
+            shutil.copy(file, copy / script)
+            continue
+        # Otherwise git finds the repository, and looks for the patch's paths from there
+        ceiling = str(copy.parent)
+        patch = without_windows(file.read_bytes())
+        has_prefix = not re.search(rb"^diff --git (.+) \1$", patch, re.MULTILINE)  # see diff.noprefix
+        try:
+            git("apply", f"-p{has_prefix:d}", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
+        except UserError as e:
+            shutil.rmtree(copy)  # otherwise it would be found as the changed one
+            raise UserError(f"the patch doesn't apply ({e})") from None
+    return copy
+
+
+# -----------------------------------------------------------------------------
+# Folders in which a command runs
+
+
+def copy_folder(kind: str, base: Variant) -> Variant:
+    """A copy of PATH or PATH@REVISION, any folder of a git repository. Raises UserError and OSError."""
+    path, at, revision = kind.partition("@")
+    if Path(kind).is_dir():
+        path = kind
+        at = ""
+    source = Path(path).resolve()
+    if not source.is_dir():
+        raise UserError(
+            f"there is no folder {path}; with --command, give PATH, PATH@REVISION or options"
+        )
+    scratch = base.folder.parent / hash_text(str(source))
+    if at:
+        folder = copy_commit(revision, scratch, source)
+    else:
+        folder = copy_tree(scratch, source, base.leave_out)
+    if not folder.is_dir():
+        raise UserError(f"git knows no file in {source}; it may ignore this folder")
+    return replace(base, folder=folder, origin=source)
+
+
+# -----------------------------------------------------------------------------
+# Sources
+
+
+def is_idea(kind: str) -> bool:
+    """Whether a source is an idea's folder."""
+    return kind != "" and Path(kind, "idea.patch").is_file()
+
+
+def read_idea(folder: Path) -> dict:
+    """The idea.json of an idea's folder. Raises UserError and OSError."""
+    file = folder / "idea.json"
+    try:
+        idea = json.loads(file.read_bytes())
+    except ValueError as e:
+        raise UserError(f"{file}: not JSON ({e})") from None
+    if not isinstance(idea, dict) or not isinstance(idea.get("options", ""), str):
+        raise UserError(f'{file}: it must be a JSON object, whose "options" are text')
+    return idea
+
+
+def idea_commit(text: str) -> str:
+    """The commit that an idea's folder names; "" for other sources, and for ideas for the current
+    train_gpt.py. Raises UserError."""
+    kind = split_source(text)[1]
+    if not is_idea(kind):
+        return ""
+    return str(read_idea(Path(kind)).get("commit", ""))
+
+
+def read_source(kind: str, base: Variant) -> Variant:
+    """The base with the folder and the script that a file, a revision, a revision's file (REVISION:PATH)
+    or "." names; with --command, the folder that PATH or PATH@REVISION names. Files change the base's
+    folder.
+
+    Raises UserError and OSError.
+    """
+    file = Path(kind)
+    script = base.script
+    if base.command and file.suffix not in (".patch", ".diff"):
+        return copy_folder(kind, base)
+    if kind == ".":
+        return replace(base, folder=base.folder.with_name("worktree"))
+    if file.suffix in (".py", ".patch", ".diff") and (":" not in kind or file.exists()):
+        if file.suffix == ".py" and file.resolve().parent == ROOT / "recipes":
+            script = f"recipes/{file.name}"
+        return replace(base, folder=changed(base.folder, script, [file]), script=script)
+    revision, _, path = kind.partition(":")
+    folder = copy_commit(revision, base.folder.parent)
+    return replace(base, folder=folder, script=path or script)
+
+
+def default_name(kind: str, options: list[str]) -> str:
+    name = "worktree" if kind == "." else kind and Path(kind).resolve().name
+    words = [re.sub(r"\.(py|patch|diff)$", "", name)]
+    return "_".join(words + [word.lstrip("-") for word in options])
+
+
+def split_source(text: str) -> tuple[str, str, list[str]]:
+    """The parts of [NAME=][KIND] [OPTIONS]. Raises UserError."""
+    named = re.fullmatch(r"(\w[\w.+-]*)=(.*)", text, re.DOTALL)
+    name, what = named.groups() if named else ("", text)
+    try:
+        words = shlex.split(what)
+    except ValueError as e:  # quotes that don't close
+        raise UserError(f"{text}: {e}") from None
+    if not words:
+        return name, ".", []
+    if words[0].startswith("--"):
+        return name, "", words
+    return name, words[0], words[1:]
+
+
+def first_variant(texts: list[str], command: str, recipe: str, scratch: Path) -> Variant:
+    """Where read_variant begins: the working tree without the files that these sources name, or a command
+    without a folder. Raises UserError."""
+    named = [Path(split_source(text)[1]) for text in texts]
+    leave_out = [path.resolve() for path in named if path.is_file()]
+    if command:
+        return Variant("none", scratch / "none", "", [], command=command, leave_out=leave_out)
+    script = f"recipes/{recipe}.py" if recipe else "train_gpt.py"
+    return Variant("worktree", copy_tree(scratch, None, leave_out), script, [])
+
+
+def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
+    """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UserError and OSError."""
+    name, kind, options = split_source(text)
+    usual_name = default_name(kind, options)
+    if is_idea(kind):
+        options = shlex.split(read_idea(Path(kind)).get("options", "")) + options
+        kind = os.path.join(kind, "idea.patch")
+    if not base.folder.is_dir():
+        kind = kind or "."  # options alone, for the base of a command
+    try:
+        if kind:
+            base = read_source(kind, base)
+    except UserError as e:
+        raise UserError(f"{text}: {e}") from None
+    for word in common + options:
+        option = word.split("=")[0]
+        if option in OURS and not base.command:
+            raise UserError(f"{option}: compare sets this option for each run; remove it")
+    name = re.sub(r"[^\w.+-]+", "_", name or usual_name).strip("_.")
+    return replace(base, name=name[:60] or "idea", options=common + options)
+
+
+# -----------------------------------------------------------------------------
+# Checks
+
+
+def ask(variants: list[Variant], processes: int, check_data: bool) -> None:
+    """Fills in the settings of variants of one script. Raises UserError with what the script says is
+    wrong."""
+    first = variants[0]
+    lists = [json.dumps(variant.options) for variant in variants]
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, first.module(), str(processes), str(check_data), *lists],
+        cwd=first.folder,
+        env=run_environment(is_command=False),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    if done.returncode != 0:
+        lines = done.stderr.splitlines() or ["the source doesn't run"]
+        raise UserError(f"{first.name}: {lines[-1]}")
+    for variant, line in zip(variants, done.stdout.splitlines()[-len(variants) :]):
+        answer = json.loads(line)
+        if isinstance(answer, str):
+            raise UserError(f"{variant.name}: {answer}")
+        variant.settings = variant.settings or answer
+
+
+def check_settings(variants: list[Variant], processes: int, check_data: bool = False) -> None:
+    """Lets each script check its options, and whether there are enough data. Fills in the settings. Raises
+    UserError.
+
+    Commands, and scripts without our functions, can't be asked: their runs show whether they know the
+    options."""
+    groups = {}  # variants with the same script in the same folder, which one process can check
+    for variant in variants:
+        groups.setdefault((variant.folder, variant.script), []).append(variant)
+    for group in groups.values():
+        first = group[0]
+        if first.command:
+            continue
+        if not (first.folder / first.script).is_file():
+            raise UserError(f"{first.name}: there is no file {first.script}")
+        if all(check in first.source() for check in CHECKS):
+            ask(group, processes, check_data)
+        elif b"--log_dir" not in first.source():  # it would train, and its log couldn't be found
+            raise UserError(f"{first.name}: this script has no option --log_dir, which compare needs")
+
+
+def check_validation(base: Variant, others: list[Variant]) -> None:
+    """Raises UserError if a variant measures its loss in another way than the base."""
+    for variant in others:
+        if base.settings is None or variant.settings is None:
+            continue
+        for option in VALIDATION:
+            value = variant.settings.get(option)
+            expected = base.settings.get(option)
+            if value != expected:
+                raise UserError(
+                    f"{variant.name}: --{option} is {value}, but {expected} in the base; losses can only "
+                    "be compared on the same validation tokens and sequence length, so give both the same"
+                )
+
+
+def check_data(variants: list[Variant]) -> None:
+    """Lets each script check that there are enough data for its runs. Raises UserError."""
+    check_settings(variants, 1, check_data=True)
+
+
+def tell_apart(variants: list[Variant]) -> None:
+    """Makes names unique. Raises UserError if two variants are equal."""
+    earlier = {}
+    names = set()
+    for variant in variants:
+        other = earlier.setdefault(variant.digest(), variant)
+        if other is not variant:
+            raise UserError(
+                f"{variant.name} has the same source and settings as {other.name}, so there is "
+                "nothing to compare; edit the script, or pass an --idea that changes the training"
+            )
+        while variant.name in names:
+            variant.name += "_2"
+        names.add(variant.name)
+
+
+def log_ratio_of_steps(fewer: Variant, more: Variant) -> float:
+    """The logarithm of the ratio of their numbers of steps. Rounding makes it differ a little from
+    2 log(SLOPE_FACTOR)."""
+    return math.log(more.num_iterations() / fewer.num_iterations())
+
+
+def open_quote(text: str) -> str:
+    """The quote that is still open at the end of this part of a shell command, or ""."""
+    for quote in ("", "'", '"'):
+        with contextlib.suppress(ValueError):
+            shlex.split(text + quote)
+            return quote
+    return ""
+
+
+def fill_in(command: str, options: list[str], seed: int) -> str:
+    """The command with its options and its seed. Without {options}, they stand at its end."""
+    if "{options}" not in command:
+        command += " {options}"
+    text, *parts = command.split("{options}")
+    for part in parts:
+        words = shlex.join(options)
+        quote = open_quote(text)
+        if quote == "'":
+            words = words.replace("'", "'\\''")
+        if quote == '"':
+            words = re.sub(r'([\\"$`])', r"\\\1", words)
+        text += words + part
+    return text.replace("{seed}", str(seed))
+
+
+def is_plain(command: str) -> bool:
+    """Whether options at its end reach the script: the shell finds one program with its arguments, and
+    none of these holds another command."""
+    lexer = shlex.shlex(command.strip(), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        words = list(lexer)
+    except ValueError:
+        return False
+    return "\n" not in command.strip() and not any(
+        re.search(r"\s|`|^#|^[();<>|&]+$|^-\w*c$", word) for word in words
+    )
+
+
+def check_options(variant: Variant) -> None:
+    """Raises UserError if the options of a command might not reach the script."""
+    if variant.options and "{options}" not in variant.command and not is_plain(variant.command):
+        options = short(shlex.join(variant.options), 40)
+        raise UserError(
+            f"{variant.name}: write {{options}} where {options} must stand in --command; they can't "
+            "follow a command with shell syntax, or with another command in an argument"
+        )
+
+
+def set_steps(variant: Variant, steps: int) -> Variant:
+    """The variant with this number of steps."""
+    settings = None
+    if variant.settings is not None:
+        settings = {**variant.settings, "num_iterations": steps}
+    return replace(
+        variant,
+        name=f"{variant.name} with {steps} steps",
+        options=[*variant.options, "--num_iterations", str(steps)],
+        settings=settings,
+    )
+
+
+def with_steps(base: Variant, factor: float, others: list[Variant] | None = None) -> Variant:
+    """The base with another number of steps. If one of the others is the same, returns that one, so
+    that both have the same runs. Raises UserError if the number of steps isn't possible."""
+    steps = base.num_iterations()
+    if steps is None or round(steps * factor) in (0, steps):
+        raise UserError(
+            f"{base.name}: compare also trains the base with more and with fewer steps, so it needs to know "
+            "--num_iterations; give --num_iterations 10 or more"
+        )
+    variant = set_steps(base, round(steps * factor))
+    if variant.num_iterations() == steps:
+        raise UserError("write {options} behind --num_iterations in --command")
+    for other in others or []:
+        if other.digest() == variant.digest():
+            return other
+    return variant

@@ -1,0 +1,203 @@
+"""The answer of compare.py: in words, and as a table."""
+
+import math
+import statistics
+
+from judge.logs import Log
+from judge.stats import P_VALUE, P_WORTHLESS, Bounds, Effect, Slope, far_from_others, p_if_looked
+from judge.summary import Summary, summarize
+from judge.turns import p_faster
+from lib.text import goal, p_text, percent, percent_interval, short, table, wrap
+
+NO_INTERVAL = "no interval yet"
+
+
+# -----------------------------------------------------------------------------
+# Words
+
+
+def headline(effect: Effect, until: float | None) -> str:
+    """The verdict as a sentence, and one about the time to the same loss, or else the steps."""
+    return " ".join([verdict_in_words(effect, until), *time_in_words(effect)])
+
+
+def verdict_in_words(effect: Effect, until: float | None) -> str:
+    name = short(effect.name, 30)
+    if effect.verdict == "identical":
+        return f"{name}: the losses are identical in all {effect.n} pairs."
+    if effect.verdict in ("helps", "hurts"):
+        return f"{name} {effect.verdict}."
+    if effect.verdict == "not worth it":
+        sure = f"we are {1 - P_WORTHLESS:.0%} sure that it saves less than {goal(until)} of the steps"
+        return f"{name} is not worth it: {sure}."
+    return f"{name}: undecided."
+
+
+def time_in_words(effect: Effect) -> list[str]:
+    """A sentence about the time to the same loss, or about the steps; none if neither is known."""
+    if effect.time is not None:
+        low, high = effect.time_interval
+        better = effect.verdict == "helps"
+        start = "But the" if (low > 0 if better else high < 0) else "The"
+        more = "less" if effect.time < 0 else "more"
+        interval = interval_in_words(effect.time_interval)
+        return [f"{start} same loss takes {abs(effect.time):.1%} {more} time ({interval})."]
+    if effect.steps is None or effect.verdict == "not worth it":
+        return []
+    if effect.verdict == "undecided":
+        interval = interval_in_words(effect.steps_interval)
+        return [f"It changes the steps by {interval}."] if effect.has_interval() else []
+    more = "fewer" if effect.steps < 0 else "more"
+    return [f"It needs {abs(effect.steps):.1%} {more} steps for the same loss."]
+
+
+def interval_in_words(bounds: Bounds) -> str:
+    """Of a change, as a fraction. An interval that is infinite begins at -1."""
+    return percent_interval(bounds) if bounds[0] > -1 else NO_INTERVAL
+
+
+def number_lines(effect: Effect) -> list[str]:
+    """A line for each number below the headline, with its interval."""
+    rows = []
+    if effect.verdict != "identical":
+        low, high = effect.difference_interval
+        interval = f"{low:+.4f} to {high:+.4f}" if effect.has_interval() else NO_INTERVAL
+        name = "loss at equal steps" if effect.own_steps == 1 else "last loss"
+        rows.append((name, f"{effect.difference:+.4f}", interval))
+        if effect.steps is not None:
+            interval = interval_in_words(effect.steps_interval)
+            rows.append(("steps to the same loss", percent(effect.steps), interval))
+    if effect.step_time is not None:
+        low, high = effect.step_time_interval
+        interval = interval_in_words((low - 1, high - 1))
+        rows.append(("time of a step", percent(effect.step_time - 1), interval))
+    return [f"  {name:<22} {value:>8}   ({interval})" for name, value, interval in rows]
+
+
+def answer_in_words(
+    effects: list[Effect], until: float | None, test: str, facts: list[str]
+) -> list[str]:
+    """Lines of 80 columns, at most 12 for one idea. `test` says how many pairs there are and what the
+    intervals hold for; `facts` are sentences about the runs."""
+    lines = []
+    for effect in effects:
+        lines += wrap(headline(effect, until))
+        lines += number_lines(effect)
+    if all(effect.verdict == "identical" and effect.time is None for effect in effects):
+        return lines
+    sentences = [test]
+    if any(effect.steps is not None for effect in effects):
+        timed = any(effect.time is not None for effect in effects)
+        steps = "Steps and time" if timed else "Steps"
+        sentences.append(
+            f"{steps} are those to reach the base's loss, computed from the difference in loss."
+        )
+    return lines + wrap(" ".join([*sentences, *facts]))
+
+
+def other_steps(name: str, steps: int | None, base_steps: int, has_slope: bool) -> list[str]:
+    """What to know if the idea trains another number of steps than the base."""
+    if steps in (None, base_steps):
+        return []
+    sentence = f"{short(name, 30)} trains {steps} steps, the base {base_steps}"
+    if not has_slope:
+        return [f"{sentence}; without --loss_per_100_steps, only their last losses are compared."]
+    return [f"{sentence}."]
+
+
+def far_in_words(name: str, losses: list[float], labels: list) -> list[str]:
+    """A warning about runs of a variant that are far from its others."""
+    far = [str(labels[i]) for i in far_from_others(losses)]
+    if not far:
+        return []
+    where = f"{', '.join(far)} of {short(name, 30)} ended far from its other runs"
+    return [f"Warning: {where}; look at the logs, because failed runs can mislead."]
+
+
+def slope_in_words(slope: Slope | None) -> str:
+    if slope is None:
+        return "Steps are unknown: they take more runs of the base with fewer and with more steps."
+    one_percent = abs(slope.value) * -math.log1p(-0.01)
+    words = f"If the base trains 1% fewer steps, its loss rises by {one_percent:.5f}"
+    return f"{words} ({f'standard error {slope.error:.0%}' if slope.n else 'as given'})."
+
+
+# -----------------------------------------------------------------------------
+# What a record needs
+
+
+def end_losses(logs: list[Log]) -> list[float]:
+    """Where each run ended, in nats per token."""
+    return [log.end.val_loss for log in logs]
+
+
+def end_times(logs: list[Log]) -> list[float]:
+    """Training times in seconds; [] if a log has none."""
+    times = [log.end.train_time_ms / 1000 for log in logs]
+    return times if all(0 < time < math.inf for time in times) else []
+
+
+def step_time(log: Log) -> float:
+    """In ms; nan if the log has no times."""
+    return log.end.train_time_ms / max(1, log.end.step)
+
+
+def count_sources(logs: list[Log]) -> int:
+    return len({tuple(log.sources) for log in logs})
+
+
+def summary_of(logs: list[Log], target: float | None) -> Summary:
+    return summarize(end_losses(logs), end_times(logs), target)
+
+
+def target_of(given: float | None, logs: list[Log]) -> tuple[float | None, list[str]]:
+    """The target, and what to say if nobody named it."""
+    target = given or logs[0].target
+    if given or target is None or "target_val_loss" in logs[0].hyperparameters:
+        return target, []
+    return target, [f"The target {target:g} is assumed; --target changes it."]
+
+
+def p_of_losses(logs: list[Log], target: float | None, looks: bool) -> float | None:
+    """Of a mean below the target; with `looks`, however often one looks."""
+    if target is None or not looks:
+        return summary_of(logs, target).p_value
+    return p_if_looked(end_losses(logs), target)
+
+
+def record_table(sides: dict[str, list[Log]], target: float | None, looks: bool) -> list[str]:
+    """A row for each side, with its p-value for a mean loss below the target."""
+    p = "p" if target is None else f"p (below {target:g})"
+    rows = [("", "runs", "mean loss", "sd", p, "time")]
+    for name, logs in sides.items():
+        found = summary_of(logs, target)
+        sd = "-" if found.loss_std is None else f"{found.loss_std:.4f}"
+        time = "-" if found.time_mean is None else f"{found.time_mean:.3f} s"
+        p = p_text(p_of_losses(logs, target, looks))
+        rows.append((f"  {short(name, 16)}", str(found.n), f"{found.loss_mean:.4f}", sd, p, time))
+    return table(rows, "<>>>>>")
+
+
+def record_in_words(
+    name: str, logs: list[Log], target: float, pairs: list[tuple[Log, Log]], looks: bool
+) -> str:
+    """Whether the runs show what a record needs. `pairs` are runs of the idea and of the base that took
+    turns; [] if there are none, so that times can't be compared. `looks`: the runs came one by one, and
+    somebody looked."""
+    p_loss = p_of_losses(logs, target, looks)
+    reached = p_loss is not None and p_loss < P_VALUE
+    test = f"p = {p_text(p_loss)}"
+    if not looks:
+        test += f"; if you looked more than once, p <= {p_text(p_of_losses(logs, target, True))}"
+    loss = f"the mean loss is {'' if reached else 'not shown to be '}below {target:g} ({test})"
+    timed, timed_base = [[pair[side] for pair in pairs] for side in (0, 1)]
+    times, base_times = end_times(timed), end_times(timed_base)
+    if not (times and base_times):
+        return f"{name}: {loss}."
+    saved = statistics.fmean(base_times) - statistics.fmean(times)
+    p_time = p_faster(pairs)
+    faster = p_time is not None and p_time < P_VALUE
+    valid = reached and faster and count_sources(logs) == 1
+    record = "has what a record needs" if valid else "isn't a record"
+    time = f"a run takes {abs(saved):.3f} s {'less' if saved > 0 else 'more'} (p = {p_text(p_time)})"
+    return f"{name} {record}: {loss}, and {time}."

@@ -1,0 +1,126 @@
+"""
+Which combinations of parts a screen trains, and what their losses say about each part.
+
+In the factorial design, each part is in half of the combinations, and each run counts for every part.
+It is the Hadamard matrix of the smallest order that has a column for each part, above its negative (a
+fold-over). All columns are orthogonal, so the effect of a part is the mean loss of one half minus that
+of the other. No pair of parts that act together changes it. Some pairs can't be told apart: only the
+sum of such a group is measured. See Box, Hunter and Hunter, "Statistics for Experimenters" (2005),
+chapter 6. Where parts can't be combined like this, each of them is left out of the whole once.
+
+A block is one seed in all combinations. The fit has a mean for each block and for each combination;
+what is left is noise. Evidence and intervals are those of judge/stats.py, for contrasts of a
+linear model: Lindon et al., "Anytime-Valid Linear Models and Regression Adjusted Causal Inference in
+Randomized Experiments" (2022, https://arxiv.org/abs/2210.08589). So you may look after every block.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.linalg import hadamard
+
+from judge.stats import P_VALUE, P_WORTHLESS, half_width, log_evidence, rounding
+
+MOST_PARTS = 16
+# Columns of the Hadamard matrix, in the order of use
+COLUMNS = (0, 1, 2, 4, 8, 15, 7, 11, 13, 14, 3, 5, 6, 9, 10, 12)
+
+
+@dataclass
+class AliasedPairs:
+    """Pairs of parts whose interactions can't be told apart."""
+
+    pairs: list[tuple[int, int]]
+    contrast: np.ndarray  # as in Design
+
+
+@dataclass
+class Design:
+    """C combinations of P parts. The first one has all parts, and the last one none."""
+
+    rows: np.ndarray  # bool (C, P): the parts that a combination has
+    contrasts: np.ndarray  # float64 (P, C): times the mean losses, they are the effects of the parts
+    groups: list[AliasedPairs] = field(default_factory=list)
+
+
+def factorial(parts: int) -> Design:
+    """At least two combinations, and at most four times as many as parts."""
+    order = 1
+    while order < parts:
+        order *= 2
+    columns = [column for column in COLUMNS if column < order][:parts]
+    half = hadamard(order)[:, columns]
+    signs = np.concatenate([half, -half[::-1]])  # reversed, so that the last one has no part
+    groups = {}
+    for i, j in itertools.combinations(range(parts), 2):
+        column = signs[:, i] * signs[:, j]
+        groups.setdefault(tuple(column), AliasedPairs([], column / order)).pairs.append((i, j))
+    return Design(signs > 0, signs.T / order, list(groups.values()))
+
+
+def leave_one_out(parts: int) -> Design:
+    """The whole, the whole without each part, and no part at all."""
+    whole = np.ones((1, parts))
+    rows = np.concatenate([whole, 1 - np.eye(parts), 0 * whole])
+    contrasts = np.concatenate([whole.T, -np.eye(parts), 0 * whole.T], axis=1)
+    return Design(rows > 0, contrasts)
+
+
+# -----------------------------------------------------------------------------
+# Effects
+
+
+@dataclass
+class PartEffect:
+    """Of a part, or of an interaction: with it minus without it, in units of the metric."""
+
+    difference: float
+    half_width: (
+        float  # of the 99% interval for all effects of its kind together; infinite with one block
+    )
+    verdict: str = "undecided"
+
+
+def fit(losses: np.ndarray, contrast: np.ndarray) -> dict[str, float]:
+    """What losses (blocks, C) say about a contrast (C,), by least squares. Returns log_evidence's arguments."""
+    blocks, combinations = losses.shape
+    means = losses.mean(axis=0)
+    noise = losses - losses.mean(axis=1, keepdims=True) - means + means.mean()
+    return dict(
+        mean=float(contrast @ means),
+        squares=float((noise**2).sum()) + losses.size * rounding(losses.flat) ** 2 / 12,
+        weight=blocks / float(contrast @ contrast),  # the variance of a run over that of the mean
+        n=(blocks - 1) * (combinations - 1) + 1,
+    )
+
+
+def evidence(found: dict[str, float], above: float = 0.0, sign: int = 1) -> float:
+    """log(e-value) for an effect above this one; with sign -1, for one below its negative."""
+    return log_evidence(**found | dict(mean=sign * found["mean"] - above))
+
+
+def find_verdict(fits: list[dict[str, float]], goal: float, count: int) -> str:
+    """The first verdict about one of `count` parts that stands after a block. `goal` is a loss."""
+    sure = math.log(count / P_VALUE)
+    rather_sure = math.log(count / P_WORTHLESS)
+    for found in fits:
+        if evidence(found, sign=-1) >= sure:
+            return "needed"
+        if evidence(found) >= sure:
+            return "hurts"
+        if min(evidence(found, -goal), evidence(found, -goal, sign=-1)) >= rather_sure:
+            return "barnacle"
+    return "undecided"
+
+
+def find_part_effect(losses: np.ndarray, contrast: np.ndarray, goal: float, count: int) -> PartEffect:
+    """Of one of `count` parts or groups, after each of the blocks."""
+    fits = [fit(losses[:blocks], contrast) for blocks in range(2, len(losses) + 1)]
+    half = math.inf
+    if fits:
+        *_, squares, weight, n = fits[-1].values()
+        half = half_width(squares, weight, n, count / P_VALUE)
+    difference = float(contrast @ losses.mean(axis=0))
+    return PartEffect(difference, half, find_verdict(fits, goal, count))

@@ -1,0 +1,254 @@
+"""
+Checks the machine before a run, in the Python that will train. launch/launch.py calls it:
+
+    python -m launch.checks FILE MODE [SCRIPT OPTIONS...]
+    python -m launch.checks PROCESSES compile PART
+
+MODE is train or prepare; without a script, it is for compare and screen. Writes what the run needs into
+FILE, as JSON: processes, environment variables and more options. compile prints what is wrong
+with the compiled code of one part, training or validation.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+try:
+    import train_gpt  # before torch: it sets variables that torch reads when it is imported
+except ImportError as e:  # of a package that an idea needs
+    sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
+import torch
+from gpu.memory import check_gpus, find_gpus, fit_to_memory
+from lib.environment import ROOT, environment
+from lib.processes import show_seconds, get_data, output_of, say, start, wait
+from train_gpt import DTYPE, TRACKS, InputError
+
+MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
+
+# -----------------------------------------------------------------------------
+# Compiled code on a CPU
+
+# the C++ compiler that PyTorch uses
+CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+MAX_LOSS_ERROR = 1e-3  # relative; correct builds of mini stay below 2e-6
+MAX_GRADIENT_ERROR = 0.1  # relative error of the norm; correct builds of mini stay below 1.4e-2
+COMPILE_ADVICE = (
+    f"compiling needs a C++ compiler ({CXX}), Python's headers and openssl (Debian, Ubuntu: apt "
+    "install g++ python3-dev openssl), free disk space, and a TORCHINDUCTOR_CACHE_DIR that is "
+    "writable and not mounted noexec"
+)
+
+
+@torch.no_grad()
+def randomize(model):
+    """Replaces all weights with random values. With projections initialized to zero, most gradients
+    would be zero, and comparing them would show nothing."""
+    rng = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            values = 0.5 + 0.5 * torch.rand(p.shape, generator=rng)
+        else:
+            std = 1.0 if "embed" in name else 0.5 * p.size(-1) ** -0.5
+            values = std * torch.randn(p.shape, generator=rng)
+        p.copy_(values)
+
+
+def loss_and_gradients(model, hp, part):
+    """Computes the loss of random tokens, and for training the gradients by name. Gradients of scalars are
+    left out: they are mostly rounding error."""
+    training = part == "training"
+    seq_len = hp.train_seq_len if training else hp.val_seq_len
+    count = hp.batch_tokens if training else seq_len
+    randomize(model)
+    rng = torch.Generator().manual_seed(0)
+    tokens = torch.randint(hp.vocab_size, (count + 1,), generator=rng, dtype=torch.int32)
+    inputs, targets = train_gpt.to_batch(tokens, seq_len)
+    window = train_gpt.get_window_blocks(hp.num_iterations, hp)  # the longest
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        results = {f"{part} loss": model(inputs, targets, window)}
+    if training:
+        results[f"{part} loss"].backward()
+        results |= {
+            f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.ndim >= 2
+        }
+    return results
+
+
+def wrong_value(results, expected):
+    """Returns what differs, or ""."""
+    for name, right in expected.items():
+        right = right.detach().double()
+        error = (results[name] - right).norm() / right.norm().clamp_min(1e-30)  # 0 if both are zero
+        limit = MAX_LOSS_ERROR if name.endswith("loss") else MAX_GRADIENT_ERROR
+        if not error <= limit:  # or it is NaN
+            return f"the {name} is off by {100 * error:.2g}%"
+    return ""
+
+
+def first_error(text):
+    """Returns the first line with an error of the compiler, or else the first line of the text."""
+    output = text.partition("Output:\n")[2] or text  # PyTorch quotes the compiler after this
+    for line in output.splitlines():
+        if "error" in line:
+            return line.strip()[:200]
+    return text.partition("\n")[0].strip()[:200]
+
+
+def compile_problem(hp, part):
+    """Compares compiled code for training or for validation with uncompiled code. Returns why it can't be
+    used, or ""."""
+    # as train_gpt.init_processes
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    expected = loss_and_gradients(train_gpt.build_model(hp), hp, part)
+    model = train_gpt.build_model(hp)
+    try:
+        model.compile(dynamic=False)
+        results = loss_and_gradients(model, hp, part)
+    except (OSError, RuntimeError) as e:  # PyTorch's compilation errors are RuntimeErrors
+        return f"{first_error(str(e))}; {COMPILE_ADVICE}"
+    wrong = wrong_value(results, expected)
+    if wrong:
+        return f"code compiled by {CXX} is wrong ({wrong}); install GCC 14 or later, or set CXX"
+    return ""
+
+
+def find_problem(processes):
+    """Returns compile_problem of mini, as each of `processes` trains it. Two processes compile, one for
+    training and one for validation: together they keep two cores busy. The run finds the code in
+    PyTorch's cache."""
+    command = [sys.executable, "-m", "launch.checks", str(processes), "compile"]
+    how = dict(env=os.environ | environment(processes), stdout=subprocess.PIPE, encoding="utf-8")
+    parts = ["training", "validation"]
+    children = [start([*command, part], cwd=ROOT, **how) for part in parts]
+    ended = threading.Event()
+    text = "compiling, and comparing with uncompiled code (once)"
+    threading.Thread(target=show_seconds, args=(text, ended)).start()
+    try:
+        failed, status = wait(children)
+    finally:
+        ended.set()
+    problem = children[failed].stdout.read()
+    if status and not problem:
+        sys.exit(status)
+    return problem
+
+
+def stamp():
+    """Returns the file whose existence says that compiled code is right on this CPU, with this compiler
+    and this PyTorch."""
+    compiler = output_of(*CXX.split(), "--version")
+    march = os.environ.get("TORCHINDUCTOR_CPP_MARCH")
+    cpu = [train_gpt.CPU_MODEL, sorted(train_gpt.CPU_FLAGS)]
+    facts = json.dumps([cpu, CXX, compiler, march, torch.__version__, str(DTYPE)])
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / "data" / ".cache"
+    return Path(folder, f"compiled-code-is-right-{hashlib.sha256(facts.encode()).hexdigest()[:16]}")
+
+
+def check_compiler(processes):
+    """Returns the environment variables of a run on a CPU: none if compiled code is right."""
+    right = stamp()
+    if not train_gpt.compiles() or right.exists():
+        return {}
+    problem = find_problem(processes)
+    if problem:
+        say(f"warning: training without torch.compile, at about half the speed: {problem}")
+        return {"TORCH_COMPILE_DISABLE": "1", "SPEEDRUN_COMPILE_REASON": f"({problem})"}
+    with contextlib.suppress(OSError):  # the next run compares again
+        right.parent.mkdir(parents=True, exist_ok=True)
+        right.touch()
+    return {}
+
+
+# -----------------------------------------------------------------------------
+# What a run needs
+
+
+def most_processes(script, hp, gpus):
+    """The most processes that can share the sequences of a step and of a validation equally."""
+    for processes in range(gpus, 1, -1):
+        with contextlib.suppress(InputError):
+            script.check_hyperparameters(hp, processes)
+            return processes
+    return 1
+
+
+def saved_settings(args):
+    """Reads the settings of the checkpoint that --resume names, and not its weights. Returns {} if there is
+    none that can be read: the run will say so."""
+    if args.resume == "latest":
+        args.resume = train_gpt.latest_checkpoint(args.log_dir)
+    try:
+        return torch.load(args.resume, map_location="cpu", weights_only=True, mmap=True)["settings"]
+    except Exception:  # corrupt files raise many exception types
+        return {}
+
+
+def check_run(mode, script, options):
+    """Returns what a run needs, as a dict. Raises InputError."""
+    args, hp = script.parse_arguments(options)
+    saved = saved_settings(args)
+    hp = dataclasses.replace(hp, **saved)
+    script.check_hyperparameters(hp, 1)
+    gpus = find_gpus()
+    cores = int(environment()["OMP_NUM_THREADS"])
+    processes = most_processes(script, hp, gpus or min(cores, MOST_CPU_PROCESSES))
+    more = []
+    if gpus:
+        check_gpus(processes)
+        adapts = script is train_gpt and hp.track == "fineweb"
+        if adapts and not saved and "train_seq_len" not in args.given:
+            hp = fit_to_memory(hp, processes)
+            more = [f"--train_seq_len={hp.train_seq_len}"]
+    get_data(sys.executable, vars(hp))
+    if mode == "prepare":
+        with contextlib.suppress(OSError):  # the run will say so
+            script.check_inputs(args, hp)
+    variables = {} if gpus else environment(processes) | check_compiler(processes)
+    compiles = train_gpt.compiles() and "TORCH_COMPILE_DISABLE" not in variables
+    compiled = "compiled" if compiles else "not compiled"
+    where = "GPUs" if gpus else "the CPU"
+    return dict(
+        processes=processes,
+        environment=variables,
+        options=more,
+        log_dir=str(Path(args.resume).parent if saved else args.log_dir),
+        text=", ".join([f"{hp.track} on {where}", f"processes: {processes}", compiled, *more]),
+    )
+
+
+def main(argv):
+    file, mode, *words = argv
+    try:
+        if mode == "compile":
+            mini = TRACKS["mini"]
+            hp = dataclasses.replace(mini, batch_tokens=mini.batch_tokens // int(file))
+            problem = compile_problem(hp, *words)
+            print(problem, end="")
+            return 1 if problem else 0
+        if words:
+            found = check_run(mode, importlib.import_module(words[0]), words[1:])
+        elif find_gpus():
+            check_gpus(1)  # a run of compare uses one
+            found = dict(environment={})
+        else:
+            found = dict(environment=check_compiler(1))
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
+        return 0
+    except (InputError, ImportError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes that compile, too
+    sys.exit(main(sys.argv[1:]))

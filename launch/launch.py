@@ -1,0 +1,504 @@
+"""
+Everything behind ./run.sh. It runs on Python's standard library alone, because it installs the other
+packages. The order of a training:
+
+    environment   the active one as it is, or .venv
+    packages      what is missing of requirements.txt
+    checks        launch/checks.py: options, GPUs, memory, data, compiled code
+    training      one process per GPU; on a CPU, one per core
+    sample        the trained model writes a short text
+"""
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would print a traceback
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+import venv
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of launch/
+
+from lib.commands import UserError
+from lib.environment import ROOT, clean_environment
+from lib.processes import (
+    check_machine,
+    get_data,
+    gpu_maker,
+    output_of,
+    run,
+    say,
+    setup_lock,
+    start,
+    wait,
+)
+
+VENV = ROOT / ".venv"
+TORCH_INDEX = "https://download.pytorch.org/whl"  # has cpu/, rocm7.2/
+
+USAGE = """\
+usage: ./run.sh [OPTIONS]            train; first, install packages and get data
+       ./run.sh --recipe NAME        train recipes/NAME.py instead of train_gpt.py
+       ./run.sh prepare              do all of that but the training
+       ./run.sh compare | screen     does an idea help? which parts of it matter?
+       ./run.sh verify | submit      check the logs of a record; file it
+       ./run.sh replay | plot        extract a run's sources; draw loss curves
+       ./run.sh sample | hellaswag   let a trained model write text; score it
+       ./run.sh data NAME            get shakespeare, fineweb, edu or text
+       ./run.sh bench | levers       time a step's parts; time GPT-2's speedups
+       ./run.sh gpu-report           check and time training on a GPU
+       ./run.sh test [--slow]        run the tests; with --slow, all of them
+       ./run.sh test machines        imitate other machines
+With --device cpu, GPUs aren't used. --help after a command lists its options.
+"""
+PATHS = ["log_dir", "train_files", "val_files", "resume"]  # options of trainings
+COMMANDS = {
+    "train": "train_gpt",
+    "prepare": "train_gpt",
+    "compare": "judge.compare.compare",
+    "screen": "judge.screen.screen",
+    "verify": "judge.records.verify",
+    "submit": "judge.records.submit",
+    "replay": "judge.records.replay",
+    "plot": "judge.records.plot",
+    "bench": "gpu.bench",
+    "gpu-report": "gpu.gpu_report",
+    "levers": "gpu.levers",
+    "sample": "evals.sample",
+    "hellaswag": "evals.hellaswag",
+    "data shakespeare": "data.shakespeare",
+    "data fineweb": "data.cached_fineweb10B",
+    "data edu": "data.fineweb edu",
+    "data text": "data.fineweb text",
+    "test": "pytest",
+    "test machines": "tests.machines",
+}
+# The folders whose requirements.txt a command needs. Those of judge/ need that of judge/.
+ALL_FOLDERS = ["judge", "data", "evals", "tests"]
+FOLDERS = {
+    "hellaswag": ["evals"],
+    "data edu": ["data"],
+    "test": ALL_FOLDERS,
+    "test machines": ALL_FOLDERS,
+}
+
+
+class Stopped(BaseException):
+    """A signal came. Its argument is the signal's number."""
+
+    advice = "run the same command again to continue"
+
+
+def handle_signals(handler):
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def stop(number, frame):
+    handle_signals(signal.SIG_IGN)  # a second one doesn't disturb the end
+    raise Stopped(number)
+
+
+# -----------------------------------------------------------------------------
+# The environment: the active one as it is, or .venv. Two files in .venv say how far it got: `ours` is
+# written first, and `ready` last. An unfinished one is made again. The user's own is never deleted.
+
+
+def search_path(python):
+    """Returns the folders of a Python's packages; none if it doesn't run."""
+    printed = output_of(python, "-c", "import sys; print('\\n'.join(sys.path))") or ""
+    return printed.splitlines()
+
+
+def version_of(package, path):
+    """Returns the version of an installed package, or ""."""
+    for found in importlib.metadata.distributions(name=package, path=path):
+        return found.version
+    return ""
+
+
+def has_pytorch(path):
+    """Is there a PyTorch of at least 2.11, which train_gpt.py needs?"""
+    numbers = re.findall(r"\d+", version_of("torch", path))
+    return [int(number) for number in numbers[:2]] >= [2, 11]
+
+
+def make_environment():
+    if VENV.exists():
+        if not (VENV / "ours").exists():
+            raise UserError(
+                f"{VENV} isn't from ./run.sh; activate it, then run ./run.sh again, or move it away"
+            )
+        shutil.rmtree(VENV)
+    VENV.mkdir()
+    (VENV / "ours").touch()
+    system_torch = has_pytorch(sys.path)
+    say(f"making the virtual environment .venv{', with the PyTorch of the system' * system_torch}")
+    # Debian and Colab take ensurepip away
+    has_ensurepip = importlib.util.find_spec("ensurepip")
+    if not (has_ensurepip or importlib.util.find_spec("pip")):
+        raise UserError(
+            f"{sys.executable} has no venv module; install it (on Debian or Ubuntu: apt install python3-venv)"
+        )
+    try:
+        venv.create(
+            VENV, system_site_packages=system_torch, symlinks=True, with_pip=bool(has_ensurepip)
+        )
+    except subprocess.CalledProcessError as e:
+        raise UserError(explain(sys.executable, e.output.decode(errors="replace")))
+    if not has_ensurepip:
+        pip_install(sys.executable, ["pip"], "--python", VENV / "bin" / "python")
+
+
+def missing_packages(path, folders):
+    """Returns the lines of requirements.txt in the folders whose package is missing. One that is there in
+    another version stays: machines with their own PyTorch keep it."""
+    lines = []
+    for folder in [".", *folders]:
+        lines += Path(ROOT, folder, "requirements.txt").read_text().splitlines()
+    requirements = [line.partition("#")[0].strip() for line in lines]
+    return [line for line in requirements if not version_of(line.partition("==")[0], path)]
+
+
+def install(folders, theirs=False, data=""):
+    """Installs what is missing of the folders' requirements.txt. Returns the environment's Python. The
+    scripts of others may need an older PyTorch than train_gpt.py. `data` is a module that makes data
+    meanwhile."""
+    active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
+    if sys.prefix != sys.base_prefix:  # the first python3 may be that of an environment
+        active = sys.prefix
+    ours = not active or (os.path.realpath(active) == str(VENV) and (VENV / "ours").exists())
+    ready = VENV / "ready"
+    python = plain_folder() / "bin" / "python" if ours else sys.executable
+    if not (ours or theirs or has_pytorch(sys.path) or not version_of("torch", sys.path)):
+        raise UserError(
+            f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
+            "the environment"
+        )
+    if ours and not (ready.exists() and search_path(python)):
+        make_environment()
+    missing = missing_packages(search_path(python), folders)
+    if missing and ours:
+        ready.unlink(missing_ok=True)
+    making = None
+    if missing and data and not gpu_maker():
+        pip_install(python, [line for line in missing if line.startswith("numpy==")])
+        # get_data will say what is wrong
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        making = start([python, "-m", data], cwd=ROOT, **quiet)
+    pip_install(python, missing)
+    if missing_packages(search_path(python), folders):
+        raise UserError(
+            "pip has installed the packages elsewhere; remove target, prefix, root and user from its "
+            "settings (pip config list)"
+        )
+    if making:
+        making.wait()
+    if ours and not ready.exists():
+        ready.touch()
+    return python
+
+
+def plain_folder():
+    """Returns .venv, or a link to it. PyTorch's command line for the C++ compiler doesn't quote its own
+    folder, so .venv needs a path without spaces and the like."""
+    if re.fullmatch(r"[A-Za-z0-9_./+:@%,=-]+", str(VENV)):
+        return VENV
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    link = Path(cache, "nanogpt-speedrun", hashlib.sha256(str(VENV).encode()).hexdigest()[:16])
+    with contextlib.suppress(OSError):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(VENV)
+    return link if link.is_symlink() else VENV
+
+
+# -----------------------------------------------------------------------------
+# Packages
+
+
+def answers(index):
+    """Does a package index answer, if only that it lacks the package?"""
+    try:
+        urllib.request.urlopen(f"{index}/pip/", timeout=10)
+    except OSError as e:
+        return isinstance(e, urllib.error.HTTPError)
+    return True
+
+
+def pip_settings(python):
+    return output_of(python, "-m", "pip", "config", "list") or ""
+
+
+def torch_source(python):
+    """Returns pip's options for the build of PyTorch that this machine needs."""
+    if re.search("(index-url|find-links|no-index)=", pip_settings(python)):
+        say("installing packages from the source in your pip settings")
+        return []
+    maker = gpu_maker()
+    if maker == "AMD":
+        say("installing packages, with PyTorch for AMD GPUs: a download of about 5 GB")
+        return ["--extra-index-url", f"{TORCH_INDEX}/rocm7.2"]
+    index = f"{TORCH_INDEX}/cpu"
+    if not maker:
+        if answers(index):
+            say("installing packages, with PyTorch for CPUs: a download of about 0.2 GB")
+            return ["--extra-index-url", index]
+        say(f"{index} doesn't answer, so PyTorch comes from the package index")
+    say("installing packages, with PyTorch and CUDA: a download of up to 5 GB")
+    return []
+
+
+def pip_install(python, requirements, *options):
+    """Shows pip's progress bars on a terminal. Elsewhere pip's output is shown if it fails."""
+    if not requirements:
+        return
+    if any(requirement.startswith("torch==") for requirement in requirements):
+        options = torch_source(python)
+    else:
+        say(f"installing {', '.join(requirements)}")
+    # --no-compile: Python compiles what it imports; compiling all of PyTorch would double the time
+    quiet = ["--no-input", "--disable-pip-version-check", "--no-compile"]
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+        status = run(
+            [python, "-m", "pip", "install", *quiet, *options, *requirements],
+            stdout=None if sys.stdout.isatty() else log,
+            stderr=log,
+            env=os.environ | {"TMPDIR": folder},
+        )
+        log.seek(0)
+        if status:
+            raise UserError(explain(python, log.read()))
+
+
+def explain(python, output):
+    """Returns one line about a failed installation."""
+    disk = re.search(
+        r"(No space left on device|Disk quota|Read-only file system|Permission denied).*", output
+    )
+    if disk:
+        return f"pip can't install the packages: {disk[0]}; mend that, then run ./run.sh again"
+    if "No module named pip" in output:
+        return f"{python} has no pip; install it, or deactivate the environment"
+    settings = pip_settings(python)
+    indexes = re.findall(r"index-url='(.*)'", settings) or ["https://pypi.org/simple"]
+    if "no-index" not in settings and not any(answers(index) for index in indexes):
+        return f"can't reach the package index {' or '.join(indexes)}; check the network, then run ./run.sh again"
+    missing = re.search(r"No matching distribution found for (\S+)", output)
+    if missing:
+        version = f"Python {sys.version.split()[0]}"
+        return f"the package index has no {missing[1]} for {version}; use Python 3.11, 3.12 or 3.13"
+    print("\n".join(output.splitlines()[-20:]), file=sys.stderr)
+    return "pip can't install the packages; its output is above"
+
+
+# -----------------------------------------------------------------------------
+# A folder for compiled code
+
+
+def can_run_from(folder):
+    """Can files be written to a folder, and programs be run from it?"""
+    with contextlib.suppress(OSError):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            probe = Path(scratch, "probe")
+            probe.write_text("#!/bin/sh\n")
+            probe.chmod(0o755)
+            return output_of(probe) is not None
+
+
+def choose_code_folder():
+    """PyTorch keeps compiled code in TORCHINDUCTOR_CACHE_DIR or else in the temporary folder, and headers
+    always in the latter. Where one of them is read-only or mounted noexec, both move elsewhere."""
+    temporary = os.environ.get("TMPDIR", "/tmp")
+    usual = [os.environ.get("TORCHINDUCTOR_CACHE_DIR", temporary), temporary]
+    bad = [folder for folder in usual if not can_run_from(folder)]
+    folder = f"{ROOT}/data/.cache/torchinductor"
+    if bad and can_run_from(folder):
+        say(f"storing compiled code in {folder}, because {bad[0]} is read-only or mounted noexec")
+        os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TMPDIR=folder)
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def run_ranks(command, processes, **options):
+    """Runs a command as the processes of one training on this machine. Returns its exit status. Only rank
+    0 is seen. What another rank printed is shown if that one fails and rank 0 doesn't."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # a free one
+    world = dict(WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    logs = [tempfile.TemporaryFile("w+") for _ in range(processes)]
+    children = []
+    for rank in range(processes):
+        if rank:
+            options = options | dict(stdout=logs[rank], stderr=logs[rank])
+        env = os.environ | world | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+        children.append(start(command, env=env, **options))
+    failed, status = wait(children)
+    logs[failed].seek(0)
+    print(logs[failed].read(), end="", file=sys.stderr)
+    return status
+
+
+def prepare(command, needs):
+    """Trains a step, so that its compiled code is in PyTorch's cache. Returns the exit status."""
+    say("compiling may take a minute or two")
+    with tempfile.TemporaryDirectory() as folder:
+        step = ["--num_iterations=1", "--num_runs=1", f"--log_dir={folder}"]
+        status = run_ranks(command + step, needs["processes"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    if status == 0:
+        say(f"ready: {needs['text']}")
+    return status
+
+
+def train_and_sample(command, needs):
+    """Trains, and lets the model write a short text. Returns the exit status of the training."""
+    say(f"training {needs['text']}")
+    say("before the first step, compiling may take a minute or two")
+    Stopped.advice = "to continue from the last validation, add --resume latest"
+    before = newest_checkpoint(needs)
+    status = run_ranks([*command, "--save_checkpoint"], needs["processes"], cwd=ROOT)
+    newest = newest_checkpoint(needs)
+    if status == 0 and newest != before:
+        run([command[0], "-m", "evals.sample", "--brief", newest[1]], cwd=ROOT)
+    return status
+
+
+def newest_checkpoint(needs):
+    """Its time, by the clock of its disk, which may not be that of this machine, and its path."""
+    paths = Path(ROOT, needs["log_dir"]).glob("*.pt")
+    return max(((os.path.getmtime(path), path) for path in paths), default=None)
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+
+def at_home(word):
+    """Replaces a ~ that the shell leaves as it is, as in --log_dir=~/logs."""
+    option, equals, value = word.partition("=")
+    return option + equals + os.path.expanduser(value)
+
+
+def from_caller(path):
+    """A path that the user typed, as seen from the repository, where training runs."""
+    return path if path == "latest" or os.path.isabs(path) else os.path.relpath(path, ROOT)
+
+
+def parse(name, words):
+    """Returns our own options, and the others for the command."""
+    usage = "./run.sh [COMMAND] [OPTIONS]"
+    parser = argparse.ArgumentParser("run.sh", usage, add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", choices=["cpu"])
+    if name in ("train", "prepare"):
+        recipes = [
+            path.stem
+            for path in sorted(Path(ROOT, "recipes").glob("*.py"))
+            if "parse_arguments" in path.read_text(encoding="utf-8")
+        ]
+        parser.add_argument("--recipe", choices=recipes)
+        for path in PATHS:
+            parser.add_argument(f"--{path}", type=from_caller)
+    args, words = parser.parse_known_args(words)
+    words += [f"--{name}={value}" for name, value in vars(args).items() if name in PATHS and value]
+    return args, words
+
+
+def command_line(name, python, arguments):
+    """Returns the command that ./run.sh NAME becomes. Its exit status and signals are its own."""
+    if name == "test":
+        get_data(python, dict(train_files="data/shakespeare/*"))
+        os.chdir(ROOT)
+        # a process a core; those that run out of tests take some from another; paths replace "tests"
+        workers = "-n auto --maxprocesses 8 --dist worksteal".split()
+        return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *arguments]
+    script, *words = COMMANDS[name].split()
+    os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's
+    return [python, "-P", "-m", script, *words, *arguments]
+
+
+def split_command(argv):
+    """Returns the name of the command, and the words after it."""
+    for count in (2, 1):
+        name = " ".join(argv[:count])
+        if name in COMMANDS:
+            return name, argv[count:]
+    if argv and not argv[0].startswith("-"):
+        raise UserError(f"there is no command {' '.join(argv[:2])}; ./run.sh --help lists them")
+    return "train", argv
+
+
+def launch(argv):
+    """Runs a command. Returns its exit status."""
+    dropped = clean_environment()
+    if dropped:
+        say(f"ignored: {', '.join(dropped)}")
+    if ":" in str(ROOT):
+        raise UserError(f"{ROOT} has a colon in its path; move it to a folder without one")
+    name, words = split_command(list(map(at_home, argv)))
+    args, words = parse(name, words)
+    if args.device:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    wants_help = "--help" in words or "-h" in words
+    if wants_help and name == "train":
+        print(USAGE, flush=True)
+    script = COMMANDS[name]
+    folders = FOLDERS.get(name, ["judge"] if script.startswith("judge.") else [])
+    theirs = any(word.startswith(("--command", "--base_logs")) for word in words)  # of compare
+    try:
+        with setup_lock():
+            tempfile.gettempdir()
+            python = install(folders, theirs, "data.shakespeare" if script == "train_gpt" else "")
+    except UserError:
+        raise
+    except OSError as e:  # a disk is full or read-only
+        raise UserError(f"can't install the packages: {e}")
+    choose_code_folder()
+    if script == "train_gpt":
+        module = f"recipes.{args.recipe}" if args.recipe else script
+        if wants_help:
+            return run([python, "-m", module, "--help"], cwd=ROOT)
+        needs = check_machine(python, name, module, *words)
+        command = [python, "-m", module, *words, *needs["options"]]
+        return prepare(command, needs) if name == "prepare" else train_and_sample(command, needs)
+    command = command_line(name, python, words)
+    if name in ("compare", "screen") and not (wants_help or theirs):
+        check_machine(python, name)
+    if name == "hellaswag":
+        count = output_of(python, "-c", "import torch; print(torch.cuda.device_count())")
+        return run_ranks(command, max(1, int(count or 1)))
+    os.execv(python, command)
+
+
+def main(argv):
+    handle_signals(stop)
+    try:
+        return launch(argv)
+    except UserError as e:
+        print(f"run.sh: error: {e}", file=sys.stderr)
+        return 2
+    except Stopped as e:
+        number = e.args[0]
+        say(f"stopped by {signal.Signals(number).name}; {e.advice}")
+        return 128 + number
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""What each command does in the same way: a user's error, signals, and options."""
+
+import argparse
+import math
+import os
+import signal
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+
+class UserError(OSError):
+    """What the user can mend, in one line that says what to do. Lines above it are the output of a program
+    that failed. It is an OSError, because every command prints those in the same way."""
+
+
+def stop_on_signals() -> None:
+    """Makes SIGTERM and SIGHUP (the terminal was closed) raise KeyboardInterrupt, like Ctrl-C.
+
+    SIGHUP may come twice: from the terminal and from the shell. The second one must not interrupt the
+    cleanup, so it is ignored. So is the first one under nohup."""
+
+    def hang_up(number, frame):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, hang_up)
+
+
+def run_command(main, *more_errors: type[Exception]) -> None:
+    """Runs main(argv) and exits with its status.
+
+    After a UserError, another OSError or one of `more_errors`, it prints the message and exits with status
+    2. After Ctrl-C, the status is 130.
+    """
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has closed the pipe, so Python's last flush would fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except (OSError, *more_errors) as e:
+        *above, line = str(e).split("\n")
+        print(*above, f"error: {line}", sep="\n", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    sys.exit(status)
+
+
+def command_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a command of run.sh, whose --help shows the description as it is."""
+    return argparse.ArgumentParser(
+        prog=f"./run.sh {command}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def join_values(argv: list[str], names: Collection[str]) -> list[str]:
+    """Joins these options with their values, because argparse takes a value like "--lr 2" for an option."""
+    joined = []
+    for word in argv:
+        if joined and joined[-1] in names:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def whole_number(text: str) -> int:
+    """An option's value that must be at least 1. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """An option's value above zero. Raises ArgumentTypeError."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be more than zero")
+    return value
+
+
+def fraction(text: str) -> float:
+    """A percentage as an option's value: "2%" or "2" as 0.02. Raises ArgumentTypeError."""
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text}: must be a percentage of at most 50%, like 2%")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """A file that is written in the end, so its folder must be there. Raises ArgumentTypeError."""
+    if not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: its folder doesn't exist; make it first")
+    return Path(text)

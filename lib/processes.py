@@ -1,0 +1,159 @@
+"""
+Child processes, and what the launcher and the commands start: data, and checks of the machine.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import glob
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent import futures
+from pathlib import Path
+
+from lib.environment import ROOT
+
+DEVICES = Path("/dev")  # where drivers put their files
+GRAPHICS = Path("/sys/class/drm")  # where AMD's driver says how large a GPU is
+
+
+def say(text):
+    print(f"run.sh: {text}", file=sys.stderr)
+
+
+# -----------------------------------------------------------------------------
+# Child processes. They ignore Ctrl-C, which a terminal sends to them, too: the launcher ends them.
+
+
+def set_up_child():
+    """Runs in a child process before its program: it ignores Ctrl-C, and on Linux ends with the launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def start(command, **options):
+    return subprocess.Popen(command, preexec_fn=set_up_child, **options)
+
+
+def wait(children):
+    """Waits until all have ended or one has failed, then ends the others. Returns its number and exit
+    status, or (0, 0). A thread waits for each child, which takes no time of a core."""
+    with futures.ThreadPoolExecutor(len(children)) as threads:
+        codes = [threads.submit(child.wait) for child in children]
+        try:
+            first = next((code for code in futures.as_completed(codes) if code.result()), codes[0])
+            # each rank finds the user's error, but only rank 0 prints it, perhaps later
+            if first.result() == 2 and 2 in [
+                code.result() for code in futures.wait(codes[:1], 10).done
+            ]:
+                first = codes[0]
+        finally:
+            for child in children:
+                child.terminate()
+    failed = codes.index(first)
+    status = first.result()
+    if status < 0:
+        say(f"process {failed} was ended by signal {-status}")
+        status = 128 - status
+    return failed, status
+
+
+def show_seconds(text, ended):
+    """Says the text and, on a terminal, how many seconds have passed until `ended` is set."""
+    for seconds in itertools.count():
+        if not sys.stderr.isatty():
+            return say(text)
+        print(f"\rrun.sh: {text}: {seconds} s ", end="", file=sys.stderr, flush=True)
+        if ended.wait(1):
+            return print(file=sys.stderr)
+
+
+def run(command, **options):
+    """Runs a command. Returns its exit status."""
+    return wait([start(command, **options)])[1]
+
+
+def output_of(*command):
+    """Returns what a command prints, or None if it fails or doesn't exist."""
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if done.returncode == 0:
+            return done.stdout
+    return None
+
+
+@contextlib.contextmanager
+def setup_lock():
+    """Packages and data are shared by all runs of this checkout. The lock is on its folder."""
+    folder = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("waiting for another ./run.sh to finish its setup in this folder")
+        fcntl.flock(folder, fcntl.LOCK_EX)
+    except OSError:
+        pass  # some network file systems have no locks
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+# -----------------------------------------------------------------------------
+# GPUs, data, and the checks before a run
+
+
+def gpu_maker():
+    """Returns NVIDIA, AMD, or "" if the machine has no GPU, or it is hidden. An AMD GPU of less than 8
+    GiB is part of a CPU."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if "GPU " in (output_of("nvidia-smi", "-L") or "") or list(DEVICES.glob("nvidia[0-9]*")):
+        return "NVIDIA"
+    sizes = [int(file.read_text()) for file in GRAPHICS.glob("card*/device/mem_info_vram_total")]
+    return "AMD" if (DEVICES / "kfd").exists() and max(sizes, default=0) >= 8 * 2**30 else ""
+
+
+def get_data(python, settings):
+    """Makes or downloads the shards that a run with these settings reads. Your own files stay as they are."""
+    folder = str(Path(settings["train_files"]).parent)
+    if folder == "data/shakespeare":
+        shards = 1
+        command = [python, "-m", "data.shakespeare"]
+        size = "2 MB"
+    elif folder == "data/fineweb10B":
+        # A shard has 100M tokens, and no batch is in two shards. The steps of january2026 vary.
+        batches = (10**8 - 1) // settings.get("batch_tokens", 2**19)
+        shards = max(1, math.ceil(settings["num_iterations"] / batches))
+        command = [python, "-m", "data.cached_fineweb10B", str(shards)]
+        size = f"{shards + 1} files of 200 MB"
+    else:
+        return
+    with setup_lock():
+        found = [len(glob.glob(f"{ROOT}/{folder}/*_{split}_*.bin")) for split in ("train", "val")]
+        if found[0] < shards or not found[1]:
+            say(f"getting {folder}: a download of {size}")
+            status = run(command, cwd=ROOT)
+            if status:
+                sys.exit(status)
+
+
+def check_machine(python, *words):
+    """Runs launch/checks.py, and sets the environment variables that it finds. Returns what a run
+    needs, or ends with its exit status."""
+    say("checking the machine")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "needs")
+        status = run([python, "-m", "launch.checks", file, *words], cwd=ROOT)
+        if status:
+            sys.exit(status)
+        needs = json.loads(file.read_text())
+    os.environ.update(needs["environment"])
+    return needs

@@ -1,0 +1,113 @@
+"""Tests of gpu/bench.py and measure.py on a CPU: FLOPs, tables, errors, a whole benchmark."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import train_gpt
+from tests.training.test_attention import CASES, EOT, dense_mask, random_input
+from gpu import bench, measure
+from train_gpt import GPT, TRACKS, build_optimizers, document_ids
+
+TINY = replace(
+    TRACKS["fineweb"],
+    vocab_size=300,
+    eot_token=299,
+    num_layers=6,
+    num_heads=2,
+    head_dim=16,
+    model_dim=64,
+    num_value_embeds=1,
+    attn_free_layers=(2,),
+    long_window_layers=(0, 5),
+    train_seq_len=512,
+    max_window=512,
+)
+
+# -----------------------------------------------------------------------------
+# FLOPs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_visible_pairs(case):
+    num_seqs, length, every, window = case
+    tokens = random_input(num_seqs, length, every, seed=1)
+    docs = document_ids(tokens, EOT)
+    assert measure.visible_pairs(docs, window) == dense_mask(tokens, window).sum()
+
+
+def test_model_flops_against_pytorch():
+    """PyTorch's FlopCounterMode counts the products with weights as mm, and the attention as bmm.
+
+    PyTorch counts all pairs that the portable attention computes. We only count visible pairs.
+    """
+    window = 4
+    tokens = torch.randint(0, 299, (1, 512), dtype=torch.int32)
+    model = GPT(TINY).train()
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens.long(), torch.tensor(window, dtype=torch.int32)).backward()
+    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    assert set(counts) == {"aten.mm", "aten.bmm"}
+    docs = torch.zeros(512, dtype=torch.int32)
+    # Two layers have the long window of 4 blocks. Three have the short one of 2 blocks.
+    pairs = 2 * measure.visible_pairs(docs, 4) + 3 * measure.visible_pairs(docs, 2)
+    attention = 12 * 2 * 16 * pairs
+    assert measure.model_flops(TINY, docs, window) == counts["aten.mm"] + attention
+    assert counts["aten.bmm"] == 12 * 2 * 16 * 512 * 128 * (2 * 4 + 3 * 2)
+
+
+def test_newton_schulz_flops_against_pytorch():
+    hp = replace(TINY, ns_steps=4)
+    muon = build_optimizers(GPT(hp), hp)[1]
+    for group in muon.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p)
+    with FlopCounterMode(display=False) as counter:
+        muon.step()
+    assert measure.newton_schulz_flops(muon) == counter.get_total_flops()
+
+
+# -----------------------------------------------------------------------------
+# The whole program
+
+SMALL = (
+    "--track=mini --batch_tokens=512 --train_seq_len=128 --sequences_per_pass=2 --num_layers=4 "
+    "--model_dim=32 --head_dim=16 --num_heads=1 --repeats=2 --kernels=3 --peak_tflops=1"
+)
+
+
+def cells(text, name):
+    """The cells of a row: ms, GFLOP, GFLOP/s and % of peak."""
+    (row,) = re.findall(rf"^{re.escape(name)} +([\d,. ]+)$", text, re.M)
+    return [float(cell.replace(",", "")) for cell in row.split()]
+
+
+def test_whole_benchmark(monkeypatch, capsys):
+    """What it prints agrees with what it has measured, and the figures with each other."""
+    kept = []
+    monkeypatch.setattr(bench, "measure", lambda *how: kept.append(measure.measure(*how)) or kept[0])
+    monkeypatch.setattr(measure, "matmul_peak", lambda: 50.0)  # GFLOP/s
+    monkeypatch.setattr(train_gpt, "init_processes", lambda: None)
+    bench.bench(SMALL.split())
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    (figures,) = kept
+    assert min(figures["first step s"], figures["allocated MiB"]) > 0
+    assert figures["tokens/s"] == pytest.approx(512 / figures["step ms"] * 1000)
+    assert figures["MFU %"] == pytest.approx(100 * figures["model TFLOP/s"])  # of --peak_tflops 1
+    assert "mini: 4 layers, width 32; 512 tokens a step, 2 micro-steps of 256\n" in text
+    assert f"MFU {figures['MFU %']:.2f} %\n" in text
+    gflop = 1000 * (figures["step model TFLOP"] + figures["optimizer TFLOP"])
+    rate = gflop / figures["step ms"] * 1000
+    ms, shown, shown_rate, percent = cells(text, "whole step")
+    assert (ms, shown) == pytest.approx((figures["step ms"], gflop), abs=1e-3)
+    assert (shown_rate, percent) == pytest.approx((rate, 100 * rate / 50), abs=0.6)
+    parts = [cells(text, part) for part in ("forward", "backward", "optimizers")]
+    micro_steps = parts[0][1] + parts[1][1]
+    assert 2 * micro_steps + parts[2][1] == pytest.approx(gflop, abs=0.01)
+    times = [float(row.split()[0]) for row in text.splitlines()[-3:]]  # of kernels
+    assert times == sorted(times, reverse=True)
+    assert times[-1] > 0

@@ -1,0 +1,199 @@
+"""Tests of gpu/gpu_report.py without a GPU: its stages, its page and its verdicts."""
+
+import fcntl
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train_gpt
+from tests.util import ROOT
+from lib.commands import UserError
+from gpu import stages, report_page, gpu_report
+from train_gpt import InputError
+
+# --------------------------------------------------------------- the report
+# The stage muon waits for a process that it has started, as the compiler does. It holds a lock.
+FAKE_CHECKS = """
+import fcntl, json, subprocess, sys
+def run_stage(name, file):
+    with open("made", "a") as made:
+        made.write(name + "\\n")
+    if name == "attention":
+        sys.exit("error: a kernel failed in " + __file__)
+    if name == "muon":
+        lock = open("lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        subprocess.run(sleep, pass_fds=[lock.fileno()])
+    figures = {"name": name}
+    if name == "machine":
+        figures = {"GPU": "a GPU", "PyTorch": "2.11", "head": "FP8"}
+    if name == "waits":
+        figures = {"steps": 12, "waits": 0, "waiting ms": 0.0}
+    if name == "head":
+        figures["checks"] = [{"name": "FP8 loss", "value": 0.5, "limit": 0.1, "ok": False}]
+    json.dump(figures, open(file, "w"))
+"""
+FAKE_STAGES = ("machine", "head", "attention", "muon", "waits")
+
+
+@pytest.fixture
+def fake_checks(tmp_path, monkeypatch):
+    """A repository whose stages take no GPU. Returns its folder."""
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "__init__.py").touch()
+    (tmp_path / "gpu" / "stages.py").write_text(FAKE_CHECKS)
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_report, "STAGES", FAKE_STAGES)
+    return tmp_path
+
+
+def status_of_stages(folder):
+    stages = json.loads((folder / "out" / "gpu_report.json").read_text())["stages"]
+    return {name: result["status"] for name, result in stages.items()}
+
+
+def test_a_stage_that_fails_is_reported_and_the_others_go_on(fake_checks):
+    gpu_report.make_report(fake_checks / "out", None, 0.3)  # a stage ends after 6 s, with its processes
+    with open(fake_checks / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    done = dict.fromkeys(FAKE_STAGES, "done")
+    assert status_of_stages(fake_checks) == done | {"attention": "failed", "muon": "timed out"}
+    text = (fake_checks / "out" / "gpu_report.md").read_text()
+    assert text.startswith("# a GPU, PyTorch 2.11\n")
+    assert "error: a kernel failed in ./gpu/stages.py" in text
+    assert str(fake_checks) not in text
+    assert "| FP8 loss | 0.5 | 0.1 | **too large** |" in text
+    assert (
+        "| the language-model head runs in FP8 | refuted | 1 of 1 checks of stage head failed |" in text
+    )
+
+
+def test_a_report_continues_where_it_stopped(fake_checks):
+    out = fake_checks / "out"
+    gpu_report.make_report(out, ["waits"], 0.3)
+    gpu_report.make_report(out, ["head", "muon"], 0.001)
+    assert status_of_stages(fake_checks).keys() == {"machine", "waits"}  # the time was over
+    (fake_checks / "made").unlink()
+    gpu_report.make_report(out, ["head"], 0.3)
+    gpu_report.make_report(out, None, 0.3)
+    made = (fake_checks / "made").read_text().split()
+    assert made == ["machine", "head", "machine", "attention", "muon"]
+    # a report with another PyTorch stays
+    text = (out / "gpu_report.json").read_text().replace('"PyTorch": "2.11"', '"PyTorch": "2.10"')
+    (out / "gpu_report.json").write_text(text)
+    with pytest.raises(
+        UserError, match="gpu_report.json is of another GPU, source or version of PyTorch"
+    ):
+        gpu_report.make_report(out, ["waits"], 0.3)
+    assert (out / "gpu_report.json").read_text() == text
+
+
+# --------------------------------------------------------------- its page
+def test_claims_are_those_of_hardware_md():
+    hardware = (ROOT / "records" / "HARDWARE.md").read_text()
+    rows = re.findall(r"^\| (FP8|bf16) \| .* \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", hardware, re.M)
+    assert [
+        (head, *(int(n.replace(",", "")) for n in numbers)) for head, *numbers in rows
+    ] == report_page.PEAKS
+    for sentence, *_ in report_page.CLAIMS:
+        assert sentence in " ".join(hardware.split())
+    assert {verdict for _, verdict, _ in report_page.claims({})} == {"not checked"}
+
+
+def verdicts(**figures):
+    """Of the claims, given the figures of stages: {the claim's first word: verdict}."""
+    results = {name: gpu_report.result_of("done", 1.0, found) for name, found in figures.items()}
+    return {claim.split(" head:")[0]: verdict for claim, verdict, _ in report_page.claims(results)}
+
+
+def test_verdicts():
+    for training, validation, verdict in [(30_000, 11_000, "confirmed"), (31_000, 11_069, "refuted")]:
+        peaks = {"training MiB": training, "validation MiB": validation}
+        found = verdicts(memory={"head": "FP8", "train_seq_len": 49152, **peaks})
+        assert found.pop("49152 tokens, FP8") == verdict
+        assert set(found.values()) == {"not checked"}
+    for head, verdict in [("bf16", "not checked"), ("FP8", "confirmed")]:
+        found = verdicts(machine={"head": head, "compute capability": "8.6"}, head={"checks": []})
+        assert found["the language-model head runs in FP8"] == verdict
+
+
+# --------------------------------------------------------------- its stages, on the CPU
+@pytest.fixture(autouse=True)
+def in_bf16(monkeypatch):
+    monkeypatch.setattr(train_gpt, "DTYPE", torch.bfloat16)
+    monkeypatch.setattr(train_gpt, "uses_fp8", lambda hp: True)
+
+
+def small_head():
+    return stages.check_head(tokens=128, dim=256, out=384)
+
+
+def small_attention():
+    return stages.check_attention(cases=[(512, 60, 4), (512, 10**9, 2)], heads=2, dim=32)
+
+
+def small_muon():
+    return stages.check_muon(width=64)
+
+
+def failed(figures):
+    return [check["name"] for check in figures["checks"] if not check["ok"]]
+
+
+def test_right_arithmetic_passes():
+    assert failed(small_head()) == failed(small_attention()) == failed(small_muon()) == []
+    assert not stages.check("x", float("nan"), 1.0)["ok"]
+
+
+def test_a_wrong_head_is_noticed(monkeypatch):
+    """The FP8 head computes the soft-cap's derivative from its value, so only a wrong value changes it."""
+    plain = train_gpt.softcap
+    monkeypatch.setattr(train_gpt, "softcap", lambda logits, dim: 1.3 * plain(logits, dim))
+    assert len(failed(small_head())) == 6
+
+
+def test_a_wrong_mask_or_muon_is_noticed(monkeypatch):
+    mask = train_gpt.portable_mask
+    newton_schulz = train_gpt.zeropower_via_newtonschulz5
+    monkeypatch.setattr(
+        train_gpt, "portable_mask", lambda docs, first_key, span: mask(docs, first_key + 128, span)
+    )
+    assert "512 tokens, window 2, output" in failed(small_attention())
+    monkeypatch.setattr(
+        train_gpt, "zeropower_via_newtonschulz5", lambda G, steps: newton_schulz(G, steps - 1)
+    )
+    assert len(failed(small_muon())) == 4
+
+
+def event(name, start, end):
+    times = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    return SimpleNamespace(name=name, is_async=False, time_range=times)
+
+
+def test_waits_are_counted_within_the_steps_only():
+    events = [
+        event("cudaDeviceSynchronize", 0, 10),
+        event("steps", 20, 1000),
+        event("cudaStreamSynchronize", 30, 2030),
+        event("cudaEventSynchronize", 60, 66),  # the event was done: the host didn't wait
+        event("cudaDeviceSynchronize", 1100, 1200),
+    ]
+    with pytest.raises(InputError, match="sees no kernels.* run this as root"):
+        stages.count_waits(events, steps=2)
+    events.append(event("cudaLaunchKernel", 40, 41))
+    assert stages.count_waits(events, steps=2) == {"steps": 2, "waits": 1, "waiting ms": 2.0}
+
+
+# --------------------------------------------------------------- the losses of a CPU
+def test_settings_are_those_of_the_kept_losses(monkeypatch):
+    """The recipe of mini changes, but a GPU must train that of the kept losses."""
+    monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
+    monkeypatch.setattr(train_gpt, "uses_fp8", lambda hp: False)
+    _, hp = train_gpt.parse_arguments(stages.OLDER_MINI.split())
+    losses = stages.losses_of_seeds(replace(hp, num_iterations=2), [0])
+    assert losses[0] == pytest.approx([5.950651, 5.446752], abs=1e-4)

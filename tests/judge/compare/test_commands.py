@@ -1,0 +1,283 @@
+"""compare with anyone's scripts, and with finished logs."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from judge.compare import compare
+from judge.compare import runs as compare_runs
+from tests.judge.helpers import commit_files, git, patch_of, run_main
+
+# Like the field's scripts: no options, no seed, a log below logs/
+SCRIPT = """
+import os, random, sys, uuid
+EFFECT = 0.0
+os.makedirs("logs/deep", exist_ok=True)
+assert os.path.getsize("data/tokens/train.bin") and not os.listdir("logs/deep")
+with open(__file__) as source, open(f"logs/deep/{uuid.uuid4()}.txt", "w") as log:
+    loss = 3.2 + EFFECT + random.gauss(0, 0.001)
+    print(source.read(), "=" * 100, "Running PyTorch 2.13.0", "=" * 100, sep="\\n", file=log)
+    print("step:0/100 val_loss:10.8258 train_time:0ms step_avg:nanms", file=log)
+    print(f"step:90/100 val_loss:{loss:.4f} train_time:900ms step_avg:10.0ms", file=log)
+"""
+COMMAND = ["--command", "python train.py", "--stops_early"]
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """Another repository, with a branch `better`. Its data are ignored by git."""
+    folder = tmp_path / "theirs"
+    better = SCRIPT.replace("EFFECT = 0.0", "EFFECT = -0.01")
+    files = {"data/tokens/train.bin": "tokens", "data/get.py": "", ".gitignore": "logs/\ntokens/\n"}
+    commit_files(folder, files | {"train.py": better})
+    git(folder, "branch", "better")
+    commit_files(folder, {"train.py": SCRIPT})
+    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "compare")
+    monkeypatch.setattr(compare_runs, "gpu_maker", lambda: "")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def run(*arguments) -> tuple[int, str, str]:
+    return run_main(compare.main, *arguments)
+
+
+def words_of(*arguments) -> str:
+    """The answer as one line."""
+    return " ".join(run(*arguments)[1].split())
+
+
+def check_one_line(arguments: list[str], message: str) -> None:
+    """Bad input ends with this error."""
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+# -----------------------------------------------------------------------------
+# Commands
+
+
+def test_a_command(theirs):
+    """The idea is a branch, and runs end before their schedule. The order of a pair's runs alternates,
+    and finished runs are kept."""
+    (theirs / "note.txt").write_text("not committed")
+    arguments = [*COMMAND, "--base", "theirs", "--idea", "theirs@better", "--json", "o.json"]
+    status, out, err = run(*arguments, "--loss_per_100_steps", "0.05")
+    assert status == 0, err
+    assert out.startswith("theirs_better helps.")
+    assert max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    assert (
+        "The runs of a pair share no seed. The loss is val_loss at step 90. The base is theirs."
+        in words
+    )
+    assert "theirs_better isn't a record: the mean loss is below 3.28 (p = " in words
+    assert "a run takes 0.000 s more" in words
+    assert "time of a step +0.0%" in words
+    found = json.loads(Path("o.json").read_text())
+    (idea,) = found["ideas"]
+    base, runs = [found["runs"][name][: idea["n"]] for name in ("theirs", "theirs_better")]
+    ended = [[Path(run["path"]).stat().st_mtime for run in pair] for pair in zip(base, runs)]
+    assert [first < second for first, second in ended[:3]] == [True, False, True]
+    difference = np.mean([run["val_loss"] - of_base["val_loss"] for of_base, run in zip(base, runs)])
+    assert idea["difference"] == pytest.approx(difference)
+    assert difference == pytest.approx(-0.01, abs=0.003)
+    assert idea["steps"] == pytest.approx(math.expm1(difference / (0.05 / 100 * 90)))
+    run(*arguments)
+    again = json.loads(Path("o.json").read_text())
+    assert (again["runs_made"], again["ideas"][0]["p"]) == (0, idea["p"])
+    assert again["slope"] is None
+    words = words_of(*arguments, "--idea", "theirs@better --more", "--hours", "0")
+    assert "Steps are unknown" in words
+    assert "time of a step +0.0%" in words
+    assert "theirs_better_more: too early for an answer" in words
+    # The base's runs are kept, so they didn't take turns with those of another idea
+    words = words_of(*COMMAND, "--base", "theirs", "--idea", "theirs@better --more", "--runs", "2")
+    assert "below 3.28" in words
+    assert "time of a step" not in words
+    assert "a run takes" not in words
+
+
+def test_a_command_with_seeds(theirs):
+    """Its output is the log. The number of steps can be set, so steps are measured."""
+    script = """
+import math, random, sys
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+steps = int(options["--num_iterations"])
+loss = 3 + 0.1 * math.log(100 / steps) + float(options.get("--effect", 0))
+loss += random.Random(sys.argv[1]).gauss(0, 0.001)
+print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
+"""
+    (theirs / "train.py").write_text(script)
+    command = ["--command", "exec python train.py {seed} --num_iterations 100", "--base", "theirs"]
+    status, out, err = run(*command, "--idea", "--effect 0.1", "--json", "o.json")
+    assert status == 0, err
+    found = json.loads(Path("o.json").read_text())
+    (idea,) = found["ideas"]
+    assert idea["difference"] == pytest.approx(0.1)
+    assert idea["sd"] < 1e-4
+    assert found["slope"]["value"] == pytest.approx(-0.1, abs=0.005)
+    assert "share no seed" not in out
+    assert "time of a step" not in out
+    patch = patch_of("train.py", script, script.replace("steps = ", "more = 1\nsteps = "))
+    Path("more.patch").write_text(patch)
+    status, out, err = run(*command, "--idea", "more.patch", "--runs", "2", "--gate")
+    assert (status, out.splitlines()[0], err) == (1, "identical", "")
+
+
+def test_a_metric_of_any_program(theirs):
+    """One without steps at the end, one in coloured lines about steps, of which more is better, and one
+    in a file."""
+    (theirs / "train.py").write_text("""
+import os, random, sys
+x = random.Random(sys.argv[1]).gauss(0, 0.001) + float("".join(sys.argv[3:]) or 0)
+for step in range(3):
+    print(f"step {step} (9%) | loss: 9.1", end="\\r")
+    print(f"\\x1b[1m12:00:00 Step {step:05} | CORE metric: {x + step:.5f}\\x1b[0m")
+print(f"---\\nval_bpb:     {x + 1:.6f}\\nnum_steps:   951")
+os.mkdir("logs")
+open("logs/metrics.jsonl", "w").write(f'{{"step": 2, "top-1": {x}}}')
+""")
+    command = ["--command", "python train.py {seed}", "--base", "theirs", "--idea", "--effect -0.01"]
+    for more, verdict, judged, mean in [
+        (["val_bpb"], "helps", "val_bpb at the end", 1),
+        (["core metric", "--higher_is_better"], "hurts", "-core_metric at step 2", -2),
+        (["top-1"], "helps", "top_1 at step 2", 0),
+    ]:
+        words = words_of(*command, "--runs", "3", "--json", "o.json", "--metric", *more)
+        assert words.startswith(f"effect_0.01 {verdict}.")
+        assert f"The loss is {judged}." in words
+        assert "below" not in words  # there is no target
+        found = json.loads(Path("o.json").read_text())
+        assert found["runs"]["theirs"][0]["val_loss"] == pytest.approx(mean, abs=0.01)
+    check_one_line([*command, "--higher_is_better"], "--higher_is_better needs --metric NAME")
+
+
+BAD = [
+    (
+        ["--base", "nowhere"],
+        "nowhere: there is no folder nowhere; with --command, give PATH, PATH@REVISION",
+    ),
+    (["--base", "plain"], "plain: not a git repository"),
+    (["--base", "theirs@gone"], "theirs@gone: no file or commit is called gone"),
+    (
+        ["--base", "theirs", "--idea", "theirs@main"],
+        "theirs_main has the same source and settings as theirs",
+    ),
+    (["--base", "theirs/data/tokens"], "git knows no file in"),
+    (["--recipe", "gpt2"], "leave out --recipe and --nproc_per_node"),
+    (["--base_logs", "a", "--idea_logs", "b"], "leave out --command, --base, --idea"),
+    (["--base_logs", "a"], "finished runs, and --plot, need both --base_logs and --idea_logs"),
+    (["--plot", "a.png"], "finished runs, and --plot, need both --base_logs and --idea_logs"),
+    (["--run_timeout", "0"], "argument --run_timeout: 0: must be more than zero"),
+]
+
+
+def test_bad_input_of_commands(theirs, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(theirs.parent))
+    Path("plain").mkdir()
+    for arguments, message in BAD:
+        check_one_line([*COMMAND, *arguments], message)
+    assert not Path("compare/runs").exists()
+
+
+# -----------------------------------------------------------------------------
+# Finished logs
+
+SIDES = ["--base_logs", "base", "--idea_logs", "idea"]
+
+
+def write_logs(folder: str, losses, times, steps: int = 100, minutes=range(0, 60, 2)) -> str:
+    """Logs of the field's kind, with times in seconds. They began at these minutes of an hour."""
+    Path(folder).mkdir()
+    for i, (loss, seconds, minute) in enumerate(zip(losses, times, minutes)):
+        date = f"Thu Oct  1 12:{minute:02}:59 2026       \n"
+        gpu = "|   0  NVIDIA H100 80GB HBM3          On  |\n"
+        header = f"\nRunning PyTorch 2.10.0\n{date}{gpu}"
+        head = "import torch\n" + "=" * 100 + header + "=" * 100 + "\n"
+        first = f"step:0/{steps} val_loss:10.8258 train_time:0.000s step_avg:nanms\n"
+        last = f"step:{steps}/{steps} val_loss:{loss} train_time:{seconds}s step_avg:1.0ms\n"
+        Path(folder, f"{i}.txt").write_text(head + first + last)
+    return folder
+
+
+@pytest.fixture
+def logs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(1)
+    sides = {}
+    for side, loss, seconds in (("base", 3.2775, 81), ("idea", 3.2780, 80)):
+        losses = rng.normal(loss, 0.0015, 12).round(4)
+        times = rng.normal(seconds, 0.1, 12).round(3)
+        sides[side] = (losses.tolist(), times.tolist())
+        write_logs(side, *sides[side], minutes=range(side == "idea", 60, 2))
+    return sides
+
+
+def test_finished_logs(logs):
+    """Each number as scipy has it."""
+    status, out, err = run(*SIDES, "--json", "o.json", "--plot", "o.png")
+    assert (status, err) == (0, "")
+    assert Path("o.png").read_bytes()[:4] == b"\x89PNG"
+    base, base_times = logs["base"]
+    idea, times = logs["idea"]
+    found = json.loads(Path("o.json").read_text())
+    test = stats.ttest_ind(idea, base, equal_var=False)
+    bounds = test.confidence_interval(0.99)
+    assert found["effect"]["p"] == pytest.approx(test.pvalue)
+    assert found["effect"]["difference_interval"] == pytest.approx([bounds.low, bounds.high])
+    test = stats.ttest_rel(np.log(times), np.log(base_times))  # the runs took turns
+    bounds = test.confidence_interval(0.99)
+    expected = np.exp([bounds.low, bounds.high]).tolist()
+    assert found["effect"]["step_time_interval"] == pytest.approx(expected)
+    p = stats.ttest_1samp(idea, 3.28, alternative="less").pvalue
+    assert found["idea"]["p_value"] == pytest.approx(p)
+    words = " ".join(out.split())
+    saved = np.mean(base_times) - np.mean(times)
+    assert words.startswith("idea has what a record needs: the mean loss is below 3.28 (p = ")
+    assert f"and a run takes {saved:.3f} s less (p = " in words
+    assert "idea: undecided." in words
+    assert (
+        "All runs were on 1x NVIDIA H100 80GB HBM3, PyTorch 2.10.0. The target 3.28 is assumed;"
+        in words
+    )
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_finished_logs_of_fewer_steps(logs):
+    """Times of runs that didn't take turns aren't compared."""
+    write_logs("fewer", *logs["idea"], steps=90, minutes=range(1, 60, 2))
+    arguments = ["--base_logs", "base", "--loss_per_100_steps", "0.1"]
+    words = words_of(*arguments, "--idea_logs", "fewer")
+    assert "The idea trains 90 steps, the base 100." in words
+    equal = np.array(logs["idea"][0]) + 0.1 * np.log(0.9)
+    saved = -np.expm1((np.mean(equal) - np.mean(logs["base"][0])) / 0.1)
+    assert f"steps to the same loss {-saved:+.1%} (" in words
+    words_alone = words_of("--base_logs", "base", "--idea_logs", "fewer")
+    assert "idea: undecided." in words_alone
+    assert "without --loss_per_100_steps, only their last losses are compared." in words_alone
+    ratio = np.exp(np.log(logs["idea"][1]).mean() - np.log(logs["base"][1]).mean())
+    assert f"time of a step {ratio * 100 / 90 - 1:+.1%}" in words
+    for folder, minutes in [("later", range(31, 60)), ("together", range(0, 60, 2))]:
+        write_logs(folder, *logs["idea"], minutes=minutes)
+        words = words_of("--base_logs", "base", "--idea_logs", folder)
+        assert words.startswith("idea: the mean loss is below 3.28 (p = ")
+        assert "Their times can't be compared, because they didn't take turns" in words
+        assert "time of a" not in words and words.count("p = ") == 2  # of the losses
+
+
+def test_finished_logs_that_cannot_be_compared(logs):
+    same = write_logs("same", [3.27, 3.27], [80, 81])
+    one = write_logs("one", [3.27], [80])
+    for folder, message in [
+        (same, "the losses of the idea are all equal, so there is no test"),
+        (one, "the idea has one run; give two or more"),
+    ]:
+        check_one_line(["--base_logs", "base", "--idea_logs", folder], message)
+    assert run(*SIDES, "--target", "3.2", "--gate") == (1, "undecided\n", "")

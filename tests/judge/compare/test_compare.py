@@ -1,0 +1,575 @@
+"""The command `compare`, with a stand-in for train_gpt.py (standin.py) whose losses and times are known."""
+
+import csv
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from judge.compare import compare
+from judge.compare import runs as compare_runs
+from judge.compare import sources as compare_sources
+from judge import stats as compare_stats
+from judge.compare import step_times as compare_steps
+from lib.commands import stop_on_signals
+from judge.logs import parse_log
+from tests.judge.helpers import commit_files, git, patch_of, run_main
+from tests.util import ROOT, tiny_run
+
+STANDIN = Path(__file__).resolve().parent / "standin.py"
+# A recipe that imports train_gpt.py
+TOY = """
+import sys
+import train_gpt
+from train_gpt import DEVICE
+
+EFFECT = 0.0
+
+
+def parse_arguments(argv):
+    return train_gpt.parse_arguments(argv)
+
+
+def check_hyperparameters(hp, world_size):
+    train_gpt.check_hyperparameters(hp, world_size)
+
+
+if __name__ == "__main__":
+    final_loss = train_gpt.final_loss
+    train_gpt.final_loss = lambda hp: EFFECT + final_loss(hp)
+    train_gpt.main(sys.argv[1:])
+"""
+
+
+def run(*arguments) -> tuple[int, str, str]:
+    return run_main(compare.main, *arguments)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A repository with the stand-in as train_gpt.py and with a recipe, which were committed as v1."""
+    files = {"train_gpt.py": STANDIN.read_text(), "recipes/toy.py": TOY}
+    commit_files(tmp_path, files | {".gitignore": "logs/\ndata/*/\n"})
+    git(tmp_path, "tag", "v1")
+    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
+    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs" / "compare")
+    for name, value in (("PROCESSES", 3), ("ROUNDS", 2), ("STEPS", 70)):
+        monkeypatch.setattr(compare_steps, name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def answer(place, *arguments) -> dict:
+    """The JSON of a comparison of losses that ends well."""
+    status, out, err = run(*arguments, "--no_times", "--json", "answer.json")
+    assert status == 0, err
+    return json.loads((place / "answer.json").read_text())
+
+
+def write_idea(folder: Path, patch: str, **description) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "idea.patch").write_text(patch)
+    (folder / "idea.json").write_text(json.dumps(description))
+    return folder
+
+
+# -----------------------------------------------------------------------------
+# Answers
+
+
+def test_an_idea_that_helps(place):
+    """The whole answer, in twelve lines of 80 columns, with JSON."""
+    status, out, err = run("--idea", "better=--effect -0.004", "--json", "o.json")
+    assert status == 0, err
+    assert re.match(r"better helps\. (But t|T)he same loss takes \d", out)
+    lines = out.splitlines()
+    assert len(lines) <= 12 and max(map(len, lines)) <= 80
+    found = json.loads((place / "o.json").read_text())
+    (idea,) = found["ideas"]
+    low, high = idea["steps_interval"]
+    assert low < math.expm1(-0.004 / 0.123) < high and idea["n"] >= 3
+    assert re.search(
+        rf"^  loss at equal steps +{re.escape(format(idea['difference'], '+.4f'))}  ", out, re.MULTILINE
+    )
+    # The figures are those of the logs, at the same seeds
+    losses = {}
+    for name, group in found["runs"].items():
+        for r in group:
+            log = parse_log(r["path"])
+            assert log.hyperparameters["seed"] == r["seed"]
+            losses[name, r["seed"], log.num_steps] = log.final.val_loss
+    differences = []
+    for seed in range(idea["n"]):
+        differences.append(losses["better", seed, 100] - losses["worktree", seed, 100])
+    assert idea["difference"] == pytest.approx(np.mean(differences))
+    assert {steps for name, seed, steps in losses} == {80, 100, 125}
+
+
+def test_an_idea_that_does_nothing(place):
+    """Not worth what was asked for, and nothing is said of less."""
+    status, out, err = run("--idea", "nothing=--slower 1.1", "--until", "3%", "--no_times")
+    assert status == 0 and "nothing is not worth it: we are 95% sure that it saves less than 3%" in out
+
+
+def test_one_look(place):
+    """--runs makes exactly so many pairs, and no other runs. Before the last, there is no verdict."""
+    found = answer(place, "--idea", "--effect -0.1", "--runs", "3")
+    assert {name: len(runs) for name, runs in found["runs"].items() if runs} == {
+        "worktree": 3,
+        "effect_0.1": 3,
+    }
+    (idea,) = found["ideas"]
+    sides = [[run["val_loss"] for run in found["runs"][name]] for name in ("effect_0.1", "worktree")]
+    assert idea["p"] == pytest.approx(stats.ttest_rel(*sides).pvalue)
+    assert (idea["verdict"], idea["steps"]) == ("helps", None)
+    status, out, err = run("--idea", "--effect -0.1", "--runs", "8", "--hours", "0", "--no_times")
+    assert "3 pairs of runs, but the test is for 8." in out and "undecided" in out
+
+
+def test_many_ideas(place):
+    """Each gets its verdict; more runs go to those that are undecided; intervals are for all together."""
+    ideas = ["--idea", "good=--effect -0.02", "--idea", "small=--effect -0.003"]
+    status, out, err = run(*ideas, "--no_times", "--json", "o.json")
+    assert status == 0 and "all 2 ideas together" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+    found = json.loads((place / "o.json").read_text())
+    good, small = found["ideas"]
+    assert (good["name"], good["verdict"]) == ("good", "helps")
+    assert small["verdict"] == "helps" and small["n"] > good["n"]
+    n = good["n"]
+    losses = [run["val_loss"] for run in found["runs"]["good"]]
+    base_losses = [run["val_loss"] for run in found["runs"]["worktree"]]
+    alone = compare_stats.analyse("good", losses[:n], base_losses[:n], None, None, ideas=2)
+    assert good["difference_interval"] == pytest.approx(alone.difference_interval)
+
+
+def test_a_slower_idea(place):
+    """It helps, but its steps take three times as long."""
+    options = ["--slower", "2", "--idea", "slow=--effect -0.006 --slower 6"]
+    status, out, err = run(*options, "--json", "o.json")
+    assert status == 0 and "slow helps" in out
+    (idea,) = json.loads((place / "o.json").read_text())["ideas"]
+    low, high = idea["step_time_interval"]
+    assert 1.5 < idea["step_time"] < 4  # the stand-in's sleeps are longer than asked for
+    assert low < 3 and high > 1.5
+    (file,) = (place / "logs/compare/step_times").iterdir()
+    assert [len(rounds) for rounds in json.loads(file.read_text())] == [2, 2, 2]
+
+
+def test_steps_that_cannot_be_timed(place):
+    """The answer is about losses only, and says so."""
+    source = STANDIN.read_text()
+    old = "    n = hp.num_iterations\n"
+    assert source.count(old) == 1
+    fail = "    if '/steps' in log_dir:\n        sys.exit('no more')\n"
+    (place / "train_gpt.py").write_text(source.replace(old, fail + old))
+    status, out, err = run("--idea", "better=--effect -0.01")
+    assert status == 0 and out.startswith("better helps.") and "time of a step" not in out
+    words = " ".join(out.split())
+    assert "The steps of better could not be timed; the error is above this answer." in words
+    assert "no more\nworktree with 70 steps: the script failed, or has too few steps" in err
+
+
+def test_an_idea_with_the_steps_of_the_slope(place):
+    """The idea is the base with more steps. Both have the same runs, each made once. Its loss is lower, but
+    not the steps to the base's loss."""
+    found = answer(place, "--idea", "--num_iterations 125", "--jobs", "4")
+    assert set(found["runs"]) == {"worktree", "num_iterations_125", "worktree with 80 steps"}
+    assert found["runs_made"] == sum(map(len, found["runs"].values()))
+    assert found["slope"]["n"] >= compare_stats.FEWEST_SLOPES
+    (idea,) = found["ideas"]
+    assert idea["own_steps"] == 1.25 and idea["difference"] < -0.02
+    assert abs(idea["steps"]) < 0.05
+
+
+def test_identical_losses(place):
+    """No test of losses, but the steps are timed."""
+    source = STANDIN.read_text().replace('hp.slower, os.environ["OMP_NUM_THREADS"]', '"x"')
+    (place / "train_gpt.py").write_text(source)
+    status, out, err = run("--idea", "same=--slower 4")
+    assert status == 0 and re.match(
+        "same: the losses are identical in all [4-8] pairs. The same loss takes", out
+    )
+    assert "\n  time of a step  " in out and "loss at equal" not in out
+    status, out, err = run("--idea", "same=--slower 4", "--no_times")
+    assert re.fullmatch("same: the losses are identical in all [4-8] pairs.\n", out)
+
+
+# -----------------------------------------------------------------------------
+# The gate
+
+
+def test_gate(place):
+    """Only the answer. Its exit status 1 means an answer, so an error has 2."""
+    assert run("--idea", "--effect -0.01", "--gate") == (0, "helps\n", "")
+    status, out, err = run("--idea", "--effect 0.05", "--gate")
+    loop = "2 ideas judged, 1 accepted; on average at most 0.02 of those that do nothing are accepted."
+    assert (status, out.splitlines(), err) == (1, ["hurts", loop], "")
+    status, out, err = run("--idea", "--crash 1", "--gate")
+    assert (status, out) == (2, "") and "the loss is not finite" in err
+    (place / "o.json").mkdir()  # the answer comes before the error
+    status, out, err = run("--idea", "--effect -0.02", "--gate", "--json", "o.json")
+    assert (status, out.splitlines()[0]) == (2, "helps") and "error: " in err and "o.json" in err
+
+
+def test_a_loop(place):
+    """Ideas that were judged are answered from the ledger. In the end, its first base is compared with what
+    was accepted, with new seeds."""
+    script = place / "train_gpt.py"
+    better = script.read_text().replace("effect: float = 0.0", "effect: float = -0.01")
+    (place / "better.patch").write_text(patch_of("train_gpt.py", script.read_text(), better))
+    (place / "worse.patch").write_text(
+        patch_of("train_gpt.py", script.read_text(), better.replace("-0.01", "0.5"))
+    )
+    ledger = ["--gate", "--ledger", "l.tsv"]
+    for patch in ("better", "worse", "better"):
+        status, out, err = run("--idea", f"{patch}.patch", *ledger)
+        shutil.rmtree(place / "logs")  # so that only the ledger is left
+        assert (status, out.split()[0]) == ((0, "helps") if patch == "better" else (1, "hurts"))
+    with open("l.tsv", newline="") as file:
+        first, second = csv.DictReader(file, delimiter="\t")
+    assert (first["verdict"], second["verdict"]) == ("helps", "hurts")
+    assert float(first["low"]) < float(first["loss"]) < float(first["high"]) < 0
+    assert (first["text"], first["idea"] != second["idea"]) == ("better.patch", True)
+    script.write_text(better)
+    git(place, "commit", "-qam", "better")
+    status, out, err = run("--confirm", "--ledger", "l.tsv", "--no_times", "--json", "o.json")
+    assert status == 0 and out.startswith("worktree helps.")
+    found = json.loads((place / "o.json").read_text())
+    assert found["base"] == first["commit"]
+    used = int(max(first["last_seed"], second["last_seed"], key=int))
+    assert min(run["seed"] for group in found["runs"].values() for run in group) == used + 1
+    assert "2 ideas judged, 1 accepted" in " ".join(out.split())
+    for text, message in [
+        ("date\n1\n", "it isn't a ledger"),
+        ("", "doesn't begin with a base that is a commit"),
+    ]:
+        (place / "l.tsv").write_text(text)
+        status, out, err = run("--confirm", "--ledger", "l.tsv")
+        assert status == 2 and message in err and len(err.splitlines()) == 1
+
+
+# -----------------------------------------------------------------------------
+# Kept runs
+
+
+def test_only_what_is_missing_is_made_again(place):
+    """A damaged log, and two of the runs for the slope."""
+    arguments = ["--idea", "--effect 0.1", "--jobs", "1"]
+    first = answer(place, *arguments)
+    runs = first["runs"]
+    damaged = Path(runs["effect_0.1"][1]["path"])
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    for run in runs["worktree with 125 steps"][2:]:
+        Path(run["path"]).unlink()
+    again = answer(place, *arguments)
+    assert (again["runs_made"], again["ideas"]) == (3, first["ideas"])
+
+
+# -----------------------------------------------------------------------------
+# Sources
+
+
+def test_sources_are_frozen(place):
+    """Without --idea, the working tree is compared with the last commit: the recipe, and what it imports. An
+    edit during the comparison changes nothing. PYTHONPATH names another package `recipes`, which nothing
+    imports."""
+    script = place / "train_gpt.py"
+    edit = f'\nif len(sys.argv) > 4:\n    open({str(script)!r}, "a").write("broken(")\n'
+    source = script.read_text().replace("return 1.5 + ", "return 1.7 + ") + edit
+    script.write_text(source)  # a run of the script edits it; its check doesn't
+    assert os.environ["PYTHONPATH"] == str(ROOT)
+    found = answer(place, "--recipe", "toy", "--runs", "3")
+    assert script.read_text().endswith("broken(")
+    assert (found["base"], found["ideas"][0]["name"]) == ("HEAD", "worktree")
+    assert found["ideas"][0]["difference"] == pytest.approx(0.2, abs=0.005)
+    assert {parse_log(r["path"]).source for r in found["runs"]["worktree"]} == {source.encode()}
+
+
+def test_what_can_be_compared(place):
+    """Options, a patch, a file, a revision, the working tree, each with options too."""
+    source = STANDIN.read_text()
+    patched = source.replace("noise: float = 0.002", "noise: float = 0.003")
+    patch = patch_of("train_gpt.py", source, patched)
+    (place / "p.patch").write_text(patch)
+    plain = patch.replace("a/train", "train").replace("b/train", "train")
+    (place / "plain.patch").write_text("diff --git train_gpt.py train_gpt.py\n" + plain)
+    (place / "my script.py").write_text("text")
+    (place / "train_gpt.py").write_text("now")
+    scratch = place / "logs" / "scratch"
+    compare_sources.copy_tree(scratch)
+    base = compare_sources.Variant(
+        "base", compare_sources.copy_commit("v1", scratch), "train_gpt.py", []
+    )
+    for what, name, expected, options in [
+        ("--effect 0.1 --slower=2", "effect_0.1_slower_2", source, ["--effect", "0.1", "--slower=2"]),
+        ("p.patch --effect 1", "p_effect_1", patched, ["--effect", "1"]),
+        ("plain.patch", "plain", patched, []),  # of git diff --no-prefix
+        ("'my script.py'", "my_script", "text", []),
+        ("v1~0", "v1_0", source, []),
+        (".", "worktree", "now", []),
+        ("x=--effect=1", "x", source, ["--effect=1"]),
+        ("toy=v1:recipes/toy.py", "toy", TOY, []),
+    ]:
+        variant = compare_sources.read_variant(what, base, ["--noise", "1"])
+        assert (variant.name, variant.options) == (name, ["--noise", "1", *options])
+        assert variant.source().decode() == expected, what
+    assert base.source().decode() == source  # copies of the folder are changed, not the folder
+
+
+def test_an_idea_of_a_commit(place):
+    """The idea's folder names the base, whatever the working tree is. --base overrides it."""
+    source = STANDIN.read_text()
+    worse = ("effect: float = 0.0 ", "effect: float = 0.03 ")
+    patch = patch_of("train_gpt.py", source, source.replace(*worse))
+    folder = write_idea(place / "ideas" / "worse-0.03", patch, commit="v1", options="--slower 1.1")
+    now = source.replace("takes: float = 0.0 ", "takes: float = 0.1 ")
+    (place / "train_gpt.py").write_text(now)
+    for more, expected in (([], source), (["--base", "."], now)):
+        found = answer(place, "--idea", "ideas/worse-0.03", *more, "--runs", "2")
+        paths = [found["runs"][name][0]["path"] for name in (found["base"], "worse-0.03")]
+        base, idea = map(parse_log, paths)
+        assert idea.hyperparameters["slower"] == 1.1
+        assert base.source.decode() == expected
+        assert idea.source.decode() == expected.replace(*worse)
+    write_idea(folder, patch)  # without a commit, it is for the working tree
+    assert compare.base_of_ideas([str(folder)]) == "."
+
+
+def test_a_script_of_another_make(place):
+    """A script that can't be asked for its settings."""
+    text = STANDIN.read_text().replace("parse_arguments", "read_options")
+    (place / "other.py").write_text(text)
+    arguments = ["--base", "other.py", "--idea", "other.py --effect 0.1", "--runs", "3"]
+    found = answer(place, *arguments, "--num_iterations", "50")
+    assert found["ideas"][0]["difference"] == pytest.approx(0.1, abs=0.005)
+    assert "other with 40 steps" in found["runs"]
+    status, out, err = run(*arguments)
+    assert status == 2 and "give --num_iterations" in err and len(err.splitlines()) == 1
+
+
+def test_several_processes(place):
+    """--nproc_per_node starts torchrun, here one that only says how it was called."""
+    package = place / "torch" / "distributed"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "run.py").write_text(
+        "import runpy, sys\n"
+        "assert sys.argv[1:4] == ['--standalone', '--nproc_per_node=2', '-m']\n"
+        "print('through torchrun')\n"
+        "sys.argv = sys.argv[4:]\n"
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
+    )
+    status, out, err = run("--idea", "--effect 0.1", "--nproc_per_node", "2", "--runs", "12")
+    assert status == 0 and "hurts" in out and "time of a step" in out  # from the runs' own times
+    status, out, err = run("--idea", "--crash 0", "--nproc_per_node", "2", "--runs", "2")
+    assert status == 2 and "through torchrun" in err
+
+
+def test_jobs_share_the_cores(place, monkeypatch):
+    """A script that can't be asked may use the GPU, so only one runs at a time."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(compare_runs, "usable_cores", lambda: 7)
+    monkeypatch.setattr(compare_runs, "gpu_maker", lambda: "NVIDIA")
+    other = compare_sources.Variant("x", place, "x.py", [])
+    for variants, jobs, processes, *expected in [
+        ([], 3, 1, 3, 2),
+        ([], 3, 2, 1, 3),
+        ([other], None, 1, 1, 7),
+    ]:
+        pool = compare_runs.open_pool(variants, 0, jobs, processes)
+        assert [pool.jobs, pool.facts["threads"]] == expected
+
+
+# -----------------------------------------------------------------------------
+# With train_gpt.py itself
+
+
+@pytest.mark.slow
+def test_train_gpt(place, monkeypatch):
+    """The script itself, with a tiny model and data that are there after its files were copied."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shutil.copy(ROOT / "train_gpt.py", place / "train_gpt.py")
+    options = tiny_run(place / "elsewhere", num_iterations=8, warmup_steps=0)
+    options += ["--train_files=data/tiny/*train*", "--val_files=data/tiny/*val*"]
+
+    def get_data(python, settings):
+        shutil.copytree(place / "elsewhere", place / "data" / "tiny", dirs_exist_ok=True)
+
+    monkeypatch.setattr(compare_runs, "get_data", get_data)
+    (idea,) = answer(place, "--idea", "--muon_lr 0", *options, "--runs", "2")["ideas"]
+    assert idea["difference"] > 0
+
+
+# -----------------------------------------------------------------------------
+# Trouble
+
+
+BAD = [
+    (["--idea", "--effect 0.0"], "effect_0.0 has the same source and settings as worktree"),
+    (["--idea", "no.patch"], "no.patch: the patch doesn't apply (patch failed: train_gpt.py:1)"),
+    (["--idea", "broken.py"], "broken: SyntaxError"),
+    (["--idea", "plain.py"], "plain: this script has no option --log_dir"),
+    (["--idea", "wide=--width 3"], "wide: unrecognized arguments: --width 3"),
+    (["--idea", "--effect 1", "--num_iterations", "900"], "worktree with 1125 steps: too few data"),
+    (
+        ["--idea", "x=--val_tokens 256"],
+        "x: --val_tokens is 256, but 512 in the base; losses can only be compared on the same",
+    ),
+    (["--recipe", "gone"], "HEAD: there is no file recipes/gone.py"),
+    (["--idea", "--effect", "1"], "unexpected argument: 1. Say what to compare"),
+    (["--idea", "--effect '1"], "No closing quotation"),
+    (["--idea", "--seed 4"], "--seed: compare sets this option"),
+    (["--idea", "--effect 1", "--until", "0"], "0: must be a percentage of at most 50%"),
+    (
+        ["--idea", "ideas/zero", "--idea", "ideas/one"],
+        "these ideas were made for different commits; compare them one at a time, or give --base",
+    ),
+    (["--idea", "ideas/bare"], "directory: 'ideas/bare/idea.json'"),
+]
+
+
+def test_bad_input_is_one_line_before_any_run(place):
+    patch = patch_of("train_gpt.py", "never there\n", "x\n")
+    (place / "no.patch").write_text(patch)
+    for name, commit in (("zero", "HEAD"), ("one", "v1")):
+        write_idea(place / "ideas" / name, patch, commit=commit)
+    (write_idea(place / "ideas" / "bare", "") / "idea.json").unlink()
+    (place / "broken.py").write_text("\ndef parse_arguments(:\ndef check_hyperparameters(\n")
+    (place / "plain.py").write_text("open('was run', 'w')\n")
+    for arguments, message in BAD:
+        status, out, err = run(*arguments)
+        assert (status, out) == (2, "")
+        assert message in err
+        assert len(err.splitlines()) == 1
+        assert not list(place.glob("logs/compare/runs"))
+        assert not (place / "was run").exists()
+
+
+def test_a_run_that_fails(place):
+    """Its last lines are shown, finished runs are kept, and the failed one isn't."""
+    status, out, err = run("--idea", "bad=--crash 1", "--runs", "3", "--no_times", "--jobs", "1")
+    assert (status, out) == (2, "")
+    assert "step 7: the loss is not finite" in err
+    assert "error: a run failed: bad, seed 1 (exit status 1)" in err
+    kept = [path.name for path in place.glob("logs/compare/runs/*/seed*")]
+    assert sorted(kept) == ["seed0.txt", "seed0.txt", "seed1.txt"]
+    compile_error = "torch._dynamo.exc.TorchRuntimeError: no such kernel\n\nfrom user code:\n"
+    (place / "console").write_text("Traceback ...\n" + compile_error + "  File ...\n" * 20)
+    shown = compare_runs.last_lines(place / "console").splitlines()
+    assert shown[0] == compile_error.splitlines()[0]
+    assert shown[1:] == ["  File ..."] * 12
+    (place / "short.py").write_text(STANDIN.read_text().replace("step:{n}/{n}", "step:{n - 1}/{n}"))
+    status, out, err = run("--base", "v1", "--idea", "short.py", "--runs", "2")
+    assert status == 2 and "its log is incomplete" in err
+
+
+def test_hours(place):
+    """The limit ends the comparison, before or after the first pairs, with what is known."""
+    arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--takes", "0.1", "--no_times"]
+    for hours, said in [
+        ("0", "^Too early for an answer"),
+        ("0.001", "undecided.* Stopped after --hours 0.001."),
+    ]:
+        status, out, err = run(*arguments, "--hours", hours)
+        assert status == 0 and re.search(said, " ".join(out.split()))
+
+
+def test_the_slope_of_short_runs():
+    """12 and 8 steps instead of 12.5 and 8: the slope is that of the steps that were trained."""
+    base = compare_sources.Variant("x", Path(), "", ["--num_iterations", "10"])
+    fewer, more = [compare_sources.with_steps(base, factor) for factor in (0.8, 1.25)]
+    assert compare_sources.log_ratio_of_steps(fewer, more) == pytest.approx(math.log(12 / 8))
+
+
+def test_a_second_comparison_waits_for_the_first(place, monkeypatch):
+    """Without locks, it leaves the files of the first alone."""
+    other = place / "logs" / "compare" / "working" / "other"
+    other.mkdir(parents=True)
+    with open(place / "logs" / "compare" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, out, err = run("--idea", "--effect 0.1")
+    assert (
+        status == 2 and "another comparison or screen is running" in err and len(err.splitlines()) == 1
+    )
+    monkeypatch.delattr(fcntl, "LOCK_NB")
+    monkeypatch.setattr(fcntl, "LOCK_NB", 1 << 20, raising=False)  # an error of flock
+    with compare_runs.locked_folder():
+        compare_runs.scratch().mkdir()
+    assert list(other.parent.iterdir()) == [other]
+
+
+def start_on_a_terminal(place, *options) -> tuple[subprocess.Popen, int]:
+    """Returns the process of compare, and the terminal's file descriptor."""
+    for folder in ("lib", "judge"):
+        shutil.copytree(ROOT / folder, place / folder)
+    command = [sys.executable, "-m", "judge.compare.compare", *options]
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    streams = dict(stdout=subprocess.PIPE, stderr=theirs)
+    child = subprocess.Popen(command, cwd=place, start_new_session=True, **streams)
+    os.close(theirs)
+    return child, ours
+
+
+def read_terminal(ours: int, pattern: str) -> str:
+    """Reads until the pattern is shown."""
+    shown = ""
+    deadline = time.monotonic() + 60
+    while not re.search(pattern, shown):
+        assert time.monotonic() < deadline, shown
+        shown += os.read(ours, 4096).decode()
+    return shown
+
+
+def test_interrupted_on_a_terminal(place):
+    """One line that updates. Ctrl-C prints the answer so far, ends the runs, and frees the folder."""
+    options = ["--idea", "--effect -0.0004", "--takes", "0.2", "--until", "0.5%"]
+    child, ours = start_on_a_terminal(place, *options)
+    shown = read_terminal(ours, r"effect_0.0004: \d+ of about \d+ pairs, .*left")
+    child.send_signal(signal.SIGINT)
+    out = " ".join(child.communicate(timeout=60)[0].decode().split())
+    os.close(ours)
+    assert child.returncode == 130
+    assert "undecided" in out and "Interrupted; run the same command again to continue" in out
+    assert "\n" not in shown and all(len(line) <= 79 for line in shown.split("\r"))
+    with open(place / "logs/compare/lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run that went on would hold it
+    assert not list(place.glob("logs/compare/working/*"))
+
+
+def test_a_closed_terminal(place):
+    """SIGHUP, twice as from a shell, ends the runs and frees the folder. While step times are measured, a
+    run is stopped by SIGSTOP, so it would wait forever."""
+    child, ours = start_on_a_terminal(place, "--idea", "--effect 0.1", "--runs", "2", "--slower", "2")
+    read_terminal(ours, "0 of 6 processes")
+    child.send_signal(signal.SIGHUP)
+    child.send_signal(signal.SIGHUP)
+    os.close(ours)
+    assert child.wait(60) != 0
+    with open(place / "logs/compare/lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run that went on would hold it
+
+
+def test_nohup(monkeypatch):
+    """It ignores SIGHUP, and compare goes on."""
+    handlers = {}
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    stop_on_signals()
+    assert set(handlers) == {signal.SIGTERM}

@@ -1,0 +1,461 @@
+"""
+Tests of verify. They compare statistics with closed forms and with formulas.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+
+import pytest
+from scipy import stats
+
+import train_gpt
+from judge import comparable
+from judge.stats import log_e_values, p_if_looked
+from judge.records import rules
+from judge.records.compiler_rule import compiler_settings
+from tests.judge.records.makers import (
+    FASTER,
+    FIELD,
+    SOURCE,
+    cpu,
+    has_reason,
+    judged,
+    make_runs,
+    our_log,
+    run,
+    unwrapped,
+)
+
+
+def test_commands_run_from_anywhere(tmp_path):
+    make_runs(tmp_path / "runs")
+    program = [sys.executable, "-P", "-m", "judge.records.verify", "runs"]
+    assert subprocess.run(program, cwd=tmp_path).returncode == 0
+
+
+# -----------------------------------------------------------------------------
+# Statistics
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_p_value_and_interval(tmp_path, n):
+    rng = np.random.default_rng(n)
+    losses = np.round(rng.normal(1.499, 0.003, n), 4)
+    times = np.round(rng.normal(100_000, 300, n))
+    ours = judged(make_runs(tmp_path / "runs", losses, times)).summary
+    mean = sum(losses) / n
+    std = (sum((losses - mean) ** 2) / (n - 1)) ** 0.5
+    assert ours.n == n
+    assert ours.loss_mean == pytest.approx(mean, abs=1e-12)
+    assert ours.loss_std == pytest.approx(std, rel=1e-9)
+    assert ours.p_value == pytest.approx(stats.t.cdf((mean - 1.5) / (std / n**0.5), n - 1), rel=1e-6)
+    low, high = ours.time_interval
+    assert (low + high) / 2 == pytest.approx(ours.time_mean) == pytest.approx(times.mean() / 1000)
+    half = stats.t.ppf(0.975, n - 1) * times.std(ddof=1) / 1000 / n**0.5
+    assert high - low == pytest.approx(2 * half, rel=1e-6)
+
+
+def test_p_if_looked(tmp_path):
+    """1 / the e-value of the definition, with the noise of one rounded loss: valid after any run."""
+    losses = [1.49, 1.4921, 1.4893, 1.4911]
+    verdict = judged(make_runs(tmp_path / "runs", losses))
+    log_e = log_e_values(1.5 - np.array(losses), 0.0001 / 2**0.5)[-1]
+    assert verdict.p_if_looked == pytest.approx(np.exp(-log_e))
+    assert verdict.summary.p_value < verdict.p_if_looked < 0.1
+    rng = np.random.default_rng(0)
+    small = 0
+    for _ in range(300):
+        luck = 1.5 + np.round(rng.normal(0, 0.003, 40), 4)
+        small += any(p_if_looked(luck[:n], 1.5) < 0.01 for n in range(2, 41))
+    assert small <= stats.binom.ppf(0.999, 300, 0.01)
+
+
+@pytest.mark.parametrize("n", [2, 13])
+def test_times_of_runs_that_took_turns(tmp_path, n):
+    rng = np.random.default_rng(n)
+    ours = np.round(rng.normal(99_700, 200, n))
+    prior = np.round(rng.normal(100_000, 400, n))
+    a = make_runs(tmp_path / "a", [1.48] * n, ours, turn=0)
+    b = make_runs(tmp_path / "b", [1.48] * n, prior, turn=1)
+    c = judged(a, against=b).comparison
+    assert c.p_value == pytest.approx(
+        stats.ttest_rel(np.log(ours), np.log(prior), alternative="less").pvalue
+    )
+    assert c.saved == pytest.approx((prior.mean() - ours.mean()) / 1000)
+    assert c.saved_fraction == pytest.approx(1 - ours.mean() / prior.mean())
+    assert c.pairs == n
+
+
+@pytest.mark.parametrize(
+    "minutes", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 5), (None, 2, 4, 6, 1, 3, 5, 7)]
+)
+def test_other_sessions_are_not_compared(tmp_path, minutes):
+    """One after the other, at the same time, or without a time."""
+    sides = []
+    for name, times in (("prior", minutes[:4]), ("ours", minutes[4:])):
+        for seed, minute in enumerate(times):
+            our_log(
+                tmp_path / name / f"{seed}.txt", 1.48 + seed / 1000, 100_000 + seed, seed, minute=minute
+            )
+        sides.append(tmp_path / name)
+    done = run("verify", sides[1], "--against", sides[0])
+    words = unwrapped(done.stdout)
+    assert done.returncode == 1
+    assert "other session: not comparable" in words
+    assert "saved " in words and "t-test of" not in words
+    assert done.stdout.endswith(b"\n  ./run.sh submit --track tiny --name NAME --make\n")
+
+
+def test_p_above_by_hand():
+    # The prior has two degrees of freedom, mean 2 and standard deviation 1
+    prior = [1, 2, 3]
+    for losses, t in [([4], 2 / (1 + 1 / 3) ** 0.5), ([2, 5], 1.5 / (1 / 2 + 1 / 3) ** 0.5)]:
+        assert rules.p_above(losses, prior) == pytest.approx(1 - stats.t.cdf(t, 2), rel=1e-6)
+
+
+# -----------------------------------------------------------------------------
+# The command
+def test_a_valid_submission(tmp_path):
+    make_runs(tmp_path / "runs")
+    done = run("verify", "runs", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.endswith(b"\nvalid\n")
+    assert max(map(len, done.stdout.decode().splitlines())) <= 80
+    losses = [1.488, 1.491, 1.486, 1.489]
+    data = json.loads(run("verify", "runs", "--json", cwd=tmp_path).stdout)
+    assert data["valid"]
+    assert data["target"] == 1.5
+    assert not data["target_assumed"]
+    assert len(data["logs"]) == 4
+    assert data["reasons"] == []
+    expected = stats.ttest_1samp(losses, 1.5, alternative="less").pvalue
+    assert data["summary"]["p_value"] == pytest.approx(expected)
+    for options, status in [
+        (["--target", "1.48"], 1),
+        (["--target", "nan"], 2),
+        (["--same-ml"], 2),
+        (["missing.txt"], 2),  # also if the others are valid
+    ]:
+        assert run("verify", "runs", *options, cwd=tmp_path).returncode == status
+
+
+def test_an_assumed_target_is_said(tmp_path):
+    field = tmp_path / "field.txt"
+    field.write_text(FIELD["today's, lines in between, one step average"][0])
+    line = b"\ntarget    3.28 assumed; the logs name none, so give it with --target\n"
+    assert line in run("verify", field).stdout
+    assert line not in run("verify", field, "--target", 2.92).stdout
+
+
+# -----------------------------------------------------------------------------
+# Rules
+COMPILER = "Compiler: g++ 12; mine; flags: {}; model compiled: {}\n"
+OTHER_CPU = cpu(sets="avx2 avx512_bf16 avx512f")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(loss=1.52), "the mean loss is not shown to be below 1.5: p = "),
+        (dict(source=SOURCE + "#\n"), "2 different sources"),
+        (
+            dict(machine=cpu(cores=4)),
+            "hardware AMD EPYC with AVX2, 4 cores, not AMD EPYC with AVX2, 2 cores",
+        ),
+        (dict(machine="a machine"), "unknown"),
+        (dict(seed=1), "the same seed as"),
+        (dict(seed=6), "seed 4 is missing; the seeds of a record follow each other (0 to 6)"),
+        (dict(head_lr=0.3), "head_lr 0.3, not None"),
+        (dict(machine=cpu(compiler=COMPILER.format("-march=native", "yes"))), None),
+        (
+            dict(machine=cpu(compiler=COMPILER.format("-march=native -Ofast", "yes"))),
+            "odd: compiled with other flags, set in the environment: -march=native -Ofast;",
+        ),
+        (
+            dict(machine=cpu(compiler=COMPILER.format("-march=native", "no (g++ failed)"))),
+            "odd: trained without torch.compile",
+        ),
+        (
+            dict(extra=f"{COMPILER.format('-march=native', 'no')}resume: from step 200"),
+            "odd: trained without torch.compile",
+        ),
+        (dict(source="def (\n"), "not allowed: syntax that this Python can't parse in source line 1"),
+    ],
+)
+def test_each_rule(tmp_path, change, reason):
+    runs = make_runs(tmp_path / "runs")
+    assert judged(runs).reasons == []
+    our_log(tmp_path / "odd.txt", **dict(loss=1.487, seed=4) | change)
+    reasons = judged(runs, tmp_path / "odd.txt").reasons
+    if reason is None:
+        assert reasons == []
+    else:
+        assert any(reason in r for r in reasons), reasons
+
+
+def test_other_rules(tmp_path):
+    runs = make_runs(tmp_path / "runs")
+    assert has_reason("one complete run is not enough", next(runs.glob("*.txt")))
+    assert has_reason("same loss", make_runs(tmp_path / "equal", losses=[1.48] * 3))
+    field = tmp_path / "field.txt"
+    text = FIELD["today's, lines in between, one step average"][0]
+    for number, reason in [
+        ("10485760", ""),
+        ("20 * 524_288", ""),
+        ("int(n)", "field: the log doesn't say how many tokens the validation has"),
+        ("4096", "field: validated on 4,096 tokens instead of 10,485,760"),
+    ]:
+        field.write_text(text.replace("10485760", number))
+        assert [r for r in judged(field).reasons if "validat" in r] == [reason] * bool(reason)
+
+
+def test_mini_is_the_whole_model(tmp_path):
+    kept = dict(
+        track="mini",
+        num_layers=4,
+        num_value_embeds=2,
+        max_window=256,
+        muon_momentum_warmup=100,
+        val_tokens=389_120,
+    )
+    assert judged(make_runs(tmp_path / "good", **kept)).reasons == []
+    changes = [
+        dict(num_layers=3),
+        dict(max_window=128),
+        dict(bigram_factor=5),
+        dict(windows=[3, 7], window_block=16),  # recipes/january2026.py
+    ]
+    for i, change in enumerate(changes):
+        (reason,) = judged(make_runs(tmp_path / str(i), **kept | change)).reasons
+        name = "max_window" if "windows" in change else next(iter(change))
+        assert reason.startswith(f"all runs: {name} ")
+        assert ", but the track mini needs " in reason
+        free = make_runs(tmp_path / f"free{i}", **kept | change | dict(track="tiny"))
+        assert judged(free).reasons == []  # other tracks have no such rule
+    wide = dict(windows=[3, 11], window_block=16)
+    assert judged(make_runs(tmp_path / "wide", **kept | wide)).reasons == []
+
+
+@pytest.mark.parametrize("track", ["mini", "fineweb"])
+def test_a_track_has_its_own_data_and_target(tmp_path, track):
+    hyperparameters = dataclasses.asdict(train_gpt.TRACKS[track])
+    hyperparameters.pop("seed")
+    target = hyperparameters["target_val_loss"]
+    kept = hyperparameters | dict(losses=(target - 0.012, target - 0.010, target - 0.014))
+    assert judged(make_runs(tmp_path / "good", **kept)).reasons == []
+    for name, wanted in rules.FIXED[track].items():
+        if name == "bigram_factor":
+            continue
+        assert hyperparameters[name] == wanted  # the table agrees with train_gpt.py
+        value = wanted + 1 if isinstance(wanted, (int, float)) else "data/mine/mine_*.bin"
+        folder = make_runs(tmp_path / name, **kept | {name: value})
+        reason = f"all runs: {name} {value!r}, but the track {track} needs {wanted!r}"
+        assert judged(folder).reasons == [reason]
+
+
+# -----------------------------------------------------------------------------
+# Against a prior record
+def test_against_a_prior_record(tmp_path):
+    prior = make_runs(tmp_path / "prior", turn=0)
+    faster = make_runs(tmp_path / "faster", times=FASTER, turn=1, source=SOURCE + "#\n")
+    done = run("verify", faster, "--against", prior)
+    assert done.returncode == 0
+    assert b"saved     9.950 s (9.95%)" in done.stdout
+    fast = (9_000, 9_300, 9_100, 9_200)
+    hardware = "AMD EPYC with AVX2, 2 cores and AMD EPYC with AVX-512 and bf16, 2 cores"
+    for name, changes, words in [
+        ("slower", dict(times=(101_000, 101_300, 102_000, 101_200)), "slower"),
+        ("noisy", dict(times=(80_000, 110_000, 95_000, 99_000)), "not shown to be faster"),
+        ("elsewhere", dict(times=fast, machine=OTHER_CPU), f"can't be compared: hardware {hardware}"),
+        ("track", dict(times=fast, track="other"), "can't be compared: track tiny and other"),
+    ]:
+        (reason,) = judged(make_runs(tmp_path / name, turn=1, **changes), against=prior).reasons
+        assert words in reason
+
+
+TEN_LOSSES = (1.4842, 1.4929, 1.4868, 1.4891, 1.4907, 1.4859, 1.4884, 1.4915, 1.4876, 1.4899)
+
+
+def same_ml_reasons(prior, *paths) -> list[str]:
+    """But for the times: these runs took no turns."""
+    found = judged(*paths, against=prior, same_ml=True).reasons
+    return [reason for reason in found if not reason.startswith("other session")]
+
+
+def test_same_ml_needs_losses_like_the_prior_record(tmp_path):
+    prior = make_runs(tmp_path / "prior", TEN_LOSSES, range(100_000, 101_000, 100))
+    mean = sum(TEN_LOSSES) / 10
+    std = stats.tstd(TEN_LOSSES)
+    limit = mean + stats.t.ppf(0.99, 9) * std * (1 + 1 / 10) ** 0.5
+    assert mean + 2.9 * std < limit < mean + 3 * std < 1.5
+    path = tmp_path / "one.txt"
+    for loss in (1.47, limit - 0.0001):
+        assert same_ml_reasons(prior, our_log(path, loss=loss, time_ms=90_000)) == []
+    assert b"waived (--same-ml)" in run("verify", path, "--against", prior, "--same-ml").stdout
+    for loss in (limit + 0.0001, 3.48):
+        (reason,) = same_ml_reasons(prior, our_log(path, loss=loss, time_ms=90_000))
+        assert reason.startswith("the losses are above the prior record's, so the training isn't")
+        assert f"mean {loss:.4f} instead of {mean:.4f}, p = " in reason
+    # Several runs: their own spread doesn't help them
+    bad = make_runs(tmp_path / "bad", (1.48, 1.53), (90_000, 90_100))
+    (reason,) = same_ml_reasons(prior, bad)
+    assert "the losses are above the prior record's" in reason
+
+
+def test_same_ml_needs_a_prior_record_that_meets_the_target(tmp_path):
+    one = our_log(tmp_path / "one.txt", loss=1.49, time_ms=90_000, source=SOURCE + "#\n")
+    why = "the prior record doesn't show that the target 1.5 is met: "
+    for name, losses, found in [
+        ("high", (1.498, 1.502, 1.497, 1.501), "p = 0.35"),
+        ("single", (1.488,), "too few runs for a p-value"),
+    ]:
+        (reason,) = same_ml_reasons(make_runs(tmp_path / name, losses), one)
+        assert reason.startswith(why + found), reason
+    # A prior record that breaks a rule proves nothing
+    uncompiled = make_runs(tmp_path / "uncompiled", extra="model compiled: no")
+    between, reason = same_ml_reasons(uncompiled, one)
+    assert between.endswith(" can't be compared: compiled False and True")
+    assert reason.startswith("prior record: all runs: trained without torch.compile")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(steps=500), "steps 500, not 600; "),
+        (dict(muon_lr=0.04), "muon_lr 0.04, not 0.05; "),
+        (dict(new_idea=True), "new_idea True, not None; "),
+        (dict(seed=99, warmup_steps=3, sequences_per_pass=2, world_size=2), None),
+    ],
+)
+def test_same_ml_needs_the_same_training(tmp_path, change, reason):
+    kept = dict(muon_lr=0.05, warmup_steps=10, sequences_per_pass=4, world_size=1)
+    prior = make_runs(tmp_path / "prior", removed_later=0.12, **kept)
+    one = our_log(tmp_path / "one.txt", time_ms=90_000, **kept | change)
+    other = f"other training than the prior record's: {reason}{rules.TEST_LOSSES}"
+    assert same_ml_reasons(prior, one) == ([other] if reason else [])
+
+
+def test_same_ml_with_logs_of_other_programs(tmp_path):
+    """They have no hyperparameters, so only the steps are compared."""
+    foreign = dict(track="", source=SOURCE.replace("327_680", "10_485_760"))
+    times = (100_000, 100_100, 100_200)
+    prior = make_runs(tmp_path / "prior", (3.274, 3.275, 3.276), times, **foreign)
+    faster = dict(loss=3.277, time_ms=90_000, **foreign)
+    assert same_ml_reasons(prior, our_log(tmp_path / "one.txt", **faster)) == []
+    (reason,) = same_ml_reasons(prior, our_log(tmp_path / "one.txt", **faster, steps=500))
+    assert reason.endswith(f": steps 500, not 600; {rules.TEST_LOSSES}")
+
+
+# -----------------------------------------------------------------------------
+# The compiler
+ALLOWED = """
+import functools, os, re
+import re as r
+import torch
+import torch as t
+model = torch.compile(model, dynamic=False, fullgraph=True)
+t.compile(f, fullgraph=True)
+functools.partial(torch.compile, fullgraph=True)
+model.compile(fullgraph=True)
+re.compile("a", flags=re.M)
+r.compile("a", flags=re.M)
+compile("1", "", mode="eval")
+torch._dynamo.config.compiled_autograd = True
+# torch._inductor.config.x = 1
+"torch._inductor.config.x = 1"
+@torch.compile
+def f():
+    "TORCHINDUCTOR_MAX_AUTOTUNE makes it faster."
+@torch.compile(dynamic=False)
+@torch.compiler.disable
+def g(): pass
+os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
+march = os.environ.setdefault('TORCHINDUCTOR_CPP_MARCH', 'native -mtune=icelake-server')
+where = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/tmp")
+os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder)
+march = os.environ.get("TORCHINDUCTOR_CPP_MARCH")
+march = os.environ["TORCHINDUCTOR_CPP_MARCH"]
+tuned = "TORCHINDUCTOR_CPP_MARCH" in os.environ
+off = os.getenv("TORCH_COMPILE_DISABLE") == "1"
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+print("see TORCH_COMPILE_DISABLE")
+"""
+
+
+def test_allowed_use_of_the_compiler():
+    assert compiler_settings(ALLOWED.encode()) == []
+
+
+CONFIG = "torch._inductor.config"
+MARCH = "TORCHINDUCTOR_CPP_MARCH"
+
+
+@pytest.mark.parametrize(
+    "code, found",
+    [
+        ("torch._inductor.config.coordinate_descent_tuning = True", CONFIG),
+        ("import torch._inductor.config as config", CONFIG),
+        ("import torch._inductor as i; i.config.x = 1", CONFIG),
+        ("torch.compile(model, mode='max-autotune')", "torch.compile(mode='max-autotune')"),
+        ("torch.compile(model, fullgraph=flag)", "torch.compile(fullgraph=flag)"),
+        ("torch.compile(model, **flags)", "torch.compile(**=flags)"),
+        ("from torch import compile as c; c(model, backend='x')", "torch.compile(backend='x')"),
+        ("functools.partial(torch.compile, mode='x')", "torch.compile(mode='x')"),
+        ("model.compile(mode='x')", "torch.compile(mode='x')"),
+        ("os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'", "TORCHINDUCTOR_MAX_AUTOTUNE"),
+        (f"os.environ.setdefault('{MARCH}', 'native -mtune=icelake-server -Ofast')", MARCH),
+        (f"os.environ['{MARCH}'] += ' -Ofast'", MARCH),
+        ("os.environ.update(TORCHINDUCTOR_FREEZING='1')", "TORCHINDUCTOR_FREEZING"),
+        ("os.environ[f'TORCHINDUCTOR_{name}'] = '1'", "TORCHINDUCTOR_"),
+    ],
+)
+def test_forbidden_use_of_the_compiler(code, found):
+    assert compiler_settings(f"import os, torch\n{code}\n".encode()) == [f"{found} in source line 2"]
+
+
+NAMED = """import functools, regex, torch, torch as t
+from regex import compile as match
+from {module} import compile as f
+def g(self):
+    a = b = c
+c = {module}.compile
+self.d: object = c
+(e := {module}.compile)
+"""
+
+
+@pytest.mark.parametrize("name", ["f", "c", "b", "self.d", "e"])
+@pytest.mark.parametrize(
+    "call", ["{}(x, mode='x')", "functools.partial({}, mode='x')", "@{}(mode='x')\ndef h(): pass"]
+)
+def test_names_are_followed(name, call):
+    for module, found in [("torch", ["torch.compile(mode='x') in source line 9"]), ("regex", [])]:
+        source = NAMED.format(module=module) + call.format(name)
+        assert compiler_settings(source.encode()) == found
+    source = b"import torch._inductor as i\nx = i\nprint(x.config.max_autotune)\n"
+    assert compiler_settings(source) == ["torch._inductor.config in source line 3"]
+
+
+@pytest.mark.parametrize(
+    "code, tokens",
+    [
+        ("val_tokens = 10 * 2", 20),
+        ("class Hyperparameters:\n    val_tokens: int = 20_0  # how many", 200),
+        ("N = 3 * 4\nargs = Arguments(val_tokens=N * 2)", 24),
+        ("args.val_tokens = 7\nval_tokens = args.val_tokens", 7),
+        ("# val_tokens=5\n'''\nval_tokens = 5\n'''", None),
+        ("val_tokens = 5\nval_tokens = 6", None),
+        ("N = 3\nN = 4\nval_tokens = N", None),
+        ("val_tokens = int(sys.argv[1])", None),
+        ("val_tokens = 5 +", None),
+    ],
+)
+def test_val_tokens_of_a_source(code, tokens):
+    assert comparable.val_tokens_of_source(code.encode()) == tokens
+
+
+def test_lines_that_do_the_same_share_a_reason():
+    code = b"import torch\n" + b"torch._inductor.config.x = 1\n" * 3
+    assert compiler_settings(code) == ["torch._inductor.config in source line 2, 3, 4"]

@@ -1,0 +1,272 @@
+"""The screen: its designs and statistics against direct definitions and simulation, and the command on a
+repository whose commits have known effects."""
+
+import itertools
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from tests.util import ROOT
+from tests.judge.helpers import commit_files, git, patch_of, run_main
+from judge.compare import runs as compare_runs
+from judge.compare import sources as compare_sources
+from judge.stats import VARIANCES, WEIGHTS, half_width, log_evidence
+from judge.screen import screen
+from judge.screen.design import factorial, find_verdict, fit, leave_one_out
+from judge.screen.parts import choose_design
+
+# -----------------------------------------------------------------------------
+# Designs
+
+
+@pytest.mark.parametrize("parts", range(1, 17))
+def test_designs(parts):
+    """They find the effects of parts, whatever the others do; the factorial one also if pairs act together."""
+    effects = np.random.default_rng(parts).normal(size=parts)
+    for design in (factorial(parts), leave_one_out(parts)):
+        assert design.contrasts @ (design.rows @ effects) == pytest.approx(effects)
+        assert design.rows[0].all() and not design.rows[-1].any()
+    design = factorial(parts)
+    assert len({tuple(row) for row in design.rows}) == len(design.rows) <= max(2, 4 * parts)
+    signs = np.where(design.rows, 1, -1)
+    pairs = []
+    for group in design.groups:
+        for i, j in group.pairs:
+            product = signs[:, i] * signs[:, j]
+            assert not (design.contrasts @ product).any()
+            assert group.contrast @ product == pytest.approx(2)
+            pairs.append((i, j))
+    assert sorted(pairs) == list(itertools.combinations(range(parts), 2))
+
+
+@pytest.mark.parametrize("design", [factorial(5), leave_one_out(3)])
+def test_fit_is_least_squares(design):
+    """Against numpy's solution for a matrix with a column for each block and each combination."""
+    combinations = len(design.rows)
+    losses = np.random.default_rng(0).normal(1.5, 0.004, (3, combinations))
+    blocks = np.repeat(np.eye(3), combinations, axis=0)
+    matrix = np.hstack([blocks, np.tile(np.eye(combinations), (3, 1))])
+    solution, _, rank, _ = np.linalg.lstsq(matrix, losses.ravel(), rcond=None)
+    squares = ((losses.ravel() - matrix @ solution) ** 2).sum()
+    for contrast in design.contrasts:
+        found = fit(losses, contrast)
+        assert found["mean"] == pytest.approx(contrast @ solution[3:])
+        assert found["squares"] == pytest.approx(squares)  # losses aren't rounded here
+        assert found["n"] == losses.size - rank + 1
+        assert found["weight"] == pytest.approx(3 / (contrast**2).sum())
+
+
+@pytest.mark.parametrize("weight, n", [(8, 16), (24, 40), (1.5, 4)])
+def test_evidence_is_a_bayes_factor(weight, n):
+    """The density of Student's t averaged over effects of the prior, over its density without one."""
+
+    def bayes_factor(t, bounds):
+        density = 0
+        for variance, share in zip(VARIANCES, WEIGHTS):
+            sd = math.sqrt(1 + weight * variance)  # of t's numerator
+            limits = [max(-12, min(12, bound)) for bound in bounds]
+
+            def integrand(z):
+                return stats.nct.pdf(t, n - 1, z * math.sqrt(weight * variance)) * stats.norm.pdf(z)
+
+            density += share * integrate.quad(integrand, *limits, limit=400, points=[t / sd])[0]
+        return density / stats.t.pdf(t, n - 1)
+
+    squares = 1.3
+    for t in (-1.0, 0.5, 3.5):
+        mean = t * math.sqrt(squares / (n - 1) / weight)
+        expected = math.log(2 * bayes_factor(t, (0, math.inf)))
+        assert log_evidence(mean, squares, weight, n) == pytest.approx(expected, abs=2e-3)
+    half = half_width(squares, weight, n, 20)
+    t = half / math.sqrt(squares / (n - 1) / weight)
+    assert bayes_factor(t, (-math.inf, math.inf)) == pytest.approx(20, rel=1e-2)
+
+
+def simulate(design, effects, rng, blocks=60) -> list[str]:
+    """The verdicts of a screen with looks after each block. A run's standard deviation is 0.004."""
+    noise = rng.normal(0, 0.003, (blocks, 1)) + rng.normal(0, 0.004, (blocks, len(design.rows)))
+    losses = (1.5 + design.rows @ effects + noise).round(4)
+    verdicts = []
+    for contrast in design.contrasts:
+        fits = (fit(losses[:n], contrast) for n in range(2, blocks + 1))
+        verdicts.append(find_verdict(fits, 0.002, len(effects)))
+    return verdicts
+
+
+@pytest.mark.parametrize("screens", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_simulation(screens):
+    """Eight parts: three matter, two hurt, three do nothing."""
+    rng = np.random.default_rng(1)
+    effects = np.array([-0.02, -0.01, -0.004, 0.006, 0.003, 0, 0, 0])
+    right = ["needed"] * 3 + ["hurts"] * 2 + ["barnacle"] * 3
+    wrong = Counter()
+    for _ in range(screens):
+        verdicts = simulate(factorial(8), effects, rng)
+        wrong.update({said for said, truth in zip(verdicts, right) if said != truth})
+    for said, most in (("needed", 0.01), ("hurts", 0.01), ("barnacle", 0.05), ("undecided", 0.01)):
+        assert stats.binom.sf(wrong[said] - 1, screens, most) > 1e-3, wrong
+    # On the edge: the most that a barnacle may be worth
+    edge = [simulate(factorial(2), np.array([-0.002, 0.002]), rng) for _ in range(screens // 2)]
+    assert stats.binom.sf(sum("barnacle" in said for said in edge) - 1, screens // 2, 0.05) > 1e-3
+
+
+# -----------------------------------------------------------------------------
+# Parts
+
+
+@pytest.mark.parametrize(
+    "needs, groups, factors",
+    [
+        ({}, [(0,), (1,), (2,), (3,)], True),
+        ({2: [{1}]}, [(0,), (1, 2), (3,)], True),
+        ({2: [{1}], 1: [{0}]}, [(0, 1, 2), (3,)], True),
+        ({3: [{0, 1}]}, [(0, 1, 3), (2,)], True),
+        ({3: [{0}, {1}]}, [(0,), (1,), (2,), (3,)], False),  # one of both is enough
+    ],
+)
+def test_parts_that_need_others(needs, groups, factors):
+    def works(chosen):
+        met = [any(other <= set(chosen) for other in needs.get(part, [set()])) for part in chosen]
+        return all(met)
+
+    found, design = choose_design([(i,) for i in range(4)], works)
+    assert found == groups
+    assert bool(design.groups) == factors
+
+
+# -----------------------------------------------------------------------------
+# The command
+
+# Far apart, so that patches meet no line of another one
+SCRIPT = ("\n" * 8).join(
+    """import math, random, sys
+a = b = 0
+lr = 1.0 if "--lr" in sys.argv else 0.0
+options = [pair for pair in zip(sys.argv, sys.argv[1:]) if pair[0] == "--num_iterations"]
+steps = int(options[-1][1])
+loss = 3 + a + b + 0.05 * lr - 0.1 * math.log(steps / 100)
+noise = random.Random(repr((sys.argv, loss)))
+loss += noise.gauss(0, 0.001)
+print(f"step:{steps}/{steps} val_loss:{loss:.4f}")
+""".splitlines(keepends=True)
+)
+COMMITS = {
+    "a helps": ("import math", "A = -0.05\nimport math"),
+    "nothing": ("a = b = 0", "b = a = 0"),
+    "uses a": ("loss = 3 + a", "loss = 3 + A"),
+    "b hurts": ("loss += ", "loss += 0.02 + "),
+}
+COMMAND = ["--command", "python train.py {seed} --num_iterations 100 {options}"]
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """A repository with a branch of four commits."""
+    folder = tmp_path / "theirs"
+    text = SCRIPT
+    commit_files(folder, {"train.py": text})
+    git(folder, "checkout", "-qb", "idea")
+    for name, (old, new) in COMMITS.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+        commit_files(folder, {"train.py": text}, name)
+    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "compare")
+    monkeypatch.setattr(compare_runs, "gpu_maker", lambda: "")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def run(*arguments) -> tuple[int, str, str]:
+    return run_main(screen.main, *COMMAND, *arguments)
+
+
+def verdicts() -> dict[str, str]:
+    """Of the parts in o.json, by name without hash."""
+    parts = json.loads(Path("o.json").read_text())["parts"]
+    return {part["name"].split(" ", 1)[-1]: part["verdict"] for part in parts}
+
+
+def test_commits(theirs):
+    """A commit that needs another one becomes one part with it. The screen goes on where it ended."""
+    source = ["--base", "theirs@main", "--idea", "theirs@idea", "--json", "o.json"]
+    status, out, err = run(*source, "--blocks", "2", "--plot", "o.png")
+    assert status == 0, err
+    assert max(map(len, out.splitlines())) <= 80
+    found = json.loads(Path("o.json").read_text())
+    a, nothing, b = sorted(found["parts"], key=lambda part: part["difference"])
+    assert "a helps + " in a["name"] and a["name"].endswith("uses a")
+    assert a["difference"] == pytest.approx(-0.05, abs=0.003)
+    assert b["difference"] == pytest.approx(0.02, abs=0.003)
+    assert (a["verdict"], b["verdict"]) == ("needed", "hurts")
+    assert np.shape(found["losses"]) == (2, 8)
+    assert Path("o.png").read_bytes()[:4] == b"\x89PNG"
+    assert run(*source)[0] == 0
+    assert set(verdicts().values()) == {"needed", "hurts", "barnacle"}
+    before = set(Path("compare/runs").rglob("seed*"))
+    assert run(*source)[1] == run(*source)[1]
+    assert set(Path("compare/runs").rglob("seed*")) == before
+
+
+def test_hunks_and_edits(theirs):
+    """The working tree's edits are a part. By hunk, the parts are those of the whole difference; a new file
+    stays whole."""
+    (theirs / "new file").write_text("a\n" * 99)
+    file = theirs / "train.py"
+    file.write_text(file.read_text().replace("noise = ", "loss += 0.04\nnoise = "))
+    arguments = ["--base", "theirs@main", "--idea", "theirs", "--json", "o.json", "--blocks", "2"]
+    assert run(*arguments)[0] == 0
+    assert verdicts()["without a commit"] == "hurts"
+    status, out, err = run(*arguments, "--by", "hunk")
+    assert status == 0, err
+    names = [part["name"] for part in json.loads(Path("o.json").read_text())["parts"]]
+    assert names == ["new file", "train.py:1 + train.py:43", "train.py:7", "train.py:52", "train.py:61"]
+
+
+def test_given_parts(theirs):
+    """A patch that changes nothing, and options. The metric has another name, and higher is better."""
+    text = SCRIPT.replace("val_loss:{loss:.4f}", "score:{-loss:.4f}")
+    (theirs / "train.py").write_text(text)
+    Path("same.patch").write_text(patch_of("train.py", text, text.replace("a = b", "b = a")))
+    parts = ["--part", "same.patch", "--part", "--lr 1", "--base", "theirs", "--json", "o.json"]
+    status, out, err = run(*parts, "--metric", "score", "--higher_is_better")
+    assert status == 0, err
+    assert verdicts() == {"same.patch": "barnacle", "1": "hurts"}
+
+
+def test_a_script_of_ours(tmp_path, monkeypatch):
+    """A script that can be asked. Options that it refuses together are one part."""
+    standin = (ROOT / "tests/judge/compare/standin.py").read_text()
+    refuse = "    if hp.effect > 1 and hp.slower == 1:\n        raise InputError('too fast')\n"
+    head = "def check_hyperparameters(hp, world_size):\n"
+    (tmp_path / "train_gpt.py").write_text(standin.replace(head, head + refuse))
+    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
+    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs")
+    monkeypatch.chdir(tmp_path)
+    parts = ["--part", "--own_noise 0.002", "--part", "--slower 1.1", "--part", "--effect 1.1"]
+    words = [*parts, "--num_iterations", "10", "--blocks", "2", "--json", "o.json"]
+    status, out, err = run_main(screen.main, *words)
+    assert status == 0, err
+    found = {part["name"]: part for part in json.loads(Path("o.json").read_text())["parts"]}
+    assert set(found) == {"--own_noise 0.002", "--slower 1.1 + --effect 1.1"}
+    assert found["--slower 1.1 + --effect 1.1"]["difference"] == pytest.approx(1.1, abs=0.01)
+
+
+BAD = [
+    ([], "give --idea, whose difference from --base has the parts"),
+    (["--part", "nothing.py"], "nothing.py: a part is a .patch or .diff file, or options in quotes"),
+    (["--base", "theirs@idea", "--idea", "theirs@main"], "doesn't contain all commits of theirs@idea"),
+    (["--base", "theirs@main", "--idea", "theirs@main"], "are the same, so there are no parts"),
+]
+
+
+def test_bad_input(theirs):
+    for arguments, message in BAD:
+        status, out, err = run(*arguments)
+        assert (status, out) == (2, "")
+        assert message in err
+        assert len(err.splitlines()) == 1
