@@ -14,11 +14,6 @@ def short(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "~"
 
 
-def goal(x: float) -> str:
-    """0.02 as "2%"."""
-    return f"{100 * x:g}%"
-
-
 def percent(x: float) -> str:
     """-0.04 as "-4.0%"."""
     return f"{x:+.1%}" if x <= 10 else "over +1000%"

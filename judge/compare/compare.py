@@ -34,7 +34,7 @@ SOURCE is then PATH, a folder of a git repository, or PATH@REVISION, or a patch 
 without options. The command runs in a copy of that folder. What git ignores in data/ is linked. A run
 is one command. Its log is the file that it writes below logs/, or else its output. Its losses stand in
 lines like step:S/N val_loss:L, and its times are train_time:Tms in the same lines. --metric judges
-another number than the validation loss; tools/README.md says which lines are read. {seed} in the command
+another number than the validation loss; docs/compare.md says which lines are read. {seed} in the command
 becomes the seed, and {options} those of the base or the idea, which otherwise stand at the end.
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:

@@ -7,7 +7,7 @@ from judge.logs import Log
 from judge.stats import P_VALUE, P_WORTHLESS, Bounds, Effect, Slope, far_from_others, p_if_looked
 from judge.summary import Summary, summarize
 from judge.turns import p_faster
-from lib.text import goal, p_text, percent, percent_interval, short, table, wrap
+from lib.text import p_text, percent, percent_interval, short, table, wrap
 
 NO_INTERVAL = "no interval yet"
 
@@ -28,7 +28,9 @@ def verdict_in_words(effect: Effect, until: float | None) -> str:
     if effect.verdict in ("helps", "hurts"):
         return f"{name} {effect.verdict}."
     if effect.verdict == "not worth it":
-        sure = f"we are {1 - P_WORTHLESS:.0%} sure that it saves less than {goal(until)} of the steps"
+        sure = (
+            f"we are {1 - P_WORTHLESS:.0%} sure that it saves less than {100 * until:g}% of the steps"
+        )
         return f"{name} is not worth it: {sure}."
     return f"{name}: undecided."
 

@@ -70,13 +70,10 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
     if summary.time_interval is not None:
         low, high = summary.time_interval
         time += f", {CONFIDENCE:.0%} confidence interval {low:.3f} to {high:.3f} s"
-    p = p_text(summary.p_value)
-    if verdict.same_ml:
-        p_value = f"waived (--same-ml): the prior record's losses count; here it is {p}"
-    else:
-        p_value = f"{p} (one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g})"
-        if verdict.p_if_looked is not None:
-            p_value += f"; if you looked more than once, p <= {p_text(verdict.p_if_looked)}"
+    test = f"one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g}"
+    p_value = f"{p_text(summary.p_value)} ({test})"
+    if verdict.p_if_looked is not None:
+        p_value += f"; if you looked more than once, p <= {p_text(verdict.p_if_looked)}"
 
     lines = [("runs", f"{summary.n} complete"), (verdict.metric, loss)]
     if verdict.target_assumed:
