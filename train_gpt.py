@@ -35,12 +35,6 @@ from pathlib import Path
 
 SOURCE = Path(__file__).read_bytes().decode()  # for the log; read now, before an edit can change it
 
-import signal
-
-if __name__ == "__main__":
-    # With Python's handler, Ctrl-C wouldn't end a process that waits for others
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import argparse
 import collections
 import fcntl
@@ -52,6 +46,7 @@ import math
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -65,8 +60,8 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # Waiting OpenMP threads sleep, not spin: much faster when another process keeps the cores busy
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if platform.machine() == "x86_64":
-    # GCC 11 to 13 miscompile PyTorch's bf16 transposes on CPUs that they don't know (similar to
-    # https://gcc.gnu.org/PR113255). -mtune with a known CPU avoids this; PyTorch puts "-march=" before.
+    # The compiler gets "-march=" and this value. GCC 11 to 13 make wrong code of PyTorch's bf16 transposes
+    # if they don't know the CPU (similar to https://gcc.gnu.org/PR113255), so -mtune names one they know.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 
 import numpy as np
@@ -108,11 +103,10 @@ def require(condition, message):
 # (2 bits, up to 57,344) for gradients. GPUs multiply them twice as fast as bf16. A tensor is divided
 # by a scale and rounded to FP8, so that it fits the range; the matmul multiplies by both scales.
 
-# The scales are @YouJiacheng's. A value is at most 448 after the division:
-W_SCALE = 24 / 448  # weights were seen to stay below 24
-GRAD_SCALE = (
-    1 / 448
-)  # gradients of the logits are below 1 if that of the loss is 1; e5m2 has room for more
+# The scales are @YouJiacheng's. Weights were seen to stay below 24, and the gradients of the logits are
+# below 1 if the gradient of the loss is 1. So after the division, both stay below 448.
+W_SCALE = 24 / 448
+GRAD_SCALE = 1 / 448
 
 
 def as_scale(value, like):
@@ -243,7 +237,8 @@ def zeropower_via_newtonschulz5(G, steps=5):
 
 
 def wide(matrices):
-    """Transposes tall matrices (..., m, n), as a view: X X^T is smaller than X^T X if m <= n."""
+    """Returns matrices (..., m, n) with m <= n: others are transposed, because the products X X^T of Muon are
+    then smaller. As for any transpose in PyTorch, changing the result in place changes the matrices."""
     return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
 
 
@@ -283,7 +278,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr, momentum, ns_steps, beta2):
         groups = collections.defaultdict(list)
-        for p in params:  # a shape and its transpose share a group: one batched matmul
+        for p in params:  # in a group, all have the same shape when they are wide: one batched matmul
             groups[wide(p).shape].append(p)
         super().__init__(
             [dict(params=group) for group in groups.values()],
@@ -312,10 +307,10 @@ class Muon(torch.optim.Optimizer):
             if handle:
                 handle.wait()
             for p, update in zip(group["params"], updates):  # zip ignores repeats at the end
-                # a tall matrix gets a larger step: the RMS change of its output then doesn't depend
-                # on its shape
+                # A matrix with more rows than columns, (out, in), gets a larger step. So the RMS change of
+                # what it computes doesn't depend on its shape.
                 scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
-                wide(p).add_(update, alpha=-group["lr"] * scale)
+                wide(p).add_(update, alpha=-group["lr"] * scale)  # changes p
 
     def state_dict(self):
         """The state of all ranks, which doesn't depend on their number. Call it on all ranks."""
@@ -344,13 +339,14 @@ class Muon(torch.optim.Optimizer):
 #          adds before                               f    e    d    c    b    a
 #
 #   x = x0 = norm(embedding of each token)
-#   each layer:    x = x + weight * kept output                (layers 6 to 11)
-#                  x = lambda * x + lambda * x0
-#                  x = x + attention(norm(x)), in which V = lambda * V + lambda * value embedding
+#   each layer:    x = x + w * kept output                     (layers 6 to 11)
+#                  x = r0 * x + r1 * x0
+#                  x = x + attention(norm(x)), in which V = v0 * V + v1 * value embedding
 #                  x = x + MLP(norm(x)), with 4 C hidden channels
 #   at the end:    logits = softcap(norm(x) @ head), loss = cross-entropy with the next token
 #
-# Value embeddings are a second embedding of each token, added to V. In a step of 49,152 tokens, x is
+# Each layer learns its own w (skip_weights), r0 and r1 (residual_lambdas), v0 and v1 (value_lambdas). Value
+# embeddings are a second embedding of each token. In a step of 49,152 tokens, x is
 # (1, 49152, 768), Q, K and V (1, 49152, 6, 128), the logits (49152, 50304).
 
 
@@ -471,17 +467,17 @@ def attention(q, k, v, mask, scale=0.12):
 class CausalSelfAttention(nn.Module):
     def __init__(self, hp: "Hyperparameters", rotary):
         super().__init__()
-        self.head_dim = hp.head_dim
+        self.num_heads = hp.num_heads
         self.rotary = rotary
-        hdim = hp.num_heads * hp.head_dim
-        self.qkv_w = nn.Parameter(torch.empty(3, hdim, hp.model_dim))  # Q, K and V in one matmul
+        # Q, K and V in one matmul
+        self.qkv_w = nn.Parameter(torch.empty(3, hp.model_dim, hp.model_dim))
         self.value_lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # of V and of the value embedding
-        self.c_proj = CastedLinear(hdim, hp.model_dim)  # starts at zero by its name (init_weights)
+        self.c_proj = CastedLinear(hp.model_dim, hp.model_dim)  # starts at zero, see init_weights
         self.xsa_weights = nn.Parameter(torch.zeros(hp.num_heads)) if hp.xsa else None
 
-    def forward(self, x, ve, mask):  # x, normed (B, S, C), ve (B, S, H * D) or None -> (B, S, C)
+    def forward(self, x, ve, mask):  # x, normed (B, S, C), ve (B, S, C) or None -> (B, S, C)
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
-        q, k, v = qkv.unflatten(-1, (3, -1, self.head_dim)).unbind(2)  # each (B, S, H, D)
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)  # each (B, S, H, D)
         q = self.rotary(norm(q))  # QK norm (#5); portable_attention relies on it
         k = self.rotary(norm(k))
         v = self.value_lambdas[0] * v
@@ -548,17 +544,18 @@ class GPT(nn.Module):
     def __init__(self, hp: "Hyperparameters"):
         super().__init__()
         self.hp = hp
-        hdim = hp.num_heads * hp.head_dim
         # create modules in the order of the forward pass: GradientBuckets assumes it
         self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE)
         # Value embeddings: tables that are added to V in attention, a second embedding of each token
         # (https://arxiv.org/abs/2410.17897; #14, @KoszarskyB; #17, @YouJiacheng)
-        tables = [nn.Embedding(hp.vocab_size, hdim, dtype=DTYPE) for _ in range(hp.num_value_embeds)]
+        tables = [
+            nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE) for _ in range(hp.num_value_embeds)
+        ]
         self.value_embeds = nn.ModuleList(tables)
         if hp.smear:
-            self.smear_gate = nn.Parameter(torch.zeros(min(12, hp.model_dim)))
+            self.smear_gate = nn.Parameter(torch.zeros(12))
             self.smear_scale = nn.Parameter(torch.zeros(1))
-        rotary = Rotary(hp.head_dim, max(hp.train_seq_len, hp.val_seq_len))
+        rotary = Rotary(hp.model_dim // hp.num_heads, max(hp.train_seq_len, hp.val_seq_len))
         self.blocks = nn.ModuleList(Block(hp, i, rotary) for i in range(hp.num_layers))
         if hp.num_layers > 1:
             self.skip_weights = nn.Parameter(torch.ones(hp.num_layers // 2))
@@ -576,7 +573,7 @@ class GPT(nn.Module):
             if kind == "embedding":
                 p.copy_(torch.randn(p.shape, generator=rng))  # normal_ is coarse in bf16
             elif kind == "head" or name.endswith("c_proj.weight"):
-                p.zero_()
+                p.zero_()  # call the last matrix of your own MLP c_proj, too: at first, blocks add nothing
             elif kind == "matrix":
                 std = 0.5 * p.size(-1) ** -0.5  # p is (..., out, in)
                 bound = 3**0.5 * std  # uniform(-bound, bound) has this std
@@ -587,17 +584,17 @@ class GPT(nn.Module):
                 )
 
     def masks(self, docs, window_blocks):
-        """Returns each layer's mask: the long window or half of it (#20, @leloykun and others)."""
+        """Returns the masks of layers with the long window, and with half of it (#20, @leloykun and others)."""
         span = math.ceil(self.hp.max_window / BLOCK_SIZE)  # the longest window in blocks
         long = make_mask(docs, window_blocks, span)
         short = make_mask(docs, (window_blocks // 2).clamp_min(1), max(1, span // 2))
-        return [long if i in self.hp.long_window_layers else short for i in range(self.hp.num_layers)]
+        return long, short
 
     def forward(self, input_seq, target_seq, window_blocks):
         n = len(self.blocks)
         docs = document_ids(input_seq, self.hp.eot_token)  # (T,)
-        masks = self.masks(docs, window_blocks)
-        ve = {}  # layer -> value embeddings (B, S, H * D); of 3 tables in 12 layers, 0 and 9 have the first
+        long, short = self.masks(docs, window_blocks)
+        ve = {}  # layer -> value embeddings (B, S, C); of 3 tables in 12 layers, 0 and 9 have the first
         for i, table in enumerate(self.value_embeds):
             ve[i] = ve[n - len(self.value_embeds) + i] = table(input_seq)
         x = self.embed(input_seq)  # (B, S, C)
@@ -605,9 +602,10 @@ class GPT(nn.Module):
             x = smear(x, self.smear_gate, self.smear_scale)
         x = x0 = norm(x)
         skips = []  # U-net (#11): of 12 layers, 6 adds the output of 5, 7 that of 4, ..., 11 that of 0
-        for i, (block, mask) in enumerate(zip(self.blocks, masks, strict=True)):
+        for i, block in enumerate(self.blocks):
             if i >= n - n // 2:  # i - n is negative: the last layer has the last weight
                 x = x + self.skip_weights[i - n] * skips.pop()
+            mask = long if i in self.hp.long_window_layers else short
             x = block(x, x0, ve.get(i), mask)
             if i < n // 2:
                 skips.append(x)
@@ -732,28 +730,30 @@ def shard_length(file):
     return header[2]
 
 
-def read_tokens(file, start, count, vocab_size):
+def read_tokens(file, start, count):
     """Reads tokens (count,) int32."""
     tokens = np.fromfile(file, "<u2", count, offset=1024 + 2 * start)
-    last = tokens.max(initial=0)  # a shard may be empty
-    require(last < vocab_size, f"{file} has token {last}, outside the vocabulary of {vocab_size}")
     return torch.from_numpy(tokens.astype(np.int32))
 
 
-def distributed_data_generator(pattern, batch_size, vocab_size, rank=0, world_size=1):
+def distributed_data_generator(pattern, batch_size, rank=0, world_size=1):
     """Yields this rank's tokens of each batch, int32 (batch_size / world_size + 1,), because
     targets are shifted by one. Trailing tokens of a shard that don't fill a batch are dropped."""
     local = batch_size // world_size
     for file in find_shards(pattern):
         for start in range(0, shard_length(file) - batch_size, batch_size):
-            yield read_tokens(file, start + rank * local, local + 1, vocab_size)
+            yield read_tokens(file, start + rank * local, local + 1)
 
 
 def check_shards(pattern, batch_size, steps, vocab_size):
     """Reads what the run will read: better an error now than hours later. Returns a checksum."""
-    batches = distributed_data_generator(pattern, batch_size, vocab_size)
+    batches = distributed_data_generator(pattern, batch_size)
     count = checksum = 0
     for tokens in itertools.islice(batches, steps):
+        last = tokens.max()
+        require(
+            last < vocab_size, f"{pattern} has token {last}, outside the vocabulary of {vocab_size}"
+        )
         count += 1
         checksum = zlib.crc32(tokens.numpy(), checksum)
     require(
@@ -791,14 +791,13 @@ class Hyperparameters:
     # model
     num_layers: int = setting(12, "number of blocks")
     num_heads: int = setting(6, "attention heads per block")
-    head_dim: int = setting(128, "channels per head, a multiple of 4")
-    # At another width, also set num_heads to model_dim / head_dim. Learning rates may stay: mini trains
-    # well at widths 64 to 256 with the same ones (records/mini/NOTES.md). FP8 needs a multiple of 16.
-    model_dim: int = setting(768, "channels of the residual stream; set --num_heads, too")
+    # A head has model_dim / num_heads channels: 128 in fineweb, 64 in mini. At another width, learning rates
+    # may stay: mini trains well at widths 64 to 256 with the same ones (docs/log.md). FP8 needs a
+    # multiple of 16.
+    model_dim: int = setting(768, "channels of the residual stream, shared by the heads")
     num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
-    # as in modded-nanogpt, layer 7 is in both lists; without attention, its window has no effect
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7 or none")
-    long_window_layers: tuple[int, ...] = setting((0, 4, 7, 11), "layers with the full window")
+    long_window_layers: tuple[int, ...] = setting((0, 4, 11), "layers with the full window")
     max_window: int = setting(1728, "attention window at the end of training, in tokens")
     xsa: bool = setting(False, "true to subtract a part of the token's own value (section 5)")
     smear: bool = setting(False, "true to add a part of the previous token's embedding")
@@ -813,7 +812,6 @@ class Hyperparameters:
     scalar_lr: float = setting(0.04, "Adam's learning rate for scalars and vectors")
     adam_beta1: float = setting(0.8, "decay of Adam's first moment")
     adam_beta2: float = setting(0.95, "decay of Adam's second moment")
-    adam_eps: float = setting(1e-10, "Adam's epsilon; 1e-8 is too large for rare tokens")
     muon_lr: float = setting(0.05, "Muon's learning rate, for the matrices of the blocks")
     ns_steps: int = setting(5, "Newton-Schulz iterations")
     muon_momentum: float = setting(0.95, "Muon's momentum after its warm-up")
@@ -843,7 +841,6 @@ MINI = replace(
     eot_token=256,
     num_layers=4,
     num_heads=2,
-    head_dim=64,
     model_dim=128,
     num_value_embeds=1,
     attn_free_layers=(),
@@ -880,9 +877,11 @@ def check_hyperparameters(hp: Hyperparameters, world_size):
             f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
             f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
         )
-    for name in ("num_layers", "num_heads", "head_dim", "model_dim", "num_iterations", "adam_eps"):
+    for name in ("num_heads", "model_dim", "num_iterations", "muon_momentum_warmup"):
         require(getattr(hp, name) > 0, f"--{name} must be more than 0")
-    require(hp.head_dim % 4 == 0, "--head_dim must be a multiple of 4")
+    require(
+        hp.model_dim % (4 * hp.num_heads) == 0, "--model_dim must be a multiple of 4 times --num_heads"
+    )
     require(
         2 * hp.num_value_embeds <= hp.num_layers,
         "--num_value_embeds must be at most half of --num_layers",
@@ -906,6 +905,10 @@ def parse_layers(text):
     return tuple(int(layer) for layer in text.split(",") if text != "none")
 
 
+# How the value of an option is read, by the type of the setting
+PARSERS = {str: str, int: int, float: float, bool: parse_bool, tuple[int, ...]: parse_layers}
+
+
 def parse_arguments(argv, tracks=TRACKS):
     """Returns the options of the run, and the hyperparameters: the track's defaults with the
     changes from the command line, which are also in args.given. Raises InputError."""
@@ -917,20 +920,21 @@ def parse_arguments(argv, tracks=TRACKS):
         )
 
     parser.error = fail
-    parser.register("type", bool, parse_bool)
-    parser.register("type", tuple[int, ...], parse_layers)
     add = parser.add_argument
     add("--log_dir", default="logs", help="folder for logs and checkpoints; default: logs")
     add("--num_runs", default=1, type=int, help="runs, with seeds from --seed on; default: 1")
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
-    add("--resume", help="a checkpoint, or latest: that of the newest unfinished run")
+    add("--resume", help="a checkpoint; ./run.sh also takes latest, for the newest unfinished run")
     for entry in fields(tracks["fineweb"]):
+        require(
+            entry.type in PARSERS, f"setting {entry.name}: no function in PARSERS reads a {entry.type}"
+        )
         defaults = {track: getattr(hp, entry.name) for track, hp in tracks.items()}
         add(
             f"--{entry.name}",
-            type=entry.type,
+            type=PARSERS[entry.type],
             metavar=entry.type.__name__,
-            help=f"{entry.metadata['text']} {defaults}".replace("%", "%%"),
+            help=f"{entry.metadata.get('text', '')} {defaults}".replace("%", "%%"),
             default=argparse.SUPPRESS,
         )
     args = parser.parse_args(argv)
@@ -965,7 +969,8 @@ def build_optimizers(model, hp: Hyperparameters):
         dict(params=params["embedding"], lr=hp.embed_lr),
         dict(params=params["scalar"], lr=hp.scalar_lr),
     ]
-    adam = torch.optim.Adam(groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps, fused=True)
+    # for the small gradients of rare tokens, Adam's usual epsilon, 1e-8, would be too large
+    adam = torch.optim.Adam(groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=1e-10, fused=True)
     muon = Muon(params["matrix"], hp.muon_lr, hp.muon_momentum, hp.ns_steps, hp.muon_beta2)
     return [adam, muon]
 
@@ -999,9 +1004,8 @@ def get_lr(step, hp: Hyperparameters):
 
 
 def get_muon_momentum(step, hp: Hyperparameters):
-    if step >= hp.muon_momentum_warmup:
-        return hp.muon_momentum
-    frac = step / hp.muon_momentum_warmup
+    """Returns Muon's momentum: a line from muon_momentum_start to muon_momentum, which it then stays at."""
+    frac = min(1, step / hp.muon_momentum_warmup)
     return (1 - frac) * hp.muon_momentum_start + frac * hp.muon_momentum
 
 
@@ -1036,16 +1040,15 @@ class GradientBuckets:
         self.bucket_of = {}  # parameter -> the list of parameters in its bucket
         self.ready = set()
         self.handles = []
-        filling = {}  # dtype -> bucket
+        filling = collections.defaultdict(list)  # dtype -> the bucket that isn't full yet
         for name, p in reversed(list(model.named_parameters())):
             if not p.requires_grad:
                 continue
             self.names[p] = name
-            bucket = filling.get(p.dtype)
-            if bucket is None or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
-                bucket = filling[p.dtype] = []
-            bucket.append(p)
-            self.bucket_of[p] = bucket
+            if sum(q.nbytes for q in filling[p.dtype]) + p.nbytes > bucket_bytes:
+                filling[p.dtype] = []
+            filling[p.dtype].append(p)
+            self.bucket_of[p] = filling[p.dtype]
             p.register_post_accumulate_grad_hook(self.gradient_ready)
 
     def gradient_ready(self, param):
@@ -1098,7 +1101,7 @@ def train_step(model, optimizers, buckets, tokens, step, hp: Hyperparameters):
         buckets.last_micro_step = i == len(micro_steps)
         loss = model(*micro_step, window)
         # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
-        # sequences. Muon ignores its scale, and so does Adam, up to adam_eps.
+        # sequences. Muon ignores its scale, and so does Adam, up to its epsilon.
         (loss / num_sequences).backward()
         total += loss.detach()
     buckets.wait()
@@ -1119,7 +1122,7 @@ def mean_of_ranks(losses):
 @torch.no_grad()
 def evaluate(model, window, hp: Hyperparameters):
     """Returns the mean loss on the validation tokens. Each rank computes every WORLD_SIZE-th sequence."""
-    sequences = distributed_data_generator(hp.val_files, hp.val_seq_len, hp.vocab_size)
+    sequences = distributed_data_generator(hp.val_files, hp.val_seq_len)
     model.eval()
     mine = itertools.islice(sequences, RANK, hp.val_tokens // hp.val_seq_len, WORLD_SIZE)
     sums = [model(*to_batch(tokens, hp.val_seq_len), window) for tokens in mine]
@@ -1147,7 +1150,7 @@ def init_processes():
     else:  # without this, threads sum gradients of embeddings in varying order
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    if WORLD_SIZE > 1 and not dist.is_initialized():
+    if WORLD_SIZE > 1 or RANK > 0:
         dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=DEVICE if ON_GPU else None)
 
 
@@ -1171,8 +1174,8 @@ def describe_machine():
         f"Variables: {re.sub('[^ =:]*/', '', variables)}\n"  # without folders
     )
     if ON_GPU:
-        # without the table of processes, which has paths in it
-        return software + re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))[0]
+        tables = re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))  # of GPUs, and of processes
+        return software + tables[0]  # a process may have a user's name in its path
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
     # run.sh says why where compiled code is wrong
     reason = os.getenv("SPEEDRUN_COMPILE_REASON", "(torch.compile is turned off)")
@@ -1188,12 +1191,13 @@ def describe_machine():
 LINE = "=" * 100  # in a log, below the source and below the machine
 
 
-def log_header(source, hp: Hyperparameters, table):
-    """Returns the start of a log: the source, the machine, the settings and the table of parameters."""
+def log_header(source, hp: Hyperparameters, table, shards):
+    """Returns the start of a log: the source, the machine, the settings, the table of parameters, and the
+    line about the shards."""
     return (
         f"{source}\n{LINE}\n{describe_machine()}\n"
         f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {DEVICE.type}\n{LINE}\n"
-        f"hyperparameters: {json.dumps(asdict(hp) | {'world_size': WORLD_SIZE})}\n{table}\n"
+        f"hyperparameters: {json.dumps(asdict(hp) | {'world_size': WORLD_SIZE})}\n{table}\n{shards}"
     )
 
 
@@ -1206,19 +1210,16 @@ def clock():
 
 @dataclass
 class Run:
-    """A run and its log. Checkpoints hold the fields in SAVED."""
+    """A run and its log."""
 
     hp: Hyperparameters
     path: Path  # of the log
     saves: bool  # whether each validation saves a checkpoint
     log: str  # its text so far
-    data_checksums: list[int]  # of the training and of the validation tokens
     step: int = 0
     train_ms: float = 0.0
     train_loss: float | None = None  # the mean of the steps between the last two validations
     file: io.TextIOBase | None = None  # the open log, on rank 0
-
-    SAVED = ("log", "data_checksums", "step", "train_ms", "train_loss")
 
     def open(self):
         """Opens the log on rank 0, and locks it: a second process must not resume the same run."""
@@ -1229,7 +1230,7 @@ class Run:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"another process is writing {self.path}; wait until it ends") from None
+            raise InputError(f"another process is writing {self.path}; wait until it ends")
         except OSError as e:
             print(
                 f"warning: can't lock {self.path} ({e.strerror}); don't resume this run twice at a time"
@@ -1259,10 +1260,6 @@ class Run:
             end,
         )
 
-    def write_validation(self, val_loss):
-        train_loss = "" if self.train_loss is None else f" train_loss:{self.train_loss:.4f}"
-        self.write_step(f" val_loss:{val_loss:.4f}{train_loss}")
-
     def write_result(self, val_loss, tokens):
         if ON_GPU:
             self.write(
@@ -1276,17 +1273,10 @@ class Run:
         )
 
 
-def wait_for_disk(path):
-    """Waits until a file or the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def save_checkpoint(run, model, optimizers):
     """Writes RUN.pt beside the log. Call it on all ranks. There is no random state to save."""
     checkpoint = dict(
-        run={name: getattr(run, name) for name in Run.SAVED},
+        run=dict(log=run.log, step=run.step, train_ms=run.train_ms, train_loss=run.train_loss),
         settings=asdict(run.hp),
         model=model.state_dict(),
         optimizers=[optimizer.state_dict() for optimizer in optimizers],
@@ -1297,17 +1287,14 @@ def save_checkpoint(run, model, optimizers):
     torch.save(checkpoint, buffer)
     temporary = run.path.with_suffix(".tmp")
     try:
-        temporary.write_bytes(
-            buffer.getbuffer()
-        )  # unlike torch.save, reports a full disk as an OSError
-        wait_for_disk(
-            temporary
-        )  # then a file that is called RUN.pt is complete, also after a power cut
+        with open(temporary, "wb") as file:
+            file.write(buffer.getbuffer())  # unlike torch.save, raises an OSError if the disk is full
+            file.flush()
+            os.fsync(file.fileno())  # a file called RUN.pt is complete, also after a power cut
         temporary.rename(run.path.with_suffix(".pt"))
-        wait_for_disk(run.path.parent)
     except OSError as e:
         temporary.unlink(missing_ok=True)
-        raise InputError(f"can't save a checkpoint: {temporary}: {e.strerror}") from None
+        raise InputError(f"can't save a checkpoint: {temporary}: {e.strerror}")
 
 
 def end_validation(run, model, optimizers, val_loss, train_losses):
@@ -1316,11 +1303,12 @@ def end_validation(run, model, optimizers, val_loss, train_losses):
     if train_losses:
         run.train_loss = mean_of_ranks(train_losses)
         train_losses.clear()
+    train_loss = "" if run.train_loss is None else f" train_loss:{run.train_loss:.4f}"
     try:
         if run.saves:  # before the line in the log: a resumed run validates again, and writes it
             save_checkpoint(run, model, optimizers)
     finally:  # the disk may be full
-        run.write_validation(val_loss)
+        run.write_step(f" val_loss:{val_loss:.4f}{train_loss}")
 
 
 def is_finished(path):
@@ -1329,23 +1317,9 @@ def is_finished(path):
     return log.exists() and b"\ntarget " in log.read_bytes().rpartition(LINE.encode())[2]
 
 
-def latest_checkpoint(folder):
-    """Returns the newest unfinished run's, or None. Rank 0 chooses for all."""
-    unfinished = [path for path in Path(folder).glob("*.pt") if not is_finished(path)]
-    choice = [max(unfinished, key=os.path.getmtime, default=None)]
-    if WORLD_SIZE > 1:
-        init_processes()
-        dist.broadcast_object_list(choice)
-    return choice[0]
-
-
 def load_checkpoint(args, source):
     """Returns the checkpoint of --resume, or None if there is none. Raises InputError if it can't
     be resumed with this source and these options."""
-    if args.resume == "latest":
-        args.resume = latest_checkpoint(args.log_dir)
-        if RANK == 0 and not args.resume:
-            print(f"--resume: there is no unfinished run in {args.log_dir}, so a new one begins")
     path = args.resume
     if not path:
         return
@@ -1376,16 +1350,14 @@ def check_ranks_agree(facts):
 
 def start_run(args, hp: Hyperparameters, source, data_checksums, checkpoint, table):
     """Returns a new run, or that of the checkpoint, with its log open."""
+    shards = f"checksums of training and validation tokens: {data_checksums}\n"
     versions = (sys.version, torch.__version__)
     old = checkpoint and checkpoint["run"]
     check_ranks_agree(
-        dict(
-            source=source, versions=versions, settings=asdict(hp), shards=data_checksums, checkpoint=old
-        )
+        dict(source=source, versions=versions, settings=asdict(hp), shards=shards, checkpoint=old)
     )
-    saved = old or dict(log=log_header(source, hp, table), data_checksums=data_checksums)
-    same = saved["data_checksums"] == data_checksums
-    require(same, "--resume: the shards have changed; use the old ones")
+    saved = old or {"log": log_header(source, hp, table, shards)}
+    require(shards in saved["log"], "--resume: the shards have changed; use the old ones")
     path = Path(args.resume or f"{args.log_dir or '.'}/{uuid.uuid4()}").with_suffix(".txt")
     run = Run(hp, path, args.save_checkpoint, **saved)
     run.open()
@@ -1407,9 +1379,7 @@ def train(run, model, optimizers, buckets):
     """Trains until the last step."""
     hp = run.hp
     train_losses = []  # since the last validation; reading them would wait for the GPU
-    batches = distributed_data_generator(
-        hp.train_files, hp.batch_tokens, hp.vocab_size, RANK, WORLD_SIZE
-    )
+    batches = distributed_data_generator(hp.train_files, hp.batch_tokens, RANK, WORLD_SIZE)
     for _ in range(run.step):
         next(batches)  # the checkpoint was trained on these
     start_ms = clock() - run.train_ms  # when it would have started without a pause
@@ -1434,7 +1404,7 @@ def train(run, model, optimizers, buckets):
 def check_files(hp: Hyperparameters, eot_token):
     """Refuses shards of another tokenizer, and training shards that begin like a validation shard."""
     for files in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
-        train, val = (read_tokens(file, 0, 65536, hp.vocab_size) for file in files)
+        train, val = (read_tokens(file, 0, 65536) for file in files)
         require(
             not train.equal(val),
             f"{files[0]} is also a validation shard, or a copy of one; change --train_files",
@@ -1482,11 +1452,9 @@ def train_runs(argv):
 
 def main(argv, work=train_runs):
     """Runs work(argv). Returns the exit status: 0, or 2 after a user error. Recipes have their own work."""
+    # With Python's handler, Ctrl-C wouldn't end a process that waits for others
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        require(
-            RANK < WORLD_SIZE and (WORLD_SIZE == 1 or "MASTER_PORT" in os.environ),
-            "RANK or WORLD_SIZE is set, but not by torchrun; use torchrun, or unset both",
-        )
         work(argv)
         return 0
     except InputError as e:
@@ -1497,10 +1465,6 @@ def main(argv, work=train_runs):
         message = f"rank {RANK}: {e}"
     except torch.OutOfMemoryError:
         message = f"rank {RANK}: out of GPU memory; lower --sequences_per_pass or a sequence length"
-    except RuntimeError as e:
-        if "C++ compile" not in str(e):
-            raise
-        message = "no C++ compiler works; start ./run.sh, or set TORCH_COMPILE_DISABLE=1"
     print(f"error: {message}", file=sys.stderr)
     return 2
 

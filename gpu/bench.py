@@ -136,7 +136,7 @@ def read_options(argv):
     return args, hp
 
 
-def bench(argv):
+def main(argv):
     args, hp = read_options(argv)
     train_gpt.init_processes()
     machine = device_name()
@@ -151,4 +151,4 @@ def bench(argv):
 
 
 if __name__ == "__main__":
-    run_command(bench, InputError)
+    run_command(main, InputError)

@@ -51,15 +51,14 @@ def model_flops(hp, docs, window_blocks):
     window_blocks: the long window in blocks of 128 tokens; the short window is half of it.
     """
     dim = hp.model_dim
-    attention_dim = hp.num_heads * hp.head_dim
     long_pairs = visible_pairs(docs, window_blocks)
     short_pairs = visible_pairs(docs, max(1, window_blocks // 2))
     weights = hp.num_layers * 8 * dim * dim + dim * train_gpt.pad_vocab(hp.vocab_size)
     pairs = 0
     for layer in set(range(hp.num_layers)) - set(hp.attn_free_layers):
-        weights += 4 * dim * attention_dim
+        weights += 4 * dim * dim
         pairs += long_pairs if layer in hp.long_window_layers else short_pairs
-    return 6 * len(docs) * weights + 12 * attention_dim * pairs
+    return 6 * len(docs) * weights + 12 * dim * pairs
 
 
 def newton_schulz_flops(muon):

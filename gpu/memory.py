@@ -42,7 +42,7 @@ def fitted(hp, mib, fp8):
 
     The default model with one sequence per pass needs 3,144 MiB plus 0.538 MiB per token of
     train_seq_len with the FP8 head, and 3,209 plus 0.441 with a bf16 head. That was measured on a
-    simulated GPU with PyTorch 2.13's allocator (records/HARDWARE.md). The formula adds a margin."""
+    simulated GPU with PyTorch 2.13's allocator (docs/hardware.md). The formula adds a margin."""
     per_token = 0.56 if fp8 else 0.46
     while 3700 + per_token * hp.train_seq_len > mib and hp.train_seq_len > 12288:
         hp = dataclasses.replace(hp, train_seq_len=hp.train_seq_len // 2)

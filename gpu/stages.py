@@ -231,7 +231,7 @@ def losses_of_seeds(hp, seeds):
         initial = train_gpt.build_model(dataclasses.replace(hp, seed=seed))
         model.load_state_dict(initial.state_dict())
         optimizers = train_gpt.build_optimizers(model, hp)
-        batches = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens, hp.vocab_size)
+        batches = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens)
         steps = []
         for step, tokens in enumerate(itertools.islice(batches, hp.num_iterations)):
             steps.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp))
@@ -251,6 +251,19 @@ def mini():
 
 # -----------------------------------------------------------------------------
 # Speed and memory of the track fineweb
+
+
+# Peaks in MiB that were measured without a GPU, in training and in validation, by head and train_seq_len:
+# the table of docs/hardware.md
+PEAKS = {
+    ("FP8", 49152): (29_580, 11_069),
+    ("FP8", 24576): (16_362, 11_069),
+    ("FP8", 12288): (9_753, 11_069),
+    ("bf16", 49152): (24_893, 11_060),
+    ("bf16", 24576): (14_051, 11_060),
+    ("bf16", 12288): (8_582, 11_060),
+}
+NEAR = 0.03  # a peak that differs by less confirms the table
 
 
 def fitted_fineweb():
@@ -292,7 +305,7 @@ def peaks(training):
     training.train(0)
     validate(0)
     graphs = counters["stats"]["unique_graphs"]
-    return {
+    figures = {
         "train_seq_len": hp.train_seq_len,
         "head": head_name(hp),
         "training MiB": peak(training.train),
@@ -300,6 +313,17 @@ def peaks(training):
         "graph breaks": sum(counters["graph_break"].values()),
         "recompilations": counters["stats"]["unique_graphs"] - graphs,
     }
+    return figures | {"checks": check_peaks(figures)}
+
+
+def check_peaks(figures):
+    """Compares with the table, if it has this head and this length."""
+    expected = PEAKS.get((figures["head"], figures["train_seq_len"]), ())
+    measured = (figures["training MiB"], figures["validation MiB"])
+    return [
+        check(f"distance from {want:,} MiB", abs(got / want - 1), NEAR)
+        for got, want in zip(measured, expected)
+    ]
 
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -336,8 +360,8 @@ def count_waits(events, steps):
     waiting = [us for us in calls if us >= SHORTEST_WAIT]
     return {
         "steps": steps,
-        "waits": len(waiting),
         "waiting ms": sum(waiting) / 1000,
+        "checks": [check("waits", len(waiting), 0)],
     }
 
 

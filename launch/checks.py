@@ -28,7 +28,7 @@ except ImportError as e:  # of a package that an idea needs
 import torch
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from lib.environment import ROOT, environment
-from lib.processes import show_seconds, get_data, output_of, say, start, wait
+from lib.processes import get_data, output_of, say, show_seconds, start, wait
 from train_gpt import DTYPE, TRACKS, InputError
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
@@ -182,11 +182,15 @@ def most_processes(script, hp, gpus):
     return 1
 
 
+def latest_checkpoint(folder):
+    """Returns the newest unfinished run's, or None."""
+    unfinished = [path for path in Path(folder).glob("*.pt") if not train_gpt.is_finished(path)]
+    return max(unfinished, key=os.path.getmtime, default=None)
+
+
 def saved_settings(args):
     """Reads the settings of the checkpoint that --resume names, and not its weights. Returns {} if there is
     none that can be read: the run will say so."""
-    if args.resume == "latest":
-        args.resume = train_gpt.latest_checkpoint(args.log_dir)
     try:
         return torch.load(args.resume, map_location="cpu", weights_only=True, mmap=True)["settings"]
     except Exception:  # corrupt files raise many exception types
@@ -196,19 +200,24 @@ def saved_settings(args):
 def check_run(mode, script, options):
     """Returns what a run needs, as a dict. Raises InputError."""
     args, hp = script.parse_arguments(options)
+    more = []
+    if args.resume == "latest":
+        args.resume = latest_checkpoint(args.log_dir) or ""  # empty: a new run begins
+        more = [f"--resume={args.resume}"]
+        if not args.resume:
+            say(f"there is no unfinished run in {args.log_dir}, so a new one begins")
     saved = saved_settings(args)
     hp = dataclasses.replace(hp, **saved)
     script.check_hyperparameters(hp, 1)
     gpus = find_gpus()
     cores = int(environment()["OMP_NUM_THREADS"])
     processes = most_processes(script, hp, gpus or min(cores, MOST_CPU_PROCESSES))
-    more = []
     if gpus:
         check_gpus(processes)
         adapts = script is train_gpt and hp.track == "fineweb"
         if adapts and not saved and "train_seq_len" not in args.given:
             hp = fit_to_memory(hp, processes)
-            more = [f"--train_seq_len={hp.train_seq_len}"]
+            more.append(f"--train_seq_len={hp.train_seq_len}")
     get_data(sys.executable, vars(hp))
     if mode == "prepare":
         with contextlib.suppress(OSError):  # the run will say so

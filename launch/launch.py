@@ -86,7 +86,7 @@ COMMANDS = {
     "data edu": "data.fineweb edu",
     "data text": "data.fineweb text",
     "test": "pytest",
-    "test machines": "tests.machines",
+    "test machines": "pytest",
 }
 # The folders whose requirements.txt a command needs. Those of judge/ need that of judge/.
 ALL_FOLDERS = ["judge", "data", "evals", "tests"]
@@ -160,7 +160,8 @@ def make_environment():
             VENV, system_site_packages=system_torch, symlinks=True, with_pip=bool(has_ensurepip)
         )
     except subprocess.CalledProcessError as e:
-        raise UserError(explain(sys.executable, e.output.decode(errors="replace")))
+        print(e.output.decode(errors="replace"), end="", file=sys.stderr)
+        raise UserError("can't make the virtual environment; Python's output is above")
     if not has_ensurepip:
         pip_install(sys.executable, ["pip"], "--python", VENV / "bin" / "python")
 
@@ -175,10 +176,9 @@ def missing_packages(path, folders):
     return [line for line in requirements if not version_of(line.partition("==")[0], path)]
 
 
-def install(folders, theirs=False, data=""):
+def install(folders, theirs=False):
     """Installs what is missing of the folders' requirements.txt. Returns the environment's Python. The
-    scripts of others may need an older PyTorch than train_gpt.py. `data` is a module that makes data
-    meanwhile."""
+    scripts of others may need an older PyTorch than train_gpt.py."""
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     if sys.prefix != sys.base_prefix:  # the first python3 may be that of an environment
         active = sys.prefix
@@ -195,20 +195,12 @@ def install(folders, theirs=False, data=""):
     missing = missing_packages(search_path(python), folders)
     if missing and ours:
         ready.unlink(missing_ok=True)
-    making = None
-    if missing and data and not gpu_maker():
-        pip_install(python, [line for line in missing if line.startswith("numpy==")])
-        # get_data will say what is wrong
-        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-        making = start([python, "-m", data], cwd=ROOT, **quiet)
     pip_install(python, missing)
     if missing_packages(search_path(python), folders):
         raise UserError(
             "pip has installed the packages elsewhere; remove target, prefix, root and user from its "
             "settings (pip config list)"
         )
-    if making:
-        making.wait()
     if ours and not ready.exists():
         ready.touch()
     return python
@@ -264,7 +256,7 @@ def torch_source(python):
 
 
 def pip_install(python, requirements, *options):
-    """Shows pip's progress bars on a terminal. Elsewhere pip's output is shown if it fails."""
+    """Shows pip's progress bars on a terminal. Elsewhere it shows only warnings and errors."""
     if not requirements:
         return
     if any(requirement.startswith("torch==") for requirement in requirements):
@@ -273,64 +265,14 @@ def pip_install(python, requirements, *options):
         say(f"installing {', '.join(requirements)}")
     # --no-compile: Python compiles what it imports; compiling all of PyTorch would double the time
     quiet = ["--no-input", "--disable-pip-version-check", "--no-compile"]
-    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+    with tempfile.TemporaryDirectory() as folder:
         status = run(
             [python, "-m", "pip", "install", *quiet, *options, *requirements],
-            stdout=None if sys.stdout.isatty() else log,
-            stderr=log,
+            stdout=None if sys.stdout.isatty() else subprocess.DEVNULL,
             env=os.environ | {"TMPDIR": folder},
         )
-        log.seek(0)
-        if status:
-            raise UserError(explain(python, log.read()))
-
-
-def explain(python, output):
-    """Returns one line about a failed installation."""
-    disk = re.search(
-        r"(No space left on device|Disk quota|Read-only file system|Permission denied).*", output
-    )
-    if disk:
-        return f"pip can't install the packages: {disk[0]}; mend that, then run ./run.sh again"
-    if "No module named pip" in output:
-        return f"{python} has no pip; install it, or deactivate the environment"
-    settings = pip_settings(python)
-    indexes = re.findall(r"index-url='(.*)'", settings) or ["https://pypi.org/simple"]
-    if "no-index" not in settings and not any(answers(index) for index in indexes):
-        return f"can't reach the package index {' or '.join(indexes)}; check the network, then run ./run.sh again"
-    missing = re.search(r"No matching distribution found for (\S+)", output)
-    if missing:
-        version = f"Python {sys.version.split()[0]}"
-        return f"the package index has no {missing[1]} for {version}; use Python 3.11, 3.12 or 3.13"
-    print("\n".join(output.splitlines()[-20:]), file=sys.stderr)
-    return "pip can't install the packages; its output is above"
-
-
-# -----------------------------------------------------------------------------
-# A folder for compiled code
-
-
-def can_run_from(folder):
-    """Can files be written to a folder, and programs be run from it?"""
-    with contextlib.suppress(OSError):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            probe = Path(scratch, "probe")
-            probe.write_text("#!/bin/sh\n")
-            probe.chmod(0o755)
-            return output_of(probe) is not None
-
-
-def choose_code_folder():
-    """PyTorch keeps compiled code in TORCHINDUCTOR_CACHE_DIR or else in the temporary folder, and headers
-    always in the latter. Where one of them is read-only or mounted noexec, both move elsewhere."""
-    temporary = os.environ.get("TMPDIR", "/tmp")
-    usual = [os.environ.get("TORCHINDUCTOR_CACHE_DIR", temporary), temporary]
-    bad = [folder for folder in usual if not can_run_from(folder)]
-    folder = f"{ROOT}/data/.cache/torchinductor"
-    if bad and can_run_from(folder):
-        say(f"storing compiled code in {folder}, because {bad[0]} is read-only or mounted noexec")
-        os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TMPDIR=folder)
+    if status:
+        raise UserError(f"{python} can't install the packages; pip's output is above")
 
 
 # -----------------------------------------------------------------------------
@@ -423,12 +365,13 @@ def parse(name, words):
 
 def command_line(name, python, arguments):
     """Returns the command that ./run.sh NAME becomes. Its exit status and signals are its own."""
-    if name == "test":
+    if name.startswith("test"):
         get_data(python, dict(train_files="data/shakespeare/*"))
         os.chdir(ROOT)
         # a process a core; those that run out of tests take some from another; paths replace "tests"
         workers = "-n auto --maxprocesses 8 --dist worksteal".split()
-        return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *arguments]
+        paths = ["tests/machines/cases.py"] if name == "test machines" else []
+        return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *paths, *arguments]
     script, *words = COMMANDS[name].split()
     os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's
     return [python, "-P", "-m", script, *words, *arguments]
@@ -450,8 +393,6 @@ def launch(argv):
     dropped = clean_environment()
     if dropped:
         say(f"ignored: {', '.join(dropped)}")
-    if ":" in str(ROOT):
-        raise UserError(f"{ROOT} has a colon in its path; move it to a folder without one")
     name, words = split_command(list(map(at_home, argv)))
     args, words = parse(name, words)
     if args.device:
@@ -465,12 +406,11 @@ def launch(argv):
     try:
         with setup_lock():
             tempfile.gettempdir()
-            python = install(folders, theirs, "data.shakespeare" if script == "train_gpt" else "")
+            python = install(folders, theirs)
     except UserError:
         raise
     except OSError as e:  # a disk is full or read-only
         raise UserError(f"can't install the packages: {e}")
-    choose_code_folder()
     if script == "train_gpt":
         module = f"recipes.{args.recipe}" if args.recipe else script
         if wants_help:
@@ -481,9 +421,6 @@ def launch(argv):
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not (wants_help or theirs):
         check_machine(python, name)
-    if name == "hellaswag":
-        count = output_of(python, "-c", "import torch; print(torch.cuda.device_count())")
-        return run_ranks(command, max(1, int(count or 1)))
     os.execv(python, command)
 
 

@@ -14,12 +14,6 @@ Shapes in comments: B sequences of S tokens, H heads of D channels, C = n_embd, 
 # -----------------------------------------------------------------------------
 # 1. Preamble
 
-import signal
-
-if __name__ == "__main__":
-    # With Python's handler, Ctrl-C wouldn't end a process that waits for others
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import itertools
 import math
 import sys
@@ -307,9 +301,7 @@ def get_lr(step, hp):
 def training_batches(hp):
     """Yields this rank's tokens of each batch, int32 (batch_tokens / WORLD_SIZE + 1,)."""
     while True:
-        yield from distributed_data_generator(
-            hp.train_files, hp.batch_tokens, hp.vocab_size, RANK, WORLD_SIZE
-        )
+        yield from distributed_data_generator(hp.train_files, hp.batch_tokens, RANK, WORLD_SIZE)
         if not hp.repeat_data:
             return
 
@@ -338,7 +330,7 @@ def train_step(model, optimizer, buckets, tokens, step, hp):
 @torch.no_grad()
 def evaluate(model, hp):
     """Returns the mean loss on the validation tokens. Each rank computes every WORLD_SIZE-th sequence."""
-    sequences = distributed_data_generator(hp.val_files, hp.block_size, hp.vocab_size)
+    sequences = distributed_data_generator(hp.val_files, hp.block_size)
     mine = itertools.islice(sequences, RANK, hp.val_tokens // hp.block_size, WORLD_SIZE)
     tokens = torch.stack(list(mine)).to(DEVICE)  # (n, S + 1)
     micro_batch = math.gcd(hp.sequences_per_pass, len(tokens))

@@ -36,12 +36,6 @@ H heads, D channels per head, C = model_dim, V = padded vocabulary size.
 # -----------------------------------------------------------------------------
 # 1. Preamble
 
-import signal
-
-if __name__ == "__main__":
-    # With Python's handler, Ctrl-C wouldn't end a process that waits for others
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import bisect
 import concurrent.futures
 import itertools
@@ -651,7 +645,9 @@ class GPT(nn.Module):
 def read_documents(file, hp):
     """Returns the tokens of a shard as a numpy array, and a list with the first position of each
     document, followed by the number of tokens."""
-    tokens = train_gpt.read_tokens(file, 0, train_gpt.shard_length(file), hp.vocab_size).numpy()
+    tokens = train_gpt.read_tokens(file, 0, train_gpt.shard_length(file)).numpy()
+    last = tokens.max(initial=0)  # a shard may be empty
+    require(last < hp.vocab_size, f"{file} has token {last}, outside the vocabulary of {hp.vocab_size}")
     begins = np.flatnonzero(tokens == hp.eot_token).tolist()
     return tokens, [*begins, len(tokens)]
 

@@ -57,7 +57,6 @@ TINY = dict(
     sequences_per_pass=2,
     num_layers=3,
     num_heads=2,
-    head_dim=16,
     model_dim=32,
     long_window_layers="0,2",
     num_iterations=6,

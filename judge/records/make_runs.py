@@ -10,12 +10,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 from judge.logs import parse_log
-from judge.records.pages import Record
+from judge.records.pages import Record, record_to_beat
 from judge.records.replay import command_to_run, processes_of, python_command, write_sources
 from lib.commands import UserError
 from lib.environment import ROOT, environment
@@ -39,11 +38,9 @@ def make_run(command: str, env: dict[str, str], seed: int, file: Path) -> None:
         write_file(file, logs[0].read_bytes() + f"started: {started}\n".encode())
 
 
-def make_record_runs(folder: Path, track: str, record_on: Callable[[str], Record | None]) -> list[Path]:
-    """Returns the folders of your runs and of the record's, or only the first if there is no record.
-
-    `record_on(hardware)` is the record to beat. Raises UserError.
-    """
+def make_record_runs(folder: Path, track: str, filed: list[Record]) -> list[Path]:
+    """Returns the folders of your runs and of the record's, or only the first if there is no record
+    on this hardware. `filed` are the records of the track. Raises UserError."""
     ours, theirs = folder / "new", folder / "record"
     usual = dict(os.environ)
     needs = check_machine(sys.executable, "train", "train_gpt", "--track", track)
@@ -53,7 +50,7 @@ def make_record_runs(folder: Path, track: str, record_on: Callable[[str], Record
     first = ours / "0.txt"
     if not first.exists():
         make_run(*runs[ours], 0, first)
-    record = record_on(parse_log(first).hardware)
+    record = record_to_beat(filed, parse_log(first).hardware)
     if record is not None:
         sources = folder / "sources"
         if not sources.exists():

@@ -19,7 +19,7 @@ standard deviation of the runs instead.
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from judge.comparable import MACHINE, check_sides
@@ -27,7 +27,7 @@ from judge.logs import Log, read_logs
 from judge.records.tables import print_wrapped
 from judge.summary import p_below, p_lower
 from lib.commands import UserError
-from lib.text import as_json, plural, table
+from lib.text import plural, table
 
 TARGET = 3.28  # nats per token
 THRESHOLD = 0.004  # nats per token
@@ -51,11 +51,6 @@ class LossesAtStep:
     @property
     def mean(self) -> float:
         return statistics.fmean(self.losses)
-
-    @property
-    def std(self) -> float | None:
-        """Of the sample (n - 1). None for a single run."""
-        return statistics.stdev(self.losses) if self.n > 1 else None
 
     @property
     def score(self) -> float:
@@ -163,7 +158,7 @@ def print_recipe(recipe: Recipe) -> None:
         rows.append((str(r.step), str(r.n), f"{r.mean:.6f}", f"{r.score:.6f}", verdict))
     print("\n".join(table(rows, ">>>><")))
 
-    std = f"{result.std:.6f}" if result.n > 1 else "unknown"
+    std = f"{statistics.stdev(result.losses):.6f}" if result.n > 1 else "unknown"
     print(f"\n{recipe.runs[0].metric} at step {result.step}, standard deviation {std}:")
     losses = [f"{run.name}={loss:.5f}" for run, loss in zip(recipe.runs, result.losses)]
     print_wrapped(" ".join(losses), "  ", "  ")
@@ -190,28 +185,7 @@ def print_decision(recipes: list[Recipe], decision: Decision) -> None:
     print_wrapped(verdict_text(recipes, decision))
 
 
-def print_json(recipes: list[Recipe], decision: Decision) -> None:
-    found = {"rule": "optimization", "assumption": ASSUMPTION} | asdict(decision)
-    for recipe in recipes:
-        result = recipe.result
-        found[recipe.name] = {
-            "steps": recipe.runs[0].num_steps,
-            "step": result.step,  # that counts
-            "n": result.n,
-            "mean": result.mean,
-            "std": result.std,
-            "losses": {
-                f"{run.path}{run.number}": loss for run, loss in zip(recipe.runs, result.losses)
-            },
-            "results": [
-                {"step": r.step, "mean": r.mean, "score": r.score, "accepted": r.accepted}
-                for r in recipe.results
-            ],
-        }
-    print(as_json(found).decode())
-
-
-def apply_rule(logs: list[Path], against: list[Path], as_json: bool, metric: str) -> int:
+def apply_rule(logs: list[Path], against: list[Path], metric: str) -> int:
     """Applies the rule to logs, or folders of logs, and prints what it says.
 
     Returns the exit status: 0 accepted, 1 not. Raises UserError if the logs can't be used.
@@ -222,6 +196,5 @@ def apply_rule(logs: list[Path], against: list[Path], as_json: bool, metric: str
         recipes.append(read_recipe("old", against, metric))
         check_sides([recipe.runs for recipe in recipes], ALLOWED)
         decision = judge_pair(*[recipe.result for recipe in recipes])
-    show = print_json if as_json else print_decision
-    show(recipes, decision)
+    print_decision(recipes, decision)
     return 0 if decision.accepted else 1

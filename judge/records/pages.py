@@ -36,7 +36,6 @@ class Record:
     name: str
     what: str  # what changed, in Markdown
     target: float  # loss, in nats per token
-    same_ml: bool  # only the speed changed, so the p-value is waived
     against: str  # folder name of the record that it beat; "" for the first one on its hardware
 
     @property
@@ -100,20 +99,16 @@ INTRODUCTION = """\
 | `./run.sh verify LOG...` | checks whether runs make a valid record, and prints their statistics |
 | `./run.sh replay LOG` | extracts the source of a run from its log |
 | `./run.sh plot LOG... -o curves.png` | draws loss curves |
-| `./run.sh submit --track TRACK --name NAME LOG...` | files a record and updates this page |
+| `./run.sh submit --track mini --name NAME LOG...` | files a record and updates this page |
 
-[tools/README.md](../tools/README.md#rules-of-a-record) lists the rules.
+[docs/rules.md](../docs/rules.md) has the rules.
 
 | page | what it is about |
 | --- | --- |
-| [mini/IDEAS.md](mini/IDEAS.md) | what the ideas of the NanoGPT speedrun are worth on `mini` |
-| [mini/screens/](mini/screens/README.md) | screens: many settings or ideas of `mini`, measured together |
-| [mini/TRANSFER.md](mini/TRANSFER.md) | 16 ideas on `mini` and at the official width |
-| [mini/NOTES.md](mini/NOTES.md) | what is known about `mini`, and what to try next |
+| [docs/log.md](../docs/log.md) | what was measured on `mini` and on GPUs |
 | [OPTIMIZATION.md](OPTIMIZATION.md) | what the logs of modded-nanogpt's optimization track say |
-| [HARDWARE.md](HARDWARE.md) | which hardware the code runs on |
-| [fineweb/HOPPER.md](fineweb/HOPPER.md) | what we measured on an H200 and an H100, and checked without a GPU |
-| [baseline/](baseline/) | logs of the [GPT-2 recipe](../recipes/README.md) at the size of `mini` |
+| [fineweb/h100_report.md](fineweb/h100_report.md) | a report of `./run.sh gpu-report` on an H100 |
+| [baseline/](baseline/) | three logs of the [GPT-2 recipe](../docs/recipes.md) at the size of `mini` |
 """
 
 NO_FINEWEB = """
@@ -145,16 +140,13 @@ def commands_to_repeat(record: Record, prior: Record | None) -> str:
         return f"{verify}\n{replay}"
     before = f"records/{record.track}/{prior.folder.name}"
     verify += f" --against {f'{folder}/{BEFORE}' if record.before else before}"
-    if record.same_ml:
-        verify += " --same-ml"
-    diff = f"./run.sh replay {before}/{prior.logs[0].path.name} --diff {log}"
-    return f"{verify}\n{replay}\n{diff}"
+    return f"{verify}\n{replay}\ndiff {before}/{prior.logs[0].path.name} {log} | less"
 
 
 def record_readme(record: Record, prior: Record | None) -> str:
     """The README of a record's folder."""
     prior_logs = record.before or (prior.logs if prior else [])
-    verdict = judge_runs(record.logs, record.target, prior_logs, record.same_ml)
+    verdict = judge_runs(record.logs, record.target, prior_logs)
     results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
     results = results.replace("- prior:", "- previous record:")
     cells, machines = table_rows(record.logs)
@@ -191,7 +183,7 @@ The target loss is {record.target:g}.
 ```
 
 `replay -o` extracts the sources of the run from its log, and prints the command that runs
-them. `replay --diff` shows how two runs differ. The log also has all hyperparameters.
+them. `diff` shows how two logs differ: first their sources, then their hyperparameters.
 """
 
 
@@ -209,7 +201,7 @@ def leaderboard(track: str, records: list[Record]) -> str:
             "record": f"[{record.name}]({track}/{record.folder.name}/)",
             "date": record.date,
             "val_loss": f"{summary.loss_mean:.4f}",
-            "p": "waived" if record.same_ml else p_text(summary.p_value),
+            "p": p_text(summary.p_value),
             "runs": str(summary.n),
             "steps": str(record.logs[0].num_steps),
             "hardware": record.hardware,

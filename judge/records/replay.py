@@ -3,12 +3,12 @@ Gets the sources of a run out of its log, byte for byte. It runs none of them.
 
     ./run.sh replay LOG                    prints the script
     ./run.sh replay LOG -o FOLDER          writes all sources into a new folder
-    ./run.sh replay LOG --diff OTHER_LOG   how sources and settings of OTHER_LOG differ from LOG's
+
+To see how sources and settings differ from those of another run, diff both logs.
 
 Exit status: 0 written, 2 bad input.
 """
 
-import difflib
 import re
 import shlex
 import sys
@@ -17,7 +17,7 @@ from pathlib import Path
 from judge.lines import plain
 from judge.logs import Log, make_log, read_log_file, split_sources
 from lib.commands import UserError, command_parser, run_command
-from lib.files import new_folder, write_file
+from lib.files import new_folder
 
 NO_OPTIONS = ("world_size", "model", "save_checkpoint")  # settings that can't be given
 
@@ -29,27 +29,6 @@ def read_log(path: Path) -> Log:
         raise UserError(f"{path}: no source in this log; it should come first, above a line of = signs")
     header = plain(rest.decode("utf-8", "replace")).partition("\nstep:")[0]
     return make_log(path, sources, header, "", [], "")
-
-
-def texts(log: Log) -> dict[str, list[str]]:
-    """The lines of the sources, and of the settings but for the seed."""
-    lines = {name: text.decode("utf-8", "replace").split("\n") for name, text in log.sources}
-    settings = log.hyperparameters.items()
-    lines["hyperparameters"] = [f"{name}: {value}" for name, value in settings if name != "seed"]
-    return lines
-
-
-def print_diff(old: Log, new: Log) -> None:
-    """Prints a unified diff of the sources and the settings."""
-    before = texts(old)
-    after = texts(new)
-    for name in {**before, **after}:
-        titles = [f"{log.path.name}: {name}" for log in (old, new)]
-        lines = (before.get(name, []), after.get(name, []))
-        for line in difflib.unified_diff(*lines, *titles, lineterm=""):
-            print(line)
-    if before == after:
-        print("the sources and the settings are the same", file=sys.stderr)
 
 
 def write_sources(log: Log, folder: Path) -> None:
@@ -64,7 +43,7 @@ def write_sources(log: Log, folder: Path) -> None:
     with new_folder(folder) as made:
         for name, text in log.sources:
             (made / name).parent.mkdir(parents=True, exist_ok=True)
-            write_file(made / name, text)
+            (made / name).write_bytes(text)
 
 
 def processes_of(log: Log) -> int:
@@ -99,18 +78,13 @@ def command_to_run(log: Log, folder: Path) -> str:
 def main(argv: list[str]) -> int:
     parser = command_parser("replay", __doc__)
     parser.add_argument("log", type=Path, metavar="LOG")
-    options = parser.add_mutually_exclusive_group()
     into = "write all sources into this folder, which is new"
-    options.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=into)
-    differ = "show how the sources and settings of OTHER_LOG differ from those of LOG"
-    options.add_argument("--diff", type=Path, metavar="OTHER_LOG", help=differ)
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=into)
     args = parser.parse_args(argv)
     log = read_log(args.log)
     if args.output:
         write_sources(log, args.output)
         print(f"To run it, in the folder that contains data/: {command_to_run(log, args.output)}")
-    elif args.diff:
-        print_diff(log, read_log(args.diff))
     else:
         if len(log.sources) > 1:
             print("this is only the script; -o FOLDER also writes its other sources", file=sys.stderr)

@@ -3,17 +3,15 @@ The rules of a record, as far as they show in logs.
 """
 
 import itertools
-import math
 import statistics
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from scipy import stats
-
-from judge.comparable import check_between, check_repeats, difference, differences, val_tokens
+from judge.comparable import check_between, check_repeats, difference, val_tokens
 from judge.logs import Log
 from judge.records.compiler_rule import compiler_settings
 from judge.stats import P_VALUE, p_if_looked
-from judge.summary import Summary, p_below, summarize
+from judge.summary import Summary, summarize
 from judge.turns import p_faster, turns
 
 FINEWEB_VAL_TOKENS = 10_485_760
@@ -41,10 +39,6 @@ SMALLEST = {
 }
 # On a CPU: the flags that train_gpt.py sets, and those of PyTorch
 COMPILER_FLAGS = {"-march=native -mtune=icelake-server", "-march=native"}
-# With --same-ml, these may differ, too: they change the speed, and losses at most by rounding
-SPEED_ONLY = {"val_loss_every", "warmup_steps", "sequences_per_pass", "world_size"}
-# What to do if a prior record can't prove the losses
-TEST_LOSSES = "make enough runs to test your own losses, and drop --same-ml"
 
 
 @dataclass
@@ -53,7 +47,6 @@ class TimeSaved:
 
     prior: Summary
     saved: float  # mean of the other record - mean of ours
-    saved_fraction: float
     pairs: int  # of runs that took turns; 0 if they didn't, so that the times can't be compared
     p_value: float | None  # of ours being faster; None if no test is possible
 
@@ -64,9 +57,7 @@ class Verdict:
 
     metric: str
     target: float  # nats per token
-    same_ml: bool  # only the speed changed, so the losses need no test
     summary: Summary
-    target_assumed: bool = False  # neither the logs nor the command name a target
     p_if_looked: float | None = None  # of the losses, if somebody looked after each run
     comparison: TimeSaved | None = None
     reasons: list[str] = field(default_factory=list)  # why it isn't valid; [] if it is
@@ -74,20 +65,6 @@ class Verdict:
 
 # -----------------------------------------------------------------------------
 # Statistics
-
-
-def p_in_words(p: float | None) -> str:
-    return "too few runs for a p-value" if p is None else f"p = {p:.2g}"
-
-
-def p_above(losses: list[float], prior: list[float]) -> float:
-    """One-sided t-test of mean(losses) > mean(prior), with the standard deviation of `prior`.
-
-    This also works for a single loss. `prior` needs at least two different losses.
-    """
-    difference = statistics.fmean(losses) - statistics.fmean(prior)
-    standard_error = statistics.stdev(prior) * math.sqrt(1 / len(losses) + 1 / len(prior))
-    return float(stats.t.sf(difference / standard_error, len(prior) - 1))
 
 
 def final_losses(logs: list[Log]) -> list[float]:
@@ -106,15 +83,11 @@ def compare_times(logs: list[Log], prior: list[Log], target: float) -> TimeSaved
     before = summarize(final_losses(prior), final_times(prior), target)
     saved = before.time_mean - statistics.fmean(ours)
     pairs = turns([log for log in logs if log.final], [log for log in prior if log.final])
-    return TimeSaved(before, saved, saved / before.time_mean, len(pairs), p_faster(pairs))
+    return TimeSaved(before, saved, len(pairs), p_faster(pairs))
 
 
 # -----------------------------------------------------------------------------
 # Rules for a run. Each function returns what is wrong with it, or "".
-
-
-def is_incomplete(log: Log) -> str:
-    return log.incomplete
 
 
 def not_compiled(log: Log) -> str:
@@ -205,7 +178,7 @@ def check_sources(logs: list[Log]):
         first, other, *_ = first_log.values()
         yield (
             f"the logs have {len(first_log)} different sources, but a record needs one; to see the "
-            f"difference: ./run.sh replay {first.path} --diff {other.path}"
+            f"difference: diff {first.path} {other.path}"
         )
     for name, source in dict.fromkeys(itertools.chain(*first_log)):  # each once, in order
         for what in compiler_settings(source):
@@ -226,7 +199,7 @@ def check_seeds(logs: list[Log]):
 def broken_rules(logs: list[Log]) -> list[str]:
     """The rules that the logs break, one line each."""
     return [
-        *per_run(logs, is_incomplete),
+        *per_run(logs, attrgetter("incomplete")),
         *per_run(logs, not_compiled),
         *check_sources(logs),
         *check_seeds(logs),
@@ -242,10 +215,7 @@ def broken_rules(logs: list[Log]) -> list[str]:
 def judge_losses(summary: Summary, target: float):
     """Do the losses show that the target is met?"""
     if summary.n == 1:
-        yield (
-            "one complete run is not enough for a p-value; "
-            "make more, or use --same-ml if only the speed changed"
-        )
+        yield "one complete run is not enough for a p-value; make more"
     elif summary.loss_std == 0:
         yield "all runs end at the same loss, so there is no p-value; make more runs"
     elif summary.n and not summary.p_value < P_VALUE:
@@ -253,13 +223,10 @@ def judge_losses(summary: Summary, target: float):
         yield f"the mean loss is not shown to be below {target:g}: {found}"
 
 
-def judge_prior(logs: list[Log], prior: list[Log], same_ml: bool):
-    """Can the runs be compared with the prior record?
-
-    With --same-ml, the prior record must obey all rules, because it is the proof.
-    """
+def judge_prior(logs: list[Log], prior: list[Log]):
+    """Can the runs be compared with the prior record?"""
     yield from check_between([prior, logs])
-    for fault in broken_rules(prior) if same_ml else per_run(prior, is_incomplete):
+    for fault in per_run(prior, attrgetter("incomplete")):
         yield f"prior record: {fault}"
 
 
@@ -277,69 +244,26 @@ def judge_times(comparison: TimeSaved, track: str):
     elif not comparison.saved > 0:
         yield f"not faster than the prior record: {-comparison.saved:.3f} s slower"
     elif p is None or not p < P_VALUE:
-        yield f"not shown to be faster than the prior record: {p_in_words(p)}"
+        found = "too few runs for a p-value" if p is None else f"p = {p:.2g}"
+        yield f"not shown to be faster than the prior record: {found}"
 
 
-def check_same_training(logs: list[Log], prior: list[Log]):
-    """Is the training that of the prior record?
-
-    All runs of a record have the same settings, so the first log speaks for all. The prior record
-    may have more hyperparameters than ours: later versions of a script drop some.
-    """
-    found = differences(prior[0], logs[0])
-    known = [name for name in logs[0].hyperparameters if prior[0].hyperparameters]
-    names = [name for name in ("steps", *known) if name in found and name not in SPEED_ONLY]
-    if names:
-        texts = [f"{name} {found[name][1]}, not {found[name][0]}" for name in names]
-        yield f"other training than the prior record's: {'; '.join(texts)}; {TEST_LOSSES}"
-
-
-def judge_same_ml(logs: list[Log], prior: list[Log], target: float):
-    """Does the prior record prove the losses of our runs?"""
-    yield from check_same_training(logs, prior)
-    losses = final_losses(logs)
-    prior_losses = final_losses(prior)
-    p = p_below(prior_losses, target)
-    if p is None or not p < P_VALUE:
-        yield (
-            f"the prior record doesn't show that the target {target:g} is met: {p_in_words(p)}; {TEST_LOSSES}"
-        )
-    if losses and p is not None:
-        p_higher = p_above(losses, prior_losses)
-        if p_higher < P_VALUE:
-            yield (
-                "the losses are above the prior record's, so the training isn't the same: mean "
-                f"{statistics.fmean(losses):.4f} instead of {statistics.fmean(prior_losses):.4f}, "
-                f"p = {p_higher:.2g}; {TEST_LOSSES}"
-            )
-
-
-def judge_runs(
-    logs: list[Log],
-    target: float | None = None,
-    prior: list[Log] = (),
-    same_ml: bool = False,
-) -> Verdict:
+def judge_runs(logs: list[Log], target: float | None = None, prior: list[Log] = ()) -> Verdict:
     """Judges one log or more. `prior` has the logs of the record to beat.
 
     Without a target, that of the logs counts.
     """
     reasons = broken_rules(logs)  # one of them: all runs have the same target
-    assumed = False
     if target is None:
         target = logs[0].target
-        assumed = "target_val_loss" not in logs[0].hyperparameters
     summary = summarize(final_losses(logs), final_times(logs), target)
     looked = p_if_looked(final_losses(logs), target)
-    verdict = Verdict(logs[0].metric, target, same_ml, summary, assumed, looked, reasons=reasons)
-    if not same_ml:
-        reasons += judge_losses(summary, target)
+    verdict = Verdict(logs[0].metric, target, summary, looked, reasons=reasons)
+    reasons += judge_losses(summary, target)
     if prior:
-        reasons += judge_prior(logs, prior, same_ml)
+        reasons += judge_prior(logs, prior)
         same_hardware = {log.hardware for log in logs} == {log.hardware for log in prior}
         if same_hardware and final_times(logs) and final_times(prior):
             verdict.comparison = compare_times(logs, prior, target)
             reasons += judge_times(verdict.comparison, logs[0].track)
-        if same_ml:
-            reasons += judge_same_ml(logs, prior, target)
     return verdict

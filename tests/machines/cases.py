@@ -1,5 +1,12 @@
-"""The machines. Each function imitates one in an empty folder and runs ./run.sh there. It returns what
-happened, raises AssertionError if that is wrong, or SkipTest where this machine can't be imitated."""
+"""
+Imitations of other people's machines: each test makes one in an empty folder, runs the real ./run.sh there,
+and skips itself where this machine can't be imitated.
+
+    ./run.sh test machines              all: ten minutes on two cores; it downloads packages, too
+    ./run.sh test machines -k network   those with this word in their name
+
+The suite doesn't run this file, because its name doesn't begin with test_.
+"""
 
 import os
 import re
@@ -7,29 +14,97 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
-from unittest import SkipTest
 
-from tests.machines.table import (
-    finish,
-    need,
-    one_line,
-    run,
-    start,
-    stopped,
-    trained,
-    wait_for,
-)
-from tests.util import ROOT, tiny_run
+import pytest
+
 from lib.environment import DROPPED
+from tests.util import ROOT, tiny_run
 
-
+# A user's shell doesn't have these variables, and finds a Python that is in no environment
+UNWANTED = (
+    "VIRTUAL_ENV CONDA_PREFIX PYTHONPATH CUDA_VISIBLE_DEVICES TORCH_COMPILE_DISABLE OMP_NUM_THREADS"
+).split()
+PATH = f"{sys.base_prefix}/bin:{os.environ['PATH']}"
 OUR_PATH = f"{sys.prefix}/bin:{os.environ['PATH']}"
 
 
-def copy_repository(folder):
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path, monkeypatch):
+    """Deleted afterwards, because it may hold all packages."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    shutil.rmtree(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Commands
+def start(command, **variables):
+    """Starts a command as the leader of a process group, as a shell does. None removes a variable."""
+    environment = os.environ | dict.fromkeys(UNWANTED) | dict(PATH=PATH) | variables
+    return subprocess.Popen(
+        [str(word) for word in command],
+        env={name: str(value) for name, value in environment.items() if value is not None},
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    """Returns the exit status, and all that the command wrote."""
+    try:
+        output, _ = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output
+
+
+def run(command, **variables):
+    return finish(start(command, **variables))
+
+
+def wait_for(pattern, process):
+    """Waits until there is such a file."""
+    while process.poll() is None and not list(Path().glob(pattern)):
+        time.sleep(0.01)
+
+
+def need(*command):
+    """Skips the test unless a command works here."""
+    if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(f"{' '.join(command)} doesn't work here")
+
+
+# --------------------------------------------------------------------------------------------------
+# Outcomes. done: (exit status, output)
+def check_trained(done, *words):
+    """The command must have trained: status 0, a last validation loss below the first, and these words."""
+    status, output = done
+    losses = [float(loss) for loss in re.findall(r"^step:\d+/\d+ val_loss:(\S+)", output, re.M)]
+    assert status == 0 and "Traceback" not in output, output
+    assert len(losses) > 1 and losses[-1] < losses[0], output
+    for word in words:
+        assert word in output
+
+
+def check_error(done, words):
+    """The command must have ended with status 2 and one error line with these words."""
+    status, output = done
+    (line,) = re.findall(r"^(?:run\.sh: )?error: .*$", output, re.M)
+    assert status == 2 and "Traceback" not in output, output
+    assert words in line
+
+
+def copy_repository(name="clone"):
     """Copies the files that a fresh clone has, with changes that are not committed yet."""
+    folder = Path(name).absolute()
     git = ["git", "-C", str(ROOT)]
     need(*git, "status")
     names = subprocess.check_output([*git, "ls-files", "-coz", "--exclude-standard"], text=True)
@@ -40,21 +115,23 @@ def copy_repository(folder):
     return folder
 
 
-def training(folder, checkout=ROOT):
+def training(checkout=ROOT):
     """A command that trains a model of one layer."""
     settings = dict(num_layers=1, long_window_layers=0, num_value_embeds=0)
-    return [checkout / "run.sh", *tiny_run(folder, "--device=cpu", "--log_dir=logs", **settings)]
+    return [checkout / "run.sh", *tiny_run(Path(), "--device=cpu", "--log_dir=logs", **settings)]
 
 
-def start_training(folder, *prefix, **variables):
+def start_training(*prefix, **variables):
     """Starts a training with this Python's packages, with no compiled code yet. `prefix` is a command
     that starts it."""
-    usual = dict(VIRTUAL_ENV=sys.prefix, PATH=OUR_PATH, TORCHINDUCTOR_CACHE_DIR=folder / "cache")
-    return start([*prefix, *training(folder)], folder, **usual | variables)
+    usual = dict(
+        VIRTUAL_ENV=sys.prefix, PATH=OUR_PATH, TORCHINDUCTOR_CACHE_DIR=Path("cache").absolute()
+    )
+    return start([*prefix, *training()], **usual | variables)
 
 
-def train(folder, *prefix, **variables):
-    return finish(start_training(folder, *prefix, **variables))
+def train(*prefix, **variables):
+    return finish(start_training(*prefix, **variables))
 
 
 def unshare(command, *options):
@@ -66,23 +143,24 @@ def unshare(command, *options):
 
 # --------------------------------------------------------------------------------------------------
 # Installations
-def fresh_clone(folder):
-    command = training(folder, copy_repository(folder / "clone"))
-    first = start(command, folder, TORCH_COMPILE_DISABLE=1)
-    wait_for(folder, "clone/.venv/ours", first)
-    second = run(command, folder, TORCH_COMPILE_DISABLE=1)
-    trained(finish(first))
-    return trained(second, "waiting for another ./run.sh")
+def test_fresh_clone_and_two_at_once():
+    command = training(copy_repository())
+    first = start(command, TORCH_COMPILE_DISABLE=1)
+    wait_for("clone/.venv/ours", first)
+    second = run(command, TORCH_COMPILE_DISABLE=1)
+    check_trained(finish(first))
+    check_trained(second, "waiting for another ./run.sh")
 
 
 REPLAY = ["clone/run.sh", "replay", "--help"]  # a command that installs packages, but imports none
 PARTS = 3000
 
 
-def stub_packages(folder):
+def stub_packages():
     """Writes wheels without code. Returns variables with which pip installs those."""
-    copy_repository(folder / "clone")
-    (folder / "wheels").mkdir()
+    copy_repository()
+    wheels = Path("wheels").absolute()
+    wheels.mkdir()
     for file in ("requirements.txt", "judge/requirements.txt"):
         for line in (ROOT / file).read_text().splitlines():
             name, version = line.split("#")[0].strip().split("==")
@@ -92,82 +170,74 @@ def stub_packages(folder):
             files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
             files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
             files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in files)
-            with zipfile.ZipFile(folder / f"wheels/{name}-{version}-py3-none-any.whl", "w") as wheel:
+            with zipfile.ZipFile(wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
                 for path, text in files.items():
                     wheel.writestr(path, text)
-    return dict(PIP_NO_INDEX=1, PIP_FIND_LINKS=folder / "wheels", PIP_CONFIG_FILE=os.devnull)
+    return dict(PIP_NO_INDEX=1, PIP_FIND_LINKS=wheels, PIP_CONFIG_FILE=os.devnull)
 
 
-def killed(folder):
+def test_kill_9_during_the_installation():
     """While PyTorch is installed. The same command then repairs .venv."""
-    variables = stub_packages(folder)
-    process = start(REPLAY, folder, **variables)
-    wait_for(folder, "clone/.venv/lib/python*/site-packages/torch/part_1*.py", process)
+    variables = stub_packages()
+    process = start(REPLAY, **variables)
+    wait_for("clone/.venv/lib/python*/site-packages/torch/part_1*.py", process)
     os.killpg(process.pid, signal.SIGKILL)
     finish(process)
-    done = run(REPLAY, folder, **variables)
-    assert done.code == 0 and "making the virtual environment" in done.output, done.last_line
-    assert len(list(folder.glob("clone/.venv/lib/*/site-packages/torch/part_*"))) == PARTS
-    return "repaired"
+    status, output = run(REPLAY, **variables)
+    assert status == 0 and "making the virtual environment" in output, output
+    assert len(list(Path().glob("clone/.venv/lib/*/site-packages/torch/part_*"))) == PARTS
 
 
-def no_network(folder):
-    copy_repository(folder / "clone")
+def test_no_network():
+    copy_repository()
     settings = dict(PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS=None, PIP_RETRIES=0)
-    done = run([*unshare("true", "--net"), *REPLAY], folder, **settings)
-    return one_line(done, "can't reach the package index")
+    done = run([*unshare("true", "--net"), *REPLAY], **settings)
+    check_error(done, "can't install the packages; pip's output is above")
+    assert "NewConnectionError" in done[1]
 
 
-def read_only(folder):
-    copy_repository(folder / "clone")
+def test_read_only_disk():
+    copy_repository()
     prefix = unshare("mount --bind clone clone && mount -o remount,bind,ro clone")
-    return one_line(run([*prefix, *REPLAY], folder), "Read-only file system")
+    check_error(run([*prefix, *REPLAY]), "Read-only file system")
 
 
-def pip_settings(folder):
+def test_pip_settings_that_put_packages_elsewhere():
     """Variables that put packages elsewhere are ignored. A file that does so is noticed."""
-    variables = stub_packages(folder)
-    elsewhere = dict(PIP_TARGET=folder / "x", PIP_PREFIX=folder / "y", PIP_USER=1)
-    done = run(REPLAY, folder, **variables, **elsewhere)
-    assert done.code == 0 and "ignored: PIP_PREFIX, PIP_TARGET, PIP_USER" in done.output, done.last_line
-    shutil.rmtree(folder / "clone" / ".venv")
-    (folder / "pip.conf").write_text(f"[install]\ntarget = {folder}/x\n")
-    done = run(REPLAY, folder, **variables | dict(PIP_CONFIG_FILE=folder / "pip.conf"))
-    return one_line(done, "pip has installed the packages elsewhere")
-
-
-def colon(folder):
-    """Python would split it into two folders of modules."""
-    copy_repository(folder / "p:2")
-    return one_line(run([folder / "p:2/run.sh", "replay", "--help"], folder), "has a colon in its path")
+    variables = stub_packages()
+    status, output = run(REPLAY, **variables, PIP_TARGET="x", PIP_PREFIX="y", PIP_USER=1)
+    assert status == 0 and "ignored: PIP_PREFIX, PIP_TARGET, PIP_USER" in output, output
+    shutil.rmtree("clone/.venv")
+    Path("pip.conf").write_text(f"[install]\ntarget = {os.getcwd()}/x\n")
+    done = run(REPLAY, **variables | dict(PIP_CONFIG_FILE=Path("pip.conf").absolute()))
+    check_error(done, "pip has installed the packages elsewhere")
 
 
 # --------------------------------------------------------------------------------------------------
 # The environment
-def nobody(folder):
+def test_user_without_name_and_home():
     prefix = ["unshare", "--user", "--map-user=4321", "--map-group=4321"]
     need(*prefix, "true")
-    return trained(train(folder, *prefix, HOME=None, USER=None, LOGNAME=None, TORCH_COMPILE_DISABLE=1))
+    check_trained(train(*prefix, HOME=None, USER=None, LOGNAME=None, TORCH_COMPILE_DISABLE=1))
 
 
 # --------------------------------------------------------------------------------------------------
 # Git
-def converted_lines(folder):
+def test_git_converts_line_ends():
     """Git writes Windows line ends, but not here."""
     need("git", "-C", str(ROOT), "status")
     git = ["git", "-c", "core.autocrlf=true", "clone", ROOT, "clone"]
-    assert run(git, folder).code == 0
-    listed = run(["git", "ls-files", "--eol"], folder / "clone").output
+    subprocess.run(git, check=True)
+    listed = subprocess.check_output(["git", "ls-files", "--eol"], cwd="clone", text=True)
     assert "i/lf " in listed and not re.search("i/lf +w/crlf", listed)
-    return "the same bytes"
 
 
 # --------------------------------------------------------------------------------------------------
 # Compilers
-def compiler(folder, text):
+def compiler(text):
     """Writes a shell script that takes the compiler's place."""
     need("g++", "--version")
-    script = folder / "g++"
+    script = Path("g++").absolute()
     script.write_text(f"#!/bin/sh\n{text}\n")
     script.chmod(0o755)
     return script
@@ -183,87 +253,75 @@ file.touch()
 """
 
 
-def skip_comparison(cache, folder, *prefix, **variables):
+def skip_comparison(*prefix, **variables):
     """Writes the file that a successful comparison of compiled code leaves. The comparison takes minutes."""
-    variables |= dict(TORCHINDUCTOR_CACHE_DIR=cache, CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT)
-    done = run([*prefix, sys.executable, "-c", SKIP], folder, **variables)
-    assert done.code == 0, done.last_line
+    variables |= dict(TORCHINDUCTOR_CACHE_DIR="cache", CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT)
+    status, output = run([*prefix, sys.executable, "-c", SKIP], **variables)
+    assert status == 0, output
 
 
-def old_cpu(folder):
+def test_cpu_unknown_to_the_compiler():
     """PyTorch sees neither AVX512 nor AMX, and g++ doesn't know the CPU."""
     info = Path("/proc/cpuinfo").read_text()
-    (folder / "cpuinfo").write_text(re.sub(r" (avx512|amx)\w*", "", info))
+    Path("cpuinfo").write_text(re.sub(r" (avx512|amx)\w*", "", info))
     prefix = unshare("mount --bind cpuinfo /proc/cpuinfo")
-    cxx = compiler(folder, 'exec g++ -mtune=generic "$@"')
-    skip_comparison(folder / "cache", folder, *prefix, CXX=cxx)
-    return trained(train(folder, *prefix, CXX=cxx, ATEN_CPU_CAPABILITY="avx2"), COMPILED)
+    cxx = compiler('exec g++ -mtune=generic "$@"')
+    skip_comparison(*prefix, CXX=cxx)
+    check_trained(train(*prefix, CXX=cxx, ATEN_CPU_CAPABILITY="avx2"), COMPILED)
 
 
-def wrong_code(folder):
+def test_compiler_makes_wrong_code():
     """The compiler changes a constant: it caps logits at 15 instead of 30."""
     change = 'for file; do case "$file" in *.cpp) sed -i "s/(30[.]0)/(15.0)/g" "$file";; esac; done'
-    cxx = compiler(folder, f'{change}\nexec g++ "$@"')
-    return trained(train(folder, CXX=cxx), "is wrong", "GCC 14", UNCOMPILED)
+    cxx = compiler(f'{change}\nexec g++ "$@"')
+    check_trained(train(CXX=cxx), "is wrong", "GCC 14", UNCOMPILED)
 
 
-def no_compiler(folder):
-    done = train(folder, CXX="no-such-compiler")
-    return trained(done, "apt install g++", "No working C++ compiler", UNCOMPILED)
+def test_no_compiler():
+    done = train(CXX="no-such-compiler")
+    check_trained(done, "apt install g++", "No working C++ compiler", UNCOMPILED)
 
 
-def stopped_while_compiling(folder):
-    process = start_training(folder)
-    wait_for(folder, "cache/**/*.cpp", process)
+def test_ctrl_c_while_compiling():
+    process = start_training()
+    wait_for("cache/**/*.cpp", process)
     os.killpg(process.pid, signal.SIGINT)
-    return stopped(finish(process), signal.SIGINT)
+    status, output = finish(process)
+    assert status == 128 + signal.SIGINT
+    *before, last = output.splitlines()
+    assert all(line.startswith("run.sh: ") for line in before), output
+    assert last.startswith("run.sh: stopped by SIGINT"), output
 
 
-def special_path(folder):
+def test_path_with_space_and_apostrophe():
     """PyTorch and the repository lie in a path that a shell would split. .venv has hard links to the
     files of this Python's environment."""
     if sys.prefix == sys.base_prefix:
-        raise SkipTest("this Python is in no virtual environment")
-    checkout = copy_repository(folder / "the machine's own folder")
+        pytest.skip("this Python is in no virtual environment")
+    checkout = copy_repository("the machine's own folder")
     environment = checkout / ".venv"
     shutil.copytree(os.path.realpath(sys.prefix), environment, symlinks=True, copy_function=os.link)
     (environment / "ours").touch()
     (environment / "ready").touch()
-    skip_comparison(folder / "cache", folder)
-    variables = dict(TORCHINDUCTOR_CACHE_DIR=folder / "cache", XDG_CACHE_HOME=folder / "home")
-    done = run(training(folder, checkout), folder, **variables)
-    assert list(folder.glob("cache/**/*.so")), "compiled nothing"
-    return trained(done, COMPILED)
+    skip_comparison()
+    folders = dict(
+        TORCHINDUCTOR_CACHE_DIR=Path("cache").absolute(), XDG_CACHE_HOME=Path("home").absolute()
+    )
+    done = run(training(checkout), **folders)
+    assert list(Path().glob("cache/**/*.so")), "compiled nothing"
+    check_trained(done, COMPILED)
 
 
 # --------------------------------------------------------------------------------------------------
 # Variables
-def strange_variables(folder):
+def test_c_locale_and_junk_in_variables():
     """All that is dropped is junk, and some of Python's and OpenMP's variables are worse."""
-    junk = folder / r"junk\1"
+    junk = Path(r"junk\1").absolute()
     junk.mkdir()
     (junk / "random.py").write_text("raise SystemExit('junk')\n")
     variables = dict.fromkeys([pattern.replace("*", "JUNK") for pattern in DROPPED], "junk")
     variables |= dict(PYTHONHOME=junk, PYTHONPATH=junk, PYTHONHASHSEED="abc", PYTHONSAFEPATH=1)
     variables |= dict(LC_ALL="C", LANG="C", PYTHONCOERCECLOCALE=0, PYTHONUTF8=0)
     variables |= dict(OMP_PROC_BIND="true", GOMP_CPU_AFFINITY=0, TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)
-    done = train(folder, TORCH_COMPILE_DISABLE=1, HOME=junk, **variables)
-    return trained(done, "GOMP_CPU_AFFINITY, GOMP_JUNK")
-
-
-CASES = {
-    "compiler makes wrong code": wrong_code,  # takes longest
-    "a CPU unknown to the compiler": old_cpu,
-    "no C++ compiler": no_compiler,
-    "Ctrl-C while compiling": stopped_while_compiling,
-    "a path with a space and an apostrophe": special_path,
-    "a fresh clone, two ./run.sh at once": fresh_clone,
-    "kill -9 during the installation": killed,
-    "no network": no_network,
-    "read-only disk": read_only,
-    "C locale, junk in variables": strange_variables,
-    "pip's settings put packages elsewhere": pip_settings,
-    "a colon in the path": colon,
-    "a user without a name and a home": nobody,
-    "git converts line ends": converted_lines,
-}
+    done = train(TORCH_COMPILE_DISABLE=1, HOME=junk, **variables)
+    check_trained(done, "GOMP_CPU_AFFINITY, GOMP_JUNK")

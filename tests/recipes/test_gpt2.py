@@ -23,7 +23,7 @@ import train_gpt
 from recipes import openai_gpt2
 from recipes import gpt2
 from train_gpt import GradientBuckets, InputError
-from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, succeeds
+from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, resuming, succeeds
 from tests.util import (
     ROOT,
     Job,
@@ -324,7 +324,7 @@ def test_a_killed_run_can_be_resumed(folder, whole):
     kill = partial(kill_in_call, 5, "recipes.gpt2", "train_step")
     assert start(folder, hook=kill).wait() == -signal.SIGKILL
     assert load(folder)["run"]["step"] == 2
-    succeeds(start(folder, "--resume=latest"))
+    succeeds(start(folder, resuming(folder)))
     assert val_losses(read_log(folder)) == val_losses(read_log(whole))
     assert_same_state(load(folder), load(whole))
 

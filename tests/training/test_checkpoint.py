@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import train_gpt
+from launch.checks import latest_checkpoint
 from tests.util import ROOT, Job, in_float32, read_log, tiny_run, val_losses
 
 # 12 steps, with validations and checkpoints after steps 0, 4, 8 and 12. NorMuon has the most state.
@@ -41,7 +42,8 @@ def kill_in_call(number, owner, name, hook=in_float32):
 # The third validation is that of step 8. The warm-up has one step.
 kill_in_step_6 = partial(kill_in_call, 8, "train_gpt", "train_step")
 kill_while_writing = partial(kill_in_call, 3, "pathlib.Path", "rename")
-kill_after_renaming = partial(kill_in_call, 3, "train_gpt.Run", "write_validation")
+# The eleventh line of the log: before it, those of eight steps and two validations
+kill_after_renaming = partial(kill_in_call, 11, "train_gpt.Run", "write")
 
 
 def full_disk(limit):
@@ -57,8 +59,8 @@ def start(folder, nproc=1, hook=in_float32, **changes):
 
 
 def resume(folder, nproc=1, hook=in_float32):
-    """Resumes the newest run. Its options come from the checkpoint."""
-    return Job(["--save_checkpoint", "--resume=latest"], folder, nproc, hook=hook)
+    """Resumes the run. Its options come from the checkpoint."""
+    return Job(["--save_checkpoint", resuming(folder)], folder, nproc, hook=hook)
 
 
 def succeeds(job):
@@ -69,6 +71,11 @@ def succeeds(job):
 def checkpoint_of(folder):
     (path,) = (folder / "logs").glob("*.pt")
     return path
+
+
+def resuming(folder):
+    """The option that resumes the run."""
+    return f"--resume={checkpoint_of(folder).relative_to(folder)}"
 
 
 def load(folder):
@@ -175,7 +182,6 @@ def test_full_disk_leaves_the_checkpoint_whole(whole, stopped):
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """And its name is, before training goes on."""
     calls = []
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda *paths: calls.append("rename") or rename(*paths))
@@ -183,7 +189,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append(Path(os.readlink(path(fd))).suffix))
     monkeypatch.chdir(tmp_path)
     assert train_gpt.main(tiny_run(tmp_path, "--save_checkpoint", num_iterations=2)) == 0
-    assert calls == [".tmp", "rename", ""] * 2
+    assert calls == [".tmp", "rename"] * 2
 
 
 def test_nothing_depends_on_assert():
@@ -194,7 +200,7 @@ def test_nothing_depends_on_assert():
 
 
 # --------------------------------------------------------------- which run is resumed
-def test_latest_is_the_newest_unfinished_run(whole, stopped, capsys):
+def test_latest_is_the_newest_unfinished_run(whole, stopped):
     """The newest file is that of a finished run, the oldest of another unfinished one."""
     name = checkpoint_of(stopped).name
     newest = (stopped / "logs").rename(stopped / "runs[1]") / name
@@ -208,28 +214,8 @@ def test_latest_is_the_newest_unfinished_run(whole, stopped, capsys):
     newest.with_suffix(".txt").write_text(  # only the result is missing; the source has such a line
         f"\ntarget 1.5: met\n{text}step:12/12 val_loss:1.5000 train_time:9ms step_avg:1ms\n"
     )
-    args, _ = train_gpt.parse_arguments(["--resume=latest", "--log_dir=runs[1]"])
-    train_gpt.load_checkpoint(args, train_gpt.SOURCE)
-    assert args.resume == newest.relative_to(stopped)
-    args, _ = train_gpt.parse_arguments(["--resume=latest", "--log_dir=other"])
-    assert train_gpt.load_checkpoint(args, train_gpt.SOURCE) is None  # and a new run begins
-    assert "there is no unfinished run in other" in capsys.readouterr().out
-
-
-def other_times():
-    """A hook: rank 1's clock makes the older file the newer one."""
-    if os.environ["RANK"] == "1":
-        getmtime = os.path.getmtime
-        os.path.getmtime = lambda path: -getmtime(path)
-
-
-def test_rank_0_chooses_the_run(stopped):
-    older = checkpoint_of(stopped)
-    for suffix in (".pt", ".txt"):
-        shutil.copy(older.with_suffix(suffix), older.with_name(f"newer{suffix}"))
-    os.utime(older, (1, 1))
-    job = succeeds(resume(stopped, 2, hook=other_times))
-    assert "log: logs/newer.txt" in job.out
+    assert latest_checkpoint("runs[1]") == newest.relative_to(stopped)
+    assert latest_checkpoint("other") is None
 
 
 # --------------------------------------------------------------- refused
@@ -252,14 +238,14 @@ def refused(argv, words, folder, capsys):
 
 def test_other_runs_are_refused(whole, stopped, monkeypatch, capsys):
     refused([f"--resume={checkpoint_of(whole)}"], "is finished", whole, capsys)
-    argv = ["--resume=latest", "--head_lr=0.1", "--muon_lr=0.125"]  # head_lr is the same
+    argv = [resuming(stopped), "--head_lr=0.1", "--muon_lr=0.125"]  # head_lr is the same
     refused(argv, "--muon_lr is 0.05", stopped, capsys)
-    refused(["--resume=latest", "--num_runs=2"], "--num_runs", stopped, capsys)
+    refused([resuming(stopped), "--num_runs=2"], "--num_runs", stopped, capsys)
     copy = shutil.copy(checkpoint_of(stopped), "copy.pt")
     Path("copy.txt").write_bytes(b"\xff\xfen\0o\0t\0e\0s\0")
     refused([f"--resume={copy}"], "copy.txt is in the way", stopped, capsys)
     monkeypatch.setattr(train_gpt, "SOURCE", train_gpt.SOURCE.replace("Muon", "Neon", 1))
-    refused(["--resume=latest"], "source", stopped, capsys)
+    refused([resuming(stopped)], "source", stopped, capsys)
 
 
 @pytest.mark.parametrize("name", ["train_000001", "val_000000"])
@@ -269,7 +255,7 @@ def test_other_shards_are_refused(name, stopped, capsys):
     data = bytearray(path.read_bytes())
     data[1024 + 2 * 300] ^= 1
     path.write_bytes(data)
-    refused(["--resume=latest"], "shards", stopped, capsys)
+    refused([resuming(stopped)], "shards", stopped, capsys)
 
 
 def test_two_at_once_are_refused(stopped, monkeypatch, capsys):
@@ -278,11 +264,11 @@ def test_two_at_once_are_refused(stopped, monkeypatch, capsys):
 
     def train_step(*args):
         monkeypatch.setattr(train_gpt, "train_step", plain)
-        refused(["--resume=latest"], "another process is writing logs/", stopped, capsys)
+        refused([resuming(stopped)], "another process is writing logs/", stopped, capsys)
         return plain(*args)
 
     monkeypatch.setattr(train_gpt, "train_step", train_step)
-    assert train_gpt.main(["--resume=latest"]) == 0
+    assert train_gpt.main([resuming(stopped)]) == 0
     assert train_gpt.train_step is plain
 
 

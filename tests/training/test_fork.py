@@ -94,10 +94,14 @@ def test_new_parameters(tmp_path):
 
 
 def test_settings(tmp_path):
-    """A new setting with an integer as its default, a third track that sets only what differs."""
+    """New settings, one with an integer as its default and one without a text; a third track that sets only
+    what differs."""
     log, checkpoint = trained(
         tmp_path,
-        ("    # the run\n", '    mlp_lr: float = setting(1, "a new one")\n    # the run\n'),
+        (
+            "    # the run\n",
+            '    mlp_lr: float = setting(1, "a new one")\n    plain: int = 3\n    # the run\n',
+        ),
         ('TRACKS = {"fineweb"', 'TRACKS = {"my": replace(MINI, track="my", muon_lr=0.02), "fineweb"'),
         ("lr=hp.scalar_lr)", "lr=hp.scalar_lr * hp.mlp_lr)"),
         options=["--track=my", "--mlp_lr", "0.5"],
@@ -130,6 +134,11 @@ REFUSED = {
         'return "matrix" if p.ndim >= 2',
         'return "mlp" if ".mlp." in name else "matrix" if p.ndim >= 2',
         "blocks.0.mlp.c_fc.weight: init_weights has no initial values for the kind mlp",
+    ),
+    "a setting of another type": (
+        "    # the run\n",
+        '    mlp_lr: float | None = setting(None, "a new one")\n    # the run\n',
+        "setting mlp_lr: no function in PARSERS reads a float | None",
     ),
     "a parameter in no optimizer": (MUON, "return [muon]", "smear_gate has no optimizer; it needs one"),
 }

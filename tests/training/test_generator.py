@@ -42,7 +42,7 @@ def test_slices_are_disjoint_and_cross_shards(tmp_path, world_size):
     pattern, tokens = shards(tmp_path, [110, 33, 32, 129])
     ranks = []
     for rank in range(world_size):
-        ranks.append(distributed_data_generator(pattern, batch, VOCAB, rank, world_size))
+        ranks.append(distributed_data_generator(pattern, batch, rank, world_size))
     want = list(expected(tokens, batch))
     assert len(want) == 3 + 1 + 0 + 4
     local = batch // world_size

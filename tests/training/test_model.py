@@ -21,7 +21,6 @@ TINY = replace(
     eot_token=256,
     num_layers=12,
     num_heads=2,
-    head_dim=32,
     model_dim=64,
     train_seq_len=512,
     val_seq_len=512,
@@ -66,14 +65,14 @@ def reference_attention(params, hp, i, x, ve, mask):
     """x: (S, dim). ve: the value embeddings of this layer, or None."""
     weights = params[f"blocks.{i}.attn.qkv_w"]  # (3, H * D, dim)
     lambdas = params[f"blocks.{i}.attn.value_lambdas"]
-    heads = (1, len(x), hp.num_heads, hp.head_dim)
+    heads = (1, len(x), hp.num_heads, hp.model_dim // hp.num_heads)
     q = (x @ weights[0].T).view(heads)
     k = (x @ weights[1].T).view(heads)
     v = lambdas[0] * (x @ weights[2].T).view(heads)
     if ve is not None:
         v = v + lambdas[1] * ve.view(heads)
-    q = rotate(rms_norm(q), hp.head_dim)
-    k = rotate(rms_norm(k), hp.head_dim)
+    q = rotate(rms_norm(q), q.size(-1))
+    k = rotate(rms_norm(k), k.size(-1))
     y = dense_attention(q, k, v, mask)
     if hp.xsa:
         dot = torch.einsum("bshd,bshd->bsh", y, v)

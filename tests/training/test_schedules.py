@@ -39,7 +39,7 @@ def test_defaults():
         val_seq_len=262144,
         eot_token=50256,
         attn_free_layers=(7,),
-        long_window_layers=(0, 4, 7, 11),
+        long_window_layers=(0, 4, 11),
         relu_slope=0.0,
         fp8=True,
         muon_beta2=0.0,

@@ -290,7 +290,7 @@ def first_verdicts(effect: float, goal: float | None, pairs: int) -> tuple[float
     ],
 )  # fmt: skip
 def test_mean_pairs(effect, goal, pairs):
-    """As many as in the table of tools/README.md, and about as many as the plan says."""
+    """As many as in the table of docs/compare.md, and about as many as the plan says."""
     mean, undecided = first_verdicts(effect, goal, int(6 * pairs))
     assert mean == pytest.approx(pairs, rel=0.1)
     assert undecided < 0.01

@@ -3,7 +3,6 @@ Tests of verify. They compare statistics with closed forms and with formulas.
 """
 
 import dataclasses
-import json
 import subprocess
 import sys
 
@@ -14,7 +13,7 @@ from scipy import stats
 
 import train_gpt
 from judge import comparable
-from judge.stats import log_e_values, p_if_looked
+from judge.stats import log_e_values
 from judge.records import rules
 from judge.records.compiler_rule import compiler_settings
 from tests.judge.records.makers import (
@@ -58,18 +57,13 @@ def test_p_value_and_interval(tmp_path, n):
 
 
 def test_p_if_looked(tmp_path):
-    """1 / the e-value of the definition, with the noise of one rounded loss: valid after any run."""
+    """1 / the e-value of the definition, with the noise of one rounded loss. test_stats.py shows that this is
+    valid after any run."""
     losses = [1.49, 1.4921, 1.4893, 1.4911]
     verdict = judged(make_runs(tmp_path / "runs", losses))
     log_e = log_e_values(1.5 - np.array(losses), 0.0001 / 2**0.5)[-1]
     assert verdict.p_if_looked == pytest.approx(np.exp(-log_e))
     assert verdict.summary.p_value < verdict.p_if_looked < 0.1
-    rng = np.random.default_rng(0)
-    small = 0
-    for _ in range(300):
-        luck = 1.5 + np.round(rng.normal(0, 0.003, 40), 4)
-        small += any(p_if_looked(luck[:n], 1.5) < 0.01 for n in range(2, 41))
-    assert small <= stats.binom.ppf(0.999, 300, 0.01)
 
 
 @pytest.mark.parametrize("n", [2, 13])
@@ -84,7 +78,6 @@ def test_times_of_runs_that_took_turns(tmp_path, n):
         stats.ttest_rel(np.log(ours), np.log(prior), alternative="less").pvalue
     )
     assert c.saved == pytest.approx((prior.mean() - ours.mean()) / 1000)
-    assert c.saved_fraction == pytest.approx(1 - ours.mean() / prior.mean())
     assert c.pairs == n
 
 
@@ -108,13 +101,6 @@ def test_other_sessions_are_not_compared(tmp_path, minutes):
     assert done.stdout.endswith(b"\n  ./run.sh submit --track tiny --name NAME --make\n")
 
 
-def test_p_above_by_hand():
-    # The prior has two degrees of freedom, mean 2 and standard deviation 1
-    prior = [1, 2, 3]
-    for losses, t in [([4], 2 / (1 + 1 / 3) ** 0.5), ([2, 5], 1.5 / (1 / 2 + 1 / 3) ** 0.5)]:
-        assert rules.p_above(losses, prior) == pytest.approx(1 - stats.t.cdf(t, 2), rel=1e-6)
-
-
 # -----------------------------------------------------------------------------
 # The command
 def test_a_valid_submission(tmp_path):
@@ -123,30 +109,18 @@ def test_a_valid_submission(tmp_path):
     assert done.returncode == 0
     assert done.stdout.endswith(b"\nvalid\n")
     assert max(map(len, done.stdout.decode().splitlines())) <= 80
-    losses = [1.488, 1.491, 1.486, 1.489]
-    data = json.loads(run("verify", "runs", "--json", cwd=tmp_path).stdout)
-    assert data["valid"]
-    assert data["target"] == 1.5
-    assert not data["target_assumed"]
-    assert len(data["logs"]) == 4
-    assert data["reasons"] == []
-    expected = stats.ttest_1samp(losses, 1.5, alternative="less").pvalue
-    assert data["summary"]["p_value"] == pytest.approx(expected)
+    expected = stats.ttest_1samp([1.488, 1.491, 1.486, 1.489], 1.5, alternative="less").pvalue
+    test = "one-sided t-test, mean below 1.5; needs < 0.01"
+    assert (
+        f"runs 4 complete val_loss mean 1.4885, standard deviation 0.0021 p-value {expected:.4f} ({test})"
+        in unwrapped(done.stdout)
+    )
     for options, status in [
         (["--target", "1.48"], 1),
         (["--target", "nan"], 2),
-        (["--same-ml"], 2),
         (["missing.txt"], 2),  # also if the others are valid
     ]:
         assert run("verify", "runs", *options, cwd=tmp_path).returncode == status
-
-
-def test_an_assumed_target_is_said(tmp_path):
-    field = tmp_path / "field.txt"
-    field.write_text(FIELD["today's, lines in between, one step average"][0])
-    line = b"\ntarget    3.28 assumed; the logs name none, so give it with --target\n"
-    assert line in run("verify", field).stdout
-    assert line not in run("verify", field, "--target", 2.92).stdout
 
 
 # -----------------------------------------------------------------------------
@@ -273,79 +247,6 @@ def test_against_a_prior_record(tmp_path):
     ]:
         (reason,) = judged(make_runs(tmp_path / name, turn=1, **changes), against=prior).reasons
         assert words in reason
-
-
-TEN_LOSSES = (1.4842, 1.4929, 1.4868, 1.4891, 1.4907, 1.4859, 1.4884, 1.4915, 1.4876, 1.4899)
-
-
-def same_ml_reasons(prior, *paths) -> list[str]:
-    """But for the times: these runs took no turns."""
-    found = judged(*paths, against=prior, same_ml=True).reasons
-    return [reason for reason in found if not reason.startswith("other session")]
-
-
-def test_same_ml_needs_losses_like_the_prior_record(tmp_path):
-    prior = make_runs(tmp_path / "prior", TEN_LOSSES, range(100_000, 101_000, 100))
-    mean = sum(TEN_LOSSES) / 10
-    std = stats.tstd(TEN_LOSSES)
-    limit = mean + stats.t.ppf(0.99, 9) * std * (1 + 1 / 10) ** 0.5
-    assert mean + 2.9 * std < limit < mean + 3 * std < 1.5
-    path = tmp_path / "one.txt"
-    for loss in (1.47, limit - 0.0001):
-        assert same_ml_reasons(prior, our_log(path, loss=loss, time_ms=90_000)) == []
-    assert b"waived (--same-ml)" in run("verify", path, "--against", prior, "--same-ml").stdout
-    for loss in (limit + 0.0001, 3.48):
-        (reason,) = same_ml_reasons(prior, our_log(path, loss=loss, time_ms=90_000))
-        assert reason.startswith("the losses are above the prior record's, so the training isn't")
-        assert f"mean {loss:.4f} instead of {mean:.4f}, p = " in reason
-    # Several runs: their own spread doesn't help them
-    bad = make_runs(tmp_path / "bad", (1.48, 1.53), (90_000, 90_100))
-    (reason,) = same_ml_reasons(prior, bad)
-    assert "the losses are above the prior record's" in reason
-
-
-def test_same_ml_needs_a_prior_record_that_meets_the_target(tmp_path):
-    one = our_log(tmp_path / "one.txt", loss=1.49, time_ms=90_000, source=SOURCE + "#\n")
-    why = "the prior record doesn't show that the target 1.5 is met: "
-    for name, losses, found in [
-        ("high", (1.498, 1.502, 1.497, 1.501), "p = 0.35"),
-        ("single", (1.488,), "too few runs for a p-value"),
-    ]:
-        (reason,) = same_ml_reasons(make_runs(tmp_path / name, losses), one)
-        assert reason.startswith(why + found), reason
-    # A prior record that breaks a rule proves nothing
-    uncompiled = make_runs(tmp_path / "uncompiled", extra="model compiled: no")
-    between, reason = same_ml_reasons(uncompiled, one)
-    assert between.endswith(" can't be compared: compiled False and True")
-    assert reason.startswith("prior record: all runs: trained without torch.compile")
-
-
-@pytest.mark.parametrize(
-    "change, reason",
-    [
-        (dict(steps=500), "steps 500, not 600; "),
-        (dict(muon_lr=0.04), "muon_lr 0.04, not 0.05; "),
-        (dict(new_idea=True), "new_idea True, not None; "),
-        (dict(seed=99, warmup_steps=3, sequences_per_pass=2, world_size=2), None),
-    ],
-)
-def test_same_ml_needs_the_same_training(tmp_path, change, reason):
-    kept = dict(muon_lr=0.05, warmup_steps=10, sequences_per_pass=4, world_size=1)
-    prior = make_runs(tmp_path / "prior", removed_later=0.12, **kept)
-    one = our_log(tmp_path / "one.txt", time_ms=90_000, **kept | change)
-    other = f"other training than the prior record's: {reason}{rules.TEST_LOSSES}"
-    assert same_ml_reasons(prior, one) == ([other] if reason else [])
-
-
-def test_same_ml_with_logs_of_other_programs(tmp_path):
-    """They have no hyperparameters, so only the steps are compared."""
-    foreign = dict(track="", source=SOURCE.replace("327_680", "10_485_760"))
-    times = (100_000, 100_100, 100_200)
-    prior = make_runs(tmp_path / "prior", (3.274, 3.275, 3.276), times, **foreign)
-    faster = dict(loss=3.277, time_ms=90_000, **foreign)
-    assert same_ml_reasons(prior, our_log(tmp_path / "one.txt", **faster)) == []
-    (reason,) = same_ml_reasons(prior, our_log(tmp_path / "one.txt", **faster, steps=500))
-    assert reason.endswith(f": steps 500, not 600; {rules.TEST_LOSSES}")
 
 
 # -----------------------------------------------------------------------------
