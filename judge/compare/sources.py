@@ -153,6 +153,12 @@ def check_submodule(path: Path) -> None:
         raise UserError(f"the submodule {path} isn't checked out; run git submodule update --init")
 
 
+def not_ours(folder: str, names: list[str]) -> set[str]:
+    """What a ZIP of the repository, which has no .git, doesn't contain."""
+    folders = {name for name in names if os.path.isdir(os.path.join(folder, name))}
+    return folders if folder == str(ROOT / "data") else folders & {".venv", "logs", "__pycache__"}
+
+
 def comes_and_goes(path: Path) -> bool:
     """A file that git doesn't know, and no run needs: patches, logs and the like, and answers of --json."""
     return path.suffix in NO_SOURCES or path.suffix == ".json" and b'\n "until": ' in path.read_bytes()
@@ -160,6 +166,9 @@ def comes_and_goes(path: Path) -> bool:
 
 def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> None:
     """See copy_tree."""
+    if repository == ROOT and not (ROOT / ".git").exists():
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=not_ours, dirs_exist_ok=True)
+        return
     options = ["-t", "-z", "--cached", "--others", "--exclude-standard"]
     for line in lines_of_git("ls-files", *options, cwd=repository):
         tag, name = line.split(" ", 1)

@@ -275,7 +275,8 @@ def test_a_zip_without_git(place, monkeypatch):
     """Options can be compared."""
     shutil.rmtree(place / ".git")
     monkeypatch.setenv("PATH", "/nowhere")
-    assert answer(place, "--idea", "--effect 0.1")["ideas"][0]["verdict"] == "hurts"
+    found, words = answer("--idea", "--effect 0.1")
+    assert found["ideas"][0]["verdict"] == "hurts"
 
 
 def test_what_can_be_compared(place):
