@@ -59,8 +59,7 @@ def not_whole(log: Log, stops_early: bool = False) -> str:
     """Why this isn't a whole run, with a finite loss after its last step; "" if it is. If it stops early,
     it may end before the last step of its schedule."""
     if log.end is None or log.last_step == 0:
-        _, step, end = log.run.rpartition("\nstep")
-        return f"no loss after its last step; {what_is_there(step + end)}"
+        return f"no loss after its last step; {what_is_there(log.run)}"
     if log.last_step < log.num_steps and not stops_early:
         return f"{log.unfinished}; if the runs stop early on purpose, give --stops_early"
     return "" if math.isfinite(log.end.val_loss) else f"its loss is {log.end.val_loss}"

@@ -299,14 +299,19 @@ def same(a: str, b: str) -> bool:
     return a == b or float(a) == float(b) or rounded
 
 
-def find_name(path: Path, lines: list[Line]) -> str:
-    """The full name of the loss that counts: of those in lines about steps, or else of the others.
-    Raises UserError if there are several."""
+def find_name(path: Path, lines: list[Line], metric: str) -> str:
+    """The full name of the loss that counts: of those in lines about steps, or else of the others. If the
+    metric is a full name, other losses whose names end with it are dropped. Raises UserError if there are
+    several."""
     steps = any(line.losses for line in lines if line.step is not None)
     found = {}
     for line in lines:
         if (line.step is not None) == steps:
             found |= line.losses
+    if metric in found:
+        for line in lines:
+            line.losses = [loss for loss in line.losses if loss[0] == metric]
+        return metric
     check_rivals(path, found)
     return next(iter(found), "")
 
@@ -315,9 +320,7 @@ def check_rivals(path: Path, numbers: dict[str, str]) -> None:
     """Raises UserError if these losses of a run, by name, aren't all the same."""
     first = next(iter(numbers.values()), "")
     if not all(same(first, number) for number in numbers.values()):
-        listed = ", ".join(
-            f"{name.removeprefix('step_')} ({number})" for name, number in numbers.items()
-        )
+        listed = ", ".join(f"{name} ({number})" for name, number in numbers.items())
         raise UserError(f"{path}: which loss counts? {listed}; choose one with --metric NAME")
 
 
@@ -381,8 +384,9 @@ def parse_trials(path: Path, metric: str = "") -> list[Log]:
     """
     sources, rest = split_sources(read_log_file(path))
     text = plain(rest.decode("utf-8", "replace"))
-    lines = find_lines(text, joined(metric.removeprefix("-").split()))
-    name = find_name(path, lines)
+    full_name = joined(metric.removeprefix("-").split())
+    lines = find_lines(text, full_name)
+    name = find_name(path, lines, full_name)
     starts = find_starts(path, lines, name) or [line.start for line in lines[:1]]
     if not starts:
         what = metric or "val_loss"
@@ -400,10 +404,11 @@ def parse_trials(path: Path, metric: str = "") -> list[Log]:
 
 
 def what_is_there(text: str) -> str:
-    """The first line that looks like a loss, or else the first line."""
+    """The last line that looks like a loss, or else the first line."""
     lines = [line for line in text.splitlines() if line.strip()]
-    losses = [line for line in lines if re.search(r"(loss|bpb|step).*\d", line, re.IGNORECASE)]
-    return f"it has lines like {short((losses or lines or [''])[0], 60)!r}"
+    losses = [line for line in lines if re.search(r"(loss|bpb).*\d", line, re.IGNORECASE)]
+    like = short((losses[-1:] or lines or [""])[0], 60)
+    return f"it has lines like {like!r}; give --metric NAME for another number"
 
 
 def make_log(

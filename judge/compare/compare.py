@@ -3,7 +3,7 @@ Does an idea help? Trains a base and your ideas with the same seeds until the an
 
     ./run.sh compare                                   the working tree against the last commit
     ./run.sh compare --idea "--muon_lr 0.03"           a setting against the working tree
-    ./run.sh compare --idea records/mini/ideas/backout --until 1% --hours 8
+    ./run.sh compare --idea records/mini/ideas/gelu --until 1% --hours 8
     ./run.sh compare --recipe january2026              your edits of a recipe, or of what it imports
 
 compare stops at the first of these answers that it can prove:
@@ -80,7 +80,6 @@ from judge.compare.sources import (
     check_settings,
     check_validation,
     first_variant,
-    idea_commit,
     read_variant,
     tell_apart,
     with_steps,
@@ -127,10 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.error = refuse
     add = parser.add_argument
     source = "[NAME=]SOURCE"
-    base = (
-        "what to compare with; default: the commit that the ideas' folders name, otherwise the working "
-    )
-    base += "tree, or the last commit without --idea"
+    base = "what to compare with; default: the working tree, or the last commit without --idea"
     add("--base", metavar=source, help=base)
     idea = "can be given several times; default: the working tree"
     add("--idea", metavar=source, action="append", help=idea)
@@ -198,28 +194,13 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, common
 
 
-def base_of_ideas(ideas: list[str] | None, command: str | None = None) -> str:
-    """The base if --base isn't given. Raises UserError."""
-    if not ideas:
-        return "@HEAD" if command else "HEAD"
-    if command:
-        return "."
-    commits = {idea_commit(text) for text in ideas} - {""}
-    if len(commits) > 1:
-        refuse(
-            "these ideas were made for different commits; compare them one at a time, or give --base"
-        )
-    if not commits:
-        return "."
-    commit = commits.pop()
-    return f"{commit[:7]}={commit}"
-
-
 def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UserError."""
     texts = [text for text in [args.base, *(args.idea or [])] if text]
     tree = first_variant(texts, args.command, args.recipe, compare_runs.scratch())
-    base = read_variant(args.base or base_of_ideas(args.idea, args.command), tree, common)
+    last_commit = "@HEAD" if args.command else "HEAD"
+    default_base = "." if args.idea else last_commit
+    base = read_variant(args.base or default_base, tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
     check_settings(variants, args.nproc_per_node)
@@ -365,7 +346,9 @@ def facts_in_words(c: Comparison) -> list[str]:
     threads = f"{plural(facts['threads'], 'thread')} per {per}"
     slope = c.slope()
     sentences = [slope_in_words(slope)]
-    if c.fewer is None and slope is None:
+    if c.steps(c.base) == 1:
+        sentences = ["Steps are unknown: the logs have none."]
+    elif c.fewer is None and slope is None:
         sentences = [
             "Steps are unknown: give --loss_per_100_steps, or --num_iterations in the command."
         ]

@@ -5,6 +5,7 @@ A loop that tries ideas all night needs it: an idea that was judged before is an
 how often the loop errs, and --confirm starts from its first line.
 """
 
+import contextlib
 import csv
 import io
 import re
@@ -35,10 +36,11 @@ def read_ledger(file: Path) -> list[Row]:
 
 
 def commit_of(variant: Variant) -> str:
-    """The commit whose files are the variant's; "" if some of them aren't committed."""
+    """The commit whose files are the variant's; "" if some of them aren't committed, or without git."""
     commit = variant.folder.name  # see copy_commit
-    if commit == "worktree" and not git("diff", "HEAD", "--name-only", cwd=variant.origin):
-        commit = git("rev-parse", "HEAD", cwd=variant.origin).decode().strip()
+    with contextlib.suppress(UserError, OSError):
+        if commit == "worktree" and not git("diff", "HEAD", "--name-only", cwd=variant.origin):
+            commit = git("rev-parse", "HEAD", cwd=variant.origin).decode().strip()
     return commit if re.fullmatch("[0-9a-f]{40}", commit) else ""
 
 

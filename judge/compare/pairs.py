@@ -78,8 +78,8 @@ class Comparison:
 
     def slope(self) -> Slope | None:
         if self.args.loss_per_100_steps:
-            steps = self.steps(self.base)
-            return steps and given_slope(self.args.loss_per_100_steps, steps)
+            steps = self.steps(self.base) or 1  # 1 in logs without steps
+            return given_slope(self.args.loss_per_100_steps, steps) if steps > 1 else None
         if self.fewer is None or self.slopes() < FEWEST_SLOPES:
             return None
         width = log_ratio_of_steps(self.fewer, self.more)

@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -341,7 +342,13 @@ def start_process(
         return subprocess.Popen(
             command,
             cwd=cwd,
-            env=env | {"PYTHONPATH": str(WATCH), "COMPARE_WATCH": json.dumps(watch)},
+            # unbuffered: otherwise, lines of stderr come between the two halves of one of stdout
+            env=env
+            | {
+                "PYTHONPATH": str(WATCH),
+                "PYTHONUNBUFFERED": "1",
+                "COMPARE_WATCH": json.dumps(watch),
+            },
             pass_fds=[pool.lock],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -375,6 +382,7 @@ def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subp
     shutil.copytree(variant.folder, copy, symlinks=True)
     shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
     command = fill_in(variant.command, variant.options, seed)
+    command = command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
     env = run_environment(is_command=True)
     if pool.jobs > 1:
         env["OMP_NUM_THREADS"] = str(pool.facts["threads"])

@@ -4,7 +4,7 @@ patch, a file, a revision or the working tree, and checked before anything runs.
 a command in a folder of any git repository.
 
 A script runs in a copy of the repository's files, so that no later edit changes a run. Copies lie in
-one scratch folder. An idea's folder has idea.patch and idea.json, whose commit and options count.
+one scratch folder. An idea's folder has idea.patch; idea.json, in words, is for people.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ class Variant:
         if self.settings is not None:
             return self.settings.get("num_iterations")
         command = fill_in(self.command, self.options, 0)
-        found = re.findall(r"--num_iterations[ =](\d+)", command)
+        found = re.findall(r"--num[_-]iterations[ =](\d+)", command)
         return int(found[-1]) if found else None
 
 
@@ -102,6 +102,8 @@ class Variant:
 
 def git(*arguments: str, cwd: Path | None = None, input: bytes = b"", **variables: str) -> bytes:
     """Returns what git prints. Raises UserError with the first line of its error, and OSError."""
+    if not shutil.which("git"):
+        raise FileNotFoundError("there is no git in PATH, which copies the files; install git")
     command = ["git", *arguments]
     env = run_environment(is_command=True) | variables  # without GIT_DIR, which a hook of git sets
     done = subprocess.run(command, cwd=cwd or ROOT, input=input, capture_output=True, env=env)
@@ -275,32 +277,6 @@ def copy_folder(kind: str, base: Variant) -> Variant:
 # Sources
 
 
-def is_idea(kind: str) -> bool:
-    """Whether a source is an idea's folder."""
-    return kind != "" and Path(kind, "idea.patch").is_file()
-
-
-def read_idea(folder: Path) -> dict:
-    """The idea.json of an idea's folder. Raises UserError and OSError."""
-    file = folder / "idea.json"
-    try:
-        idea = json.loads(file.read_bytes())
-    except ValueError as e:
-        raise UserError(f"{file}: not JSON ({e})") from None
-    if not isinstance(idea, dict) or not isinstance(idea.get("options", ""), str):
-        raise UserError(f'{file}: it must be a JSON object, whose "options" are text')
-    return idea
-
-
-def idea_commit(text: str) -> str:
-    """The commit that an idea's folder names; "" for other sources, and for ideas for the current
-    train_gpt.py. Raises UserError."""
-    kind = split_source(text)[1]
-    if not is_idea(kind):
-        return ""
-    return str(read_idea(Path(kind)).get("commit", ""))
-
-
 def read_source(kind: str, base: Variant) -> Variant:
     """The base with the folder and the script that a file, a revision, a revision's file (REVISION:PATH)
     or "." names; with --command, the folder that PATH or PATH@REVISION names. Files change the base's
@@ -359,8 +335,7 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     """Reads [NAME=][KIND] [OPTIONS]. `common` are options of all variants. Raises UserError and OSError."""
     name, kind, options = split_source(text)
     usual_name = default_name(kind, options)
-    if is_idea(kind):
-        options = shlex.split(read_idea(Path(kind)).get("options", "")) + options
+    if kind and Path(kind, "idea.patch").is_file():
         kind = os.path.join(kind, "idea.patch")
     if not base.folder.is_dir():
         kind = kind or "."  # options alone, for the base of a command
@@ -522,10 +497,12 @@ def set_steps(variant: Variant, steps: int) -> Variant:
     settings = None
     if variant.settings is not None:
         settings = {**variant.settings, "num_iterations": steps}
+    dash = "--num-iterations" in fill_in(variant.command, variant.options, 0)  # as argparse spells it
+    option = "--num-iterations" if dash else "--num_iterations"
     return replace(
         variant,
         name=f"{variant.name} with {steps} steps",
-        options=[*variant.options, "--num_iterations", str(steps)],
+        options=[*variant.options, option, str(steps)],
         settings=settings,
     )
 

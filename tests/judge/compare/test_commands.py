@@ -131,32 +131,54 @@ print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
     assert (status, out.splitlines()[0], err) == (1, "identical", "")
 
 
-def test_a_metric_of_any_program(theirs):
-    """One without steps at the end, one in coloured lines about steps, of which more is better, and one
-    in a file."""
-    (theirs / "train.py").write_text("""
-import os, random, sys
-x = random.Random(sys.argv[1]).gauss(0, 0.001) + float("".join(sys.argv[3:]) or 0)
+# What other projects print. x is better by what --effect says
+PROGRAMS = {
+    "autoresearch": """
+steps = random.randrange(900, 999)  # as many as fit into five minutes
+for step in range(steps):
+    print(f"\\rstep {step:05} (9.1%) | loss: 9.1 | dt: 9ms | epoch: 1 | remaining: 9s    ", end="")
+print(f"\\n---\\nval_bpb:          {x + 1:.6f}\\nnum_steps:        {steps}\\ndepth:            8")
+""",
+    "nanochat": """
+logging.basicConfig(level=0, format="%(asctime)s - %(name)s - \\33[32m\\33[1m%(levelname)s\\33[0m - %(message)s")
 for step in range(3):
-    print(f"step {step} (9%) | loss: 9.1", end="\\r")
-    print(f"\\x1b[1m12:00:00 Step {step:05} | CORE metric: {x + step:.5f}\\x1b[0m")
-print(f"---\\nval_bpb:     {x + 1:.6f}\\nnum_steps:   951")
+    print(f"Step {step:05} | Validation bpb: {x + 3 - step / 2:.6f}")
+    print(f"Step {step:05} | CORE metric: {x + step / 2:.4f}")
+    logging.info("Saved metadata to: meta_000002.json")
+    if step < 2:
+        print(f"step {step:05}/00002 (50.00%) | loss: 9.1 | dt: 9.1ms | epoch: 1 pq: 0 rg: 0 | total time: 0.1m")
+print(f"Minimum validation bpb: {x + 1:.6f}")
+""",
+    "a file of JSON lines": """
 os.mkdir("logs")
-open("logs/metrics.jsonl", "w").write(f'{{"step": 2, "top-1": {x}}}')
-""")
+open("logs/metrics.jsonl", "w").write(f'{{"step": 2, "top-1": {x + 1}}}')
+""",
+}
+
+
+@pytest.mark.parametrize(
+    "program, metric, verdict, judged, mean",
+    [
+        ("autoresearch", ["val_bpb"], "helps", "val_bpb at the end", 1),
+        ("nanochat", ["step validation bpb"], "helps", "validation_bpb at step 2", 2),
+        ("nanochat", ["core metric", "--higher_is_better"], "hurts", "-core_metric at step 2", -1),
+        ("a file of JSON lines", ["top-1"], "helps", "top_1 at step 2", 1),
+    ],
+)
+def test_a_metric_of_any_program(theirs, program, metric, verdict, judged, mean):
+    start = "import logging, os, random, sys\nx = random.Random(sys.argv[1]).gauss(0, 0.001)"
+    (theirs / "train.py").write_text(
+        f"{start} + float(''.join(sys.argv[3:]) or 0)\n{PROGRAMS[program]}"
+    )
     command = ["--command", "python train.py {seed}", "--base", "theirs", "--idea", "--effect -0.01"]
-    for more, verdict, judged, mean in [
-        (["val_bpb"], "helps", "val_bpb at the end", 1),
-        (["core metric", "--higher_is_better"], "hurts", "-core_metric at step 2", -2),
-        (["top-1"], "helps", "top_1 at step 2", 0),
-    ]:
-        words = words_of(*command, "--runs", "3", "--json", "o.json", "--metric", *more)
-        assert words.startswith(f"effect_0.01 {verdict}.")
-        assert f"The loss is {judged}." in words
-        assert "below" not in words  # there is no target
-        found = json.loads(Path("o.json").read_text())
-        assert found["runs"]["theirs"][0]["val_loss"] == pytest.approx(mean, abs=0.01)
-    check_one_line([*command, "--higher_is_better"], "--higher_is_better needs --metric NAME")
+    command += ["--runs", "3", "--json", "o.json", "--loss_per_100_steps", "1"]
+    words = words_of(*command, "--metric", *metric)
+    assert ("the logs have none" in words) == (program == "autoresearch") == ("steps to" not in words)
+    assert words.startswith(f"effect_0.01 {verdict}.")
+    assert f"The loss is {judged}." in words
+    assert "below" not in words  # there is no target
+    found = json.loads(Path("o.json").read_text())
+    assert found["runs"]["theirs"][0]["val_loss"] == pytest.approx(mean, abs=0.01)
 
 
 BAD = [
@@ -180,10 +202,13 @@ BAD = [
 
 
 def test_bad_input_of_commands(theirs, monkeypatch):
+    check_one_line([*COMMAND, "--higher_is_better"], "--higher_is_better needs --metric NAME")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(theirs.parent))
     Path("plain").mkdir()
     for arguments, message in BAD:
         check_one_line([*COMMAND, *arguments], message)
+    monkeypatch.setenv("PATH", "/nowhere")
+    check_one_line(COMMAND, "error: there is no git in PATH, which copies the files; install git\n")
     assert not Path("compare/runs").exists()
 
 

@@ -80,13 +80,6 @@ def answer(place, *arguments) -> dict:
     return json.loads((place / "answer.json").read_text())
 
 
-def write_idea(folder: Path, patch: str, **description) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "idea.patch").write_text(patch)
-    (folder / "idea.json").write_text(json.dumps(description))
-    return folder
-
-
 # -----------------------------------------------------------------------------
 # Answers
 
@@ -300,12 +293,21 @@ def test_sources_are_frozen(place):
     assert {parse_log(r["path"]).source for r in found["runs"]["worktree"]} == {source.encode()}
 
 
+def test_a_zip_without_git(place, monkeypatch):
+    """Options can be compared."""
+    shutil.rmtree(place / ".git")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert answer(place, "--idea", "--effect 0.1")["ideas"][0]["verdict"] == "hurts"
+
+
 def test_what_can_be_compared(place):
-    """Options, a patch, a file, a revision, the working tree, each with options too."""
+    """Options, a patch, an idea's folder, a file, a revision, the working tree, each with options too."""
     source = STANDIN.read_text()
     patched = source.replace("noise: float = 0.002", "noise: float = 0.003")
     patch = patch_of("train_gpt.py", source, patched)
     (place / "p.patch").write_text(patch)
+    (place / "ideas" / "noisy").mkdir(parents=True)
+    (place / "ideas" / "noisy" / "idea.patch").write_text(patch)
     plain = patch.replace("a/train", "train").replace("b/train", "train")
     (place / "plain.patch").write_text("diff --git train_gpt.py train_gpt.py\n" + plain)
     (place / "my script.py").write_text("text")
@@ -318,6 +320,7 @@ def test_what_can_be_compared(place):
     for what, name, expected, options in [
         ("--effect 0.1 --slower=2", "effect_0.1_slower_2", source, ["--effect", "0.1", "--slower=2"]),
         ("p.patch --effect 1", "p_effect_1", patched, ["--effect", "1"]),
+        ("ideas/noisy", "noisy", patched, []),
         ("plain.patch", "plain", patched, []),  # of git diff --no-prefix
         ("'my script.py'", "my_script", "text", []),
         ("v1~0", "v1_0", source, []),
@@ -329,25 +332,6 @@ def test_what_can_be_compared(place):
         assert (variant.name, variant.options) == (name, ["--noise", "1", *options])
         assert variant.source().decode() == expected, what
     assert base.source().decode() == source  # copies of the folder are changed, not the folder
-
-
-def test_an_idea_of_a_commit(place):
-    """The idea's folder names the base, whatever the working tree is. --base overrides it."""
-    source = STANDIN.read_text()
-    worse = ("effect: float = 0.0 ", "effect: float = 0.03 ")
-    patch = patch_of("train_gpt.py", source, source.replace(*worse))
-    folder = write_idea(place / "ideas" / "worse-0.03", patch, commit="v1", options="--slower 1.1")
-    now = source.replace("takes: float = 0.0 ", "takes: float = 0.1 ")
-    (place / "train_gpt.py").write_text(now)
-    for more, expected in (([], source), (["--base", "."], now)):
-        found = answer(place, "--idea", "ideas/worse-0.03", *more, "--runs", "2")
-        paths = [found["runs"][name][0]["path"] for name in (found["base"], "worse-0.03")]
-        base, idea = map(parse_log, paths)
-        assert idea.hyperparameters["slower"] == 1.1
-        assert base.source.decode() == expected
-        assert idea.source.decode() == expected.replace(*worse)
-    write_idea(folder, patch)  # without a commit, it is for the working tree
-    assert compare.base_of_ideas([str(folder)]) == "."
 
 
 def test_a_script_of_another_make(place):
@@ -436,20 +420,12 @@ BAD = [
     (["--idea", "--effect '1"], "No closing quotation"),
     (["--idea", "--seed 4"], "--seed: compare sets this option"),
     (["--idea", "--effect 1", "--until", "0"], "0: must be a percentage of at most 50%"),
-    (
-        ["--idea", "ideas/zero", "--idea", "ideas/one"],
-        "these ideas were made for different commits; compare them one at a time, or give --base",
-    ),
-    (["--idea", "ideas/bare"], "directory: 'ideas/bare/idea.json'"),
 ]
 
 
 def test_bad_input_is_one_line_before_any_run(place):
     patch = patch_of("train_gpt.py", "never there\n", "x\n")
     (place / "no.patch").write_text(patch)
-    for name, commit in (("zero", "HEAD"), ("one", "v1")):
-        write_idea(place / "ideas" / name, patch, commit=commit)
-    (write_idea(place / "ideas" / "bare", "") / "idea.json").unlink()
     (place / "broken.py").write_text("\ndef parse_arguments(:\ndef check_hyperparameters(\n")
     (place / "plain.py").write_text("open('was run', 'w')\n")
     for arguments, message in BAD:
@@ -492,9 +468,10 @@ def test_hours(place):
 
 def test_the_slope_of_short_runs():
     """12 and 8 steps instead of 12.5 and 8: the slope is that of the steps that were trained."""
-    base = compare_sources.Variant("x", Path(), "", ["--num_iterations", "10"])
+    base = compare_sources.Variant("x", Path(), "", [], command="train --num-iterations=10")
     fewer, more = [compare_sources.with_steps(base, factor) for factor in (0.8, 1.25)]
     assert compare_sources.log_ratio_of_steps(fewer, more) == pytest.approx(math.log(12 / 8))
+    assert more.options == ["--num-iterations", "12"]
 
 
 def test_a_second_comparison_waits_for_the_first(place, monkeypatch):

@@ -105,7 +105,7 @@ CHANGES = [
     ("", lambda patch: None),
     ("", lambda patch: os.utime("base/config.json", (1, 1))),
     ("", write("base/my.patch")),
-    ("", write("base/run.log")),
+    ("", write("base/results.tsv")),
     ("", write("base/answer.json", '{\n "until": 0.02,')),
     ("", write("base/logs/new.txt")),
     ("", write("base/__pycache__/train.pyc")),
@@ -209,13 +209,13 @@ sys.path.insert(0, {place!r})
 {code}
 print("step:1/1 val_loss:3.{{:03}}".format(random.randrange(1000)))
 """
-HELLO = "print('hello', flush=True); "
+HELLO = "print('hello'); "
 ELSEWHERE = [
     ("python {place}/train.py", "", "train.py"),
     ("cd {place} && python train.py {options}", "", "train.py"),
     ("F={place}; cd $F; python -m train {options}", "", "train.py"),
     ("python train.py", "import other", "other.py"),
-    ("python train.py", "open({place!r} + '/config.json')", "config.json"),
+    ("PYTHONPATH=data python train.py", "open({place!r} + '/config.json')", "config.json"),
     ("python train.py", "open({place!r} + '/data/x/a.bin'); open({place!r} + '/o', 'w')", ""),
     ("sh train.sh", "", "no Python got its options --lr 1; write {options} where they must stand"),
     (

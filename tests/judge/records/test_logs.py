@@ -105,6 +105,10 @@ OTHERS = {
         {"": (3.05, 2, 2), "val/loss": (3.05, 2, 2), "core": (0.21, 2, 2)},
     ),
     "one JSON file": ('{\n "name": "x",\n "val_bpb": 1.0614\n}', {"val_bpb": (1.0614, 1, 1)}),
+    "the best so far": (
+        "epoch 2: val loss: 3.3, best val loss: 3.1\n",
+        {"": None, "val_loss": (3.3, 1, 1)},
+    ),
 }
 
 
@@ -115,9 +119,12 @@ def test_any_metric(tmp_path, project):
     path.write_text(text)
     for metric, found in expected.items():
         end = None
-        with contextlib.suppress(UserError):
+        try:
             log = parse_log(path, metric)
             end = log.end and (log.end.val_loss, log.end.step, log.num_steps)
+        except UserError as error:
+            for name, number in re.findall(r"(\S+) \(([\d.]+)\)", str(error)):  # can be chosen
+                assert parse_log(path, name).end.val_loss == float(number)
         assert end == found, metric
 
 
