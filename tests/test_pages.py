@@ -5,11 +5,9 @@ must lead to a file and to a heading.
 
 import argparse
 import importlib
-import inspect
 import re
 import shlex
 import subprocess
-import sys
 
 import pytest
 
@@ -52,8 +50,7 @@ def check_command(words, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="0"):
         patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
-        patch.setattr(sys, "argv", [module, *first, *words])
-        main(*[words] * len(inspect.signature(main).parameters))
+        main([*first, *words])
     quoted = [word for word in words if re.match("--.* ", word)]  # the options of an idea
     check_training([*left, *" ".join(quoted).split()])
 
