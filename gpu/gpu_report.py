@@ -15,10 +15,10 @@ This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes.
     memory ...   the peaks in training and validation of shorter sequences, and with the other head.
                  There are three of these stages. Put their names in quotes: --stage "memory 24576"
 
-gpu_report.md lists the numbers of each stage, with limits for those that docs/hardware.md states. If a
-stage fails, the page says so, and the other stages still run. If the report is interrupted, run the same
-command again to continue with the missing stages. With another GPU, source or version of PyTorch, give
-another folder. --stage NAME runs only that stage, even if it has a result.
+gpu_report.md lists the numbers of each stage, with limits for errors and for what docs/hardware.md says.
+If a stage fails, the page says so, and the other stages still run. If the report is interrupted, run the
+same command again to continue with the missing stages. With another GPU, source or version of PyTorch,
+give another folder. --stage NAME runs only that stage, even if it has a result.
 """
 
 import contextlib

@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 try:
@@ -27,7 +28,7 @@ except ImportError as e:  # of a package that an idea needs
 import torch
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from lib.environment import ROOT, environment
-from lib.processes import get_data, output_of, say, start, wait
+from lib.processes import get_data, output_of, say, show_seconds, start, wait
 from train_gpt import DTYPE, TRACKS, InputError
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
@@ -129,8 +130,13 @@ def find_problem(processes):
     how = dict(env=os.environ | environment(processes), stdout=subprocess.PIPE, encoding="utf-8")
     parts = ["training", "validation"]
     children = [start([*command, part], cwd=ROOT, **how) for part in parts]
-    say("compiling, and comparing with uncompiled code (once, about a minute)")
-    failed, status = wait(children)
+    ended = threading.Event()
+    text = "compiling, and comparing with uncompiled code (once)"
+    threading.Thread(target=show_seconds, args=(text, ended)).start()
+    try:
+        failed, status = wait(children)
+    finally:
+        ended.set()
     problem = children[failed].stdout.read()
     if status and not problem:
         sys.exit(status)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import glob
+import itertools
 import json
 import math
 import os
@@ -62,6 +63,16 @@ def wait(children):
         say(f"process {failed} was ended by signal {-status}")
         status = 128 - status
     return failed, status
+
+
+def show_seconds(text, ended):
+    """Says the text and, on a terminal, how many seconds have passed until `ended` is set."""
+    for seconds in itertools.count():
+        if not sys.stderr.isatty():
+            return say(text)
+        print(f"\rrun.sh: {text}: {seconds} s ", end="", file=sys.stderr, flush=True)
+        if ended.wait(1):
+            return print(file=sys.stderr)
 
 
 def run(command, **options):

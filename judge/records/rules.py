@@ -5,6 +5,7 @@ The rules of a record, as far as they show in logs.
 import itertools
 import statistics
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from judge.comparable import check_between, check_repeats, difference, val_tokens
 from judge.logs import Log
@@ -46,7 +47,6 @@ class TimeSaved:
 
     prior: Summary
     saved: float  # mean of the other record - mean of ours
-    saved_fraction: float
     pairs: int  # of runs that took turns; 0 if they didn't, so that the times can't be compared
     p_value: float | None  # of ours being faster; None if no test is possible
 
@@ -58,7 +58,6 @@ class Verdict:
     metric: str
     target: float  # nats per token
     summary: Summary
-    target_assumed: bool = False  # neither the logs nor the command name a target
     p_if_looked: float | None = None  # of the losses, if somebody looked after each run
     comparison: TimeSaved | None = None
     reasons: list[str] = field(default_factory=list)  # why it isn't valid; [] if it is
@@ -84,15 +83,11 @@ def compare_times(logs: list[Log], prior: list[Log], target: float) -> TimeSaved
     before = summarize(final_losses(prior), final_times(prior), target)
     saved = before.time_mean - statistics.fmean(ours)
     pairs = turns([log for log in logs if log.final], [log for log in prior if log.final])
-    return TimeSaved(before, saved, saved / before.time_mean, len(pairs), p_faster(pairs))
+    return TimeSaved(before, saved, len(pairs), p_faster(pairs))
 
 
 # -----------------------------------------------------------------------------
 # Rules for a run. Each function returns what is wrong with it, or "".
-
-
-def is_incomplete(log: Log) -> str:
-    return log.incomplete
 
 
 def not_compiled(log: Log) -> str:
@@ -204,7 +199,7 @@ def check_seeds(logs: list[Log]):
 def broken_rules(logs: list[Log]) -> list[str]:
     """The rules that the logs break, one line each."""
     return [
-        *per_run(logs, is_incomplete),
+        *per_run(logs, attrgetter("incomplete")),
         *per_run(logs, not_compiled),
         *check_sources(logs),
         *check_seeds(logs),
@@ -231,7 +226,7 @@ def judge_losses(summary: Summary, target: float):
 def judge_prior(logs: list[Log], prior: list[Log]):
     """Can the runs be compared with the prior record?"""
     yield from check_between([prior, logs])
-    for fault in per_run(prior, is_incomplete):
+    for fault in per_run(prior, attrgetter("incomplete")):
         yield f"prior record: {fault}"
 
 
@@ -259,13 +254,11 @@ def judge_runs(logs: list[Log], target: float | None = None, prior: list[Log] = 
     Without a target, that of the logs counts.
     """
     reasons = broken_rules(logs)  # one of them: all runs have the same target
-    assumed = False
     if target is None:
         target = logs[0].target
-        assumed = "target_val_loss" not in logs[0].hyperparameters
     summary = summarize(final_losses(logs), final_times(logs), target)
     looked = p_if_looked(final_losses(logs), target)
-    verdict = Verdict(logs[0].metric, target, summary, assumed, looked, reasons=reasons)
+    verdict = Verdict(logs[0].metric, target, summary, looked, reasons=reasons)
     reasons += judge_losses(summary, target)
     if prior:
         reasons += judge_prior(logs, prior)

@@ -88,14 +88,6 @@ def reasons_to_refuse(logs: list[Log], track: str, target: float, filed: list[Re
 # Filing
 
 
-def describe_change(prior: Record | None, track: str) -> str:
-    """What changed since the prior record, in Markdown."""
-    if prior is None:
-        return f"The first record of the `{track}` track on this hardware."
-    link = f"[{prior.name}](../{prior.folder.name}/)"
-    return f"The last command below shows what changed since {link}."
-
-
 def copy_logs(logs: list[Log], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for log in logs:
@@ -178,9 +170,14 @@ def main(argv: list[str]) -> int:
         print_reasons(reasons)
         return 1
 
+    what = f"The first record of the `{args.track}` track on this hardware."
+    if prior:
+        what = (
+            f"The last command below shows what changed since [{prior.name}](../{prior.folder.name}/)."
+        )
     facts = {
         "name": args.name,
-        "what": args.what or describe_change(prior, args.track),
+        "what": args.what or what,
         "target": verdict.target,
         "against": prior.folder.name if prior else "",
     }

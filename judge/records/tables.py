@@ -75,11 +75,12 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
     if verdict.p_if_looked is not None:
         p_value += f"; if you looked more than once, p <= {p_text(verdict.p_if_looked)}"
 
-    lines = [("runs", f"{summary.n} complete"), (verdict.metric, loss)]
-    if verdict.target_assumed:
-        target = f"{verdict.target:g} assumed; the logs name none, so give it with --target"
-        lines.append(("target", target))
-    lines += [("p-value", p_value), ("time", time)]
+    lines = [
+        ("runs", f"{summary.n} complete"),
+        (verdict.metric, loss),
+        ("p-value", p_value),
+        ("time", time),
+    ]
     if verdict.comparison:
         lines += comparison_lines(verdict.comparison)
     return lines
@@ -88,7 +89,7 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
 def comparison_lines(comparison: TimeSaved) -> list[tuple[str, str]]:
     """The prior record's time and the time saved, as pairs (name, value)."""
     prior = comparison.prior
-    saved = f"{comparison.saved:.3f} s ({comparison.saved_fraction:.2%})"
+    saved = f"{comparison.saved:.3f} s ({comparison.saved / prior.time_mean:.2%})"
     test = "other session: not comparable"
     if comparison.pairs:
         test = f"p {p_text(comparison.p_value)} (t-test of {plural(comparison.pairs, 'pair')} that took turns)"

@@ -13,7 +13,7 @@ from scipy import stats
 
 import train_gpt
 from judge import comparable
-from judge.stats import log_e_values, p_if_looked
+from judge.stats import log_e_values
 from judge.records import rules
 from judge.records.compiler_rule import compiler_settings
 from tests.judge.records.makers import (
@@ -57,18 +57,13 @@ def test_p_value_and_interval(tmp_path, n):
 
 
 def test_p_if_looked(tmp_path):
-    """1 / the e-value of the definition, with the noise of one rounded loss: valid after any run."""
+    """1 / the e-value of the definition, with the noise of one rounded loss. test_stats.py shows that this is
+    valid after any run."""
     losses = [1.49, 1.4921, 1.4893, 1.4911]
     verdict = judged(make_runs(tmp_path / "runs", losses))
     log_e = log_e_values(1.5 - np.array(losses), 0.0001 / 2**0.5)[-1]
     assert verdict.p_if_looked == pytest.approx(np.exp(-log_e))
     assert verdict.summary.p_value < verdict.p_if_looked < 0.1
-    rng = np.random.default_rng(0)
-    small = 0
-    for _ in range(300):
-        luck = 1.5 + np.round(rng.normal(0, 0.003, 40), 4)
-        small += any(p_if_looked(luck[:n], 1.5) < 0.01 for n in range(2, 41))
-    assert small <= stats.binom.ppf(0.999, 300, 0.01)
 
 
 @pytest.mark.parametrize("n", [2, 13])
@@ -83,7 +78,6 @@ def test_times_of_runs_that_took_turns(tmp_path, n):
         stats.ttest_rel(np.log(ours), np.log(prior), alternative="less").pvalue
     )
     assert c.saved == pytest.approx((prior.mean() - ours.mean()) / 1000)
-    assert c.saved_fraction == pytest.approx(1 - ours.mean() / prior.mean())
     assert c.pairs == n
 
 
@@ -127,14 +121,6 @@ def test_a_valid_submission(tmp_path):
         (["missing.txt"], 2),  # also if the others are valid
     ]:
         assert run("verify", "runs", *options, cwd=tmp_path).returncode == status
-
-
-def test_an_assumed_target_is_said(tmp_path):
-    field = tmp_path / "field.txt"
-    field.write_text(FIELD["today's, lines in between, one step average"][0])
-    line = b"\ntarget    3.28 assumed; the logs name none, so give it with --target\n"
-    assert line in run("verify", field).stdout
-    assert line not in run("verify", field, "--target", 2.92).stdout
 
 
 # -----------------------------------------------------------------------------
