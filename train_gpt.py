@@ -675,7 +675,8 @@ def split_blocks(t):
 def with_previous_blocks(t, span):
     """(B, S, H, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier blocks."""
     blocks = split_blocks(t)
-    padded = F.pad(blocks, (0, 0, 0, 0, 0, 0, span - 1, 0))  # blocks of zeros in front
+    # compiled, F.pad would copy number by number, with a division for each
+    padded = torch.cat([blocks.new_zeros(span - 1, *blocks.shape[1:]), blocks])
     shifted = [padded[i : i + len(blocks)] for i in range(span)]
     return torch.cat(shifted, dim=2)
 
@@ -687,10 +688,25 @@ def portable_mask(docs, first_key, span):
     block. span is constant, so that a growing window doesn't recompile."""
     docs = docs.view(1, -1, 1, 1)  # (B, S, H, D) with B = H = D = 1
     key_docs = with_previous_blocks(docs, span).mT  # (N, 1, 1, span * 128); 0 before the first token
-    # positions, counted from the start of the query's block
-    query = torch.arange(BLOCK_SIZE, device=docs.device)[:, None]
-    key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, device=docs.device)
+    # positions, counted from the start of the query's block; int32 is compared faster than int64
+    key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
+    query = key[-BLOCK_SIZE:, None]
     return (split_blocks(docs) == key_docs) & (first_key <= key) & (key <= query)
+
+
+class Scores(torch.autograd.Function):
+    """q @ k.mT for q (N, H, 128, D) and k (N, H, span * 128, D). PyTorch's backward pass would compute
+    the gradient of k.mT, and compiled code would transpose it number by number."""
+
+    @staticmethod
+    def forward(ctx, q, k):
+        ctx.save_for_backward(q, k)
+        return q @ k.mT
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k = ctx.saved_tensors
+        return grad @ k, grad.mT @ q
 
 
 def portable_attention(q, k, v, mask, scale):
@@ -699,7 +715,8 @@ def portable_attention(q, k, v, mask, scale):
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
     # no need to subtract the maximum: with QK norm, scores are at most scale * D, about 15
-    scores = split_blocks(q * scale) @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
+    # (N, H, 128, span * 128)
+    scores = Scores.apply(split_blocks(q * scale), with_previous_blocks(k, span))
     weights = (scores + bias).exp()
     y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
     y = y / weights.sum(-1, keepdim=True, dtype=torch.float32)

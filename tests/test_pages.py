@@ -18,6 +18,7 @@ FILES = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitl
 PAGES = [path for path in FILES if path.endswith(".md")]
 FOLDERS = {path.split("/")[0] for path in FILES if "/" in path} - {"data"}  # commands write into data/
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.M | re.S)
+pytestmark = pytest.mark.parametrize("page", PAGES)
 REAL_PARSE = argparse.ArgumentParser.parse_known_args
 
 
@@ -35,12 +36,12 @@ def check_training(words, recipe=None):
     script.check_hyperparameters(hp, 1)
 
 
-def check_command(words, monkeypatch):
+def check_command(words):
     name, words = launch.split_command(words)
     args, words = launch.parse(name, words)
     if name in ("train", "prepare"):
         return check_training(words, args.recipe)
-    module, *first = launch.COMMANDS[name].split()
+    module, *words = [*launch.COMMANDS[name].split(), *words]
     main = importlib.import_module(module).main
     left = []  # words that the parser leaves: options of the runs
 
@@ -48,15 +49,14 @@ def check_command(words, monkeypatch):
         left.extend(REAL_PARSE(parser, args, namespace)[1])
         raise SystemExit(0)
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="0"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="0"):
         patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
-        main([*first, *words])
+        main(words)
     quoted = [word for word in words if re.match("--.* ", word)]  # the options of an idea
     check_training([*left, *" ".join(quoted).split()])
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_code(page, monkeypatch):
+def test_code(page):
     for code in read(page)[1]:
         words = [code]
         if re.match(r" *(if )?(\./run\.sh\b|torchrun -)", code):
@@ -64,7 +64,7 @@ def test_code(page, monkeypatch):
             script = "train_gpt.py" if words[0] == "torchrun" else "./run.sh"
             arguments = words[words.index(script) + 1 :]
             if arguments[:1] != ["test"] and "--help" not in arguments:
-                check_command(arguments, monkeypatch)
+                check_command(arguments)
         for path in words:
             if re.fullmatch(r"[\w.-]+/[\w./-]+", path) and path.split("/")[0] in FOLDERS:
                 assert (ROOT / path).exists(), path
@@ -76,7 +76,6 @@ def anchors(page):
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-@pytest.mark.parametrize("page", PAGES)
 def test_links(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", read(page)[0]):
         if "://" not in link:
