@@ -38,11 +38,11 @@ from lib.commands import UserError, command_parser, run_command, stop_on_signals
 from lib.text import as_json
 from lib.files import write_file
 from lib.processes import get_data
-from gpu.stages import STAGES
+from gpu.report_stages import STAGES
 from gpu.report_page import page
 from train_gpt import InputError
 
-RUN_STAGE = "import sys; from gpu.stages import run_stage; run_stage(*sys.argv[1:])"
+RUN_STAGE = "import sys; from gpu.report_stages import run_stage; run_stage(*sys.argv[1:])"
 
 
 def result_of(status, seconds=0.0, figures=(), error=""):

@@ -1,6 +1,6 @@
 """
 A training step to measure: its times, its memory, its slowest kernels, and its number of
-floating-point operations (FLOPs). bench.py and stages.py use it.
+floating-point operations (FLOPs). bench.py and report_stages.py use it.
 
 FLOPs are those of the matrix products that the model needs: two for each multiply-add, and twice as
 many in the backward pass as in the forward pass. Recomputation, the optimizer and element-wise

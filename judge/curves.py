@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from judge.figures import COLORS, plt, save_figure
+from judge.plot_style import COLORS, plt, save_figure
 from judge.logs import Log
 from lib.commands import UserError
 from lib.text import short

@@ -18,7 +18,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from judge.lines import NUMBER, Line, find_lines, joined, plain
+from judge.log_lines import NUMBER, Line, find_lines, joined, plain
 from lib.commands import UserError
 from lib.files import without_windows
 from lib.text import short

@@ -25,7 +25,7 @@ from judge.compare.verdict import (
 )
 from judge.logs import Log, read_logs
 from judge.stats import add_times, given_slope, look_once
-from judge.turns import log_ratios, turns
+from judge.taking_turns import log_ratios, turns
 from lib.commands import UserError
 from lib.files import write_file
 from lib.text import as_json

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from judge.logs import Log
 from judge.stats import P_VALUE, P_WORTHLESS, Effect, Estimate, Slope, far_from_others, p_if_looked
 from judge.summary import Summary, p_below, summarize
-from judge.turns import p_faster
+from judge.taking_turns import p_faster
 from lib.text import p_text, short, table, wrap
 
 NO_INTERVAL = "no interval yet"

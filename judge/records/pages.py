@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from judge.curves import plot_curves
-from judge.figures import COLORS, plt, save_figure
+from judge.plot_style import COLORS, plt, save_figure
 from judge.logs import Log, read_logs
 from judge.records.rules import final_losses, final_times, judge_runs
 from judge.records.tables import COLUMNS, summary_lines, table_rows

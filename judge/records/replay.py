@@ -14,7 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from judge.lines import plain
+from judge.log_lines import plain
 from judge.logs import Log, make_log, read_log_file, split_sources
 from lib.commands import UserError, command_parser, run_command
 from lib.files import new_folder

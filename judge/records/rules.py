@@ -12,7 +12,7 @@ from judge.logs import Log
 from judge.records.compiler_rule import compiler_settings
 from judge.stats import P_VALUE, p_if_looked
 from judge.summary import Summary, summarize
-from judge.turns import p_faster, turns
+from judge.taking_turns import p_faster, turns
 
 FINEWEB_VAL_TOKENS = 10_485_760
 # Values that a track fixes, so that losses can be compared

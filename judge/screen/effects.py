@@ -80,7 +80,7 @@ def effects_as_json(s: Screen) -> bytes:
 def plot_effects(s: Screen, path: Path) -> None:
     """Draws the loss without each part with its interval, the most needed one at the top. Raises
     UserError."""
-    from judge.figures import plt, save_figure  # slow to import, and only needed here
+    from judge.plot_style import plt, save_figure  # slow to import, and only needed here
 
     effects = s.effects()
     figure, ax = plt.subplots(figsize=(8, 1.6 + 0.35 * len(effects)))

@@ -12,7 +12,7 @@ import torch
 import train_gpt
 from tests.util import ROOT
 from lib.commands import UserError
-from gpu import stages, gpu_report
+from gpu import report_stages, gpu_report
 from train_gpt import InputError
 
 # --------------------------------------------------------------- the report
@@ -44,7 +44,7 @@ def fake_checks(tmp_path, monkeypatch):
     """A repository whose stages take no GPU. Returns its folder."""
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "__init__.py").touch()
-    (tmp_path / "gpu" / "stages.py").write_text(FAKE_CHECKS)
+    (tmp_path / "gpu" / "report_stages.py").write_text(FAKE_CHECKS)
     monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_report, "STAGES", FAKE_STAGES)
     return tmp_path
@@ -63,7 +63,7 @@ def test_a_stage_that_fails_is_reported_and_the_others_go_on(fake_checks):
     assert status_of_stages(fake_checks) == done | {"attention": "failed", "muon": "timed out"}
     text = (fake_checks / "out" / "gpu_report.md").read_text()
     assert text.startswith("# a GPU, PyTorch 2.11\n")
-    assert "error: a kernel failed in ./gpu/stages.py" in text
+    assert "error: a kernel failed in ./gpu/report_stages.py" in text
     assert str(fake_checks) not in text
     assert "| FP8 loss | 0.5 | 0.1 | **too large** |" in text
     assert "| head | done | 0 of 1 |" in text
@@ -92,12 +92,12 @@ def test_a_report_continues_where_it_stopped(fake_checks):
 def test_peaks_are_those_of_hardware_md():
     hardware = (ROOT / "docs" / "hardware.md").read_text()
     rows = re.findall(r"^\| (FP8|bf16) \| .* \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", hardware, re.M)
-    assert len(rows) == len(stages.PEAKS)
+    assert len(rows) == len(report_stages.PEAKS)
     for head, *numbers in rows:
         seq_len, training, validation = (int(number.replace(",", "")) for number in numbers)
-        assert stages.PEAKS[head, seq_len] == (training, validation)
+        assert report_stages.PEAKS[head, seq_len] == (training, validation)
         figures = {"head": head, "train_seq_len": seq_len, "training MiB": training * 1.02}
-        checks = stages.check_peaks(figures | {"validation MiB": validation * 0.96})
+        checks = report_stages.check_peaks(figures | {"validation MiB": validation * 0.96})
         assert [check["ok"] for check in checks] == [True, False]
 
 
@@ -109,15 +109,15 @@ def in_bf16(monkeypatch):
 
 
 def small_head():
-    return stages.check_head(tokens=128, dim=256, out=384)
+    return report_stages.check_head(tokens=128, dim=256, out=384)
 
 
 def small_attention():
-    return stages.check_attention(cases=[(512, 60, 4), (512, 10**9, 2)], heads=2, dim=32)
+    return report_stages.check_attention(cases=[(512, 60, 4), (512, 10**9, 2)], heads=2, dim=32)
 
 
 def small_muon():
-    return stages.check_muon(width=64)
+    return report_stages.check_muon(width=64)
 
 
 def failed(figures):
@@ -126,7 +126,7 @@ def failed(figures):
 
 def test_right_arithmetic_passes():
     assert failed(small_head()) == failed(small_attention()) == failed(small_muon()) == []
-    assert not stages.check("x", float("nan"), 1.0)["ok"]
+    assert not report_stages.check("x", float("nan"), 1.0)["ok"]
 
 
 def test_a_wrong_head_is_noticed(monkeypatch):
@@ -163,9 +163,9 @@ def test_waits_are_counted_within_the_steps_only():
         event("cudaDeviceSynchronize", 1100, 1200),
     ]
     with pytest.raises(InputError, match="sees no kernels.* run this as root"):
-        stages.count_waits(events, steps=2)
+        report_stages.count_waits(events, steps=2)
     events.append(event("cudaLaunchKernel", 40, 41))
-    figures = stages.count_waits(events, steps=2)
+    figures = report_stages.count_waits(events, steps=2)
     assert (figures["waiting ms"], figures["checks"][0]["value"]) == (2.0, 1)
 
 
@@ -175,5 +175,5 @@ def test_settings_are_those_of_the_kept_losses(monkeypatch):
     monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
     monkeypatch.setattr(train_gpt, "uses_fp8", lambda hp: False)
     _, hp = train_gpt.parse_arguments(stages.OLDER_MINI.split())
-    losses = stages.losses_of_seeds(replace(hp, num_iterations=2), [0])
+    losses = report_stages.losses_of_seeds(replace(hp, num_iterations=2), [0])
     assert losses[0] == pytest.approx([5.950651, 5.446752], abs=1e-4)

@@ -20,7 +20,7 @@ import torch
 import train_gpt
 from recipes import january2026
 from gpu import memory
-from gpu.stages import PEAKS
+from gpu.report_stages import PEAKS
 from launch import checks
 from lib import environment, processes
 from train_gpt import TRACKS

@@ -6,7 +6,7 @@ test_gpu_report.py compares it with the dense definition.
 import pytest
 import torch
 
-from gpu.stages import attend, with_gradients
+from gpu.report_stages import attend, with_gradients
 from train_gpt import attention, portable_mask
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt
-from gpu import stages
+from gpu import report_stages
 from gpu.measure import Training
 from train_gpt import GPT, TRACKS, to_batch
 from tests.util import random_tokens, read_log, run_script, val_losses, write_shard
@@ -89,7 +89,7 @@ def test_loss_and_gradients_equal_the_cpus_in_float32(blocks, use_fp8, device, m
 def test_no_graph_break_and_no_recompile_as_the_window_grows(device):
     """Trains with accumulation, and validates, with the first and the last window of a run."""
     torch._dynamo.utils.counters.clear()
-    found = stages.peaks(Training(SMALL))
+    found = report_stages.peaks(Training(SMALL))
     assert found["graph breaks"] == found["recompilations"] == 0
 
 
