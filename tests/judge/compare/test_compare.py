@@ -186,8 +186,8 @@ def test_identical_losses(place):
 
 def test_gate(place):
     """Its exit status 1 means an answer, so an error has 2."""
-    assert run("--idea", "--effect -0.01", "--gate")[:2] == (0, "helps\n")
-    status, out, err = run("--idea", "--effect 0.05", "--gate")
+    assert run("--idea", "--effect -0.1", "--gate")[:2] == (0, "helps\n")
+    status, out, err = run("--idea", "--effect 0.1", "--gate")
     loop = "2 ideas judged, 1 accepted; on average at most 0.02 of those that do nothing are accepted."
     assert (status, out.splitlines()) == (1, ["hurts", loop])
     status, out, err = run("--idea", "--crash 1", "--gate")
