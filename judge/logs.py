@@ -469,8 +469,10 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
             logs += parse_trials(path, metric)
             continue
         files = sorted(path.iterdir())
-        found, ignored = find_logs([file for file in files if file.suffix in SUFFIXES], metric)
-        ignored += [file for file in files if file.suffix not in SUFFIXES + BESIDE_LOGS]
+        found, others = find_logs([file for file in files if file.suffix in SUFFIXES], metric)
+        if others and not found:
+            parse_trials(others[0], metric)  # its error shows what is there
+        ignored = others + [file for file in files if file.suffix not in SUFFIXES + BESIDE_LOGS]
         if ignored:
             names = ", ".join(file.name + "/" * file.is_dir() for file in ignored)
             names = textwrap.shorten(names, 200, placeholder=" ...")

@@ -183,9 +183,10 @@ def measure_slope(fewer: list[float], more: list[float], width: float) -> Slope 
     return slope
 
 
-def given_slope(loss_per_100_steps: float, steps: int) -> Slope:
-    """The slope where the last 100 steps lower the loss by so much."""
-    return Slope(-loss_per_100_steps / 100 * steps, error=0.0, n=0)
+def given_slope(loss_per_100_steps: float, steps: int) -> Slope | None:
+    """The slope where the last 100 steps lower the loss by so much. None for logs without steps, which have
+    one."""
+    return Slope(-loss_per_100_steps / 100 * steps, error=0.0, n=0) if steps > 1 else None
 
 
 def log_steps(difference: Estimate, slope: Slope, own_steps: float = 1.0) -> Estimate:

@@ -61,7 +61,7 @@ from pathlib import Path
 from judge.comparable import judged_in_words, settle_metric
 from judge.compare import runs as compare_runs
 from judge.compare.finished_logs import compare_logs
-from judge.compare.ledger import add_to_ledger, first_base, loop_in_words, unused_seed
+from judge.compare.ledger import add_to_ledger, first_base, loop_in_words, read_ledger, unused_seed
 from judge.compare.pairs import (
     Comparison,
     answer_needs_slope,
@@ -190,6 +190,7 @@ def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison:
     """Raises UserError."""
     args.ledger = args.ledger or compare_runs.FOLDER / "ledger.tsv"
+    read_ledger(args.ledger)  # what is wrong with it is said before the runs
     if args.confirm:
         args.base = f"{'.@' if args.command else ''}{first_base(args.ledger)}"
         args.seed = unused_seed(args.ledger)

@@ -82,8 +82,7 @@ class Comparison:
 
     def slope(self) -> Slope | None:
         if self.args.loss_per_100_steps:
-            steps = self.steps(self.base) or 1  # 1 in logs without steps
-            return given_slope(self.args.loss_per_100_steps, steps) if steps > 1 else None
+            return given_slope(self.args.loss_per_100_steps, self.steps(self.base) or 1)
         if self.fewer is None or self.slopes() < FEWEST_SLOPES:
             return None
         width = math.log(self.more.num_iterations() / self.fewer.num_iterations())

@@ -173,4 +173,5 @@ def read_times(c: Comparison) -> None:
         for seed, ratio in ratios.items():
             processes.setdefault(int(seed) // runs_a_process(c.base), []).append(ratio)
         idea.log_ratios = [statistics.fmean(pairs) for pairs in processes.values()]
-        idea.timed = [int(seed) for seed in ratios]
+        kept = idea.runs.keys() & c.base.runs.keys()  # some may have been deleted
+        idea.timed = [int(seed) for seed in ratios if int(seed) in kept]

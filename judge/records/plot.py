@@ -17,7 +17,7 @@ from pathlib import Path
 from judge.comparable import MACHINE, add_metric, check_sides, settle_metric
 from judge.curves import X_LABELS, plot_curves
 from judge.logs import Log, read_logs
-from lib.commands import command_parser, positive, run_command
+from lib.commands import command_parser, output_file, positive, run_command
 
 
 def read_groups(arguments: list[str], metric: str = "") -> dict[str, list[Log]]:
@@ -40,7 +40,14 @@ def main(argv: list[str]) -> int:
     parser = command_parser("plot", __doc__)
     add = parser.add_argument
     add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
-    add("-o", "--output", type=Path, required=True, metavar="FILE.png", help="the picture to write")
+    add(
+        "-o",
+        "--output",
+        type=output_file,
+        required=True,
+        metavar="FILE.png",
+        help="the picture to write",
+    )
     add("--x", choices=X_LABELS, default="step", help="the x axis (default: step)")
     add("--target", type=positive, help="draw the target at this loss (default: that of the logs)")
     add_metric(parser)

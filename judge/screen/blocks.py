@@ -4,6 +4,7 @@ What screen.py knows so far, and what it runs next: blocks, each of them one see
 
 import argparse
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,12 +41,12 @@ class Screen:
         losses = [[logs[seed].end.val_loss for logs in runs] for seed in whole]
         return np.array(losses).reshape(-1, len(runs))
 
-    def find(self, contrasts: dict[str, np.ndarray]) -> list[PartEffect]:
+    def find(self, names: list[str], contrasts: Sequence[np.ndarray]) -> list[PartEffect]:
         """The effects with these contrasts, the most needed one first."""
         losses = self.losses()
         found = []
-        for name, contrast in contrasts.items():
-            found.append(find_part_effect(name, losses, contrast, self.args.until, len(contrasts)))
+        for name, contrast in zip(names, contrasts):
+            found.append(find_part_effect(name, losses, contrast, self.args.until, len(names)))
         return sorted(found, key=lambda effect: -effect.without.value)
 
     def names(self) -> list[str]:
@@ -53,16 +54,14 @@ class Screen:
         return [" + ".join(self.parts[i].name for i in group) for group in self.groups]
 
     def effects(self) -> list[PartEffect]:
-        return self.find(dict(zip(self.names(), self.design.contrasts)))
+        return self.find(self.names(), self.design.contrasts)
 
     def interactions(self) -> list[PartEffect]:
         """Of the pairs that clearly act together."""
         names = self.names()
-        contrasts = {}
-        for group in self.design.groups:
-            pairs = [f"{names[i]} x {names[j]}" for i, j in group.pairs]
-            contrasts[" or ".join(pairs)] = group.contrast
-        found = self.find(contrasts)
+        groups = self.design.groups
+        pairs = [[f"{names[i]} x {names[j]}" for i, j in group.pairs] for group in groups]
+        found = self.find(list(map(" or ".join, pairs)), [group.contrast for group in groups])
         return [effect for effect in found if abs(effect.without.value) > effect.without.half]
 
     def undecided(self) -> int:

@@ -152,11 +152,11 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
     tree = first_variant(texts, args, compare_runs.scratch())
     base = read_variant(args.base, tree, common)
     check_settings([base], args.nproc_per_node)
-    pool = open_pool([base], lock, args)
-    check_settings([base], args.nproc_per_node, check_data=True)
     if args.idea:
         idea = read_variant(args.idea, base, common)
         parts = read_parts(base, idea, (args.base, args.idea), args.by)
+    pool = open_pool([base], lock, args)  # links data, which are no part
+    check_settings([base], args.nproc_per_node, check_data=True)
     if not parts:
         raise UserError(f"{args.base} and {args.idea} are the same, so there are no parts")
     more = [word for part in parts for word in part.options] + shlex.split(args.trial)

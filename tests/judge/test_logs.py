@@ -261,12 +261,18 @@ def test_what_is_ignored_in_a_folder_is_named(tmp_path, capsys):
 def test_what_is_no_log(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "in" / "a.txt").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.log").write_text("bpb: 1")
     for name, content in [("blank", b" \n"), ("zeros", b"\x89PNG\r\n\0"), ("source", SOURCE.encode())]:
         (tmp_path / name).write_bytes(content)
     for name, why in [
         ("missing", "No such file or directory: 'missing'"),
         ("empty", "no log in this folder"),
         ("in", "Is a directory: 'in/a.txt'"),
+        (
+            "other",
+            "other/a.log: no line has a number for val_loss, or step:S/N; it has lines like 'bpb: 1'",
+        ),
         ("blank", "no line has a number for val_loss, or step:S/N; it has lines like ''"),
         ("zeros", "binary"),
         ("source", "no line has a number for val_loss, or step:S/N; it has lines like 'import torch'"),

@@ -1,5 +1,6 @@
 """compare with anyone's scripts, and with finished logs."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,8 @@ def test_a_command(theirs):
     found, words = answer(*COMMAND, "--base", "theirs", *more, "--runs", "2")
     assert "below 3.28" in words
     assert "time of a step" not in words and "a run takes" not in words
+    shutil.rmtree("compare/runs")  # the times of their pairs are still there
+    assert answer(*arguments, "--runs", "2")[0]["runs_made"] == 4
 
 
 def test_a_command_with_seeds(theirs):
@@ -291,3 +294,9 @@ def test_finished_logs_that_cannot_be_compared(logs):
     ]:
         check_refused(compare.main, ["--base_logs", "base", "--idea_logs", folder], message)
     assert run(*SIDES, "--target", "3.2", "--gate") == (1, "undecided\n", "")
+    for side in ("no", "steps"):
+        Path(side).mkdir()
+        for i in "123":
+            Path(side, f"{i}.log").write_text(f"{side}\nbpb: 0.{i}\n")
+    sides = ["--base_logs", "no", "--idea_logs", "steps", "--metric", "bpb"]
+    assert "steps" not in answer(*sides, "--loss_per_100_steps", "1")[1].replace("equal steps", "")

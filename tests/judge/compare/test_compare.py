@@ -232,6 +232,8 @@ def test_a_loop(place):
     ]:
         (place / "l.tsv").write_text(text)
         check_refused(compare.main, ["--confirm", "--ledger", "l.tsv"], message)
+    (place / "l.tsv").write_text("date\n1\n")
+    check_refused(compare.main, ["--idea", "--effect 0.3", "--ledger", "l.tsv"], "it isn't a ledger")
 
 
 # -----------------------------------------------------------------------------

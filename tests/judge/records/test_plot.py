@@ -148,6 +148,7 @@ def test_plot_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert is_png(tmp_path / "out.png")
     assert run("plot", "a b", "-o", "out.pdf", cwd=tmp_path).returncode == 2
+    assert b"its folder doesn't exist" in run("plot", "a b", "-o", "no/out.png", cwd=tmp_path).stderr
     assert run("plot", f"{'x' * 300}=a b", "-o", "out.png", cwd=tmp_path).returncode == 0
     # Runs with a single validation, or without
     text = FIELD["more digits, times in seconds, other numbers in between, GPUs in one line"][0]

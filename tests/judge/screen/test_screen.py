@@ -180,6 +180,9 @@ def test_hunks_and_edits(theirs):
     """The working tree's edits are a part. By hunk, the parts are those of the whole difference; a new file
     stays whole."""
     (theirs / "new file").write_text("a\n" * 99)
+    (theirs / ".git/info/exclude").write_text("data/\n")
+    (theirs / "data").mkdir()
+    (theirs / "data/x").touch()  # linked, and no part
     file = theirs / "train.py"
     file.write_text(file.read_text().replace("noise = ", "loss += 0.04\nnoise = "))
     arguments = ["--base", "theirs@main", "--idea", "theirs", "--blocks", "2"]
@@ -189,13 +192,16 @@ def test_hunks_and_edits(theirs):
 
 
 def test_given_parts(theirs):
-    """A patch that changes nothing, and options. The metric has another name, and higher is better."""
+    """A patch that changes nothing, and options of the same name. The metric has another name, and higher is better."""
     text = SCRIPT.replace("val_loss:{loss:.4f}", "score:{-loss:.4f}")
     (theirs / "train.py").write_text(text)
     Path("same.patch").write_text(patch_of("train.py", text, text.replace("a = b", "b = a")))
-    parts = ["--part", "same.patch", "--part", "--lr 1", "--base", "theirs"]
+    parts = ["--part", "x=same.patch", "--part", "x=--lr 1", "--base", "theirs"]
     found = answer(*parts, "--metric", "score", "--higher_is_better")
-    assert verdicts(found) == {"same.patch": "barnacle", "1": "hurts"}
+    assert [(part["name"], part["verdict"]) for part in found["parts"]] == [
+        ("x", "barnacle"),
+        ("x", "hurts"),
+    ]
 
 
 def test_a_script_of_ours(tmp_path, monkeypatch):
