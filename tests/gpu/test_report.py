@@ -174,6 +174,6 @@ def test_settings_are_those_of_the_kept_losses(monkeypatch):
     """The recipe of mini changes, but a GPU must train that of the kept losses."""
     monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
     monkeypatch.setattr(train_gpt, "uses_fp8", lambda hp: False)
-    _, hp = train_gpt.parse_arguments(stages.OLDER_MINI.split())
+    _, hp = train_gpt.parse_arguments(report_stages.OLDER_MINI.split())
     losses = report_stages.losses_of_seeds(replace(hp, num_iterations=2), [0])
     assert losses[0] == pytest.approx([5.950651, 5.446752], abs=1e-4)

@@ -5,7 +5,9 @@ import pytest
 from gpu import report_stages
 
 
-@pytest.mark.parametrize("stage", [report_stages.check_head, report_stages.check_attention, report_stages.check_muon])
+@pytest.mark.parametrize(
+    "stage", [report_stages.check_head, report_stages.check_attention, report_stages.check_muon]
+)
 def test_a_stage_of_the_report(stage, device):
     for check in stage()["checks"]:
         assert check["ok"], check
