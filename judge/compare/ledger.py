@@ -38,7 +38,7 @@ def read_ledger(file: Path) -> list[Row]:
 def commit_of(variant: Variant) -> str:
     """The commit whose files are the variant's; "" if some of them aren't committed, or without git."""
     commit = variant.folder.name  # see copy_commit
-    with contextlib.suppress(UserError, OSError):
+    with contextlib.suppress(OSError):
         if commit == "worktree" and not git("diff", "HEAD", "--name-only", cwd=variant.origin):
             commit = git("rev-parse", "HEAD", cwd=variant.origin).decode().strip()
     return commit if re.fullmatch("[0-9a-f]{40}", commit) else ""
