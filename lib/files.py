@@ -26,8 +26,11 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as e:
         temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.errno:
+            e.filename = str(path)  # a full disk names no file, and others the temporary one
+            e.filename2 = None
         raise
 
 

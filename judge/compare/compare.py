@@ -67,6 +67,7 @@ from judge.compare.pairs import (
     answer_needs_slope,
     progress,
     slope_runs,
+    undecided,
     wanted_runs,
 )
 from judge.compare.runs import add_run_options, make_runs, open_pool, show_line
@@ -224,7 +225,7 @@ def make_all_runs(c: Comparison) -> None:
     make_runs(c.pool, lambda: wanted_runs(c), show)
     if answer_needs_slope(c):
         make_runs(c.pool, lambda: slope_runs(c), show)
-    if c.pool.late():
+    if c.pool.late() and undecided(c):
         c.notes.append(f"Stopped after --hours {c.args.hours:g}.")
 
 

@@ -1,9 +1,11 @@
 """Tests of lib/files.py and of commands that print: files, links, folders and pipes."""
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -21,8 +23,12 @@ def test_files_are_replaced_also_behind_links(tmp_path):
     files.write_file(link, b"new")
     assert link.is_symlink() and target.read_bytes() == b"new"
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["folder", "link", "target"]
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(NotADirectoryError, match="target/file'$"):
         files.write_file(link / "file", b"text")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="target'$"):
+        files.write_file(link, b"more")
+    assert target.read_bytes() == b"new"
 
 
 def test_a_folder_is_there_when_it_is_whole(tmp_path):
