@@ -27,7 +27,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except BaseException as e:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         if isinstance(e, OSError) and e.errno:
             e.filename = str(path)  # a full disk names no file, and others the temporary one
             e.filename2 = None
