@@ -29,9 +29,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(e, OSError) and e.errno:
-            e.filename = str(path)  # a full disk names no file, and others the temporary one
-            e.filename2 = None
+        if (
+            isinstance(e, OSError) and e.errno
+        ):  # a full disk names no file, and others the temporary one
+            raise OSError(e.errno, e.strerror, str(path)) from None
         raise
 
 
