@@ -1159,7 +1159,7 @@ def init_processes():
 TIMING = re.compile("(OMP|GOMP|KMP|MKL|ATEN|MALLOC|LD_PRELOAD|PYTORCH|TORCH|CUDA|NCCL)")
 
 
-@torch.compile(backend="eager")
+@torch.compile(dynamic=False)
 def compiles():
     """Whether torch.compile compiles. Several variables can turn it off."""
     return torch.compiler.is_compiling()
