@@ -16,6 +16,7 @@ from judge import comparable
 from judge.stats import log_e_values
 from judge.records import rules
 from judge.records.compiler_rule import compiler_settings
+from lib.environment import ROOT
 from tests.judge.records.makers import (
     FASTER,
     FIELD,
