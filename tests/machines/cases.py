@@ -190,7 +190,7 @@ def test_kill_9_during_the_installation():
 
 def test_no_network():
     copy_repository()
-    settings = dict(PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS=None, PIP_RETRIES=0)
+    settings = dict(PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS=None, PIP_RETRIES=1)
     done = run([*unshare("true", "--net"), *REPLAY], **settings)
     check_error(done, "can't install the packages; pip's output is above")
     assert "NewConnectionError" in done[1]
