@@ -424,9 +424,10 @@ def test_a_run_that_fails(place):
 
 
 def test_hours(place, monkeypatch):
-    """The limit ends the comparison, before or after the first pairs, with what is known."""
+    """The limit ends the comparison, before or after the first pairs, with what is known. Runs take half a
+    second, so that their ends are seen one by one."""
     monkeypatch.setattr(compare_runs.Pool, "minutes", lambda pool: pool.made)  # a minute a run
-    arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--takes", "0.1"]
+    arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--takes", "0.5"]
     for hours, said in [
         ("0", "^Too early for an answer"),
         ("0.1", "undecided.* Stopped after --hours 0.1."),
