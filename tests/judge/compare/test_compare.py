@@ -424,10 +424,10 @@ def test_a_run_that_fails(place):
 
 
 def test_hours(place, monkeypatch):
-    """The limit ends the comparison, before or after the first pairs, with what is known. Runs take half a
-    second, so that their ends are seen one by one."""
+    """The limit ends the comparison, before or after the first pairs, with what is known. With one
+    process at a time, it is the base's that makes the first two runs."""
     monkeypatch.setattr(compare_runs.Pool, "minutes", lambda pool: pool.made)  # a minute a run
-    arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--takes", "0.5"]
+    arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--jobs", "1"]
     for hours, said in [
         ("0", "^Too early for an answer"),
         ("0.1", "undecided.* Stopped after --hours 0.1."),
