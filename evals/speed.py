@@ -37,10 +37,11 @@ def matmul_flops():
 
 def describe(checkpoint):
     """Returns a line about the run of a RUN.pt."""
-    run, settings = checkpoint["run"], checkpoint["settings"]
+    run = checkpoint["run"]
     parameters, flops = count(checkpoint["model"])
     processes = int(re.findall(r'"world_size": (\d+)', run["log"])[-1])
-    reached = 1000 * flops * settings["batch_tokens"] * run["step"] / run["train_ms"]
+    tokens = checkpoint["settings"]["batch_tokens"] * run["step"]
+    reached = 1000 * flops * tokens / run["train_ms"]
     peak = processes * matmul_flops()
     dtype = str(DTYPE).removeprefix("torch.")
     return (

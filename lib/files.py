@@ -29,9 +29,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if (
-            isinstance(e, OSError) and e.errno
-        ):  # a full disk names no file, and others the temporary one
+        # a full disk names no file, and other errors the temporary one
+        if isinstance(e, OSError) and e.errno:
             raise OSError(e.errno, e.strerror, str(path)) from None
         raise
 

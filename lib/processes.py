@@ -49,11 +49,11 @@ def wait(children):
         codes = [threads.submit(child.wait) for child in children]
         try:
             first = next((code for code in futures.as_completed(codes) if code.result()), codes[0])
-            # each rank finds the user's error, but only rank 0 prints it, perhaps later
-            if first.result() == 2 and 2 in [
-                code.result() for code in futures.wait(codes[:1], 10).done
-            ]:
-                first = codes[0]
+            if first.result() == 2:
+                # each rank finds the user's error, but only rank 0 prints it, perhaps later
+                ended = futures.wait(codes[:1], 10).done
+                if any(code.result() == 2 for code in ended):
+                    first = codes[0]
         finally:
             for child in children:
                 child.terminate()

@@ -9,7 +9,6 @@ import argparse
 import math
 from dataclasses import asdict
 
-
 from judge.comparable import MACHINE, check_sides, judged_in_words
 from judge.compare.verdict import (
     answer_in_words,

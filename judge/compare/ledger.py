@@ -1,8 +1,8 @@
 """
 The ledger of compare: a line for each idea that was judged, in a table that spreadsheets read.
 
-A loop that tries ideas all night needs it: an idea that was judged before is answered from it, it says
-how often the loop errs, and --confirm starts from its first line.
+A loop that tries ideas all night needs it: it says how often the loop errs, and --confirm starts from its
+first line.
 """
 
 import contextlib

@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-
 from judge.compare.runs import Pool, runs_a_process
 from judge.compare.sources import Variant
 from judge.stats import (

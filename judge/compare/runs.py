@@ -71,7 +71,6 @@ class Pool:
     """What the runs of a command have in common, and those under way."""
 
     args: argparse.Namespace  # see add_run_options
-
     facts: dict  # the software and the machine
     jobs: int  # processes at a time
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive

@@ -106,7 +106,7 @@ def trial_of(variant: Variant, options: str) -> Variant | None:
 
 
 def make_trials(s: Screen, variants: list[Variant]) -> None:
-    """Makes a short run of each. Raises UserError if a script refuses its options, and UserError."""
+    """Makes a short run of each. Raises UserError if one fails."""
     check_settings(variants, s.args.nproc_per_node)
     trials = [trial for variant in variants if (trial := trial_of(variant, s.args.trial))]
     add_variants(s.pool, trials)
