@@ -16,14 +16,21 @@ from lib.commands import run_command
 
 def run_main(main, *words) -> tuple[int, str, str]:
     """Runs main(words) as a command in this process. Returns exit status, output and errors."""
-    out = io.StringIO()
-    err = io.StringIO()
+    # replay writes bytes, which need not be text
+    streams = [
+        io.TextIOWrapper(io.BytesIO(), "utf-8", "surrogateescape", "", write_through=True)
+        for _ in range(2)
+    ]
+    out, err = streams
     arguments = [str(word) for word in words]
     os.environ.pop("PYTEST_CURRENT_TEST", None)  # differs from test to test, and may change a run
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         with pytest.raises(SystemExit) as end:
             run_command(lambda argv: main(arguments))
-    return end.value.code, out.getvalue(), err.getvalue()
+    printed, errors = [
+        stream.buffer.getvalue().decode("utf-8", "surrogateescape") for stream in streams
+    ]
+    return end.value.code, printed, errors
 
 
 def work_in(folder: Path, patch: pytest.MonkeyPatch) -> None:

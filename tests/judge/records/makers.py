@@ -2,20 +2,17 @@
 Logs for tests: in our format and in those of modded-nanogpt. Helpers that run and judge.
 """
 
-import io
+import contextlib
 import json
 import random
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 
-import pytest
-
-from lib.commands import run_command
 from judge.logs import read_logs
 from judge.compare import compare
 from judge.records import plot, replay, rules, submit, verify
+from tests.judge.helpers import run_main
 from tests.util import ROOT
 
 RECORDS = ROOT / "records"
@@ -123,21 +120,11 @@ MAINS = dict(
 
 
 def run(script: str, *arguments, cwd="/") -> subprocess.CompletedProcess:
-    """
-    Runs a command in this process, which is much faster than starting a new one.
-
-    An exception fails the test. A user would see a traceback.
-    """
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.chdir(cwd)
-        patch.setattr(sys, "argv", [script, *map(str, arguments)])
-        patch.setattr(sys, "stdout", out)
-        patch.setattr(sys, "stderr", err)
-        run_command(MAINS[script])
-    output = (stream.buffer.getvalue() for stream in (out, err))
-    return subprocess.CompletedProcess(arguments, end.value.code, *output)
+    """Runs a command in this process, in a folder. Its output is bytes."""
+    with contextlib.chdir(cwd):
+        status, *printed = run_main(MAINS[script], *arguments)
+    output = [text.encode("utf-8", "surrogateescape") for text in printed]
+    return subprocess.CompletedProcess(arguments, status, *output)
 
 
 def judged(*paths, against=(), **kwargs) -> rules.Verdict:
