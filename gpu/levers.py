@@ -13,7 +13,7 @@ from dataclasses import replace
 from recipes import gpt2  # before torch: it sets variables that torch reads
 from lib.commands import command_parser, run_command, whole_number
 from gpu.measure import device_name, median_ms
-from train_gpt import DTYPE, ON_GPU, GradientBuckets
+from train_gpt import DTYPE, ON_GPU
 
 import torch
 
@@ -34,11 +34,10 @@ def median_step(hp, steps):
     torch._dynamo.reset()
     model = gpt2.build_model(hp)
     optimizer = gpt2.build_optimizer(model, hp)
-    buckets = GradientBuckets(model)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens + 1,), dtype=torch.int32)
 
     def step():
-        gpt2.train_step(model, optimizer, buckets, tokens, 0, hp)
+        gpt2.train_step(model, optimizer, tokens, 0, hp)
 
     for _ in range(3):
         step()

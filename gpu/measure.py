@@ -114,11 +114,10 @@ class Training:
         self.model = train_gpt.build_model(hp)
         self.model.compile(dynamic=False)
         self.optimizers = train_gpt.build_optimizers(self.model, hp)
-        self.buckets = train_gpt.GradientBuckets(self.model)
         self.tokens = random_batch(hp)
 
     def train(self, step):
-        train_gpt.train_step(self.model, self.optimizers, self.buckets, self.tokens, step, self.hp)
+        train_gpt.train_step(self.model, self.optimizers, self.tokens, step, self.hp)
 
     def last_step(self):
         """Its window is the longest."""
@@ -150,13 +149,12 @@ def ms_of_parts(training):
     inputs, targets = train_gpt.to_batch(tokens, hp.train_seq_len)
     window = longest_window(hp)
     weight = torch.full((), hp.train_seq_len / hp.batch_tokens, device=DEVICE)
-    training.buckets.last_micro_step = True
     started = clock()
     loss = training.model(inputs, targets, window)
     forward = clock()
     loss.backward(weight)
     backward = clock()
-    training.buckets.wait()
+    train_gpt.sum_gradients(training.model)
     for optimizer in training.optimizers:
         optimizer.step()
         optimizer.zero_grad()

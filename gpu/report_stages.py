@@ -225,7 +225,6 @@ def losses_of_seeds(hp, seeds):
     """Trains once per seed. Returns the training losses: {seed: [loss of each step]}."""
     model = train_gpt.build_model(hp)
     model.compile(dynamic=False)
-    buckets = train_gpt.GradientBuckets(model)
     losses = {}
     for seed in seeds:
         initial = train_gpt.build_model(dataclasses.replace(hp, seed=seed))
@@ -234,7 +233,7 @@ def losses_of_seeds(hp, seeds):
         batches = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens)
         steps = []
         for step, tokens in enumerate(itertools.islice(batches, hp.num_iterations)):
-            steps.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp))
+            steps.append(train_gpt.train_step(model, optimizers, tokens, step, hp))
         losses[seed] = [round(loss, 6) for loss in torch.stack(steps).tolist()]
     return losses
 

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import train_gpt
 from recipes import openai_gpt2
 from recipes import gpt2
-from train_gpt import GradientBuckets, InputError
+from train_gpt import InputError
 from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, resuming, succeeds
 from tests.util import (
     ROOT,
@@ -268,7 +268,7 @@ def one_step(**changes):
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 
     optimizer.register_step_pre_hook(keep)
-    loss = gpt2.train_step(model, optimizer, GradientBuckets(model), tokens, 1, hp)
+    loss = gpt2.train_step(model, optimizer, tokens, 1, hp)
     return model.state_dict(), loss, gradients[0]
 
 
