@@ -859,7 +859,7 @@ MINI = replace(
     muon_momentum_warmup=100,
     muon_beta2=0.95,
     warmup_steps=3,
-    val_loss_every=35,
+    val_loss_every=41,
     target_val_loss=1.5,
 )
 TRACKS = {"fineweb": FINEWEB, "mini": MINI}
