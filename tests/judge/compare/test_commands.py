@@ -3,7 +3,6 @@
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -315,5 +314,5 @@ def test_what_an_ended_run_has_started(command, survives, tmp_path):
     worker = runs.Worker(SimpleNamespace(command=command), [0], child, tmp_path / "folder")
     runs.end_worker(SimpleNamespace(workers=[worker]), worker)
     assert child.returncode == -signal.SIGTERM
-    time.sleep(1.5)
+    child.stdout.read()  # until all have ended
     assert (tmp_path / "file").read_text() == ("halfwhole" if survives else "half")
