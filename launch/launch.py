@@ -34,11 +34,11 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of launch/
 
+from data.datasets import DATASETS, get_data
 from lib.commands import UserError
 from lib.environment import ROOT, clean_environment
 from lib.processes import (
     check_machine,
-    get_data,
     gpu_maker,
     output_of,
     run,
@@ -51,7 +51,7 @@ from lib.processes import (
 VENV = ROOT / ".venv"
 TORCH_INDEX = "https://download.pytorch.org/whl"  # has cpu/, rocm7.2/
 
-USAGE = """\
+USAGE = f"""\
 usage: ./run.sh [OPTIONS]            train; first, install packages and get data
        ./run.sh --recipe NAME        train recipes/NAME.py instead of train_gpt.py
        ./run.sh prepare              do all of that but the training
@@ -59,7 +59,7 @@ usage: ./run.sh [OPTIONS]            train; first, install packages and get data
        ./run.sh verify | submit      check the logs of a record; file it
        ./run.sh replay | plot        extract a run's sources; draw loss curves
        ./run.sh sample | hellaswag   let a trained model write text; score it
-       ./run.sh data NAME            get shakespeare, fineweb, edu or text
+       ./run.sh data NAME            get {", ".join(DATASETS)} or text
        ./run.sh bench | levers       time a step's parts; time GPT-2's speedups
        ./run.sh gpu-report           check and time training on a GPU
        ./run.sh test [--slow]        run the tests; with --slow, all of them
@@ -81,21 +81,14 @@ COMMANDS = {
     "levers": "gpu.levers",
     "sample": "evals.sample",
     "hellaswag": "evals.hellaswag",
-    "data shakespeare": "data.shakespeare",
-    "data fineweb": "data.cached_fineweb10B",
-    "data edu": "data.fineweb edu",
-    "data text": "data.fineweb text",
+    "data text": "data.own_text",
     "test": "pytest",
     "test machines": "pytest",
 }
+COMMANDS |= {f"data {name}": dataset.command for name, dataset in DATASETS.items()}
 # The folders whose requirements.txt a command needs. Those of judge/ need that of judge/.
-ALL_FOLDERS = ["judge", "data", "evals", "tests"]
-FOLDERS = {
-    "hellaswag": ["evals"],
-    "data edu": ["data"],
-    "test": ALL_FOLDERS,
-    "test machines": ALL_FOLDERS,
-}
+ALL_FOLDERS = ["judge", "evals", "tests"]
+FOLDERS = {"hellaswag": ["evals"], "test": ALL_FOLDERS, "test machines": ALL_FOLDERS}
 
 
 class Stopped(BaseException):
@@ -366,7 +359,7 @@ def parse(name, words):
 def command_line(name, python, arguments):
     """Returns the command that ./run.sh NAME becomes. Its exit status and signals are its own."""
     if name.startswith("test"):
-        get_data(python, dict(train_files="data/shakespeare/*"))
+        get_data(python, dict(train_files="data/shakespeare/*", num_iterations=1))
         os.chdir(ROOT)
         # a process a core; those that run out of tests take some from another; paths replace "tests"
         workers = "-n auto --maxprocesses 8 --dist worksteal".split()

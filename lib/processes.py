@@ -1,14 +1,12 @@
 """
-Child processes, and what the launcher and the commands start: data, and checks of the machine.
+Child processes, and what the launcher and the commands start: checks of the machine.
 """
 
 import contextlib
 import ctypes
 import fcntl
-import glob
 import itertools
 import json
-import math
 import os
 import signal
 import subprocess
@@ -107,7 +105,7 @@ def setup_lock():
 
 
 # -----------------------------------------------------------------------------
-# GPUs, data, and the checks before a run
+# GPUs, and the checks before a run
 
 
 def gpu_maker():
@@ -119,30 +117,6 @@ def gpu_maker():
         return "NVIDIA"
     sizes = [int(file.read_text()) for file in GRAPHICS.glob("card*/device/mem_info_vram_total")]
     return "AMD" if (DEVICES / "kfd").exists() and max(sizes, default=0) >= 8 * 2**30 else ""
-
-
-def get_data(python, settings):
-    """Makes or downloads the shards that a run with these settings reads. Your own files stay as they are."""
-    folder = str(Path(settings["train_files"]).parent)
-    if folder == "data/shakespeare":
-        shards = 1
-        command = [python, "-m", "data.shakespeare"]
-        size = "2 MB"
-    elif folder == "data/fineweb10B":
-        # A shard has 100M tokens, and no batch is in two shards. The steps of january2026 vary.
-        batches = (10**8 - 1) // settings.get("batch_tokens", 2**19)
-        shards = max(1, math.ceil(settings["num_iterations"] / batches))
-        command = [python, "-m", "data.cached_fineweb10B", str(shards)]
-        size = f"{shards + 1} files of 200 MB"
-    else:
-        return
-    with setup_lock():
-        found = [len(glob.glob(f"{ROOT}/{folder}/*_{split}_*.bin")) for split in ("train", "val")]
-        if found[0] < shards or not found[1]:
-            say(f"getting {folder}: a download of {size}")
-            status = run(command, cwd=ROOT)
-            if status:
-                sys.exit(status)
 
 
 def check_machine(python, *words):

@@ -189,8 +189,8 @@ FINEWEB = Hyperparameters()
 EDU = replace(
     FINEWEB,
     track="edu",
-    train_files="data/fineweb_edu10B/fineweb_train_*.bin",
-    val_files="data/fineweb_edu10B/fineweb_val_*.bin",
+    train_files="data/finewebedu10B/finewebedu_train_*.bin",
+    val_files="data/finewebedu10B/finewebedu_val_*.bin",
     repeat_data=True,
     target_val_loss=3.29,
 )

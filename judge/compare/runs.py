@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.datasets import get_data
 from judge.comparable import add_metric, not_whole
 from judge.compare.same_run import (
     changes,
@@ -45,7 +46,7 @@ from judge.logs import SUFFIXES, Log, find_logs, parse_log
 from lib.commands import UserError, output_file, positive, whole_number
 from lib.environment import ROOT, chosen_threads, usable_cores
 from lib.files import write_file
-from lib.processes import get_data, gpu_maker, output_of
+from lib.processes import gpu_maker, output_of
 from lib.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
