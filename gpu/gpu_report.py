@@ -9,7 +9,6 @@ This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes.
     head         the head, its loss and gradients against float64: in bf16, and in FP8 if supported
     attention    FlexAttention and its gradients against float64
     muon         three steps of Muon against float64
-    mini         50 steps of mini against the losses of a CPU in float32
     speed        the time of a step of fineweb by part, its slowest kernels and its memory
     waits        how often the host waits for the GPU between validations
     memory ...   the peaks in training and validation of shorter sequences, and with the other head.
@@ -37,7 +36,6 @@ from lib.environment import ROOT
 from lib.commands import UserError, command_parser, run_command, stop_on_signals
 from lib.text import as_json
 from lib.files import write_file
-from lib.processes import get_data
 from gpu.report_stages import STAGES
 from gpu.report_page import page
 from train_gpt import InputError
@@ -145,7 +143,6 @@ def main(argv):
         help="folder of the report (default: logs/report)",
     )
     args = parser.parse_args(argv)
-    get_data(sys.executable, vars(train_gpt.TRACKS["mini"]))
     make_report(args.out, args.stage)
 
 
