@@ -39,7 +39,7 @@ from lib.commands import UserError
 from lib.environment import ROOT, clean_environment
 from lib.processes import (
     check_machine,
-    gpu_maker,
+    has_nvidia_gpu,
     output_of,
     run,
     say,
@@ -49,7 +49,7 @@ from lib.processes import (
 )
 
 VENV = ROOT / ".venv"
-TORCH_INDEX = "https://download.pytorch.org/whl"  # has cpu/, rocm7.2/
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 USAGE = f"""\
 usage: ./run.sh [OPTIONS]            train; first, install packages and get data
@@ -234,16 +234,11 @@ def torch_source(python):
     if re.search("(index-url|find-links|no-index)=", pip_settings(python)):
         say("installing packages from the source in your pip settings")
         return []
-    maker = gpu_maker()
-    if maker == "AMD":
-        say("installing packages, with PyTorch for AMD GPUs: a download of about 5 GB")
-        return ["--extra-index-url", f"{TORCH_INDEX}/rocm7.2"]
-    index = f"{TORCH_INDEX}/cpu"
-    if not maker:
-        if answers(index):
+    if not has_nvidia_gpu():
+        if answers(CPU_INDEX):
             say("installing packages, with PyTorch for CPUs: a download of about 0.2 GB")
-            return ["--extra-index-url", index]
-        say(f"{index} doesn't answer, so PyTorch comes from the package index")
+            return ["--extra-index-url", CPU_INDEX]
+        say(f"{CPU_INDEX} doesn't answer, so PyTorch comes from the package index")
     say("installing packages, with PyTorch and CUDA: a download of up to 5 GB")
     return []
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from lib.environment import ROOT
 
-DEVICES = Path("/dev")  # where drivers put their files
-GRAPHICS = Path("/sys/class/drm")  # where AMD's driver says how large a GPU is
+DEVICES = Path("/dev")  # where the driver puts its files
 
 
 def say(text):
@@ -108,15 +107,11 @@ def setup_lock():
 # GPUs, and the checks before a run
 
 
-def gpu_maker():
-    """Returns NVIDIA, AMD, or "" if the machine has no GPU, or it is hidden. An AMD GPU of less than 8
-    GiB is part of a CPU."""
+def has_nvidia_gpu():
+    """Has the machine a GPU of NVIDIA that isn't hidden?"""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return ""
-    if "GPU " in (output_of("nvidia-smi", "-L") or "") or list(DEVICES.glob("nvidia[0-9]*")):
-        return "NVIDIA"
-    sizes = [int(file.read_text()) for file in GRAPHICS.glob("card*/device/mem_info_vram_total")]
-    return "AMD" if (DEVICES / "kfd").exists() and max(sizes, default=0) >= 8 * 2**30 else ""
+        return False
+    return "GPU " in (output_of("nvidia-smi", "-L") or "") or any(DEVICES.glob("nvidia[0-9]*"))
 
 
 def check_machine(python, *words):

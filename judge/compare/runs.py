@@ -46,7 +46,7 @@ from judge.logs import SUFFIXES, Log, find_logs, parse_log
 from lib.commands import UserError, output_file, positive, whole_number
 from lib.environment import ROOT, chosen_threads, usable_cores
 from lib.files import write_file
-from lib.processes import gpu_maker, output_of
+from lib.processes import has_nvidia_gpu, output_of
 from lib.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
@@ -168,7 +168,7 @@ def runs_a_process(variant: Variant) -> int:
 
 def on_gpu(variants: list[Variant]) -> bool:
     """Commands may always use the machine's GPU."""
-    return any(gpu_maker() if v.command else v.settings["device"] == "cuda" for v in variants)
+    return any(has_nvidia_gpu() if v.command else v.settings["device"] == "cuda" for v in variants)
 
 
 def cpu_line(name: str) -> str:
