@@ -43,10 +43,6 @@ from train_gpt import InputError
 RUN_STAGE = "import sys; from gpu.report_stages import run_stage; run_stage(*sys.argv[1:])"
 
 
-def result_of(status, seconds=0.0, figures=(), error=""):
-    return {"status": status, "seconds": seconds, "figures": dict(figures), "error": error}
-
-
 def end_of(output, lines=15):
     """The last lines of a program's output, without the names of your folders."""
     text = "\n".join(output.strip().splitlines()[-lines:])
@@ -56,6 +52,7 @@ def end_of(output, lines=15):
 def run_in_process(name, seconds):
     """Runs a stage in a process of its own, and in a session: processes that compile end with it."""
     started = time.monotonic()
+    result = {"status": "failed", "figures": {}, "error": ""}
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder, "figures.json")
         output = Path(folder, "output.txt")
@@ -67,18 +64,19 @@ def run_in_process(name, seconds):
                 command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
             ) as process,
         ):
-            status = "failed"
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
-                status = "timed out"
+                result["status"] = "timed out"
             finally:  # also after Ctrl-C, SIGTERM or SIGHUP
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        seconds = time.monotonic() - started
         if figures.exists():
-            return result_of("done", seconds, json.loads(figures.read_bytes()))
-        return result_of(status, seconds, error=end_of(output.read_text(errors="replace")) or status)
+            result |= {"status": "done", "figures": json.loads(figures.read_bytes())}
+        else:
+            result["error"] = end_of(output.read_text(errors="replace")) or result["status"]
+    result["seconds"] = time.monotonic() - started
+    return result
 
 
 def kept_stages(path, conditions):

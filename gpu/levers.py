@@ -66,17 +66,19 @@ def main(argv):
     print(f"{device_name()}, PyTorch {torch.__version__}")
     print(f"{args.track}: {tokens} tokens per step, median of {args.steps} steps\n")
     print(f"{'each row adds':<18} {'ms/step':>9} {'tokens/s':>10} {'x previous':>11} {'x first':>8}")
-    measured = []
+    first = previous = None
     for name, lever in LEVERS.items():
         if not is_possible(lever):
             print(f"{name:<18} {'-':>9}   the hardware has none", flush=True)
             continue
         if lever:
             hp = replace(hp, **{lever: True})
-        measured.append(median_step(hp, args.steps))
-        ms = measured[-1]
+        ms = median_step(hp, args.steps)
+        first = first or ms
+        previous = previous or ms
         row = f"{name:<18} {ms:>9.1f} {1000 * tokens / ms:>10,.0f}"
-        print(f"{row} {measured[-2:][0] / ms:>11.2f} {measured[0] / ms:>8.2f}", flush=True)
+        print(f"{row} {previous / ms:>11.2f} {first / ms:>8.2f}", flush=True)
+        previous = ms
 
 
 if __name__ == "__main__":
