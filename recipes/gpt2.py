@@ -235,18 +235,20 @@ def parse_arguments(argv):
 
 def check_hyperparameters(hp, world_size):
     """Refuses sizes that don't divide each other, and what OpenAI's weights don't fit."""
+    names = ["batch_tokens", "val_tokens", "block_size", "n_layer", "n_head", "n_embd", "grad_clip"]
+    for name in names:
+        require(getattr(hp, name) > 0, f"--{name} must be more than 0")
+    require(hp.num_iterations >= 0, "--num_iterations must be at least 0")
     for name in ["batch_tokens", "val_tokens"]:
         total = getattr(hp, name)
         require(
-            hp.block_size > 0 and total > 0 and total % (world_size * hp.block_size) == 0,
+            total % (world_size * hp.block_size) == 0,
             f"--{name} {total}: must be a multiple of {world_size} (processes) times "
             f"--block_size {hp.block_size}",
         )
     require(
         hp.n_embd % hp.n_head == 0, f"--n_embd {hp.n_embd}: must be a multiple of --n_head {hp.n_head}"
     )
-    positive = hp.num_iterations >= 0 and hp.grad_clip > 0
-    require(positive, "--num_iterations must be at least 0, --grad_clip more than 0")
     require(
         hp.init_from == "scratch" or (hp.vocab_size, hp.block_size) == (50257, 1024),
         f"--init_from {hp.init_from}: needs --track fineweb or edu, and their --block_size 1024",

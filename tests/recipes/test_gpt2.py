@@ -207,6 +207,7 @@ def test_mini_is_the_mini_of_train_gpt():
     "changes, message",
     [
         (dict(batch_tokens=500), "--batch_tokens 500: must be a multiple of 1 .* --block_size 32"),
+        (dict(n_head=0), "--n_head must be more than 0"),
         (dict(n_head=3), "--n_embd 32: must be a multiple of --n_head 3"),
         (dict(num_iterations=8, repeat_data="false"), "has 7 batches .*, and the run needs 8"),
         (dict(batch_tokens=4096), "has 0 batches .*, and the run needs 1"),
