@@ -101,7 +101,10 @@ def load(name, offline=False):
         _, hp = gpt2.parse_arguments(["--track=fineweb", f"--init_from={name}"])
         return text_model(gpt2.build_model(hp), text)
     settings, weights = read_file(name)
-    require("seq_lens" not in settings, f"{name}: sample and hellaswag can't run January's model")
+    require(
+        "seq_lens" not in settings,
+        f"{name}: sample and hellaswag can't run models of recipes/january2026.py",
+    )
     model_class, script = (gpt2.GPT, gpt2) if "n_embd" in settings else (LogitsGPT, train_gpt)
     mini = script.TRACKS["mini"]
     differing = asdict(mini).keys() ^ settings.keys()
