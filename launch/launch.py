@@ -225,13 +225,10 @@ def answers(index):
     return True
 
 
-def pip_settings(python):
-    return output_of(python, "-m", "pip", "config", "list") or ""
-
-
 def torch_source(python):
     """Returns pip's options for the build of PyTorch that this machine needs."""
-    if re.search("(index-url|find-links|no-index)=", pip_settings(python)):
+    settings = output_of(python, "-m", "pip", "config", "list") or ""
+    if re.search("(index-url|find-links|no-index)=", settings):
         say("installing packages from the source in your pip settings")
         return []
     if not has_nvidia_gpu():
@@ -303,18 +300,11 @@ def train_and_sample(command, needs):
     say(f"training {needs['text']}")
     say("before the first step, compiling may take a minute or two")
     Stopped.advice = "to continue from the last validation, add --resume latest"
-    before = newest_checkpoint(needs)
     status = run_ranks([*command, "--save_checkpoint"], needs["processes"], cwd=ROOT)
-    newest = newest_checkpoint(needs)
-    if status == 0 and newest != before:
-        run([command[0], "-m", "evals.sample", "--brief", newest[1]], cwd=ROOT)
+    newest = max(Path(ROOT, needs["log_dir"]).glob("*.pt"), key=os.path.getmtime, default=None)
+    if status == 0 and newest:
+        run([command[0], "-m", "evals.sample", "--brief", newest], cwd=ROOT)
     return status
-
-
-def newest_checkpoint(needs):
-    """Its time, by the clock of its disk, which may not be that of this machine, and its path."""
-    paths = Path(ROOT, needs["log_dir"]).glob("*.pt")
-    return max(((os.path.getmtime(path), path) for path in paths), default=None)
 
 
 # -----------------------------------------------------------------------------

@@ -341,8 +341,7 @@ def test_data_are_made_once(machine):
 
 @pytest.fixture
 def training(machine, monkeypatch, tmp_path):
-    """The machine, where ranks write checkpoints at the time `written`. `needs` is what the checks find."""
-    machine.written = 1000  # long ago: the disk has another clock
+    """The machine, where ranks write two checkpoints. `needs` is what the checks find."""
     machine.needs = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
     machine.checked = []
     file(machine.root / "recipes" / "soup.py", "def parse_arguments")
@@ -362,7 +361,7 @@ def training(machine, monkeypatch, tmp_path):
             launch.stop(-machine.status, None)
         for age, name in enumerate(["new", "older"]):
             path = file(machine.root / machine.needs["log_dir"] / f"{name}.pt")
-            os.utime(path, (0, machine.written - age))
+            os.utime(path, (0, 1000 - age))  # long ago: the disk has another clock
         return machine.status
 
     def install(folders, theirs):
@@ -395,8 +394,6 @@ def test_a_training(training, monkeypatch):
     assert training.processes == 2
     assert train == ["python", "-m", *words, "--train_seq_len=256", "--save_checkpoint"]
     assert sample == ["python", "-m", "evals.sample", "--brief", f"{launch.ROOT}/logs/new.pt"]
-    launch.main([])  # writes no other checkpoint
-    assert len(training.ran) == 3
 
 
 @pytest.mark.parametrize(

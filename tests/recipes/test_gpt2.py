@@ -350,4 +350,3 @@ def test_levers_table(tmp_path):
     assert lines[1].startswith("mini: 128 tokens per step")
     assert len(lines) == 4 + 7
     assert re.search(r"^float32 +[\d.]+ +[\d,]+ +1\.00 +1\.00$", lines[4])
-    assert lines[5].split() == "TF32 matmuls - the hardware has none".split()
