@@ -1,6 +1,7 @@
 """
-The datasets that ./run.sh gets. A new one needs a script in this folder, like shakespeare.py, and a row
-here. The row makes the command ./run.sh data NAME, and a run with --train_files in its folder begins with it.
+The datasets that ./run.sh gets by itself. To add one, write a script in this folder, like shakespeare.py,
+and add a row here. Then ./run.sh data NAME runs the script. So does a run whose --train_files are in the
+dataset's folder, if shards are missing there.
 """
 
 import glob
@@ -14,10 +15,10 @@ from lib.processes import run, say, setup_lock
 
 
 class Dataset(NamedTuple):
-    command: str  # the module of its script, and words for it
-    folder: str  # where the script writes the shards
-    shards: int  # for training; of several, the script gets the first N, if N follows the command
-    mb: int  # of each shard's download
+    command: str  # the module of the script, and words for it
+    folder: str  # where the script writes *_train_*.bin and *_val_*.bin
+    shards: int  # for training; if there are several, the script takes the number to get
+    mb: int  # to download for a shard
 
 
 DATASETS = {
@@ -33,7 +34,7 @@ def get_data(python, settings):
     dataset = next((dataset for dataset in DATASETS.values() if dataset.folder == folder), None)
     if not dataset:
         return
-    # Of several shards, each has 100M tokens, and no batch is in two. The steps of january2026 vary
+    # If there are several shards, each has 100M tokens. No batch is in two. The steps of january2026 vary
     batches = (10**8 - 1) // settings.get("batch_tokens", 2**19)
     shards = min(dataset.shards, max(1, math.ceil(settings["num_iterations"] / batches)))
     command = [python, "-m", *dataset.command.split()]
