@@ -1,5 +1,5 @@
 """
-Child processes, and what the launcher and the commands start: checks of the machine.
+Child processes, GPUs, and the checks before a run, for the launcher and the commands.
 """
 
 import contextlib
