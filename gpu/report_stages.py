@@ -52,7 +52,6 @@ def machine():
         "compute capability": f"{gpu.major}.{gpu.minor}",
         "memory MiB": total // 2**20,
         "free MiB": free // 2**20,
-        "shared memory of a block, bytes": getattr(gpu, "shared_memory_per_block_optin", None),
         "driver, power limit": (output_of("nvidia-smi", *query) or "").strip(),
         "PyTorch": torch.__version__,
         "CUDA of PyTorch": torch.version.cuda,
