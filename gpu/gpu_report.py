@@ -11,8 +11,8 @@ This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes.
     muon         three steps of Muon against float64
     speed        the time of a step of fineweb by part, its slowest kernels and its memory
     waits        how often the host waits for the GPU between validations
-    memory ...   the peaks in training and validation of shorter sequences, and with the other head.
-                 There are three of these stages. Put their names in quotes: --stage "memory 24576"
+    memory-...   the peaks in training and validation: memory-24576 and memory-12288 of shorter
+                 sequences, memory-49152-bf16 with the other head
 
 gpu_report.md lists the numbers of each stage, with limits for errors and for what docs/hardware.md says.
 If a stage fails, the page says so, and the other stages still run. If the report is interrupted, run the

@@ -324,9 +324,9 @@ STAGES = {
     "muon": check_muon,
     "speed": measure_speed,
     "waits": waits,
-    "memory 24576": lambda: memory_peaks(24576, True),
-    "memory 12288": lambda: memory_peaks(12288, True),
-    "memory 49152 bf16": lambda: memory_peaks(49152, False),
+    "memory-24576": lambda: memory_peaks(24576, True),
+    "memory-12288": lambda: memory_peaks(12288, True),
+    "memory-49152-bf16": lambda: memory_peaks(49152, False),
 }
 
 
