@@ -104,8 +104,8 @@ def main(argv):
     add("--limit", type=whole_number, metavar="N", help="score only the first N items; default: all")
     add("--data", metavar="FILE", help="a parquet file; default: download it")
     args = parser.parse_args(argv)
-    items = load_items(args.data or download_items(), args.limit)
     model = models.load(args.model)
+    items = load_items(args.data or download_items(), args.limit)
     print(accuracy_line(score(model, items)))
 
 

@@ -131,6 +131,7 @@ def main(argv):
         "--stage",
         action="append",
         choices=STAGES,
+        metavar="NAME",
         help="run only this stage; can be given several times",
     )
     add(
