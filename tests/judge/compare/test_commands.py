@@ -308,7 +308,7 @@ def test_finished_logs_that_cannot_be_compared(logs):
 @pytest.mark.parametrize("command, survives", [(None, True), ("sh train.sh", False)])
 def test_what_an_ended_run_has_started(command, survives, tmp_path):
     """Of a script, that is its compiler, which must write its file to the end. Of a command, it may train."""
-    work = ["sh", "-c", "(printf half; sleep 1; printf whole) > file & echo; wait"]
+    work = ["sh", "-c", "(printf half > file; echo; sleep 1; printf whole >> file) & wait"]
     child = subprocess.Popen(work, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True)
     child.stdout.readline()
     worker = runs.Worker(SimpleNamespace(command=command), [0], child, tmp_path / "folder")
