@@ -334,8 +334,7 @@ def main(argv: list[str]) -> int:
         if times_are_in_logs(c) and not args.no_times:
             read_times(c)
         show_line()
-        if c.pool.made:
-            add_to_ledger(c)
+        add_to_ledger(c)
         lines = answer_lines(c)
         print("\n".join(lines), flush=True)
         if args.json:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from judge.comparable import add_metric, not_whole
+from judge.comparable import add_metric, check_between, not_whole
 from judge.compare.same_run import (
     changes,
     hash_copy,
@@ -51,6 +51,7 @@ from lib.text import as_json, short
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
+MAY_DIFFER = {"hardware", "compiled", "target_val_loss", "log"}  # between variants
 RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
 WATCH = Path(__file__).resolve().parent / "watch"
 
@@ -76,6 +77,7 @@ class Pool:
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
     workers: list[Worker] = field(default_factory=list)
     made: int = 0  # runs in this session
+    first: Log | None = None  # with which all runs are compared
     started: float = field(default_factory=time.monotonic)
 
     def minutes(self) -> float:
@@ -248,12 +250,21 @@ def why_again(variants: list[Variant]) -> str:
     return ""
 
 
+def check_measured(pool: Pool, log: Log) -> None:
+    """Raises UserError if the loss of a run isn't measured like that of the others."""
+    pool.first = pool.first or log
+    for fault in check_between([[pool.first], [log]], MAY_DIFFER):
+        raise UserError(fault)
+
+
 def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
     for variant in variants:
         link_data(variant.folder / "data", variant.origin / "data")
         variant.identity = identity(variant, pool.facts)
         variant.runs = kept_runs(pool, variant)
+        for log in variant.runs.values():
+            check_measured(pool, log)
 
 
 def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> Pool:
@@ -312,6 +323,7 @@ def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
     variant.runs[seed] = log
     variant.new.add(seed)
     pool.made += 1
+    check_measured(pool, log)
 
 
 # -----------------------------------------------------------------------------
@@ -368,8 +380,8 @@ def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subp
     copy = folder / "copy"
     shutil.copytree(variant.folder, copy, symlinks=True)
     shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
-    command = fill_in(variant.command, variant.options, seed)
-    command = command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
+    command = variant.command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
+    command = fill_in(command, variant.options, seed)
     env = run_environment(is_command=True)
     if pool.jobs > 1:
         env["OMP_NUM_THREADS"] = str(pool.facts["threads"])

@@ -14,7 +14,7 @@ from judge.curves import plot_curves
 from judge.plot_style import COLORS, plt, save_figure
 from judge.logs import Log, read_logs
 from judge.records.rules import final_losses, final_times, judge_runs
-from judge.records.tables import COLUMNS, summary_lines, table_rows
+from judge.records.tables import COLUMNS, machines, summary_lines, table_row
 from judge.stats import P_VALUE
 from judge.summary import Summary, summarize
 from lib.commands import UserError
@@ -149,18 +149,16 @@ def record_readme(record: Record, prior: Record | None) -> str:
     verdict = judge_runs(record.logs, record.target, prior_logs)
     results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
     results = results.replace("- prior:", "- previous record:")
-    cells, machines = table_rows(record.logs)
-    rows = [dict(zip(COLUMNS, row)) for row in cells]
+    rows = [dict(zip(COLUMNS, table_row(log))) for log in record.logs]
     for log, row in zip(record.logs, rows):
         row["log"] = f"[{log.name}]({log.path.name})"
     table = markdown_table(rows, right=("val_loss", "time", "steps", "step_avg"))
-    machines = "\n".join(machines)
     commands = commands_to_repeat(record, prior)
     return f"""\
 # {record.name}
 
-A record of the `{record.track}` track, set on {record.date}. Hardware: {record.hardware}.
-The target loss is {record.target:g}.
+A record of the `{record.track}` track, set on {record.date}. The target loss is {record.target:g}. Machine:
+{" and ".join(machines(record.logs))}.
 
 ## What changed
 
@@ -173,8 +171,6 @@ The target loss is {record.target:g}.
 ![validation loss](curves.png)
 
 {table}
-
-{machines}
 
 ## Verify and reproduce
 

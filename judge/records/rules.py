@@ -97,7 +97,7 @@ def not_compiled(log: Log) -> str:
     other = [flags for flags in log.compiler_flags if flags not in COMPILER_FLAGS]
     if other:
         return (
-            f"compiled with other flags, set in the environment: {listed(other)}; "
+            f"compiled with other flags, set in the environment: {' and '.join(other)}; "
             "unset TORCHINDUCTOR_CPP_MARCH and run it again"
         )
     return ""
@@ -109,7 +109,7 @@ def other_machine(log: Log) -> str:
     if not log.resumed_on:
         return ""
     return (
-        f"started on {listed([log.hardware])} and resumed on {listed(log.resumed_on)}; "
+        f"started on {log.hardware} and resumed on {' and '.join(log.resumed_on)}; "
         "make a run on one machine only"
     )
 
@@ -162,11 +162,6 @@ def per_run(logs: list[Log], fault) -> list[str]:
 
 # -----------------------------------------------------------------------------
 # Rules for several runs. Each function yields the reasons why they don't make a valid record.
-
-
-def listed(values) -> str:
-    """ "A and B". A value that isn't known becomes "unknown"."""
-    return " and ".join("unknown" if v in ("", None) else str(v) for v in values)
 
 
 def check_sources(logs: list[Log]):

@@ -68,7 +68,7 @@ def place_of(text: str, command: str) -> tuple[Path, str]:
 
 
 def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[tuple[str, Path]]:
-    """A name and the files of each commit after base, up to idea. Raises UserError."""
+    """A name and the files of the base's commit, and of each one after it up to idea. Raises UserError."""
     repository, old = place_of(base, command)
     other, new = place_of(idea, command)
     if other != repository:
@@ -77,7 +77,7 @@ def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[t
         raise UserError(f"{idea} doesn't contain all commits of {base}; use --by hunk")
     listing = ["log", "--reverse", "--first-parent", "--format=%H %h %s", f"{old}..{new}"]
     log = git(*listing, cwd=repository)
-    found = []
+    found = [("edits of the base, undone", copy_commit(old, scratch, repository))]
     for line in log.decode("utf-8", "replace").splitlines():
         commit, name = line.split(" ", 1)
         found.append((name, copy_commit(commit, scratch, repository)))
@@ -101,6 +101,8 @@ def read_parts(base: Variant, idea: Variant, texts: tuple[str, str], by: str) ->
             write_file(file, patch)
             parts.append(Part(name, file))
     options = tuple(idea.options[len(base.options) :])
+    if idea.options != [*base.options, *options]:
+        raise UserError(f"{texts[1]} must begin with the options of {texts[0]}, and end with others")
     if options:
         parts.append(Part(" ".join(options), options=options))
     return parts
