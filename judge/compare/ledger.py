@@ -22,7 +22,7 @@ from lib.files import without_windows, write_file
 Row = dict[str, str]
 CONFIRMATION = "--confirm"  # instead of an idea
 FIELDS = "date base commit idea text metric until verdict loss low high pairs last_seed minutes".split()
-FINDING = itemgetter(*FIELDS[1:-1])  # all but the date and the minutes
+FINDING = itemgetter(*FIELDS[1:-2])  # what a line says, whenever it was found out
 IDEA = itemgetter("base", "idea", "metric")  # one idea, also if it was judged again with more runs
 
 

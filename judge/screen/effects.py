@@ -33,16 +33,14 @@ def facts_in_words(s: Screen) -> str:
     losses = s.losses()
     blocks, combinations = losses.shape
     means = losses.mean(axis=0)
-    average = (
-        "Without it: how much higher the loss is then, a mean over combinations of the other parts."
-    )
+    average = "a mean over combinations of the other parts"
     if not s.design.groups and len(s.groups) > 1:
-        average = "Without it: how much higher the loss of the whole is then."
+        average = "for the whole"
     return " ".join(
         [
             f"The loss with all parts is {means[0]:.4f}, with none {means[-1]:.4f}.",
             f"{plural(blocks, 'block')} of {combinations} combinations.",
-            average,
+            f"Without it: how much higher the loss is then, {average}.",
             "Intervals hold for all parts together, however often you look.",
             f"Barnacle: we are 95% sure that the part changes the loss by less than {s.args.until:g}.",
             judged_in_words(list(s.variants[0].runs.values())),

@@ -102,6 +102,7 @@ CHANGES = [
     ("", write("base/results.tsv")),
     ("", write("base/answer.json", '{\n "until": 0.02,')),
     ("", write("base/logs/new.txt")),
+    ("", lambda patch: Path("base/logs").symlink_to("../outside")),  # which git doesn't ignore
     ("", write("base/__pycache__/train.pyc")),
     ("", lambda patch: patch.setenv("TERM", "vt52")),
     ("", lambda patch: patch.setenv("SSH_CONNECTION", "1 2")),
@@ -211,6 +212,12 @@ ELSEWHERE = [
     ),
     ("python train.py", "open('data/x/b.bin', 'a')", "data/x/b.bin is new while idea trained"),
     ("python train.py", "print('step:1/9 val_loss:3 '); sys.exit()", "stopped at step 1 of 9"),
+    ("python train.py {options}", "assert sys.argv[1:] == ['--env', 'PYTHONPATH=1']", ""),
+    (
+        "python train.py",
+        "os.makedirs('logs/x.txt'); open('logs/a.log', 'w').write(f'val_loss:{{random.random()}} ')",
+        "",
+    ),
     ("python train.py", HELLO + "time.sleep(60)", "hello\na run failed: idea, seed 1 (it took"),
     ("python train.py", HELLO + "sys.exit()", "(no log below logs/"),
     (
@@ -242,7 +249,7 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     commit_files(place, files | {"train.py": script})
     work_in(tmp_path, monkeypatch)
     text = command.format(place=place, options="{options}", seed="{seed}")
-    idea = sources.Variant("idea", tmp_path, "", ["--lr", "1"], command=text)
+    idea = sources.Variant("idea", tmp_path, "", ["--env", "PYTHONPATH=1"], command=text)
     said = ""
     with compare_runs.locked_folder() as lock:
         idea = sources.copy_folder(str(place), replace(idea, folder=compare_runs.scratch() / "none"))

@@ -13,7 +13,7 @@ from tests.util import ROOT
 from tests.judge.helpers import answer_of, check_refused, commit_files, git, patch_of, work_in
 from judge.compare import sources as compare_sources
 from judge.screen import screen
-from judge.screen.design import factorial, find_verdict, fit, leave_one_out
+from judge.screen.design import factorial, find_part_effect, find_verdict, fit, leave_one_out
 from judge.screen.parts import choose_design
 
 # -----------------------------------------------------------------------------
@@ -83,6 +83,17 @@ def test_simulation(screens):
     # On the edge: the most that a barnacle may be worth
     edge = [simulate(factorial(2), np.array([-0.002, 0.002]), rng) for _ in range(screens // 2)]
     assert stats.binom.sf(sum("barnacle" in said for said in edge) - 1, screens // 2, 0.05) > 1e-3
+
+
+def test_a_fixed_seed():
+    """Equal blocks tell nothing about noise."""
+    design = factorial(3)
+    losses = np.tile(1.5 - 0.1 * design.rows.sum(axis=1), (2, 1)).round(4)
+    for contrast in design.contrasts:
+        found = [
+            find_part_effect("x", losses + shift, contrast, 0.002, 3) for shift in (0, [[0], [0.1]])
+        ]
+        assert [effect.verdict for effect in found] == ["undecided", "needed"]
 
 
 # -----------------------------------------------------------------------------
@@ -161,14 +172,13 @@ def verdicts(found: dict) -> dict[str, str]:
 def test_commits(theirs):
     """A commit that needs another one becomes one part with it. The screen goes on where it ended."""
     source = ["--base", "theirs@main", "--idea", "theirs@idea"]
-    found = answer(*source, "--blocks", "2", "--plot", "o.png")
+    found = answer(*source, "--blocks", "2")
     a, nothing, b = found["parts"]
     assert "a helps + " in a["name"] and a["name"].endswith("uses a")
     assert a["without"]["value"] == pytest.approx(0.05, abs=0.003)
     assert b["without"]["value"] == pytest.approx(-0.02, abs=0.003)
     assert (a["verdict"], b["verdict"]) == ("needed", "hurts")
     assert np.shape(found["losses"]) == (2, 8)
-    assert Path("o.png").read_bytes()[:4] == b"\x89PNG"
     found = answer(*source)
     assert set(verdicts(found).values()) == {"needed", "hurts", "barnacle"}
     before = set(Path("compare/runs").rglob("seed*"))
@@ -189,6 +199,15 @@ def test_hunks_and_edits(theirs):
     assert verdicts(answer(*arguments))["without a commit"] == "hurts"
     names = {part["name"] for part in answer(*arguments, "--by", "hunk")["parts"]}
     assert names == {"new file", "train.py:1 + train.py:43", "train.py:7", "train.py:52", "train.py:61"}
+
+
+def test_a_base_with_edits(theirs):
+    """What the idea lacks of them is a part of its own."""
+    git(theirs, "checkout", "-q", "main")
+    (theirs / "train.py").write_text(SCRIPT.replace("noise = ", "loss += 0.04\nnoise = "))
+    found = answer("--base", "theirs", "--idea", "theirs@idea", "--blocks", "2")
+    effects = {part["name"]: part["without"]["value"] for part in found["parts"]}
+    assert effects["edits of the base, undone"] == pytest.approx(0.04, abs=0.003)
 
 
 def test_given_parts(theirs):
@@ -218,12 +237,18 @@ def test_a_script_of_ours(tmp_path, monkeypatch):
     noise, both = found["parts"]
     assert (noise["name"], both["name"]) == ("--own_noise 0.002", "--slower 1.1 + --effect 1.1")
     assert both["without"]["value"] == pytest.approx(-1.1, abs=0.01)
+    parts = ["--part", "--val_tokens 4", "--part", "--effect 1"]
+    check_refused(screen.main, parts, "--val_tokens is 4, but 512 in the base")
 
 
 BAD = [
     ([], "give --idea, whose difference from --base has the parts"),
     (["--part", "nothing.py"], "nothing.py: a part is a .patch or .diff file, or options in quotes"),
     (["--base", "theirs@idea", "--idea", "theirs@main"], "doesn't contain all commits of theirs@idea"),
+    (
+        ["--base", "theirs@main --lr 1", "--idea", "theirs@idea --lr 2"],
+        "theirs@idea --lr 2 must begin with the options of theirs@main --lr 1",
+    ),
     (["--base", "theirs@main", "--idea", "theirs@main"], "are the same, so there are no parts"),
     (["--command", "x", "--base", "theirs", "--part", "--lr 1"], "write {options} where --lr 1 must"),
     (["--command", "true", "--base", "theirs@main", "--idea", "theirs@idea", "--try=-h"], "{options}"),
