@@ -351,7 +351,7 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
         kind = os.path.join(kind, "idea.patch")
     if not base.folder.is_dir():
         kind = kind or "."  # options alone, for the base of a command
-    if not kind or Path(kind).suffix in (".patch", ".diff"):  # it changes the base, not its options
+    if not kind or Path(kind).suffix in (".patch", ".diff"):  # it changes the base
         common = base.options or common
     try:
         if kind:
