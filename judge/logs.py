@@ -14,7 +14,6 @@ import json
 import math
 import re
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -476,8 +475,7 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
         ignored = others + [file for file in files if file.suffix not in SUFFIXES + BESIDE_LOGS]
         if ignored:
             names = ", ".join(file.name + "/" * file.is_dir() for file in ignored)
-            names = textwrap.shorten(names, 200, placeholder=" ...")
-            print(f"{path}: ignored, because they aren't logs: {names}", file=sys.stderr)
+            print(f"{path}: ignored, because they aren't logs: {short(names, 200)}", file=sys.stderr)
         if not found:
             raise UserError(f"{path}: no log in this folder (.txt or .log)")
         logs += found

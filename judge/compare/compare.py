@@ -331,7 +331,7 @@ def main(argv: list[str]) -> int:
         except KeyboardInterrupt:
             status = 130
             c.notes.append("Interrupted; run the same command again to continue.")
-        if times_are_in_logs(c) and not args.no_times:
+        if times_are_in_logs(c) and c.pool.jobs == 1 and not args.no_times:
             read_times(c)
         show_line()
         add_to_ledger(c)

@@ -224,8 +224,8 @@ def test_logs_that_look_different(damaged, change):
     assert str(log.end) == str(kept.end)
     Path("idea/config.txt").write_text("no log\n")
     assert answer() == expected
-    if change == "JSON":
-        return  # these lines don't have the times, so they could be of a repetition
+    if change in ("JSON", "times without an average"):
+        return  # these lines don't have all the numbers, so they could be of a repetition
     damaged.rename("idea/copy.txt")
     damaged.write_text(text)
     for words in (COMPARE, PLOT, OPTIMIZATION):
