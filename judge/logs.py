@@ -262,7 +262,7 @@ def find_hyperparameters(header: str) -> dict:
     except (ValueError, RecursionError):
         return {}
     kinds = {"track": str, "seed": int, "target_val_loss": (int, float), "windows": list}
-    kinds |= dict.fromkeys(("val_tokens", "window_block"), int)
+    kinds |= {"val_tokens": int, "window_block": int}
     for name, kind in kinds.items():
         if name in found and not isinstance(found[name], kind):
             return {}

@@ -6,7 +6,6 @@ come from the logs. The pages depend on nothing else, so a test can check that t
 """
 
 import json
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from judge.summary import Summary, summarize
 from lib.commands import UserError
 from lib.environment import ROOT
 from lib.files import write_file
-from lib.text import markdown_table, p_text
+from lib.text import markdown_table, p_text, short
 
 RECORDS = ROOT / "records"
 BEFORE = "before"  # the folder in a record with the runs of the one that it beat
@@ -240,7 +239,7 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
         times = [records[n - 1].summary.time_mean for n in numbers]
         axes.step(numbers, times, "o-", where="post", label=hardware)
         for n, time in zip(numbers, times):
-            name = textwrap.shorten(records[n - 1].name, 32, placeholder=" …")
+            name = short(records[n - 1].name, 32)
             offset = (7, -14) if n == numbers[-1] else (7, 5)  # above the line, but the last one below
             text = f"#{n} {name}, {time:.1f} s"
             axes.annotate(text, (n, time), offset, textcoords="offset points", fontsize=9)
@@ -248,8 +247,7 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
     axes.set_xticks(numbers, [f"#{n}" for n in numbers])
     room = max(len(records) - 1, 1)
     axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
-    dates = dict.fromkeys([records[0].date, records[-1].date])
-    axes.set_xlabel(f"record, {' to '.join(dates)}")
+    axes.set_xlabel("record")
     axes.set_ylim(0, 1.15 * max(r.summary.time_mean for r in records))
     axes.set_ylabel("training time to the target (s)")
     figure.legend(loc="outside upper center", ncols=2)

@@ -24,7 +24,7 @@ def table_row(log: Log) -> tuple[str, ...]:
         if math.isfinite(last.step_avg_ms):
             step_avg = f"{last.step_avg_ms:.2f} ms"
     steps = f"{log.last_step}/{log.num_steps}"
-    return (log.name, loss, time, steps, step_avg, log.incomplete or "yes")
+    return (short(log.name, 20), loss, time, steps, step_avg, log.incomplete or "yes")
 
 
 def machines(logs: list[Log]) -> list[str]:
@@ -39,9 +39,8 @@ def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
 
 
 def print_table(logs: list[Log]) -> None:
-    shortened = [(short(name, 20), *others) for name, *others in map(table_row, logs)]
     columns = [short(logs[0].metric, 20) if name == "val_loss" else name for name in COLUMNS]
-    print("\n".join(table([columns, *shortened], ALIGNMENT)))
+    print("\n".join(table([columns, *map(table_row, logs)], ALIGNMENT)))
     for machine in machines(logs):
         print_wrapped(f"on {machine}", later_indent="  ")
 
