@@ -39,8 +39,11 @@ def read_ledger(file: Path) -> list[Row]:
     return rows
 
 
-def commit_of(variant: Variant) -> str:
-    """The commit whose files are the variant's; "" if some of them aren't committed, or without git."""
+def commit_of(variant: Variant, text: str) -> str:
+    """The commit that is all of the variant with this text; "" if some of its files aren't committed, if it
+    has options or another script, or without git."""
+    if re.search("[ :]", text):
+        return ""
     commit = variant.folder.name  # see copy_commit
     with contextlib.suppress(OSError):
         if commit == "worktree" and not git("diff", "HEAD", "--name-only", cwd=variant.origin):
@@ -60,7 +63,7 @@ def add_to_ledger(c: Comparison) -> None:
         values = [
             date.today(),
             c.base.key(),
-            commit_of(c.base),
+            commit_of(c.base, c.args.base or ""),
             idea.key(),
             CONFIRMATION if c.args.confirm else " ".join(text.split()),
             c.args.metric,

@@ -236,12 +236,10 @@ def test_a_loop(place):
     used = max(int(row["last_seed"]) for row in (first, second))
     new = [run for group in found["runs"].values() for run in group if run["seed"] > used]
     assert len(new) == found["runs_made"]
-    for text, message in [
-        ("date\n1\n", "it isn't a ledger"),
-        ("", "doesn't begin with a base that is a commit"),
-    ]:
-        (place / "l.tsv").write_text(text)
-        check_refused(compare.main, ["--confirm", "--ledger", "l.tsv"], message)
+    options = ["--base", ". --noise 0.003", "--idea", "--effect 0.5"]
+    assert run(*options, "--gate", "--ledger", "options.tsv")[0] == 1
+    message = "doesn't begin with a base that is a commit"
+    check_refused(compare.main, ["--confirm", "--ledger", "options.tsv"], message)
     (place / "l.tsv").write_text("date\n1\n")
     check_refused(compare.main, ["--idea", "--effect 0.3", "--ledger", "l.tsv"], "it isn't a ledger")
 
