@@ -256,7 +256,7 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
             git("apply", f"-p{has_prefix:d}", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
         except UserError as e:
             shutil.rmtree(copy)  # otherwise it would be found as the changed one
-            raise UserError(f"the patch doesn't apply ({e})") from None
+            raise UserError(f"{file.name} doesn't apply ({e})") from None
     return copy
 
 

@@ -386,7 +386,7 @@ def test_train_gpt(place, monkeypatch):
 
 BAD = [
     (["--idea", "--effect 0.0"], "effect_0.0 has the same source and settings as worktree"),
-    (["--idea", "no.patch"], "no.patch: the patch doesn't apply (patch failed: train_gpt.py:1)"),
+    (["--idea", "no.patch"], "no.patch doesn't apply (patch failed: train_gpt.py:1)"),
     (["--idea", "broken.py"], "broken: SyntaxError"),
     (["--idea", "plain.py"], "plain: the script has no parse_arguments and check_hyperparameters"),
     (["--idea", "wide=--width 3"], "wide: unrecognized arguments: --width 3"),
