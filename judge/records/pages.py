@@ -156,8 +156,8 @@ def record_readme(record: Record, prior: Record | None) -> str:
     return f"""\
 # {record.name}
 
-A record of the `{record.track}` track, set on {record.date}. The target loss is {record.target:g}. Machine:
-{" and ".join(machines(record.logs))}.
+A record of the `{record.track}` track, set on {record.date}. Hardware: {" and ".join(machines(record.logs))}.
+The target loss is {record.target:g}.
 
 ## What changed
 

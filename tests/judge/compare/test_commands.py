@@ -97,7 +97,7 @@ def test_a_command(theirs):
     assert found["runs_made"] == 4 and "time of a step" in words
     shutil.rmtree(Path(found["runs"]["theirs_better"][0]["path"]).parent)
     found, words = answer(*arguments, "--runs", "2")  # not in turns with the base's
-    assert found["runs_made"] == 2 and "time of a step" not in words and "a run takes" not in words
+    assert found["runs_made"] == 2 and "a run takes" not in words
     found, words = answer(*arguments, "--runs", "2", "--seed", "50", "--jobs", "2")  # at once
     assert "time of a step" not in words
 
