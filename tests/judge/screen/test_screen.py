@@ -88,7 +88,7 @@ def test_simulation(screens):
 def test_a_fixed_seed():
     """Equal blocks tell nothing about noise."""
     design = factorial(3)
-    losses = np.tile(1.5 - 0.1 * design.rows.sum(axis=1), (2, 1)).round(4)
+    losses = np.tile(1.5123 - 0.1 * design.rows.sum(axis=1), (2, 1)).round(4)
     for contrast in design.contrasts:
         found = [
             find_part_effect("x", losses + shift, contrast, 0.002, 3) for shift in (0, [[0], [0.1]])
