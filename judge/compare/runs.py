@@ -37,6 +37,7 @@ from judge.compare.same_run import (
     hash_copy,
     hash_named,
     hash_text,
+    machine_facts,
     named_paths,
     packages,
     run_environment,
@@ -46,7 +47,7 @@ from judge.logs import SUFFIXES, Log, find_logs, parse_log
 from lib.commands import UserError, output_file, positive, whole_number
 from lib.environment import ROOT, chosen_threads, usable_cores
 from lib.files import write_file
-from lib.processes import has_nvidia_gpu, output_of
+from lib.processes import has_nvidia_gpu
 from lib.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
@@ -173,33 +174,6 @@ def on_gpu(variants: list[Variant]) -> bool:
     return any(has_nvidia_gpu() if v.command else v.settings["device"] == "cuda" for v in variants)
 
 
-def cpu_line(name: str) -> str:
-    """The first value of this name in /proc/cpuinfo; "" if there is none."""
-    info = ""
-    with contextlib.suppress(OSError):
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    found = re.search(rf"^(?:{name})\s*: (.*)", info, re.MULTILINE)
-    return found[1] if found else ""
-
-
-def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict:
-    """The machine and its software."""
-    machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
-    if on_gpu(variants):
-        gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-        machine = "; ".join((gpus or "a GPU").strip().splitlines())
-    compiler = os.environ.get("CXX", "g++").split()[:1]
-    version = output_of(*compiler, "--version") or ""
-    return packages() | {
-        "Python": platform.python_version(),
-        "machine": machine,
-        "instruction sets": hash_text(cpu_line("flags|Features")),
-        "compiler": version.strip().splitlines()[:1],
-        "threads": threads,
-        "processes": processes,
-    }
-
-
 def identity(variant: Variant, facts: dict) -> dict[str, dict]:
     """All that a run could read (see same_run.py)."""
     is_command = bool(variant.command)
@@ -283,7 +257,7 @@ def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> P
     if on_gpu(variants) or processes > 1:
         jobs = 1
     threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
-    facts = machine_facts(variants, threads, processes)
+    facts = machine_facts(on_gpu(variants), threads, processes)
     pool = Pool(args, facts, jobs, lock)
     add_variants(pool, variants)
     return pool

@@ -12,8 +12,8 @@ import pytest
 from lib.commands import UserError
 from judge.compare import compare
 from judge.compare import runs as compare_runs
-from judge.compare import sources
-from judge.compare.same_run import hash_copy
+from judge.compare import same_run, sources
+
 from tests.judge.helpers import commit_files, git, run_main, work_in
 
 # -----------------------------------------------------------------------------
@@ -92,7 +92,7 @@ CHANGES = [
     ("PATH changed", lambda patch: patch.setenv("PATH", f"/opt:{os.environ['PATH']}")),
     ("threads 1 -> 3", lambda patch: patch.setenv("OMP_NUM_THREADS", "3")),
     ("compiler", lambda patch: patch.setenv("CXX", "another")),
-    ("machine", lambda patch: patch.setattr(compare_runs, "cpu_line", lambda name: "Z80")),
+    ("machine", lambda patch: patch.setattr(same_run, "cpu_line", lambda name: "Z80")),
     ("Python", lambda patch: patch.setattr("platform.python_version", lambda: "3.99")),
     ("dream None -> 0.1", lambda patch: patch.syspath_prepend("outside/site")),
     # No reason to make runs again
@@ -169,8 +169,8 @@ def test_copies_have_all_files(tmp_path, monkeypatch):
     (place / "run.log").write_text("not copied")
     tree = sources.copy_tree(tmp_path / "copies", place)
     commit = sources.copy_commit("HEAD", tmp_path / "copies", place)
-    found = hash_copy(tree, is_command=True)
-    assert found == hash_copy(commit, is_command=True)
+    found = same_run.hash_copy(tree, is_command=True)
+    assert found == same_run.hash_copy(commit, is_command=True)
     names = {*files, ".gitattributes", "sub/link", "folder/b.py", "far/inner.py", "lib/m/inner.py"}
     assert names <= set(found) and "run.log" not in found
     for copy in (tree, commit):
