@@ -45,7 +45,7 @@ from judge.compare.same_run import (
 from judge.compare.sources import Variant, fill_in, link_data
 from judge.logs import SUFFIXES, Log, find_logs, parse_log
 from lib.commands import UserError, output_file, positive, whole_number
-from lib.environment import ROOT, chosen_threads, usable_cores
+from lib.environment import ROOT, chosen_threads, matches, usable_cores
 from lib.files import write_file
 from lib.processes import has_nvidia_gpu
 from lib.text import as_json, short
@@ -183,8 +183,10 @@ def identity(variant: Variant, facts: dict) -> dict[str, dict]:
     for path in named_paths(text, variant.folder, variant.origin):
         files |= hash_named(path)
     variables = run_environment(is_command)
-    variables.pop("OMP_NUM_THREADS", None)  # see facts
-    environment = {name: hash_text(value) for name, value in variables.items()}  # they may be secrets
+    environment = {}
+    for name, value in variables.items():
+        if not matches(name, ("OMP_NUM_THREADS", "SLURM_*")):  # see facts; new for each job
+            environment[name] = hash_text(value)  # it may be a secret
     return {
         "run": variant.run(),
         "files": files,

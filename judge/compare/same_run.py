@@ -24,13 +24,13 @@ from pathlib import Path
 from lib.environment import child_environment, environment, matches, usable_cores
 from lib.processes import output_of
 
-# The terminal, the shell's own notes, the desktop, remote logins, the name of a container. Runs don't get
-# these, nor what lib/environment.py drops
+# The terminal, the shell's own notes, the desktop, remote logins, the name of a container, where it was
+# rented. Runs don't get these, nor what lib/environment.py drops
 IGNORED = """
     _ PWD OLDPWD SHLVL PS? PROMPT_COMMAND HIST* TERM TERM_* COLORTERM COLUMNS LINES LS_COLORS LESS* PAGER
     EDITOR VISUAL MAIL TMUX* STY WINDOW* VTE_VERSION VSCODE_* CONDA_SHLVL *_PROMPT *_PROMPT_MODIFIER
     DISPLAY WAYLAND_DISPLAY XAUTHORITY XDG_SESSION_* XDG_RUNTIME_DIR DBUS_* DESKTOP_* GNOME_*
-    INVOCATION_ID JOURNAL_STREAM SSH_* SUDO_* HOSTNAME
+    INVOCATION_ID JOURNAL_STREAM SSH_* SUDO_* HOSTNAME RUNPOD_* KUBERNETES_*
 """.split()
 # What is in the repository, and no script of ours reads: a new note isn't a new script
 NOT_READ = ("*.md", "records/*", "tests/*")

@@ -106,6 +106,7 @@ CHANGES = [
     ("", write("base/__pycache__/train.pyc")),
     ("", lambda patch: patch.setenv("TERM", "vt52")),
     ("", lambda patch: patch.setenv("SSH_CONNECTION", "1 2")),
+    ("", lambda patch: patch.setenv("SLURM_JOB_ID", "7")),
     ("", lambda patch: patch.setenv("GIT_DIR", "/nowhere")),
     ("", lambda patch: patch.setenv("PYTHONHASHSEED", "1")),
 ]
