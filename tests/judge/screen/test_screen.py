@@ -205,7 +205,7 @@ def test_a_base_with_edits(theirs):
     """What the idea lacks of them is a part of its own."""
     git(theirs, "checkout", "-q", "main")
     (theirs / "train.py").write_text(SCRIPT.replace("noise = ", "loss += 0.04\nnoise = "))
-    found = answer("--base", "theirs", "--idea", "theirs@idea", "--blocks", "2")
+    found = answer("--base", "theirs", "--idea", "theirs@idea", "--blocks", "1")
     effects = {part["name"]: part["without"]["value"] for part in found["parts"]}
     assert effects["edits of the base, undone"] == pytest.approx(0.04, abs=0.003)
 
