@@ -3,6 +3,7 @@ What verify and submit print about runs, and the pages of records show.
 """
 
 import math
+import statistics
 
 from judge.logs import Log
 from judge.records.rules import TimeSaved, Verdict
@@ -72,13 +73,13 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
 
 def comparison_lines(comparison: TimeSaved) -> list[tuple[str, str]]:
     """The prior record's time and the time saved, as pairs (name, value)."""
-    prior = comparison.prior
-    saved = f"{comparison.saved:.3f} s ({comparison.saved / prior.time_mean:.2%})"
+    mean = statistics.fmean(comparison.prior)
+    saved = f"{comparison.saved:.3f} s ({comparison.saved / mean:.2%})"
     test = "other session: not comparable"
     if comparison.pairs:
         test = f"p {p_text(comparison.p_value)} (t-test of {plural(comparison.pairs, 'pair')} that took turns)"
     return [
-        ("prior", f"mean {prior.time_mean:.3f} s, {plural(prior.n, 'run')}"),
+        ("prior", f"mean {mean:.3f} s, {plural(len(comparison.prior), 'run')}"),
         ("saved", f"{saved}, {test}"),
     ]
 

@@ -45,16 +45,19 @@ def patch_between(old: Path, new: Path, store: Path) -> bytes:
 
 
 def split_hunks(patch: bytes) -> list[tuple[str, bytes]]:
-    """A name and a patch for each hunk. New, deleted and binary files stay whole."""
+    """A name and a patch for each hunk, those of a file from the last one up: so each begins at the old line,
+    whatever is left out above it. New, deleted and binary files stay whole."""
     found = []
     for section in re.split(rb"(?m)^(?=diff --git )", patch)[1:]:
         header, *hunks = re.split(rb"(?m)^(?=@@ )", section)
         name = header.split(b"\n")[0].decode("utf-8", "replace").rpartition(" b/")[2]
         if len(hunks) < 2:
             found.append((name, section))
-        for hunk in hunks if len(hunks) > 1 else []:
-            line = re.match(rb"@@ -(\d+)", hunk)[1].decode()
-            found.append((f"{name}:{line}", header + hunk))
+            continue
+        for hunk in hunks[::-1]:
+            line = re.match(rb"@@ -(\d+)", hunk)[1]
+            hunk = re.sub(rb"\+\d+", b"+" + line, hunk, count=1)
+            found.append((f"{name}:{line.decode()}", header + hunk))
     return found
 
 

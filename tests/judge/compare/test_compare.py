@@ -432,19 +432,6 @@ def test_a_run_that_fails(place):
     assert status == 2 and "its log is incomplete" in err
 
 
-def test_hours(place, monkeypatch):
-    """The limit ends the comparison, before or after the first pairs, with what is known. With one
-    process at a time, it is the base's that makes the first two runs."""
-    monkeypatch.setattr(compare_runs.Pool, "minutes", lambda pool: pool.made)  # a minute a run
-    arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--jobs", "1"]
-    for hours, said in [
-        ("0", "^Too early for an answer"),
-        ("0.1", "undecided.* Stopped after --hours 0.1."),
-    ]:
-        found, words = answer(*arguments, "--hours", hours)
-        assert re.search(said, words)
-
-
 def test_a_number_of_steps_with_a_dash():
     """As argparse spells it."""
     command = "train --num-iterations=10 {options}"

@@ -206,8 +206,6 @@ def test_mini_is_the_whole_model(tmp_path):
         name = "max_window" if "windows" in change else next(iter(change))
         assert reason.startswith(f"all runs: {name} ")
         assert ", but the track mini needs " in reason
-        free = make_runs(tmp_path / f"free{i}", **kept | change | dict(track="tiny"))
-        assert judged(free).reasons == []  # other tracks have no such rule
     wide = dict(windows=[3, 11], window_block=16)
     assert judged(make_runs(tmp_path / "wide", **kept | wide)).reasons == []
 
@@ -340,8 +338,3 @@ def test_imported_names_are_followed():
 )
 def test_val_tokens_of_a_source(code, tokens):
     assert comparable.val_tokens_of_source(code.encode()) == tokens
-
-
-def test_lines_that_do_the_same_share_a_reason():
-    code = b"import torch\n" + b"torch._inductor.config.x = 1\n" * 3
-    assert compiler_settings(code) == ["torch._inductor.config in source line 2, 3, 4"]
