@@ -80,21 +80,18 @@ def val_tokens_of_source(source: bytes) -> int | None:
     except SyntaxError:
         return None
     values = [value for name, value in assigned if name and name.split(".")[-1] == "val_tokens"]
-    found = {constant_value(value, assigned) for value in values} - {None}
+    found = {*map(constant_value, values)} - {None}
     return found.pop() if len(found) == 1 else None
 
 
-def constant_value(node: ast.AST, assigned: list[tuple[str, ast.AST]]) -> int | None:
-    """The value of a number, of a product, or of a name that has one value. None for others."""
+def constant_value(node: ast.AST) -> int | None:
+    """The value of a number or of a product. None for others."""
     match node:
         case ast.Constant(int(number)):
             return number
         case ast.BinOp(left, ast.Mult(), right):
-            factors = [constant_value(side, assigned) for side in (left, right)]
+            factors = [constant_value(left), constant_value(right)]
             return None if None in factors else math.prod(factors)
-        case ast.Name(name):
-            values = {constant_value(value, []) for other, value in assigned if other == name}
-            return values.pop() if len(values) == 1 else None
 
 
 def traits(log: Log) -> dict:

@@ -14,11 +14,7 @@ from judge.logs import Log
 from lib.commands import UserError
 from lib.text import short
 
-X_LABELS = {
-    "step": "training step",
-    "time": "training time (s)",
-    "tokens": "training tokens (millions)",
-}
+X_LABELS = {"step": "training step", "time": "training time (s)"}
 LINE_STYLES = plt.cycler(linestyle=("-", "-.", ":"))
 LOOKS = LINE_STYLES * plt.cycler(color=COLORS)
 END = 0.85  # the right panel begins after this fraction of the run
@@ -35,7 +31,7 @@ class Curve:
     The arrays are float64 of shape (points,).
     """
 
-    x: np.ndarray  # steps, seconds, or millions of tokens
+    x: np.ndarray  # steps, or seconds
     mean: np.ndarray  # nats per token
     spread: np.ndarray  # standard deviation over the runs; 0 for a single run
     runs: int
@@ -51,17 +47,10 @@ class Curve:
 
 
 def points(log: Log, x: str) -> dict[int, tuple[float, float]]:
-    """Maps steps to (place on the x axis, loss), if both are finite. Raises UserError."""
-    tokens = log.hyperparameters.get("batch_tokens")
-    if x == "tokens" and not tokens:
-        raise UserError(f"{log.path}: doesn't say how many tokens a step has; use --x step or time")
+    """Maps steps to (place on the x axis, loss), if both are finite."""
     found = {}
     for v in log.validations:
-        place = v.step
-        if x == "time":
-            place = v.train_time_ms / 1000
-        if x == "tokens":
-            place = v.step * tokens / 1e6
+        place = v.train_time_ms / 1000 if x == "time" else v.step
         if math.isfinite(v.val_loss) and math.isfinite(place):
             found[v.step] = (place, v.val_loss)
     return found

@@ -14,7 +14,6 @@ import json
 import math
 import re
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +26,7 @@ SUFFIXES = (".txt", ".log")  # of the logs in a folder
 BESIDE_LOGS = (".md", ".png", ".json", ".py")  # what is often in a folder of logs, and never a log
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
-TIMES = re.compile(rf" train_time:({NUMBER})(ms|s) step_avg:({NUMBER})ms")
+TIMES = re.compile(rf" train_time:({NUMBER})(ms|s)\b(?: step_avg:({NUMBER})ms)?")
 TORCH = re.compile(r"\bpytorch (\d[\w.+]*)", re.IGNORECASE)
 CPU = re.compile(r"^CPU: *(.*?),? *\b(\d+) cores?\b(?:.*instruction sets: (.*))?", re.MULTILINE)
 # The model that a cloud shows is often just "AMD EPYC". The first of these that a CPU has tells more.
@@ -263,7 +262,7 @@ def find_hyperparameters(header: str) -> dict:
     except (ValueError, RecursionError):
         return {}
     kinds = {"track": str, "seed": int, "target_val_loss": (int, float), "windows": list}
-    kinds |= dict.fromkeys(("batch_tokens", "val_tokens", "window_block"), int)
+    kinds |= {"val_tokens": int, "window_block": int}
     for name, kind in kinds.items():
         if name in found and not isinstance(found[name], kind):
             return {}
@@ -359,9 +358,10 @@ def find_validations(path: Path, lines: list[Line], name: str) -> list[Validatio
         elif name in losses:
             below = {name: losses[name]}
             times = TIMES.search(line.text)
-            time, unit, step_avg = times.groups() if times else ("nan", "ms", "nan")
+            time, unit, step_avg = times.groups("nan") if times else ("nan", "ms", "nan")
             milliseconds = float(time) * (1000 if unit == "s" else 1)
-            found[line.step] = Validation(line.step, float(losses[name]), milliseconds, float(step_avg))
+            validation = Validation(line.step, float(losses[name]), milliseconds, float(step_avg))
+            found.setdefault(line.step, validation)
         elif not found:
             below = {}
     check_rivals(path, below)
@@ -453,7 +453,7 @@ def find_logs(files: list[Path], metric: str = "") -> tuple[list[Log], list[Path
     for file in files:
         try:
             logs += parse_trials(file, metric)
-        except NoLog:
+        except (NoLog, IsADirectoryError):
             others.append(file)
     return logs, others
 
@@ -475,8 +475,7 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
         ignored = others + [file for file in files if file.suffix not in SUFFIXES + BESIDE_LOGS]
         if ignored:
             names = ", ".join(file.name + "/" * file.is_dir() for file in ignored)
-            names = textwrap.shorten(names, 200, placeholder=" ...")
-            print(f"{path}: ignored, because they aren't logs: {names}", file=sys.stderr)
+            print(f"{path}: ignored, because they aren't logs: {short(names, 200)}", file=sys.stderr)
         if not found:
             raise UserError(f"{path}: no log in this folder (.txt or .log)")
         logs += found

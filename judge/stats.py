@@ -289,6 +289,8 @@ def look_once(
         errors.append(float(spread) / len(sample))
     freedom = sum(errors) ** 2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, samples))
     error = math.sqrt(sum(errors))
+    if len(set(losses)) == len(set(base_losses)) == 1:  # perhaps a fixed seed: the noise isn't known
+        error = math.inf
     difference = statistics.fmean(losses) - statistics.fmean(base_losses)
     low, high = own_steps_in_loss(slope, own_steps)
     nearest = np.clip(0, difference + low, difference + high)  # to zero, that the slope's error allows

@@ -3,6 +3,7 @@ Did runs take turns? Only then can their times be compared: the same script is u
 session, on the same machine.
 """
 
+import contextlib
 import itertools
 import math
 import re
@@ -19,11 +20,18 @@ STARTED = re.compile(r"^started: ([\d-]+ [\d:.]+)$", re.MULTILINE)
 
 def started(log: Log) -> datetime | None:
     """When the run began; None if its log doesn't say."""
-    if found := STARTED.search(log.run):
-        return datetime.fromisoformat(found[1])
-    if found := NVIDIA_SMI.search(log.run):
-        return datetime.strptime(found[1], "%b %d %H:%M:%S %Y")
+    with contextlib.suppress(ValueError):  # of what only looks like a date
+        if found := STARTED.search(log.run):
+            return datetime.fromisoformat(found[1])
+        if found := NVIDIA_SMI.search(log.run):
+            return datetime.strptime(found[1], "%b %d %H:%M:%S %Y")
     return None
+
+
+def ended_before(log: Log, later: Log) -> bool:
+    """Two runs at once, on two machines or on two halves of one, don't take turns."""
+    between = started(later) - started(log)
+    return 1000 * between.total_seconds() > log.end.train_time_ms
 
 
 def turns(logs: list[Log], base: list[Log]) -> list[tuple[Log, Log]]:
@@ -32,9 +40,9 @@ def turns(logs: list[Log], base: list[Log]) -> list[tuple[Log, Log]]:
     if len(logs) != len(base) or None in map(started, [*logs, *base]):
         return []
     pairs = list(zip(sorted(logs, key=started), sorted(base, key=started)))
-    times = [time for pair in pairs for time in sorted(map(started, pair))]
-    in_turn = all(earlier < later for earlier, later in itertools.pairwise(times))
-    return pairs if in_turn else []
+    runs = [log for pair in pairs for log in sorted(pair, key=started)]
+    in_turn = itertools.starmap(ended_before, itertools.pairwise(runs))
+    return pairs if all(in_turn) else []
 
 
 def log_ratios(pairs: list[tuple[Log, Log]]) -> list[float]:

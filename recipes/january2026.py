@@ -319,7 +319,9 @@ def adam_update(p, grad, mean, mean_square, beta1, beta2, lr, decay):
     p.copy_(weight - update)
 
 
-compiled_adam_update = torch.compile(adam_update, dynamic=True)
+# Without a flag, PyTorch compiles it six times: it makes sizes and betas dynamic. With dynamic=False, there
+# would be more than 8, where PyTorch stops compiling
+compiled_adam_update = torch.compile(adam_update)
 
 
 class Adam(torch.optim.Optimizer):
@@ -341,7 +343,7 @@ class Adam(torch.optim.Optimizer):
         lr = torch.full((), group["lr"] * correction, device=p.device)
         decay = torch.full((), group["lr"] ** 2 * group["weight_decay"], device=p.device)
         update = compiled_adam_update if p.is_cuda else adam_update
-        # flat, so that one compiled function serves all shapes
+        # flat, so that few compiled functions serve all shapes
         flat = (x.view(-1) for x in (p, p.grad, state["mean"], state["mean_square"]))
         update(*flat, beta1, beta2, lr, decay)
 

@@ -18,9 +18,9 @@ The answer is "undecided" if --hours, --runs or Ctrl-C ends it earlier.
 --base and --idea take [NAME=]SOURCE. SOURCE is options of the script in quotes, a .patch or .diff to
 the base, which may change several files, a folder of records/mini/ideas/, a .py script that takes the
 place of the base's script, a git revision, or . for the working tree. Options may also follow any of
-these but options: "gelu.patch --muon_lr 0.03". compare passes all options that it doesn't know to the
-runs: --num_iterations 200. The track is the script's default (fineweb with a GPU, otherwise mini),
-unless you pass --track.
+these but options: "gelu.patch --muon_lr 0.03". Options and patches change the base, so its options stay.
+compare passes all options that it doesn't know to the runs: --num_iterations 200. The track is the
+script's default (fineweb with a GPU, otherwise mini), unless you pass --track.
 
 The script is train_gpt.py, --recipe NAME, or what the base names: recipes/NAME.py, or
 REVISION:recipes/NAME.py. It runs in a copy of the repository's files, so later edits change no run.
@@ -331,11 +331,10 @@ def main(argv: list[str]) -> int:
         except KeyboardInterrupt:
             status = 130
             c.notes.append("Interrupted; run the same command again to continue.")
-        if times_are_in_logs(c) and not args.no_times:
+        if times_are_in_logs(c) and c.pool.jobs == 1 and not args.no_times:
             read_times(c)
         show_line()
-        if c.pool.made:
-            add_to_ledger(c)
+        add_to_ledger(c)
         lines = answer_lines(c)
         print("\n".join(lines), flush=True)
         if args.json:

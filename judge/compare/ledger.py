@@ -10,24 +10,28 @@ import csv
 import io
 import re
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
 
 from judge.compare.pairs import Comparison
 from judge.compare.sources import Variant, git
 from judge.stats import P_VALUE
 from lib.commands import UserError
-from lib.files import write_file
+from lib.files import without_windows, write_file
 
 Row = dict[str, str]
 CONFIRMATION = "--confirm"  # instead of an idea
 FIELDS = "date base commit idea text metric until verdict loss low high pairs last_seed minutes".split()
+FINDING = itemgetter(*FIELDS[1:-2])  # what a line says, whenever it was found out
+IDEA = itemgetter("base", "idea", "metric")  # one idea, also if it was judged again with more runs
 
 
 def read_ledger(file: Path) -> list[Row]:
     """[] if there is no such file yet. Raises UserError."""
     if not file.exists():
         return []
-    rows = list(csv.DictReader(io.StringIO(file.read_text("utf-8")), delimiter="\t"))
+    text = without_windows(file.read_bytes()).decode("utf-8", "replace")  # of a spreadsheet
+    rows = list(csv.DictReader(io.StringIO(text), delimiter="\t"))
     if any(list(row) != FIELDS or None in row.values() for row in rows):
         raise UserError(
             f"{file}: it isn't a ledger of compare, or it is damaged; give another --ledger"
@@ -35,8 +39,11 @@ def read_ledger(file: Path) -> list[Row]:
     return rows
 
 
-def commit_of(variant: Variant) -> str:
-    """The commit whose files are the variant's; "" if some of them aren't committed, or without git."""
+def commit_of(variant: Variant, text: str) -> str:
+    """The commit that is all of the variant with this text; "" if some of its files aren't committed, if it
+    has options or another script, or without git."""
+    if re.search("[ :]", text):
+        return ""
     commit = variant.folder.name  # see copy_commit
     with contextlib.suppress(OSError):
         if commit == "worktree" and not git("diff", "HEAD", "--name-only", cwd=variant.origin):
@@ -45,8 +52,9 @@ def commit_of(variant: Variant) -> str:
 
 
 def add_to_ledger(c: Comparison) -> None:
-    """A line for each idea that has an effect. Raises UserError."""
+    """A line for each idea that has an effect, unless the ledger says that already. Raises UserError."""
     rows = read_ledger(c.args.ledger)
+    known = set(map(FINDING, rows))
     for idea, text in zip(c.ideas, c.args.idea or ["."]):
         effect = c.effect(idea)
         if effect is None or c.args.confirm and effect.verdict == "undecided":
@@ -55,7 +63,7 @@ def add_to_ledger(c: Comparison) -> None:
         values = [
             date.today(),
             c.base.key(),
-            commit_of(c.base),
+            commit_of(c.base, c.args.base or ""),
             idea.key(),
             CONFIRMATION if c.args.confirm else " ".join(text.split()),
             c.args.metric,
@@ -68,7 +76,9 @@ def add_to_ledger(c: Comparison) -> None:
             max(seed for variant in c.variants for seed in variant.runs),
             f"{c.pool.minutes():.1f}",
         ]
-        rows.append(dict(zip(FIELDS, map(str, values))))
+        row = dict(zip(FIELDS, map(str, values)))
+        if FINDING(row) not in known:
+            rows.append(row)
     table = io.StringIO()
     writer = csv.DictWriter(table, FIELDS, delimiter="\t", lineterminator="\n")
     writer.writeheader()
@@ -79,12 +89,12 @@ def add_to_ledger(c: Comparison) -> None:
 def loop_in_words(file: Path) -> list[str]:
     """A sentence about how often a loop errs; none with fewer than two ideas."""
     rows = [row for row in read_ledger(file) if row["text"] != CONFIRMATION]
-    verdicts = {(row["base"], row["idea"]): row["verdict"] for row in rows}
-    if len(verdicts) < 2:
+    judged = set(map(IDEA, rows))
+    accepted = {IDEA(row) for row in rows if row["verdict"] == "helps"}
+    if len(judged) < 2:
         return []
-    accepted = list(verdicts.values()).count("helps")
-    wrong = f"on average at most {len(verdicts) * P_VALUE:.2f} of those that do nothing are accepted"
-    return [f"{len(verdicts)} ideas judged, {accepted} accepted; {wrong}."]
+    wrong = f"on average at most {len(judged) * P_VALUE:.2f} of those that do nothing are accepted"
+    return [f"{len(judged)} ideas judged, {len(accepted)} accepted; {wrong}."]
 
 
 def first_base(file: Path) -> str:

@@ -31,12 +31,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.datasets import get_data
-from judge.comparable import add_metric, not_whole
+from judge.comparable import add_metric, check_between, not_whole
 from judge.compare.same_run import (
     changes,
     hash_copy,
     hash_named,
     hash_text,
+    machine_facts,
     named_paths,
     packages,
     run_environment,
@@ -44,14 +45,15 @@ from judge.compare.same_run import (
 from judge.compare.sources import Variant, fill_in, link_data
 from judge.logs import SUFFIXES, Log, find_logs, parse_log
 from lib.commands import UserError, output_file, positive, whole_number
-from lib.environment import ROOT, chosen_threads, usable_cores
+from lib.environment import ROOT, chosen_threads, matches, usable_cores
 from lib.files import write_file
-from lib.processes import has_nvidia_gpu, output_of
+from lib.processes import has_nvidia_gpu
 from lib.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
+MAY_DIFFER = {"hardware", "compiled", "target_val_loss", "log"}  # between variants
 RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
 WATCH = Path(__file__).resolve().parent / "watch"
 
@@ -77,6 +79,7 @@ class Pool:
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
     workers: list[Worker] = field(default_factory=list)
     made: int = 0  # runs in this session
+    first: Log | None = None  # with which all runs are compared
     started: float = field(default_factory=time.monotonic)
 
     def minutes(self) -> float:
@@ -171,33 +174,6 @@ def on_gpu(variants: list[Variant]) -> bool:
     return any(has_nvidia_gpu() if v.command else v.settings["device"] == "cuda" for v in variants)
 
 
-def cpu_line(name: str) -> str:
-    """The first value of this name in /proc/cpuinfo; "" if there is none."""
-    info = ""
-    with contextlib.suppress(OSError):
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    found = re.search(rf"^(?:{name})\s*: (.*)", info, re.MULTILINE)
-    return found[1] if found else ""
-
-
-def machine_facts(variants: list[Variant], threads: int, processes: int) -> dict:
-    """The machine and its software."""
-    machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
-    if on_gpu(variants):
-        gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-        machine = "; ".join((gpus or "a GPU").strip().splitlines())
-    compiler = os.environ.get("CXX", "g++").split()[:1]
-    version = output_of(*compiler, "--version") or ""
-    return packages() | {
-        "Python": platform.python_version(),
-        "machine": machine,
-        "instruction sets": hash_text(cpu_line("flags|Features")),
-        "compiler": version.strip().splitlines()[:1],
-        "threads": threads,
-        "processes": processes,
-    }
-
-
 def identity(variant: Variant, facts: dict) -> dict[str, dict]:
     """All that a run could read (see same_run.py)."""
     is_command = bool(variant.command)
@@ -207,8 +183,10 @@ def identity(variant: Variant, facts: dict) -> dict[str, dict]:
     for path in named_paths(text, variant.folder, variant.origin):
         files |= hash_named(path)
     variables = run_environment(is_command)
-    variables.pop("OMP_NUM_THREADS", None)  # see facts
-    environment = {name: hash_text(value) for name, value in variables.items()}  # they may be secrets
+    environment = {}
+    for name, value in variables.items():
+        if not matches(name, ("OMP_NUM_THREADS", "SLURM_*")):  # see facts; new for each job
+            environment[name] = hash_text(value)  # it may be a secret
     return {
         "run": variant.run(),
         "files": files,
@@ -249,12 +227,21 @@ def why_again(variants: list[Variant]) -> str:
     return ""
 
 
+def check_measured(pool: Pool, log: Log) -> None:
+    """Raises UserError if the loss of a run isn't measured like that of the others."""
+    pool.first = pool.first or log
+    for fault in check_between([[pool.first], [log]], MAY_DIFFER):
+        raise UserError(fault)
+
+
 def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
     for variant in variants:
         link_data(variant.folder / "data", variant.origin / "data")
         variant.identity = identity(variant, pool.facts)
         variant.runs = kept_runs(pool, variant)
+        for log in variant.runs.values():
+            check_measured(pool, log)
 
 
 def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> Pool:
@@ -272,7 +259,7 @@ def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> P
     if on_gpu(variants) or processes > 1:
         jobs = 1
     threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
-    facts = machine_facts(variants, threads, processes)
+    facts = machine_facts(on_gpu(variants), threads, processes)
     pool = Pool(args, facts, jobs, lock)
     add_variants(pool, variants)
     return pool
@@ -313,6 +300,7 @@ def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
     variant.runs[seed] = log
     variant.new.add(seed)
     pool.made += 1
+    check_measured(pool, log)
 
 
 # -----------------------------------------------------------------------------
@@ -369,8 +357,8 @@ def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subp
     copy = folder / "copy"
     shutil.copytree(variant.folder, copy, symlinks=True)
     shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
-    command = fill_in(variant.command, variant.options, seed)
-    command = command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
+    command = variant.command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
+    command = fill_in(command, variant.options, seed)
     env = run_environment(is_command=True)
     if pool.jobs > 1:
         env["OMP_NUM_THREADS"] = str(pool.facts["threads"])

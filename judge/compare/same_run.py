@@ -10,24 +10,27 @@ What makes two runs the same run: all that a run could read. That is
 A run is kept under a hash of all this. It is found out before a run and again after it.
 """
 
+import contextlib
 import glob
 import hashlib
 import importlib.metadata
 import os
+import platform
 import re
 import sys
 import time
 from pathlib import Path
 
-from lib.environment import child_environment, environment, matches
+from lib.environment import child_environment, environment, matches, usable_cores
+from lib.processes import output_of
 
-# The terminal, the shell's own notes, the desktop, remote logins, the name of a container. Runs don't get
-# these, nor what lib/environment.py drops
+# The terminal, the shell's own notes, the desktop, remote logins, the name of a container, where it was
+# rented. Runs don't get these, nor what lib/environment.py drops
 IGNORED = """
     _ PWD OLDPWD SHLVL PS? PROMPT_COMMAND HIST* TERM TERM_* COLORTERM COLUMNS LINES LS_COLORS LESS* PAGER
     EDITOR VISUAL MAIL TMUX* STY WINDOW* VTE_VERSION VSCODE_* CONDA_SHLVL *_PROMPT *_PROMPT_MODIFIER
     DISPLAY WAYLAND_DISPLAY XAUTHORITY XDG_SESSION_* XDG_RUNTIME_DIR DBUS_* DESKTOP_* GNOME_*
-    INVOCATION_ID JOURNAL_STREAM SSH_* SUDO_* HOSTNAME
+    INVOCATION_ID JOURNAL_STREAM SSH_* SUDO_* HOSTNAME RUNPOD_* KUBERNETES_*
 """.split()
 # What is in the repository, and no script of ours reads: a new note isn't a new script
 NOT_READ = ("*.md", "records/*", "tests/*")
@@ -108,6 +111,33 @@ def hash_named(path: Path) -> dict[str, str]:
     if path.parent.name == "bin" and folders:
         found[f"packages of {path.parent.parent}"] = hash_text(str(sorted(packages(folders).items())))
     return found
+
+
+def cpu_line(name: str) -> str:
+    """The first value of this name in /proc/cpuinfo; "" if there is none."""
+    info = ""
+    with contextlib.suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    found = re.search(rf"^(?:{name})\s*: (.*)", info, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def machine_facts(gpu: bool, threads: int, processes: int) -> dict:
+    """The software and the machine, of which a GPU is the part that counts."""
+    machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
+    if gpu:
+        gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+        machine = "; ".join((gpus or "a GPU").strip().splitlines())
+    compiler = os.environ.get("CXX", "g++").split()[:1]
+    version = output_of(*compiler, "--version") or ""
+    return packages() | {
+        "Python": platform.python_version(),
+        "machine": machine,
+        "instruction sets": hash_text(cpu_line("flags|Features")),
+        "compiler": version.strip().splitlines()[:1],
+        "threads": threads,
+        "processes": processes,
+    }
 
 
 def run_environment(is_command: bool) -> dict[str, str]:

@@ -159,9 +159,11 @@ def not_ours(folder: str, names: list[str]) -> set[str]:
     return folders if folder == str(ROOT / "data") else folders & {".venv", "logs", "__pycache__"}
 
 
-def comes_and_goes(path: Path) -> bool:
+def comes_and_goes(name: str, path: Path) -> bool:
     """A file that git doesn't know, and no run needs: patches, logs and the like, and answers of --json."""
-    return path.suffix in NO_SOURCES or path.suffix == ".json" and b'\n "until": ' in path.read_bytes()
+    if name.split("/")[0] == "logs" or path.suffix in NO_SOURCES:
+        return True
+    return path.suffix == ".json" and b'\n "until": ' in path.read_bytes()
 
 
 def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> None:
@@ -174,7 +176,7 @@ def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> Non
         tag, name = line.split(" ", 1)
         path = repository / name
         new = tag == "?"  # git doesn't know it
-        if new and (path.resolve() in leave_out or comes_and_goes(path)):
+        if new and (path.resolve() in leave_out or comes_and_goes(name, path)):
             continue
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +256,7 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
             git("apply", f"-p{has_prefix:d}", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
         except UserError as e:
             shutil.rmtree(copy)  # otherwise it would be found as the changed one
-            raise UserError(f"the patch doesn't apply ({e})") from None
+            raise UserError(f"{file.name} doesn't apply ({e})") from None
     return copy
 
 
@@ -349,6 +351,8 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
         kind = os.path.join(kind, "idea.patch")
     if not base.folder.is_dir():
         kind = kind or "."  # options alone, for the base of a command
+    if not kind or Path(kind).suffix in (".patch", ".diff"):  # it changes the base
+        common = base.options or common
     try:
         if kind:
             base = read_source(kind, base)

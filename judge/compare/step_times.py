@@ -164,6 +164,8 @@ def read_times(c: Comparison) -> None:
     for idea in c.ideas:
         file = times_file(c.base, idea)
         ratios = json.loads(file.read_bytes()) if file.exists() else {}
+        for seed in idea.new ^ c.base.new:
+            ratios.pop(str(seed), None)  # one of the two was made again
         for seed in sorted(idea.new & c.base.new):
             ours, theirs = step_time(idea.runs[seed]), step_time(c.base.runs[seed])
             if ours > 0 and theirs > 0:

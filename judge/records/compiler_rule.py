@@ -98,10 +98,6 @@ def forbidden_settings(tree: ast.AST):
         if imported.startswith("torch._inductor.config"):
             yield line, "torch._inductor.config"
     modules = set(names.values())
-    for name, value in 3 * list(assignments(tree)):  # c = t.compile may come before t = torch
-        meaning = full_name(value, names)
-        if re.match(r"torch\b|.*\.compile$", meaning):
-            names[name] = meaning
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and full_name(node, names) == "torch._inductor.config":
             yield node.lineno, "torch._inductor.config"

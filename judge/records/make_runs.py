@@ -1,7 +1,7 @@
 """
 Makes the runs of a record: yours and those of the record to beat take turns.
 
-A run of the working tree's train_gpt.py comes first, then one of the record's source, which its log has.
+A run of a copy of your train_gpt.py comes first, then one of the record's source, which its log has.
 The next two come in the other order, and so on. Each is a training of its own, started in the same way, and
 its log gets a line that says when. If this is interrupted, the same command makes what is missing.
 """
@@ -44,7 +44,11 @@ def make_record_runs(folder: Path, track: str, filed: list[Record]) -> list[Path
     ours, theirs = folder / "new", folder / "record"
     usual = dict(os.environ)
     needs = check_machine(sys.executable, "train", "train_gpt", "--track", track)
-    words = ["train_gpt.py", "--track", track, *needs["options"]]
+    script = folder / "train_gpt.py"
+    if not script.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(script, (ROOT / "train_gpt.py").read_bytes())
+    words = [str(script), "--track", track, *needs["options"]]
     # What trains a side, and where. The check has set the variables of ./run.sh
     runs = {ours: (python_command(words, needs["processes"]), dict(os.environ))}
     first = ours / "0.txt"

@@ -133,9 +133,8 @@ def judge_pair(new: LossesAtStep, old: LossesAtStep) -> Decision:
     lower_loss = old.mean - new.mean
     score = round((lower_loss + worth) / math.sqrt(1 / new.n + 1 / old.n), 12)
     formula = f"({lower_loss:.6f} + {fewer_steps} * 0.0045 / 100) / sqrt(1/{new.n} + 1/{old.n})"
-    p, test = p_lower(new.losses, [loss + worth for loss in old.losses])
-    if p is not None:
-        test += ", one-sided, old losses adjusted to the new number of steps"
+    p = p_lower(new.losses, [loss + worth for loss in old.losses])
+    test = "Welch's t-test, one-sided, old losses adjusted to the new number of steps"
     return Decision(score >= THRESHOLD, score, formula, p, test)
 
 

@@ -6,7 +6,6 @@ come from the logs. The pages depend on nothing else, so a test can check that t
 """
 
 import json
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +13,13 @@ from judge.curves import plot_curves
 from judge.plot_style import COLORS, plt, save_figure
 from judge.logs import Log, read_logs
 from judge.records.rules import final_losses, final_times, judge_runs
-from judge.records.tables import COLUMNS, summary_lines, table_rows
+from judge.records.tables import COLUMNS, machines, summary_lines, table_row
 from judge.stats import P_VALUE
 from judge.summary import Summary, summarize
 from lib.commands import UserError
 from lib.environment import ROOT
 from lib.files import write_file
-from lib.text import markdown_table, p_text
+from lib.text import markdown_table, p_text, short
 
 RECORDS = ROOT / "records"
 BEFORE = "before"  # the folder in a record with the runs of the one that it beat
@@ -149,17 +148,15 @@ def record_readme(record: Record, prior: Record | None) -> str:
     verdict = judge_runs(record.logs, record.target, prior_logs)
     results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
     results = results.replace("- prior:", "- previous record:")
-    cells, machines = table_rows(record.logs)
-    rows = [dict(zip(COLUMNS, row)) for row in cells]
+    rows = [dict(zip(COLUMNS, table_row(log))) for log in record.logs]
     for log, row in zip(record.logs, rows):
         row["log"] = f"[{log.name}]({log.path.name})"
     table = markdown_table(rows, right=("val_loss", "time", "steps", "step_avg"))
-    machines = "\n".join(machines)
     commands = commands_to_repeat(record, prior)
     return f"""\
 # {record.name}
 
-A record of the `{record.track}` track, set on {record.date}. Hardware: {record.hardware}.
+A record of the `{record.track}` track, set on {record.date}. Hardware: {" and ".join(machines(record.logs))}.
 The target loss is {record.target:g}.
 
 ## What changed
@@ -173,8 +170,6 @@ The target loss is {record.target:g}.
 ![validation loss](curves.png)
 
 {table}
-
-{machines}
 
 ## Verify and reproduce
 
@@ -244,7 +239,7 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
         times = [records[n - 1].summary.time_mean for n in numbers]
         axes.step(numbers, times, "o-", where="post", label=hardware)
         for n, time in zip(numbers, times):
-            name = textwrap.shorten(records[n - 1].name, 32, placeholder=" …")
+            name = short(records[n - 1].name, 32)
             offset = (7, -14) if n == numbers[-1] else (7, 5)  # above the line, but the last one below
             text = f"#{n} {name}, {time:.1f} s"
             axes.annotate(text, (n, time), offset, textcoords="offset points", fontsize=9)
@@ -252,8 +247,7 @@ def plot_leaderboard(records: list[Record], path: Path) -> None:
     axes.set_xticks(numbers, [f"#{n}" for n in numbers])
     room = max(len(records) - 1, 1)
     axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
-    dates = dict.fromkeys([records[0].date, records[-1].date])
-    axes.set_xlabel(f"record, {' to '.join(dates)}")
+    axes.set_xlabel("record")
     axes.set_ylim(0, 1.15 * max(r.summary.time_mean for r in records))
     axes.set_ylabel("training time to the target (s)")
     figure.legend(loc="outside upper center", ncols=2)

@@ -1,7 +1,7 @@
 """
 Plots the validation losses of runs.
 
-    ./run.sh plot [LABEL=]LOG_OR_FOLDER... -o curves.png [--x step|time|tokens] [--target 3.28]
+    ./run.sh plot [LABEL=]LOG_OR_FOLDER... -o curves.png [--x step|time] [--target 3.28]
                     [--metric NAME [--higher_is_better]]
 
 The logs of a folder share a label: the name of the folder. Arguments with the same LABEL= share it
@@ -28,11 +28,14 @@ def read_groups(arguments: list[str], metric: str = "") -> dict[str, list[Log]]:
         if os.path.exists(argument):  # False if it is too long for a name
             label = ""
             path = argument
-        logs = read_logs([Path(path)], metric)
-        if not label and Path(path).is_dir():
-            label = Path(path).resolve().name
-        for log in logs:
-            groups.setdefault(label or log.name, []).append(log)
+        folder = Path(path).resolve().name if Path(path).is_dir() else ""
+        found = {}
+        for log in read_logs([Path(path)], metric):
+            found.setdefault(label or folder or log.name, []).append(log)
+        for name, logs in found.items():
+            if name in groups and not label:  # of another argument
+                name = path
+            groups.setdefault(name, []).extend(logs)
     return groups
 
 

@@ -45,7 +45,7 @@ COMPILER_FLAGS = {"-march=native -mtune=icelake-server", "-march=native"}
 class TimeSaved:
     """Training time compared with another record, in seconds."""
 
-    prior: Summary
+    prior: list[float]  # times of the other record
     saved: float  # mean of the other record - mean of ours
     pairs: int  # of runs that took turns; 0 if they didn't, so that the times can't be compared
     p_value: float | None  # of ours being faster; None if no test is possible
@@ -77,11 +77,10 @@ def final_times(logs: list[Log]) -> list[float]:
     return [log.final.train_time_ms / 1000 for log in logs if not log.incomplete]
 
 
-def compare_times(logs: list[Log], prior: list[Log], target: float) -> TimeSaved:
+def compare_times(logs: list[Log], prior: list[Log]) -> TimeSaved:
     """Compares the training times. Both sides need at least one complete run."""
-    ours = final_times(logs)
-    before = summarize(final_losses(prior), final_times(prior), target)
-    saved = before.time_mean - statistics.fmean(ours)
+    before = final_times(prior)
+    saved = statistics.fmean(before) - statistics.fmean(final_times(logs))
     pairs = turns([log for log in logs if log.final], [log for log in prior if log.final])
     return TimeSaved(before, saved, len(pairs), p_faster(pairs))
 
@@ -97,7 +96,7 @@ def not_compiled(log: Log) -> str:
     other = [flags for flags in log.compiler_flags if flags not in COMPILER_FLAGS]
     if other:
         return (
-            f"compiled with other flags, set in the environment: {listed(other)}; "
+            f"compiled with other flags, set in the environment: {' and '.join(other)}; "
             "unset TORCHINDUCTOR_CPP_MARCH and run it again"
         )
     return ""
@@ -109,7 +108,7 @@ def other_machine(log: Log) -> str:
     if not log.resumed_on:
         return ""
     return (
-        f"started on {listed([log.hardware])} and resumed on {listed(log.resumed_on)}; "
+        f"started on {log.hardware} and resumed on {' and '.join(log.resumed_on)}; "
         "make a run on one machine only"
     )
 
@@ -162,11 +161,6 @@ def per_run(logs: list[Log], fault) -> list[str]:
 
 # -----------------------------------------------------------------------------
 # Rules for several runs. Each function yields the reasons why they don't make a valid record.
-
-
-def listed(values) -> str:
-    """ "A and B". A value that isn't known becomes "unknown"."""
-    return " and ".join("unknown" if v in ("", None) else str(v) for v in values)
 
 
 def check_sources(logs: list[Log]):
@@ -264,6 +258,6 @@ def judge_runs(logs: list[Log], target: float | None = None, prior: list[Log] = 
         reasons += judge_prior(logs, prior)
         same_hardware = {log.hardware for log in logs} == {log.hardware for log in prior}
         if same_hardware and final_times(logs) and final_times(prior):
-            verdict.comparison = compare_times(logs, prior, target)
+            verdict.comparison = compare_times(logs, prior)
             reasons += judge_times(verdict.comparison, logs[0].track)
     return verdict

@@ -26,6 +26,7 @@ import re
 import shutil
 from pathlib import Path
 
+from judge.comparable import MACHINE, difference
 from judge.logs import Log, read_logs
 from judge.records.make_runs import make_record_runs
 from judge.records.pages import BEFORE, RECORDS, Record, read_records, record_to_beat, write_pages
@@ -68,9 +69,12 @@ def too_few_validations(log: Log) -> str:
     )
 
 
-def reasons_to_refuse(logs: list[Log], track: str, target: float, filed: list[Record]) -> list[str]:
-    """What is wrong besides the rules that verify checks. `filed` are the track's records so far."""
-    reasons = per_run(logs, too_few_validations) + per_run(logs, absolute_path)
+def reasons_to_refuse(
+    logs: list[Log], before: list[Log], track: str, target: float, filed: list[Record]
+) -> list[str]:
+    """What is wrong besides the rules that verify checks. `before` are the runs of --against, and `filed`
+    the track's records so far."""
+    reasons = per_run(logs, too_few_validations) + per_run([*logs, *before], absolute_path)
     for log in logs:
         if log.track not in ("", track):
             reasons.append(f"{log.name}: this is a log of the track {log.track}, not {track}")
@@ -78,9 +82,10 @@ def reasons_to_refuse(logs: list[Log], track: str, target: float, filed: list[Re
     targets |= {log.target for log in logs if "target_val_loss" in log.hyperparameters}
     for other in sorted(targets - {target}):
         reasons.append(f"the target is {other:g}, not {target:g}")
-    files = {log.path for log in logs}
-    if len({file.stem for file in files}) < len(files):
-        reasons.append("two logs have the same file name; rename one")
+    for side in (logs, before):
+        files = {log.path for log in side}
+        if len({file.stem for file in files}) < len(files):
+            reasons.append("two logs have the same file name; rename one")
     return reasons
 
 
@@ -151,17 +156,19 @@ def main(argv: list[str]) -> int:
     filed = read_records(args.records_dir).get(args.track, [])
     if args.make:
         source = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:8]
-        made = ROOT / "logs" / "records" / f"{folder.name}_{source}"
+        made = ROOT / "logs" / "records" / f"{folder_name(args.name)}_{source}"
         ours, *args.against = make_record_runs(made, args.track, filed)
         args.logs = [ours]
     logs = read_logs(args.logs)
     prior = record_to_beat(filed, logs[0].hardware)
     before = read_logs(args.against)
     verdict = judge_runs(logs, args.target, before or (prior.logs if prior else []))
-    reasons = verdict.reasons + reasons_to_refuse(logs, args.track, verdict.target, filed)
-    if before and (prior is None or before[0].sources != prior.logs[0].sources):
+    reasons = verdict.reasons + reasons_to_refuse(logs, before, args.track, verdict.target, filed)
+    if before and (prior is None or any(log.sources != prior.logs[0].sources for log in before)):
         name = prior.folder.name if prior else "none on this hardware"
         reasons.append(f"the runs of --against have other sources than the record to beat: {name}")
+    elif before:
+        reasons += per_run(before, lambda log: difference(prior.logs[0], log, MACHINE))
     print_table(logs)
     print()
     print_summary(verdict)

@@ -3,18 +3,18 @@ What verify and submit print about runs, and the pages of records show.
 """
 
 import math
+import statistics
 
 from judge.logs import Log
 from judge.records.rules import TimeSaved, Verdict
 from judge.stats import P_VALUE
-from judge.summary import CONFIDENCE
 from lib.text import p_text, plural, short, table, wrap
 
-COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "machine", "complete")
-ALIGNMENT = "<>>>><<"
+COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "complete")
+ALIGNMENT = "<>>>><"
 
 
-def table_row(log: Log, letter: str) -> tuple[str, ...]:
+def table_row(log: Log) -> tuple[str, ...]:
     """The texts of a log's row, in the order of COLUMNS."""
     loss = time = step_avg = "-"
     if log.validations:
@@ -25,23 +25,13 @@ def table_row(log: Log, letter: str) -> tuple[str, ...]:
         if math.isfinite(last.step_avg_ms):
             step_avg = f"{last.step_avg_ms:.2f} ms"
     steps = f"{log.last_step}/{log.num_steps}"
-    return (log.name, loss, time, steps, step_avg, letter, log.incomplete or "yes")
+    return (short(log.name, 20), loss, time, steps, step_avg, log.incomplete or "yes")
 
 
-def table_rows(logs: list[Log]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The rows, and one line for each letter in the column "machine"."""
-    letters = {}
-    rows = []
-    for log in logs:
-        next_letter = chr(ord("A") + len(letters))
-        letter = letters.setdefault((log.hardware, log.torch), next_letter)
-        rows.append(table_row(log, letter))
-    machines = []
-    for (hardware, torch), letter in letters.items():
-        hardware = hardware or "unknown hardware"
-        torch = torch or "of an unknown version"
-        machines.append(f"Machine {letter}: {hardware}, PyTorch {torch}")
-    return rows, machines
+def machines(logs: list[Log]) -> list[str]:
+    """Those of the runs, each once."""
+    found = [f"{log.hardware or 'unknown hardware'}, PyTorch {log.torch or '?'}" for log in logs]
+    return list(dict.fromkeys(found))
 
 
 def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
@@ -50,12 +40,10 @@ def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:
 
 
 def print_table(logs: list[Log]) -> None:
-    rows, machines = table_rows(logs)
-    shortened = [(short(name, 20), *others) for name, *others in rows]
     columns = [short(logs[0].metric, 20) if name == "val_loss" else name for name in COLUMNS]
-    print("\n".join(table([columns, *shortened], ALIGNMENT)))
-    for machine in machines:
-        print_wrapped(machine, later_indent="  ")
+    print("\n".join(table([columns, *map(table_row, logs)], ALIGNMENT)))
+    for machine in machines(logs):
+        print_wrapped(f"on {machine}", later_indent="  ")
 
 
 def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
@@ -67,9 +55,6 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
     time = "-" if summary.time_mean is None else f"mean {summary.time_mean:.3f} s"
     if summary.n > 1:
         loss += f", standard deviation {summary.loss_std:.4f}"
-    if summary.time_interval is not None:
-        low, high = summary.time_interval
-        time += f", {CONFIDENCE:.0%} confidence interval {low:.3f} to {high:.3f} s"
     test = f"one-sided t-test, mean below {verdict.target:g}; needs < {P_VALUE:g}"
     p_value = f"{p_text(summary.p_value)} ({test})"
     if verdict.p_if_looked is not None:
@@ -88,13 +73,13 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
 
 def comparison_lines(comparison: TimeSaved) -> list[tuple[str, str]]:
     """The prior record's time and the time saved, as pairs (name, value)."""
-    prior = comparison.prior
-    saved = f"{comparison.saved:.3f} s ({comparison.saved / prior.time_mean:.2%})"
+    mean = statistics.fmean(comparison.prior)
+    saved = f"{comparison.saved:.3f} s ({comparison.saved / mean:.2%})"
     test = "other session: not comparable"
     if comparison.pairs:
         test = f"p {p_text(comparison.p_value)} (t-test of {plural(comparison.pairs, 'pair')} that took turns)"
     return [
-        ("prior", f"mean {prior.time_mean:.3f} s, {plural(prior.n, 'run')}"),
+        ("prior", f"mean {mean:.3f} s, {plural(len(comparison.prior), 'run')}"),
         ("saved", f"{saved}, {test}"),
     ]
 

@@ -116,8 +116,10 @@ def find_verdict(fits: list[dict[str, float]], goal: float, count: int) -> str:
 def find_part_effect(
     name: str, losses: np.ndarray, contrast: np.ndarray, goal: float, count: int
 ) -> PartEffect:
-    """Of one of `count` parts or groups, after each of the blocks."""
-    fits = [fit(losses[:blocks], contrast) for blocks in range(2, len(losses) + 1)]
+    """Of one of `count` parts or groups, after each of the blocks. If all are equal, the script may have a
+    fixed seed, which says nothing about noise."""
+    looks = [losses[:blocks] for blocks in range(2, len(losses) + 1)]
+    fits = [fit(look, contrast) for look in looks if np.ptp(look, axis=0).any()]
     half = math.inf
     if fits:
         *_, squares, weight, n = fits[-1].values()

@@ -1,8 +1,7 @@
-"""The answer of screen.py: as a table, as JSON and as a plot."""
+"""The answer of screen.py: as a table, and as JSON."""
 
 import math
 from dataclasses import asdict
-from pathlib import Path
 
 from judge.comparable import judged_in_words
 from judge.screen.blocks import Screen
@@ -34,16 +33,14 @@ def facts_in_words(s: Screen) -> str:
     losses = s.losses()
     blocks, combinations = losses.shape
     means = losses.mean(axis=0)
-    average = (
-        "Without it: how much higher the loss is then, a mean over combinations of the other parts."
-    )
+    average = "a mean over combinations of the other parts"
     if not s.design.groups and len(s.groups) > 1:
-        average = "Without it: how much higher the loss of the whole is then."
+        average = "for the whole"
     return " ".join(
         [
             f"The loss with all parts is {means[0]:.4f}, with none {means[-1]:.4f}.",
             f"{plural(blocks, 'block')} of {combinations} combinations.",
-            average,
+            f"Without it: how much higher the loss is then, {average}.",
             "Intervals hold for all parts together, however often you look.",
             f"Barnacle: we are 95% sure that the part changes the loss by less than {s.args.until:g}.",
             judged_in_words(list(s.variants[0].runs.values())),
@@ -71,28 +68,3 @@ def effects_as_json(s: Screen) -> bytes:
         "losses": s.losses().tolist(),
     }
     return as_json(found)
-
-
-# -----------------------------------------------------------------------------
-# Plot
-
-
-def plot_effects(s: Screen, path: Path) -> None:
-    """Draws the loss without each part with its interval, the most needed one at the top. Raises
-    UserError."""
-    from judge.plot_style import plt, save_figure  # slow to import, and only needed here
-
-    effects = s.effects()
-    figure, ax = plt.subplots(figsize=(8, 1.6 + 0.35 * len(effects)))
-    for row, effect in enumerate(effects):
-        error = effect.without.half if effect.without.half < math.inf else 0
-        ax.errorbar(effect.without.value, row, xerr=error, fmt="o", color="tab:blue", linewidth=2)
-    ax.set_yticks(range(len(effects)), [f"{short(e.name, 40)}: {e.verdict}" for e in effects])
-    ax.set_ylim(len(effects) - 0.5, -0.5)
-    ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
-    until = s.args.until
-    ax.axvspan(-until, until, color="0.9", zorder=0, label=f"less than {until:g}")
-    ax.set_xlabel("loss without the part, minus with it")
-    ax.legend(fontsize=9)
-    ax.set_title(f"{plural(len(s.losses()), 'block')}, 99% intervals", fontsize=10)
-    save_figure(figure, path)

@@ -45,16 +45,19 @@ def patch_between(old: Path, new: Path, store: Path) -> bytes:
 
 
 def split_hunks(patch: bytes) -> list[tuple[str, bytes]]:
-    """A name and a patch for each hunk. New, deleted and binary files stay whole."""
+    """A name and a patch for each hunk, those of a file from the last one up: so each begins at the old line,
+    whatever is left out above it. New, deleted and binary files stay whole."""
     found = []
     for section in re.split(rb"(?m)^(?=diff --git )", patch)[1:]:
         header, *hunks = re.split(rb"(?m)^(?=@@ )", section)
         name = header.split(b"\n")[0].decode("utf-8", "replace").rpartition(" b/")[2]
         if len(hunks) < 2:
             found.append((name, section))
-        for hunk in hunks if len(hunks) > 1 else []:
-            line = re.match(rb"@@ -(\d+)", hunk)[1].decode()
-            found.append((f"{name}:{line}", header + hunk))
+            continue
+        for hunk in hunks[::-1]:
+            line = re.match(rb"@@ -(\d+)", hunk)[1]
+            hunk = re.sub(rb"\+\d+", b"+" + line, hunk, count=1)
+            found.append((f"{name}:{line.decode()}", header + hunk))
     return found
 
 
@@ -68,7 +71,7 @@ def place_of(text: str, command: str) -> tuple[Path, str]:
 
 
 def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[tuple[str, Path]]:
-    """A name and the files of each commit after base, up to idea. Raises UserError."""
+    """A name and the files of the base's commit, and of each one after it up to idea. Raises UserError."""
     repository, old = place_of(base, command)
     other, new = place_of(idea, command)
     if other != repository:
@@ -77,7 +80,7 @@ def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[t
         raise UserError(f"{idea} doesn't contain all commits of {base}; use --by hunk")
     listing = ["log", "--reverse", "--first-parent", "--format=%H %h %s", f"{old}..{new}"]
     log = git(*listing, cwd=repository)
-    found = []
+    found = [("edits of the base, undone", copy_commit(old, scratch, repository))]
     for line in log.decode("utf-8", "replace").splitlines():
         commit, name = line.split(" ", 1)
         found.append((name, copy_commit(commit, scratch, repository)))
@@ -101,6 +104,8 @@ def read_parts(base: Variant, idea: Variant, texts: tuple[str, str], by: str) ->
             write_file(file, patch)
             parts.append(Part(name, file))
     options = tuple(idea.options[len(base.options) :])
+    if idea.options != [*base.options, *options]:
+        raise UserError(f"{texts[1]} must begin with the options of {texts[0]}, and end with others")
     if options:
         parts.append(Part(" ".join(options), options=options))
     return parts

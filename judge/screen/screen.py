@@ -38,18 +38,18 @@ from judge.compare.sources import (
     Variant,
     check_options,
     check_settings,
+    check_validation,
     first_variant,
     read_variant,
     set_steps,
 )
 from judge.screen.blocks import Screen, wanted_blocks
-from judge.screen.effects import effects_as_json, effects_in_words, plot_effects
+from judge.screen.effects import effects_as_json, effects_in_words
 from judge.screen.parts import combine, given_part, read_parts
 from lib.commands import (
     UserError,
     command_parser,
     join_values,
-    output_file,
     positive,
     run_command,
     stop_on_signals,
@@ -77,7 +77,6 @@ def make_parser() -> argparse.ArgumentParser:
     until = "a part that changes the loss by less than this is a barnacle; default: 0.002"
     add("--until", type=positive, default=0.002, metavar="LOSS", help=until)
     add("--blocks", type=whole_number, default=sys.maxsize, metavar="N", help="stop after N blocks")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw the effects and their intervals")
     add_run_options(parser)
     return parser
 
@@ -161,6 +160,9 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
         raise UserError(f"{args.base} and {args.idea} are the same, so there are no parts")
     more = [word for part in parts for word in part.options] + shlex.split(args.trial)
     check_options(args.command, more)
+    whole = combine(base, parts, tuple(range(len(parts))))
+    check_settings([whole], args.nproc_per_node)
+    check_validation(base, [whole])
     s = Screen(args, pool, base, parts, [(i,) for i in range(len(parts))])
     choose_combinations(s)
     add_variants(pool, s.variants)
@@ -196,8 +198,6 @@ def main(argv: list[str]) -> int:
         print("\n".join(effects_in_words(s)))
         if args.json:
             write_file(args.json, effects_as_json(s))
-        if args.plot:
-            plot_effects(s, args.plot)
     if status:
         print("Interrupted; run the same command again to continue.")
     return status

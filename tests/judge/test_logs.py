@@ -8,24 +8,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from judge import curves
 from lib.commands import UserError
-from judge.logs import Validation, parse_log, parse_trials, read_logs
+from judge.logs import parse_log, parse_trials, read_logs
 from judge.records import tables, rules
 from tests.judge.records.makers import FIELD, LINE, SMI, SOURCE, cpu, heading, judged, our_log, run
-
-
-def test_our_log(tmp_path):
-    log = parse_log(our_log(tmp_path / "a.txt", loss=1.4912, time_ms=90_000, seed=7))
-    assert log.source == SOURCE.encode()
-    assert log.track == "tiny"
-    assert log.target == 1.5
-    assert log.hyperparameters["batch_tokens"] == 4096
-    assert log.hardware == "AMD EPYC with AVX2, 2 cores"
-    assert log.resumed_on == []
-    assert log.torch == "2.13.0+cpu"
-    assert log.last_step == log.num_steps == 600
-    assert log.incomplete == ""
-    assert [v.step for v in log.validations] == [0, 100, 200, 300, 400, 500, 600]
-    assert log.final == Validation(600, 1.4912, 90_000, 150.0)
 
 
 @pytest.mark.parametrize("kind", FIELD)
@@ -156,11 +141,6 @@ def test_several_sources_in_one_log(tmp_path, way, ending):
     assert reason in judged(changed).reasons
 
 
-def test_a_heading_in_the_source_is_no_separator(tmp_path):
-    source = f'"""\nTitle\n{"=" * 30}\n"""\n'
-    assert parse_log(our_log(tmp_path / "a.txt", source=source)).source.decode() == source
-
-
 H200 = SMI.replace("H100 80GB HBM3", "H200          ")
 H100 = "8x NVIDIA H100 80GB HBM3"
 
@@ -203,6 +183,7 @@ def test_what_is_not_one_whole_run(tmp_path):
         (text[:last] + "step:600/600 val_loss:1.49\n", "no training time"),
         (text.replace("train_time:50000ms", "train_time:90000ms"), "its clock goes back"),
         (text.replace("step_avg:166.67ms", "step_avg:nanms"), ""),
+        (text.replace(" step_avg:166.67ms", ""), ""),
         (text.replace("train_time:100000ms", "train_time:900000ms"), WRONG_TIME),
         (text.replace("step_avg:166.67ms", "step_avg:1666.7ms"), WRONG_TIME),
         (text[text.index("step:0/600") :], "no source above the run"),
@@ -263,7 +244,7 @@ def test_what_is_no_log(tmp_path):
     (tmp_path / "in" / "a.txt").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.log").write_text("bpb: 1")
-    for name, content in [("blank", b" \n"), ("zeros", b"\x89PNG\r\n\0"), ("source", SOURCE.encode())]:
+    for name, content in [("zeros", b"\x89PNG\r\n\0"), ("source", SOURCE.encode())]:
         (tmp_path / name).write_bytes(content)
     for name, why in [
         ("missing", "No such file or directory: 'missing'"),
@@ -273,7 +254,6 @@ def test_what_is_no_log(tmp_path):
             "other",
             "other/a.log: no line has a number for val_loss, or step:S/N; it has lines like 'bpb: 1'",
         ),
-        ("blank", "no line has a number for val_loss, or step:S/N; it has lines like ''"),
         ("zeros", "binary"),
         ("source", "no line has a number for val_loss, or step:S/N; it has lines like 'import torch'"),
     ]:
@@ -286,8 +266,7 @@ def test_what_is_no_log(tmp_path):
 def test_a_log_cut_anywhere_is_never_complete(tmp_path):
     data = our_log(tmp_path / "a.txt").read_bytes()
     last_validation = data.index(b"step:600/600 val_loss")
-    step_avg = data.index(b"step_avg", last_validation)
-    enough = data.index(b"ms", step_avg) + 2  # the end of that line
+    enough = data.index(b"ms", last_validation) + 2  # the end of its time
     path = tmp_path / "cut.txt"
     for size in [*range(0, last_validation, 29), *range(last_validation, len(data))]:
         path.write_bytes(data[:size])
@@ -336,7 +315,7 @@ def test_a_damaged_log_raises_nothing_else(tmp_path, data):
     with contextlib.suppress(UserError):
         logs += parse_trials(tmp_path / "b.txt")
     verdict = rules.judge_runs(logs, prior=logs[:1])
-    tables.table_rows(logs)
+    list(map(tables.table_row, logs))
     tables.summary_lines(verdict)
-    with contextlib.suppress(UserError):  # doesn't say how many tokens a step has
-        curves.curve(logs, "tokens")
+    with contextlib.suppress(UserError):  # no validation in common
+        curves.curve(logs, "time")

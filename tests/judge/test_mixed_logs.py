@@ -102,6 +102,8 @@ SAME = {
     "PowerShell": lambda text: text.encode("utf-16"),
     "blank lines": lines("\n", "\n\n"),
     "the same loss again": below(LAST),
+    "the same loss again, rounded": below("step:600/600 val_loss:1.5 in the end"),
+    "what looks like a date": below("started: 28-11-2026 12:00:00"),
     "the same loss in words": below("done: val_loss 1.49 after 100 s"),
     "JSON": lines(r"^step:(\d+)/(\d+) val_loss:(\S+).*", r'{"val_loss": \3, "step": \1}'),
 }

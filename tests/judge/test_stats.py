@@ -19,7 +19,6 @@ from judge.stats import (
     log_evidence,
     look_once,
     measure_slope,
-    p_value,
     pairs_for,
     rounding,
 )
@@ -78,7 +77,6 @@ def test_evidence_after_each_pair():
     verdict, n, p = decide(differences, 1e-9, None, None, ideas=1000)
     assert (verdict, n) == ("undecided", 6)
     assert p == pytest.approx(math.exp(-found[4]))
-    assert p_value(np.array([0.0, -1.0])) == 1
 
 
 def test_rounding_counts_as_noise():
@@ -107,6 +105,10 @@ def test_one_look_against_scipy():
     # Three times the same difference of one digit tells nothing
     same = look_once("x", [1.5001, 1.5002, 1.5003], [1.5, 1.5001, 1.5002], True)
     assert same.verdict == "undecided"
+    # Runs without a spread, perhaps of a fixed seed, tell nothing about noise
+    for paired in (True, False):
+        fixed = look_once("x", [1.5, 1.5], [1.6, 1.6], paired)
+        assert (fixed.verdict, fixed.p, fixed.difference.half) == ("undecided", 1, math.inf)
 
 
 def test_a_run_that_is_far_from_the_others():
@@ -132,22 +134,6 @@ def test_slope_against_scipy():
     # Of one seed, of a loss that rises, and of one that doesn't clearly fall
     for losses in [([1.5], [1.4]), ([1.4, 1.41], [1.5, 1.52]), ([1.5, 1.4], [1.4, 1.5])]:
         assert measure_slope(*losses, WIDTH) is None
-
-
-def test_steps_and_time_by_hand():
-    """A loss that falls by 0.123 * log(steps): 0.123 * log(1.02) lower is worth 2% of the steps."""
-    rng = np.random.default_rng(3)
-    gain = 0.123 * math.log(1.02)
-    base = rng.normal(1.5, 0.01, 20)
-    noise = rng.normal(0, 1e-5, 20)
-    effect = analyse("x", base - gain + noise - noise.mean(), base, SLOPE, 0.01, own_steps=0.96)
-    assert effect.difference.value == pytest.approx(-gain, abs=1e-5)
-    assert effect.steps.value == pytest.approx(math.log(0.96 / 1.02), abs=1e-4)
-    log_ratios = rng.normal(math.log(1.05), 1e-6, 6)
-    add_times(effect, log_ratios)
-    assert effect.time.value == pytest.approx(math.log(0.96 * 1.05 / 1.02), abs=1e-4)
-    interval = stats.ttest_1samp(log_ratios, 0).confidence_interval(0.99)
-    assert effect.step_time.bounds() == pytest.approx(tuple(interval))
 
 
 def test_an_identical_idea_is_as_fast_as_its_steps():
@@ -193,8 +179,6 @@ def test_first_verdict_stands():
     assert 3 <= whole.n < 40 and whole.verdict == "helps"
     assert after(whole.n) == whole
     assert after(whole.n - 1).verdict == "undecided"
-    # With more ideas, each needs more evidence
-    assert analyse("x", losses, base, SLOPE, 0.02, ideas=20).n > whole.n
 
 
 # -----------------------------------------------------------------------------
@@ -212,11 +196,6 @@ def gaussian(rng, shape):
 
 def students(rng, shape):
     return rng.standard_t(4, shape)
-
-
-def skewed(rng, shape):
-    """Losses of skewness 1.4. If an idea does nothing, those of both sides are equally skewed."""
-    return rng.gamma(2, 1, shape) - rng.gamma(2, 1, shape)
 
 
 def skewed_differences(rng, shape):
@@ -258,9 +237,7 @@ def test_false_positives_when_looking_after_each_pair():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "draw", [gaussian, students, skewed, rounded, kept_residuals, skewed_differences]
-)
+@pytest.mark.parametrize("draw", [gaussian, students, rounded, kept_residuals, skewed_differences])
 def test_false_positives_of_other_losses(draw):
     limit = 0.02 if draw is skewed_differences else 0.01
     helps, hurts, worthless = wrong_verdicts(draw, 20_000, looks=200)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from judge.compare import compare
+from judge.compare import compare, ledger
 from judge.compare import runs as compare_runs
 from judge.compare import sources as compare_sources
 from judge import stats as compare_stats
@@ -206,32 +206,40 @@ def test_a_loop(place):
     worse = better.replace("-0.01", "0.5")
     (place / "better.patch").write_text(patch_of("train_gpt.py", old, better))
     (place / "worse.patch").write_text(patch_of("train_gpt.py", old, worse))
-    for patch, expected in [
-        ("better", (0, "helps")),
-        ("worse", (1, "hurts")),
-        ("better", (0, "helps")),
+    for patch, table, expected in [
+        ("better", "l.tsv", (0, "helps")),
+        ("worse", "l.tsv", (1, "hurts")),
+        ("better", "l.tsv", (0, "helps")),
+        ("better", "other.tsv", (0, "helps")),
     ]:
-        status, out, err = run("--idea", f"{patch}.patch", "--gate", "--ledger", "l.tsv")
+        status, out, err = run("--idea", f"{patch}.patch", "--gate", "--ledger", table)
         assert (status, out.split()[0]) == expected
-    with open("l.tsv", newline="") as file:
+    with open("other.tsv", newline="") as other, open("l.tsv", newline="") as file:
+        (answered,) = csv.DictReader(other, delimiter="\t")
         first, second = csv.DictReader(file, delimiter="\t")
+    assert [answered[name] for name in ("idea", "loss")] == [first[name] for name in ("idea", "loss")]
     assert (first["verdict"], second["verdict"]) == ("helps", "hurts")
     assert float(first["low"]) < float(first["loss"]) < float(first["high"]) < 0
     assert (first["text"], first["idea"] != second["idea"]) == ("better.patch", True)
+    # Judged by another metric, and once more with fewer runs; as spreadsheets save it
+    rows = [first, second, first | {"metric": "größer"}, first | {"verdict": "undecided"}]
+    text = "\r\n".join(map("\t".join, [first, *(row.values() for row in rows), [""]]))
+    for encoding in ("utf-16", "utf-8-sig", "cp1252"):
+        (place / "l.tsv").write_bytes(text.encode(encoding))
+        (said,) = ledger.loop_in_words(place / "l.tsv")
+        assert said.startswith("3 ideas judged, 2 accepted;")
     script.write_text(better)
     git(place, "commit", "-qam", "better")
     found, words = answer("--confirm", "--ledger", "l.tsv")
-    assert words.startswith("worktree helps.") and "2 ideas judged, 1 accepted" in words
+    assert words.startswith("worktree helps.") and "3 ideas judged, 2 accepted" in words
     assert found["base"] == first["commit"]
     used = max(int(row["last_seed"]) for row in (first, second))
     new = [run for group in found["runs"].values() for run in group if run["seed"] > used]
     assert len(new) == found["runs_made"]
-    for text, message in [
-        ("date\n1\n", "it isn't a ledger"),
-        ("", "doesn't begin with a base that is a commit"),
-    ]:
-        (place / "l.tsv").write_text(text)
-        check_refused(compare.main, ["--confirm", "--ledger", "l.tsv"], message)
+    options = ["--base", ". --noise 0.003", "--idea", "--effect 0.5"]
+    assert run(*options, "--gate", "--ledger", "options.tsv")[0] == 1
+    message = "doesn't begin with a base that is a commit"
+    check_refused(compare.main, ["--confirm", "--ledger", "options.tsv"], message)
     (place / "l.tsv").write_text("date\n1\n")
     check_refused(compare.main, ["--idea", "--effect 0.3", "--ledger", "l.tsv"], "it isn't a ledger")
 
@@ -282,7 +290,8 @@ def test_a_zip_without_git(place, monkeypatch):
 
 
 def test_what_can_be_compared(place):
-    """Options, a patch, an idea's folder, a file, a revision, the working tree, each with options too."""
+    """Options, a patch, an idea's folder, a file, a revision, the working tree, each with options too. The
+    first three change the base, so they keep its options."""
     source = STANDIN.read_text()
     patched = source.replace("noise: float = 0.002", "noise: float = 0.003")
     patch = patch_of("train_gpt.py", source, patched)
@@ -295,9 +304,8 @@ def test_what_can_be_compared(place):
     (place / "train_gpt.py").write_text("now")
     scratch = place / "logs" / "scratch"
     compare_sources.copy_tree(scratch, place)
-    base = compare_sources.Variant(
-        "base", compare_sources.copy_commit("v1", scratch), "train_gpt.py", []
-    )
+    folder = compare_sources.copy_commit("v1", scratch)
+    base = compare_sources.Variant("base", folder, "train_gpt.py", ["--noise", "1", "--takes", "0"])
     for what, name, expected, options in [
         ("--effect 0.1 --slower=2", "effect_0.1_slower_2", source, ["--effect", "0.1", "--slower=2"]),
         ("p.patch --effect 1", "p_effect_1", patched, ["--effect", "1"]),
@@ -310,7 +318,8 @@ def test_what_can_be_compared(place):
         ("toy=v1:recipes/toy.py", "toy", TOY, []),
     ]:
         variant = compare_sources.read_variant(what, base, ["--noise", "1"])
-        assert (variant.name, variant.options) == (name, ["--noise", "1", *options])
+        kept = ["--takes", "0"] if re.match("--|.*patch|ideas|x=--", what) else []
+        assert (variant.name, variant.options) == (name, ["--noise", "1", *kept, *options])
         assert variant.source().decode() == expected, what
     assert base.source().decode() == source  # copies of the folder are changed, not the folder
 
@@ -377,7 +386,7 @@ def test_train_gpt(place, monkeypatch):
 
 BAD = [
     (["--idea", "--effect 0.0"], "effect_0.0 has the same source and settings as worktree"),
-    (["--idea", "no.patch"], "no.patch: the patch doesn't apply (patch failed: train_gpt.py:1)"),
+    (["--idea", "no.patch"], "no.patch doesn't apply (patch failed: train_gpt.py:1)"),
     (["--idea", "broken.py"], "broken: SyntaxError"),
     (["--idea", "plain.py"], "plain: the script has no parse_arguments and check_hyperparameters"),
     (["--idea", "wide=--width 3"], "wide: unrecognized arguments: --width 3"),
@@ -421,19 +430,6 @@ def test_a_run_that_fails(place):
     (place / "short.py").write_text(STANDIN.read_text().replace("step:{n}/{n}", "step:{n - 1}/{n}"))
     status, out, err = run("--base", "v1", "--idea", "short.py", "--runs", "2")
     assert status == 2 and "its log is incomplete" in err
-
-
-def test_hours(place, monkeypatch):
-    """The limit ends the comparison, before or after the first pairs, with what is known. With one
-    process at a time, it is the base's that makes the first two runs."""
-    monkeypatch.setattr(compare_runs.Pool, "minutes", lambda pool: pool.made)  # a minute a run
-    arguments = ["--idea", "--effect -0.0002", "--until", "0.5%", "--jobs", "1"]
-    for hours, said in [
-        ("0", "^Too early for an answer"),
-        ("0.1", "undecided.* Stopped after --hours 0.1."),
-    ]:
-        found, words = answer(*arguments, "--hours", hours)
-        assert re.search(said, words)
 
 
 def test_a_number_of_steps_with_a_dash():

@@ -12,8 +12,8 @@ import pytest
 from lib.commands import UserError
 from judge.compare import compare
 from judge.compare import runs as compare_runs
-from judge.compare import sources
-from judge.compare.same_run import hash_copy
+from judge.compare import same_run, sources
+
 from tests.judge.helpers import commit_files, git, run_main, work_in
 
 # -----------------------------------------------------------------------------
@@ -92,7 +92,7 @@ CHANGES = [
     ("PATH changed", lambda patch: patch.setenv("PATH", f"/opt:{os.environ['PATH']}")),
     ("threads 1 -> 3", lambda patch: patch.setenv("OMP_NUM_THREADS", "3")),
     ("compiler", lambda patch: patch.setenv("CXX", "another")),
-    ("machine", lambda patch: patch.setattr(compare_runs, "cpu_line", lambda name: "Z80")),
+    ("machine", lambda patch: patch.setattr(same_run, "cpu_line", lambda name: "Z80")),
     ("Python", lambda patch: patch.setattr("platform.python_version", lambda: "3.99")),
     ("dream None -> 0.1", lambda patch: patch.syspath_prepend("outside/site")),
     # No reason to make runs again
@@ -102,9 +102,11 @@ CHANGES = [
     ("", write("base/results.tsv")),
     ("", write("base/answer.json", '{\n "until": 0.02,')),
     ("", write("base/logs/new.txt")),
+    ("", lambda patch: Path("base/logs").symlink_to("../outside")),  # which git doesn't ignore
     ("", write("base/__pycache__/train.pyc")),
     ("", lambda patch: patch.setenv("TERM", "vt52")),
     ("", lambda patch: patch.setenv("SSH_CONNECTION", "1 2")),
+    ("", lambda patch: patch.setenv("SLURM_JOB_ID", "7")),
     ("", lambda patch: patch.setenv("GIT_DIR", "/nowhere")),
     ("", lambda patch: patch.setenv("PYTHONHASHSEED", "1")),
 ]
@@ -168,8 +170,8 @@ def test_copies_have_all_files(tmp_path, monkeypatch):
     (place / "run.log").write_text("not copied")
     tree = sources.copy_tree(tmp_path / "copies", place)
     commit = sources.copy_commit("HEAD", tmp_path / "copies", place)
-    found = hash_copy(tree, is_command=True)
-    assert found == hash_copy(commit, is_command=True)
+    found = same_run.hash_copy(tree, is_command=True)
+    assert found == same_run.hash_copy(commit, is_command=True)
     names = {*files, ".gitattributes", "sub/link", "folder/b.py", "far/inner.py", "lib/m/inner.py"}
     assert names <= set(found) and "run.log" not in found
     for copy in (tree, commit):
@@ -211,6 +213,12 @@ ELSEWHERE = [
     ),
     ("python train.py", "open('data/x/b.bin', 'a')", "data/x/b.bin is new while idea trained"),
     ("python train.py", "print('step:1/9 val_loss:3 '); sys.exit()", "stopped at step 1 of 9"),
+    ("python train.py {options}", "assert sys.argv[1:] == ['--env', 'PYTHONPATH=1']", ""),
+    (
+        "python train.py",
+        "os.makedirs('logs/x.txt'); open('logs/a.log', 'w').write(f'val_loss:{{random.random()}} ')",
+        "",
+    ),
     ("python train.py", HELLO + "time.sleep(60)", "hello\na run failed: idea, seed 1 (it took"),
     ("python train.py", HELLO + "sys.exit()", "(no log below logs/"),
     (
@@ -242,7 +250,7 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     commit_files(place, files | {"train.py": script})
     work_in(tmp_path, monkeypatch)
     text = command.format(place=place, options="{options}", seed="{seed}")
-    idea = sources.Variant("idea", tmp_path, "", ["--lr", "1"], command=text)
+    idea = sources.Variant("idea", tmp_path, "", ["--env", "PYTHONPATH=1"], command=text)
     said = ""
     with compare_runs.locked_folder() as lock:
         idea = sources.copy_folder(str(place), replace(idea, folder=compare_runs.scratch() / "none"))

@@ -61,7 +61,7 @@ def our_log(
     Writes a log as train_gpt.py does.
 
     `time_ms` is the training time. The run validates `every` so many steps. `extra` is a line
-    between two steps. `minute` is when the run began. With track="", it is like a log of another program, without hyperparameters.
+    between two steps. `minute` is when the run began, in units of two. With track="", it is like a log of another program, without hyperparameters.
     """
     facts = dict(track="tiny", seed=seed, val_tokens=327_680, batch_tokens=4096, target_val_loss=1.5)
     facts |= hyperparameters
@@ -86,7 +86,7 @@ def our_log(
             lines.append(extra)
     lines += ["peak memory allocated: 612 MiB reserved: 700 MiB", "target 1.5 met after 100.0 s"]
     if minute is not None:
-        lines.append(f"started: 2026-01-01 12:{minute:02}:00.25")
+        lines.append(f"started: 2026-01-01 12:{2 * minute:02}:00.25")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes("\n".join(lines).encode() + b"\n")
     return path

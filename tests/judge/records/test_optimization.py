@@ -13,7 +13,7 @@ from scipy import stats
 
 from lib.commands import UserError
 from judge.records import optimization
-from tests.judge.records.makers import LINE, run
+from tests.judge.records.makers import LINE, run, unwrapped
 
 NEW = [3.27794, 3.27816, 3.28146, 3.27847, 3.2788]
 OLD = [3.2799, 3.2781, 3.2805, 3.2787]
@@ -55,7 +55,6 @@ def decide(folder: Path, against: Path | None = None) -> optimization.Decision:
     [
         (["3.276"], True),  # exactly 0.004, although 3.28 - 3.276 < 0.004 in floats
         (["3.2760000001"], False),
-        (["3.2779", "3.2781", "3.2770", "3.2790"], True),  # 0.002 * sqrt(4)
         (["3.264"] + ["3.28"] * 15, True),  # 0.001 * sqrt(16)
         (["3.2764", "3.2778"], True),  # 0.0029 * sqrt(2) = 0.00410
         (["3.2766", "3.2778"], False),  # 0.0028 * sqrt(2) = 0.00396
@@ -73,10 +72,8 @@ def test_threshold_of_a_result(tmp_path, losses, accepted):
     "new, new_runs, new_steps, old, old_runs, old_steps, accepted",
     [
         (3.276, 2, 3500, 3.28, 2, 3500, True),  # exactly 0.004 / sqrt(1/2 + 1/2)
-        (3.276, 2, 3500, 3.27999, 2, 3500, False),
         (3.28, 2, 3300, 3.275, 2, 3500, True),  # exactly -0.005 + 200 * 0.0045 / 100
         (3.28, 2, 3301, 3.275, 2, 3500, False),  # one step more
-        (3.27, 2, 3600, 3.2785, 2, 3500, True),  # more steps: 0.0085 - 0.0045
         # The track has worked these out
         (3.2785, 10, 3210, 3.2785, 16, 3225, False),
         (3.2785, 16, 3210, 3.2778, 10, 3250, False),
@@ -97,7 +94,7 @@ def test_threshold_of_a_pair(tmp_path, new, new_runs, new_steps, old, old_runs, 
 # The t-test
 @pytest.mark.parametrize("steps", [3400, 3550])
 def test_t_test(tmp_path, steps):
-    """Of a pair, it is Welch's, or Student's with a single run. The old losses are those of as many steps."""
+    """Of a pair, it is Welch's. The old losses are those of as many steps."""
     mine = folder_of(tmp_path / "mine", NEW, steps)
     expected = stats.ttest_1samp(NEW, 3.28, alternative="less").pvalue
     assert decide(mine).p_value == pytest.approx(expected, rel=1e-9)
@@ -105,9 +102,6 @@ def test_t_test(tmp_path, steps):
     adjusted = np.add(OLD, (3500 - steps) * 0.0045 / 100)
     expected = stats.ttest_ind(NEW, adjusted, equal_var=False, alternative="less").pvalue
     assert decision.p_value == pytest.approx(expected, rel=1e-9)
-    single = decide(mine, folder_of(tmp_path / "single", OLD[:1], 3500))
-    expected = stats.ttest_ind(NEW, adjusted[:1], alternative="less").pvalue
-    assert single.p_value == pytest.approx(expected, rel=1e-9)
 
 
 def test_no_t_test_without_a_spread(tmp_path):
@@ -125,31 +119,19 @@ def test_the_command(tmp_path):
     command = ["verify", "--rule", "optimization"]
     done = run(*command, "mine", "--against", "before", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, b"")
-    dloss = np.mean(OLD) - np.mean(NEW)
-    score = (dloss + 0.0045) / math.sqrt(1 / 5 + 1 / 4)
+    score = (np.mean(OLD) - np.mean(NEW) + 0.0045) / math.sqrt(1 / 5 + 1 / 4)
     p = stats.ttest_ind(NEW, np.add(OLD, 0.0045), equal_var=False, alternative="less").pvalue
-    expected = f"""\
-old: 4 runs of 3500 steps
-
-step  runs      mean  statistic  verdict
- 125     4  4.500000  -2.440000  fails
-3475     4  3.300000  -0.040000  fails
-3500     4  {np.mean(OLD):.6f}   {(3.28 - np.mean(OLD)) * 2:.6f}  fails
-
-val_loss at step 3500, standard deviation {np.std(OLD, ddof=1):.6f}:
-  0=3.27990 1=3.27810 2=3.28050 3=3.27870
-
-rule    ({dloss:.6f} + 100 * 0.0045 / 100) / sqrt(1/5 + 1/4) = {score:.6f}, needs
-        0.004 or more; the rule assumes a standard deviation of about 0.0013 (p
-        < 0.001)
-t-test  p = {p:.2g} (Welch's t-test, one-sided, old losses adjusted to the new
-        number of steps)
-
-accepted: the new recipe is better, at step 3400 against step 3500
-"""
-    new, old = done.stdout.decode().split("old: ")
-    assert new.startswith("new: 5 runs of 3400 steps\n")
-    assert f"old: {old}" == expected
+    words = unwrapped(done.stdout)
+    for said in [
+        "new: 5 runs of 3400 steps",
+        "old: 4 runs of 3500 steps",
+        f"3500 4 {np.mean(OLD):.6f} {(3.28 - np.mean(OLD)) * 2:.6f} fails",
+        f"at step 3500, standard deviation {np.std(OLD, ddof=1):.6f}: 0=3.27990 1=3.27810",
+        f"+ 100 * 0.0045 / 100) / sqrt(1/5 + 1/4) = {score:.6f}, needs 0.004 or more",
+        f"p = {p:.2g} (Welch's t-test, one-sided, old losses",
+        "accepted: the new recipe is better, at step 3400 against step 3500",
+    ]:
+        assert said in words
     done = run(*command, "before", "--against", "mine", cwd=tmp_path)
     assert done.returncode == 1
     assert b"\n\nNOT ACCEPTED: " in done.stdout

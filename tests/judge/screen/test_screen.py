@@ -12,9 +12,10 @@ from scipy import stats
 from tests.util import ROOT
 from tests.judge.helpers import answer_of, check_refused, commit_files, git, patch_of, work_in
 from judge.compare import sources as compare_sources
+from judge.compare.sources import changed
 from judge.screen import screen
-from judge.screen.design import factorial, find_verdict, fit, leave_one_out
-from judge.screen.parts import choose_design
+from judge.screen.design import factorial, find_part_effect, find_verdict, fit, leave_one_out
+from judge.screen.parts import choose_design, patch_between, split_hunks
 
 # -----------------------------------------------------------------------------
 # Designs
@@ -85,6 +86,17 @@ def test_simulation(screens):
     assert stats.binom.sf(sum("barnacle" in said for said in edge) - 1, screens // 2, 0.05) > 1e-3
 
 
+def test_a_fixed_seed():
+    """Equal blocks tell nothing about noise."""
+    design = factorial(3)
+    losses = np.tile(1.5123 - 0.1 * design.rows.sum(axis=1), (2, 1)).round(4)
+    for contrast in design.contrasts:
+        found = [
+            find_part_effect("x", losses + shift, contrast, 0.002, 3) for shift in (0, [[0], [0.1]])
+        ]
+        assert [effect.verdict for effect in found] == ["undecided", "needed"]
+
+
 # -----------------------------------------------------------------------------
 # Parts
 
@@ -107,6 +119,28 @@ def test_parts_that_need_others(needs, groups, factors):
     found, design = choose_design([(i,) for i in range(4)], works)
     assert found == groups
     assert bool(design.groups) == factors
+
+
+def test_hunks_change_their_own_lines(tmp_path):
+    """Also where a file repeats itself, and whatever is left out."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    edits = {69: "a\n" * 9, 49: "b\n", 29: "c\n" * 30, 9: "d\n" * 20}
+
+    def write(folder: Path, some) -> str:
+        text = "".join(edits[i] if i in some else f"line {i % 10}\n" for i in range(90))
+        folder.mkdir(exist_ok=True)
+        (folder / "x.py").write_text(text)
+        return text
+
+    write(old, []), write(new, edits)
+    files = {}
+    for at, (_, patch) in zip(edits, split_hunks(patch_between(old, new, tmp_path / "store"))):
+        files[at] = tmp_path / f"{at}.patch"
+        files[at].write_bytes(patch)
+    for count in range(5):
+        for some in itertools.combinations(edits, count):
+            found = changed(old, "x.py", [files[at] for at in some])
+            assert (found / "x.py").read_text() == write(new, some)
 
 
 # -----------------------------------------------------------------------------
@@ -161,14 +195,13 @@ def verdicts(found: dict) -> dict[str, str]:
 def test_commits(theirs):
     """A commit that needs another one becomes one part with it. The screen goes on where it ended."""
     source = ["--base", "theirs@main", "--idea", "theirs@idea"]
-    found = answer(*source, "--blocks", "2", "--plot", "o.png")
+    found = answer(*source, "--blocks", "2")
     a, nothing, b = found["parts"]
     assert "a helps + " in a["name"] and a["name"].endswith("uses a")
     assert a["without"]["value"] == pytest.approx(0.05, abs=0.003)
     assert b["without"]["value"] == pytest.approx(-0.02, abs=0.003)
     assert (a["verdict"], b["verdict"]) == ("needed", "hurts")
     assert np.shape(found["losses"]) == (2, 8)
-    assert Path("o.png").read_bytes()[:4] == b"\x89PNG"
     found = answer(*source)
     assert set(verdicts(found).values()) == {"needed", "hurts", "barnacle"}
     before = set(Path("compare/runs").rglob("seed*"))
@@ -185,10 +218,19 @@ def test_hunks_and_edits(theirs):
     (theirs / "data/x").touch()  # linked, and no part
     file = theirs / "train.py"
     file.write_text(file.read_text().replace("noise = ", "loss += 0.04\nnoise = "))
-    arguments = ["--base", "theirs@main", "--idea", "theirs", "--blocks", "2"]
-    assert verdicts(answer(*arguments))["without a commit"] == "hurts"
+    arguments = ["--base", "theirs@main", "--idea", "theirs", "--blocks", "1"]
+    assert "edits without a commit" in {part["name"] for part in answer(*arguments)["parts"]}
     names = {part["name"] for part in answer(*arguments, "--by", "hunk")["parts"]}
-    assert names == {"new file", "train.py:1 + train.py:43", "train.py:7", "train.py:52", "train.py:61"}
+    assert names == {"new file", "train.py:43 + train.py:1", "train.py:7", "train.py:52", "train.py:61"}
+
+
+def test_a_base_with_edits(theirs):
+    """What the idea lacks of them is a part of its own."""
+    git(theirs, "checkout", "-q", "main")
+    (theirs / "train.py").write_text(SCRIPT.replace("noise = ", "loss += 0.04\nnoise = "))
+    found = answer("--base", "theirs", "--idea", "theirs@idea", "--blocks", "1")
+    effects = {part["name"]: part["without"]["value"] for part in found["parts"]}
+    assert effects["edits of the base, undone"] == pytest.approx(0.04, abs=0.003)
 
 
 def test_given_parts(theirs):
@@ -218,12 +260,18 @@ def test_a_script_of_ours(tmp_path, monkeypatch):
     noise, both = found["parts"]
     assert (noise["name"], both["name"]) == ("--own_noise 0.002", "--slower 1.1 + --effect 1.1")
     assert both["without"]["value"] == pytest.approx(-1.1, abs=0.01)
+    parts = ["--part", "--val_tokens 4", "--part", "--effect 1"]
+    check_refused(screen.main, parts, "--val_tokens is 4, but 512 in the base")
 
 
 BAD = [
     ([], "give --idea, whose difference from --base has the parts"),
     (["--part", "nothing.py"], "nothing.py: a part is a .patch or .diff file, or options in quotes"),
     (["--base", "theirs@idea", "--idea", "theirs@main"], "doesn't contain all commits of theirs@idea"),
+    (
+        ["--base", "theirs@main --lr 1", "--idea", "theirs@idea --lr 2"],
+        "theirs@idea --lr 2 must begin with the options of theirs@main --lr 1",
+    ),
     (["--base", "theirs@main", "--idea", "theirs@main"], "are the same, so there are no parts"),
     (["--command", "x", "--base", "theirs", "--part", "--lr 1"], "write {options} where --lr 1 must"),
     (["--command", "true", "--base", "theirs@main", "--idea", "theirs@idea", "--try=-h"], "{options}"),
