@@ -1,7 +1,8 @@
-"""The answer of screen.py: as a table, and as JSON."""
+"""The answer of screen.py: as a table, as JSON and as a plot."""
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 from judge.comparable import judged_in_words
 from judge.screen.blocks import Screen
@@ -68,3 +69,28 @@ def effects_as_json(s: Screen) -> bytes:
         "losses": s.losses().tolist(),
     }
     return as_json(found)
+
+
+# -----------------------------------------------------------------------------
+# Plot
+
+
+def plot_effects(s: Screen, path: Path) -> None:
+    """Draws the loss without each part with its interval, the most needed one at the top. Raises
+    UserError."""
+    from judge.plot_style import plt, save_figure  # slow to import, and only needed here
+
+    effects = s.effects()
+    figure, ax = plt.subplots(figsize=(8, 1.6 + 0.35 * len(effects)))
+    for row, effect in enumerate(effects):
+        error = effect.without.half if effect.without.half < math.inf else 0
+        ax.errorbar(effect.without.value, row, xerr=error, fmt="o", color="tab:blue", linewidth=2)
+    ax.set_yticks(range(len(effects)), [f"{short(e.name, 40)}: {e.verdict}" for e in effects])
+    ax.set_ylim(len(effects) - 0.5, -0.5)
+    ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
+    until = s.args.until
+    ax.axvspan(-until, until, color="0.9", zorder=0, label=f"less than {until:g}")
+    ax.set_xlabel("loss without the part, minus with it")
+    ax.legend(fontsize=9)
+    ax.set_title(f"{plural(len(s.losses()), 'block')}, 99% intervals", fontsize=10)
+    save_figure(figure, path)
