@@ -20,12 +20,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import train_gpt
 from data import gpt2_bpe
 from evals import hellaswag, models, sample, speed
-from recipes import openai_gpt2
 from evals.models import TextModel
-from recipes import gpt2
+from recipes import gpt2, openai_gpt2
 from train_gpt import InputError
 from tests.training.test_checkpoint import Hostile
-from tests.util import run_forked, tiny_run
+from tests.util import Job, checkpoint_of, succeeds, tiny_run
 
 GPT2_BYTES = replace(gpt2.TRACKS["mini"], block_size=64, n_layer=2, n_head=2, n_embd=32)
 SPEEDRUN = replace(
@@ -100,10 +99,8 @@ def trained(tmp_path_factory):
     """The RUN.pt of a short training."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     words = tiny_run(folder, "--save_checkpoint", num_iterations=2)
-    result = run_forked(words, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    (path,) = folder.glob("logs/*.pt")
-    return path
+    succeeds(Job(words, folder))
+    return checkpoint_of(folder)
 
 
 # -----------------------------------------------------------------------------
@@ -230,12 +227,12 @@ def test_files_that_are_no_models(tmp_path, monkeypatch):
 def test_sample_from_the_command_line(trained, tmp_path, capsys):
     """A seed gives the same texts in another process."""
     args = [trained, "--n", 3, "--max_tokens", 40, "--prompt", "Ay, é", "--seed", 7]
-    result = run_forked(args, cwd=tmp_path, script="evals.sample")
-    assert (result.returncode, result.stderr) == (0, "")
+    job = Job(args, tmp_path, script="evals.sample")
+    assert (job.wait(), job.err) == (0, "")
     run_sample(*args)
-    assert result.stdout == capsys.readouterr().out
-    assert all(f"[{i}/3] Ay, é" in result.stdout for i in (1, 2, 3))
-    assert all(c.isprintable() or c in "\n\t" for c in result.stdout)
+    assert job.out == capsys.readouterr().out
+    assert all(f"[{i}/3] Ay, é" in job.out for i in (1, 2, 3))
+    assert all(c.isprintable() or c in "\n\t" for c in job.out)
     assert train_gpt.main([str(trained), "--temperature=-1"], sample.main) == 2
     error = capsys.readouterr().err
     assert (
@@ -396,9 +393,9 @@ def test_items(tmp_path):
 def test_hellaswag_from_the_command_line(trained, tmp_path):
     write_items(tmp_path / "items.parquet")
     args = [str(trained), "--data", str(tmp_path / "items.parquet")]
-    done = run_forked(args, cwd=tmp_path, script="evals.hellaswag")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("hellaswag acc:") and done.stdout.endswith(" items:13\n")
+    job = Job(args, tmp_path, script="evals.hellaswag")
+    assert (job.wait(), job.err) == (0, "")
+    assert job.out.startswith("hellaswag acc:") and job.out.endswith(" items:13\n")
 
 
 def test_weights_and_items_from_the_hub(tmp_path, monkeypatch, capsys):

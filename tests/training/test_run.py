@@ -1,7 +1,6 @@
 """Tests of whole runs: logs, numbers of processes, options, errors, the default run of mini."""
 
 import dataclasses
-import json
 import math
 import os
 import platform
@@ -18,8 +17,21 @@ import pytest
 import torch
 
 import train_gpt
-from tests.util import ROOT, SCRIPT, Job, in_float32, rank_env, read_log, run_forked, run_script
-from tests.util import tiny_run, val_losses
+from tests.util import (
+    ROOT,
+    SCRIPT,
+    Job,
+    assert_one_line,
+    assert_same_state,
+    in_float32,
+    rank_env,
+    read_checkpoint,
+    read_log,
+    run_script,
+    settings_of,
+    tiny_run,
+    val_losses,
+)
 from train_gpt import TRACKS
 
 INITIAL_LOSS = round(math.log(320), 4)  # all 320 logits are zero
@@ -80,7 +92,8 @@ def test_ranks_that_differ_are_refused(tmp_path):
 @pytest.mark.slow
 def test_torchrun(tmp_path):
     """Two processes under torchrun, as for the official record, in the precision of this machine."""
-    done = run_script(tiny_run(tmp_path, num_iterations=2), tmp_path, nproc=2)
+    words = ["--standalone", "--nproc_per_node=2", SCRIPT, *tiny_run(tmp_path, num_iterations=2)]
+    done = run_script(words, tmp_path, script="torch.distributed.run")
     assert done.returncode == 0, done.stderr[-3000:]
     losses = val_losses(done.stdout)
     assert losses == val_losses(read_log(tmp_path))
@@ -107,26 +120,20 @@ def test_several_runs_are_the_runs_of_their_seeds(tmp_path, monkeypatch):
         alone = tmp_path / str(seed)
         argv = tiny_run(alone, "--save_checkpoint", **options, seed=seed, warmup_steps=0)
         assert val_losses(log) == val_losses(run_here(argv, alone, monkeypatch))
-        (other,) = (alone / "logs").glob("*.pt")
-        ours, theirs = (torch.load(f, weights_only=True) for f in (path.with_suffix(".pt"), other))
-        for part in ("model", "optimizers"):
-            torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
+        ours = torch.load(path.with_suffix(".pt"), weights_only=True)
+        assert_same_state(ours, read_checkpoint(alone))
         final_losses.add(val_losses(log)[3])
     assert len(final_losses) == 2
 
 
 # --------------------------------------------------------------- the log
-def settings_of(log):
-    return json.loads(re.search("^hyperparameters: (.*)", log, re.M)[1])
-
-
 def test_plain_run_and_its_log(tmp_path, monkeypatch):
     """`python train_gpt.py` as a user starts it."""
     monkeypatch.setenv("SPEEDRUN_COMPILE_REASON", "(a reason)")
     argv = tiny_run(tmp_path, target_val_loss=5.2, val_loss_every=3)
     shards = set(os.listdir(tmp_path))
-    done = run_forked(argv, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    job = Job(argv, tmp_path)
+    assert (job.wait(), job.err) == (0, "")
     assert set(os.listdir(tmp_path)) == shards | {"logs"}  # nothing else is left
     (path,) = (tmp_path / "logs").iterdir()
 
@@ -163,7 +170,7 @@ def test_plain_run_and_its_log(tmp_path, monkeypatch):
     assert re.fullmatch(says, run.splitlines()[-1])
 
     # The console names the log, and then shows the same lines. In a pipe, nothing is overwritten.
-    first, *shown = done.stdout.split("\n")
+    first, *shown = job.out.split("\n")
     assert first == f"track mini on cpu; log: {path.relative_to(tmp_path)}"
     assert "\n".join(shown) == run[run.index("\nstep:") + 1 :]
 
@@ -318,13 +325,6 @@ ERRORS = {
 }
 
 
-def assert_one_line(status, text, words):
-    assert status == 2
-    (line,) = text.splitlines()
-    assert line.startswith("error: ")
-    assert words in line
-
-
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_one_line(name, tmp_path, monkeypatch, capsys):
     changes, damage, words = ERRORS[name]
@@ -342,10 +342,8 @@ def test_errors_are_one_line(name, tmp_path, monkeypatch, capsys):
     "environment, words",
     [
         (dict(WORLD_SIZE="3"), "multiple of 3 (processes)"),
-        (
-            dict(RANK="", LOCAL_RANK="1", WORLD_SIZE=""),
-            "multiple of 1 (processes)",
-        ),  # RANK is as good as unset
+        # RANK is as good as unset
+        (dict(RANK="", LOCAL_RANK="1", WORLD_SIZE=""), "multiple of 1 (processes)"),
     ],
 )
 def test_impossible_processes_are_one_line(environment, words, tmp_path):
@@ -354,13 +352,10 @@ def test_impossible_processes_are_one_line(environment, words, tmp_path):
     assert job.out == ""
 
 
-@pytest.mark.parametrize(
-    "environment, missing", [(dict(RANK="1"), "WORLD_SIZE"), (dict(WORLD_SIZE="2"), "RANK")]
-)
-def test_ranks_without_torchrun_end_with_the_line_of_pytorch(environment, missing, tmp_path):
-    job = Job(tiny_run(tmp_path), tmp_path, **environment)
+def test_a_rank_without_torchrun_ends_with_the_line_of_pytorch(tmp_path):
+    job = Job(tiny_run(tmp_path), tmp_path, RANK="1")
     assert job.wait() == 1
-    assert f"environment variable {missing} expected, but not set" in job.err.splitlines()[-1]
+    assert "environment variable WORLD_SIZE expected, but not set" in job.err.splitlines()[-1]
     assert job.out == ""
 
 
@@ -369,8 +364,7 @@ def test_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys):
     argv = tiny_run(tmp_path, "--save_checkpoint", head_lr=3e38)
     monkeypatch.chdir(tmp_path)
     assert_one_line(train_gpt.main(argv), capsys.readouterr().err, "step 2: the loss is not finite")
-    (path,) = (tmp_path / "logs").glob("*.pt")
-    assert torch.load(path, weights_only=True)["run"]["step"] == 0
+    assert read_checkpoint(tmp_path)["run"]["step"] == 0
 
 
 def test_out_of_gpu_memory_is_one_line(tmp_path, monkeypatch, capsys):

@@ -6,10 +6,9 @@ train_gpt.py, doesn't have to mend them.
 from pathlib import Path
 
 import pytest
-import torch
 
 from judge.compare.sources import changed, copy_commit, git
-from tests.util import ROOT, random_tokens, run_forked, write_shard
+from tests.util import ROOT, Job, random_tokens, read_checkpoint, succeeds, write_shard
 
 # The data are small, but the model is that of mini: patches depend on its layers and heads.
 THREE_STEPS = dict(
@@ -30,10 +29,8 @@ def final_head(script: Path, folder: Path) -> bytes:
     for part, size in (("train", 2400), ("val", 300)):
         write_shard(folder / f"{part}.bin", random_tokens(size, seed=0))
     words = [f"--{k}={v}" for k, v in THREE_STEPS.items()]
-    ran = run_forked(["--track", "mini", "--save_checkpoint", *words], folder, script=script)
-    assert ran.returncode == 0, ran.stderr
-    (path,) = folder.glob("logs/*.pt")
-    return torch.load(path)["model"]["lm_head.weight"].float().numpy().tobytes()
+    succeeds(Job(["--track", "mini", "--save_checkpoint", *words], folder, script=script))
+    return read_checkpoint(folder)["model"]["lm_head.weight"].float().numpy().tobytes()
 
 
 @pytest.mark.slow
