@@ -46,6 +46,24 @@ def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
     return tokens.tolist()
 
 
+@torch.no_grad()
+def randomized(module):
+    """Gives every weight a random value, so that none hides a mistake by being zero or one. The logits
+    are far enough apart for a clear greedy choice."""
+    rng = torch.Generator().manual_seed(5)
+    for name, p in module.named_parameters():
+        values = torch.randn(p.shape, generator=rng)
+        if p.ndim < 2:
+            p.copy_(0.5 + 0.3 * values)
+        elif "wte" in name:  # shared with the head: large values make each token predict itself
+            p.copy_(0.1 * values)
+        elif "emb" in name or "wpe" in name:
+            p.copy_(values)
+        else:
+            p.copy_(p.size(-1) ** -0.5 * values)
+    return module.eval()
+
+
 # A model that takes milliseconds: 4 sequences of 128 tokens a step. Three layers can't be shared
 # equally by 2 or 4 processes. The validation shards have 7 and 9 sequences.
 TINY = dict(

@@ -24,7 +24,7 @@ from evals.models import TextModel
 from recipes import gpt2, openai_gpt2
 from train_gpt import InputError
 from tests.training.test_checkpoint import Hostile
-from tests.util import Job, checkpoint_of, succeeds, tiny_run
+from tests.util import Job, checkpoint_of, randomized, succeeds, tiny_run
 
 GPT2_BYTES = replace(gpt2.TRACKS["mini"], block_size=64, n_layer=2, n_head=2, n_embd=32)
 SPEEDRUN = replace(
@@ -41,27 +41,6 @@ SPEEDRUN = replace(
     val_tokens=1024,
 )
 PLAIN = dict(xsa=False, smear=False, relu_slope=0.0)  # as in fineweb
-
-
-@torch.no_grad()
-def randomized(module):
-    """
-    Gives every weight a random value, so that a swap of two weights would be noticed.
-
-    The logits are far enough apart for a clear greedy choice.
-    """
-    rng = torch.Generator().manual_seed(5)
-    for name, p in module.named_parameters():
-        values = torch.randn(p.shape, generator=rng)
-        if p.ndim < 2:
-            p.copy_(0.5 + 0.3 * values)
-        elif "wte" in name:  # shared with the head: large values make each token predict itself
-            p.copy_(0.1 * values)
-        elif "emb" in name or "wpe" in name:
-            p.copy_(values)
-        else:
-            p.copy_(p.size(-1) ** -0.5 * values)
-    return module.eval()
 
 
 MODULES = {"gpt2": (gpt2.GPT, GPT2_BYTES), "speedrun": (models.LogitsGPT, SPEEDRUN)}

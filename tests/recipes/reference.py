@@ -264,7 +264,7 @@ class NorMuon:
         mean = (u**2).mean(1, keepdim=True)
         self.mean_squares = 0.95 * self.mean_squares + 0.05 * mean
         even = u / self.mean_squares.clamp_min(1e-10).sqrt()
-        u = even * u.norm() / even.norm()
+        u = even * u.norm() / even.norm().clamp_min(1e-30)  # a matrix without gradients: 0 / 0
         p = self.weight
         decay = torch.where(u * p >= 0, p, 0.0)
         self.weight = p - lr * self.scale * (u + 1.2 * lr * decay)

@@ -58,8 +58,9 @@ SHARDS = [
 
 
 def packing_hp(folder, **changes):
-    hp = tiny(train_files=str(folder / "docs_train_*.bin"), seq_lens=(128, 256, 384), max_document=100)
-    return replace(hp, num_iterations=20, extension_frac=0.1, **changes)
+    files = str(folder / "docs_train_*.bin")
+    steps = dict(num_iterations=20, extension_frac=0.1)
+    return tiny(train_files=files, seq_lens=(128, 256, 384), max_document=100, **steps, **changes)
 
 
 @pytest.mark.parametrize("world_size, first", [(1, 0), (2, 7)])
