@@ -254,9 +254,8 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
     ]
     (corpus / "100.JSONL").write_bytes("\ufeff".encode() + "\r\n\n".join(rows).encode())
     make("text", tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--shard_size=5000", "--val_tokens=700")
-    expected = expected_tokens(
-        text.removeprefix("\ufeff") for text in TEXTS
-    )  # the .JSONL file comes last
+    # the .JSONL file comes last
+    expected = expected_tokens(text.removeprefix("\ufeff") for text in TEXTS)
     found = read_folder(tmp_path / "out")
     assert list(itertools.chain(*found)) == expected
     assert [len(part) for part in found[:-1]] == [700] + [5000] * (len(found) - 2)
@@ -285,17 +284,15 @@ def test_which_files_match(tmp_path, monkeypatch):
 def test_max_tokens_and_the_default_validation_shard(make, tmp_path):
     (tmp_path / "a.txt").write_text(" be" * 10_000)
     make("text", "a.txt", "--max_tokens", "1900")
-    assert [len(part) for part in read_folder(tmp_path / "out")] == [
-        750,
-        1150,
-    ]  # 30,000 bytes / 40 = 750
+    # 30,000 bytes / 40 = 750
+    assert [len(part) for part in read_folder(tmp_path / "out")] == [750, 1150]
 
 
 def test_shards_that_are_there_stay(make, tmp_path):
     """The same command goes on where it was interrupted. Those of other text are neither replaced nor mixed
     with new ones."""
-    (tmp_path / "a.txt").write_text(" be" * 10_000)
-    words = ("text", "a.txt", "--val_tokens=100", "--shard_size=4000")
+    (tmp_path / "a.txt").write_text(" be" * 40_000)
+    words = ("text", "--bytes", "a.txt", "--val_tokens=1000", "--shard_size=40000")
     make(*words)
     whole = contents(tmp_path / "out")
     (tmp_path / "out" / "fineweb_train_000002.bin").unlink()
@@ -306,9 +303,9 @@ def test_shards_that_are_there_stay(make, tmp_path):
     with pytest.raises(
         UserError, match="fineweb_train_000003.bin has other tokens; choose another folder"
     ):
-        make(*words, "--max_tokens=9000")
+        make(*words, "--max_tokens=90000")
     with pytest.raises(UserError, match="out has 1 more shards, of other text; choose another folder"):
-        make(*words, "--max_tokens=8100")
+        make(*words, "--max_tokens=81000")
     assert contents(tmp_path / "out") == whole
 
 

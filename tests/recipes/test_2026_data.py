@@ -14,7 +14,7 @@ from recipes.january2026 import (
     training_batches,
 )
 from tests.recipes import reference
-from tests.recipes.test_2026_model import EOT, in_float32, tiny  # in_float32 is for all tests here
+from tests.recipes.test_2026_model import EOT, tiny
 from tests.training.test_attention import read_block_mask
 from tests.util import write_shard
 

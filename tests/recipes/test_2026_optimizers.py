@@ -4,10 +4,8 @@ beside the bits of float32 ones."""
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 
-from recipes import january2026
 from recipes.january2026 import (
     Adam,
     GPT,
@@ -21,11 +19,7 @@ from recipes.january2026 import (
     train_step,
 )
 from tests.recipes import reference
-from tests.recipes.test_2026_model import (
-    in_float32,
-    randomize,
-    tiny,
-)  # in_float32 is for all tests here
+from tests.recipes.test_2026_model import in_float32, randomize, tiny  # noqa: F401 (a fixture for all tests)
 
 
 def gradient(step, shape, scale=1.0):
