@@ -242,6 +242,7 @@ class Job:
 
 
 def succeeds(job):
+    """Waits for a Job, which must end well. Returns it."""
     assert job.wait() == 0, job.err
     return job
 

@@ -51,10 +51,6 @@ def module_of(name):
     return randomized(model_class(hp).float())
 
 
-def model_of(name):
-    return models.text_model(module_of(name), models.codec(257))
-
-
 def text(batch, length, eot_every=50):
     ids = torch.randint(0, 256, (batch, length))
     ids[torch.rand(batch, length) < 1 / eot_every] = 256
@@ -111,7 +107,7 @@ def test_the_logits_of_a_text(changes):
 @pytest.mark.parametrize("name", MODULES)
 def test_greedy_decoding(name):
     """The texts exceed the context of 64 tokens twice. The prompts have end-of-text tokens."""
-    model = model_of(name)
+    model = models.text_model(module_of(name), models.codec(257))
     model.context = 64
     prompt = text(3, 60, eot_every=8)
     ids = prompt

@@ -236,11 +236,9 @@ def full_disk(model):
     raise OSError(28, "No space left on device")
 
 
-def compile_problem(hp):
-    return next(filter(None, (checks.compile_problem(hp, part) for part in PARTS)), "")
-
-
-PARTS = ["training", "validation"]
+def compile_problem():
+    problems = [checks.compile_problem(TINY, part) for part in ("training", "validation")]
+    return next(filter(None, problems), "")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +254,7 @@ PARTS = ["training", "validation"]
 def test_what_a_compiler_does_wrong(spoil, says, monkeypatch):
     monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: spoil(model))
     monkeypatch.setattr(checks, "CXX", "g++")
-    problem = compile_problem(TINY)
+    problem = compile_problem()
     for words in says:
         assert words in problem
     assert "\n" not in problem
@@ -268,7 +266,7 @@ def test_an_error_of_the_model_itself_is_not_the_compilers(monkeypatch):
 
     monkeypatch.setattr(train_gpt.GPT, "forward", forward)
     with pytest.raises(RuntimeError, match="a bug"):
-        compile_problem(TINY)
+        compile_problem()
 
 
 COUNT = """

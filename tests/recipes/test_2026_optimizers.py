@@ -19,7 +19,8 @@ from recipes.january2026 import (
     train_step,
 )
 from tests.recipes import reference
-from tests.recipes.test_2026_model import in_float32, randomize, tiny  # noqa: F401 (a fixture for all tests)
+from tests.recipes.test_2026_model import in_float32, tiny  # noqa: F401 (a fixture for all tests)
+from tests.util import randomized
 
 
 def gradient(step, shape, scale=1.0):
@@ -32,7 +33,7 @@ def test_muon():
     """Four steps of all matrices of a small model. The first layer gets no gradient: the weights decay where
     the update is zero."""
     hp = tiny(model_dim=48)
-    model = randomize(GPT(hp))
+    model = randomized(GPT(hp))
     muon = build_optimizers(model, hp)[1]
     assert {group["lr"] for group in muon.param_groups} == {0.023}
     scales = {model.attn_bank: 1.0, model.mlp_in_bank: 2.0, model.mlp_out_bank: 4.0}
@@ -77,7 +78,7 @@ GROUPS = {
 def test_adam():
     """Five steps. One row gets no gradient: the weights don't decay where the update is zero."""
     hp = tiny(model_dim=48)
-    model = randomize(GPT(hp))
+    model = randomized(GPT(hp))
     adam, _ = build_optimizers(model, hp)
     params = {n: p for n, p in model.named_parameters() if not n.endswith("bank")}
     want = {}
@@ -161,7 +162,7 @@ def test_train_step():
         extension_frac=0.0,  # tied until 33
         sequences_per_pass=2,
     )
-    model = randomize(build_model(hp)).train()
+    model = randomized(build_model(hp)).train()
     with torch.no_grad():
         model.embed.copy_(model.lm_head)
     adam, muon = optimizers = build_optimizers(model, hp)

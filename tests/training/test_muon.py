@@ -20,7 +20,7 @@ from tests.util import spawn
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalize(x, polynomials=[QUINTIC] * 5, factor=1, epsilon=1e-7):
+def orthogonalize(x, polynomials=(QUINTIC,) * 5, factor=1, epsilon=1e-7):
     """The iteration by its definition, of matrices in float64.
 
     It divides by the Frobenius norm, then takes s -> a s + b s^3 + c s^5 for each singular value.
@@ -42,7 +42,7 @@ def test_every_singular_value_follows_the_quintic(shape, steps):
     """Nothing is divided by zero. tests/gpu/test_report.py compares Muon in bf16."""
     g = torch.randn(shape)
     out = zeropower_via_newtonschulz5(g, steps)
-    want = orthogonalize(g.double(), [QUINTIC] * steps)
+    want = orthogonalize(g.double(), (QUINTIC,) * steps)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-4)
     assert not zeropower_via_newtonschulz5(torch.zeros(4, 8)).any()
     with mock.patch.object(train_gpt, "DTYPE", torch.bfloat16):
