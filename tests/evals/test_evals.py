@@ -41,8 +41,6 @@ SPEEDRUN = replace(
     val_tokens=1024,
 )
 PLAIN = dict(xsa=False, smear=False, relu_slope=0.0)  # as in fineweb
-
-
 MODULES = {"gpt2": (gpt2.GPT, GPT2_BYTES), "speedrun": (models.LogitsGPT, SPEEDRUN)}
 
 

@@ -159,7 +159,7 @@ def test_full_disk_leaves_the_checkpoint_whole(whole, stopped):
     before = checkpoint_of(stopped).read_bytes()
     job = resume(stopped, hook=partial(full_disk, len(before) - 1000))
     temporary = checkpoint_of(stopped).relative_to(stopped).with_suffix(".tmp")
-    assert_one_line(job.wait(), job.err, f"{temporary}: File too large")
+    assert_one_line(job.wait(), job.err, f"can't save a checkpoint: {temporary}: File too large")
     assert not temporary.exists()
     assert re.search(r"^step:4/12 val_loss:\d", job.out, re.M)  # the result isn't lost
     assert checkpoint_of(stopped).read_bytes() == before

@@ -293,14 +293,8 @@ ERRORS = {
     "a window of no layer": (dict(long_window_layers="0,2,9"), "layers are 0 to 2"),
     "no such layer": (dict(attn_free_layers="3"), "layers are 0 to 2"),
     "too many tables": (dict(num_value_embeds=2), "at most half of --num_layers"),
-    "rotary pairs": (
-        dict(num_heads=3),
-        "--model_dim must be a multiple of 4 times --num_heads",
-    ),
-    "a word for a flag": (
-        dict(fp8="0"),
-        "'0'; --help lists all options; a bool is true or false",
-    ),
+    "rotary pairs": (dict(num_heads=3), "--model_dim must be a multiple of 4 times --num_heads"),
+    "a word for a flag": (dict(fp8="0"), "'0'; --help lists all options; a bool is true or false"),
     "unknown option": (dict(num_iteration=3), "--num_iteration=3; --help"),
     "track": (dict(track="nosuch"), "fineweb, mini"),
     "no runs": (dict(num_runs=0), "--num_runs"),
