@@ -35,7 +35,7 @@ def expected(tokens, batch_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_slices_are_disjoint_and_cross_shards(tmp_path, world_size):
+def test_each_rank_reads_its_slice_of_every_batch(tmp_path, world_size):
     batch = 32
     # Three batches and a rest, exactly one batch (33 tokens), one token too few for a batch, and
     # exactly four batches
