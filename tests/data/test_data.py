@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -416,12 +417,8 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     assert np.array_equal(found, np.resize(once, len(found)))
 
 
-def die():
-    os._exit(9)
-
-
 def test_a_dying_worker_is_an_error(monkeypatch):
-    monkeypatch.setattr(fineweb, "start_worker", die)
+    monkeypatch.setattr(fineweb, "start_worker", partial(os._exit, 9))
     with pytest.raises(UserError, match="a tokenizer process died"):
         list(fineweb.tokenize(["text"], 1))
 
