@@ -7,7 +7,8 @@ import pytest
 from lib.commands import UserError
 from judge.logs import parse_log, read_logs
 from judge import curves
-from judge.records import pages as record_pages, plot
+from judge.records import pages as record_pages
+from judge.records import plot
 from tests.judge.records.makers import (
     FIELD,
     LINE,
