@@ -544,7 +544,6 @@ class GPT(nn.Module):
     def __init__(self, hp: "Hyperparameters"):
         super().__init__()
         self.hp = hp
-        # create modules in the order of the forward pass: GradientBuckets assumes it
         self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE)
         # Value embeddings: tables that are added to V in attention, a second embedding of each token
         # (https://arxiv.org/abs/2410.17897; #14, @KoszarskyB; #17, @YouJiacheng)
@@ -860,7 +859,7 @@ MINI = replace(
     muon_momentum_warmup=100,
     muon_beta2=0.95,
     warmup_steps=3,
-    val_loss_every=35,
+    val_loss_every=41,
     target_val_loss=1.5,
 )
 TRACKS = {"fineweb": FINEWEB, "mini": MINI}
@@ -1029,51 +1028,36 @@ def set_schedules(optimizers, step, hp: Hyperparameters):
 # 10. Gradient buckets (#22, @KonstantinWilleke and others; #23, @ryanyang0)
 
 
-class GradientBuckets:
-    """Sums gradients over the processes, in buckets of one dtype and at most 25 MB; a larger gradient
-    has its own. Backward produces gradients in the reverse order of the forward pass. In the last
-    micro-step a bucket is all-reduced as soon as its gradients are there. This overlaps with the rest
-    of backward only in an uncompiled model: a compiled one returns all gradients at once."""
-
-    def __init__(self, model, bucket_bytes=25 * 2**20):
-        self.last_micro_step = False  # train_step sets it
-        self.names = {}  # parameter -> its name
-        self.bucket_of = {}  # parameter -> the list of parameters in its bucket
-        self.ready = set()
-        self.handles = []
-        filling = collections.defaultdict(list)  # dtype -> the bucket that isn't full yet
-        for name, p in reversed(list(model.named_parameters())):
-            if not p.requires_grad:
-                continue
-            self.names[p] = name
-            if sum(q.nbytes for q in filling[p.dtype]) + p.nbytes > bucket_bytes:
-                filling[p.dtype] = []
-            filling[p.dtype].append(p)
-            self.bucket_of[p] = filling[p.dtype]
-            p.register_post_accumulate_grad_hook(self.gradient_ready)
-
-    def gradient_ready(self, param):
-        if not self.last_micro_step:
-            return
-        self.ready.add(param)
-        bucket = self.bucket_of[param]
-        if WORLD_SIZE > 1 and self.ready.issuperset(bucket):
-            gradients = [p.grad.flatten() for p in bucket]
-            flat = torch.cat(gradients) if len(bucket) > 1 else gradients[0]  # copies no large one
-            for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
-                p.grad = grad.view_as(p)  # views of flat, so the all-reduce updates them
-            self.handles.append(dist.all_reduce(flat, async_op=True))
-
-    def wait(self):
-        unused = [name for p, name in self.names.items() if p not in self.ready]
+def sum_gradients(model, bucket_bytes=25 * 2**20):
+    """Sums gradients over the processes, in buckets of one dtype and at most 25 MB; a larger gradient has
+    its own. The all-reduces overlap with one another. They can't overlap with the backward pass, because a
+    compiled one returns all gradients at its end."""
+    buckets = []
+    filling = collections.defaultdict(list)  # dtype -> the bucket that isn't full yet
+    for name, p in reversed(list(model.named_parameters())):
+        if not p.requires_grad:
+            continue
         require(
-            not unused,
-            f"no gradient for {', '.join(unused)}: the loss doesn't depend on it; use it, or freeze it with "
+            p.grad is not None,
+            f"no gradient for {name}: the loss doesn't depend on it; use it, or freeze it with "
             "requires_grad_(False)",
         )
-        while self.handles:
-            self.handles.pop().wait()
-        self.ready.clear()
+        bucket = filling[p.dtype]
+        if not bucket or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
+            bucket = filling[p.dtype] = []
+            buckets.append(bucket)
+        bucket.append(p)
+    if WORLD_SIZE == 1:
+        return
+    handles = []
+    for bucket in buckets:
+        gradients = [p.grad.flatten() for p in bucket]
+        flat = torch.cat(gradients) if len(bucket) > 1 else gradients[0]  # copies no large one
+        for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad = grad.view_as(p)  # views of flat, so the all-reduce updates them
+        handles.append(dist.all_reduce(flat, async_op=True))
+    for handle in handles:
+        handle.wait()
 
 
 # -----------------------------------------------------------------------------
@@ -1088,24 +1072,22 @@ def to_batch(tokens, seq_len):
     return tokens[:-1].view(-1, seq_len), tokens[1:].long().view(-1, seq_len)
 
 
-def train_step(model, optimizers, buckets, tokens, step, hp: Hyperparameters):
+def train_step(model, optimizers, tokens, step, hp: Hyperparameters):
     """Trains on this rank's tokens (local + 1,). Returns their mean loss."""
     set_schedules(optimizers, step, hp)
     window = get_window_blocks(step, hp)
     inputs, targets = to_batch(tokens, hp.train_seq_len)
     micro_batch = math.gcd(hp.sequences_per_pass, len(inputs))  # all of a size: one compilation
-    micro_steps = list(zip(inputs.split(micro_batch), targets.split(micro_batch)))
     num_sequences = hp.batch_tokens // hp.train_seq_len
     total = 0
     model.train()
-    for i, micro_step in enumerate(micro_steps, start=1):
-        buckets.last_micro_step = i == len(micro_steps)
+    for micro_step in zip(inputs.split(micro_batch), targets.split(micro_batch)):
         loss = model(*micro_step, window)
         # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
         # sequences. Muon ignores its scale, and so does Adam, up to its epsilon.
         (loss / num_sequences).backward()
         total += loss.detach()
-    buckets.wait()
+    sum_gradients(model)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -1130,13 +1112,13 @@ def evaluate(model, window, hp: Hyperparameters):
     return mean_of_ranks([loss / hp.val_seq_len for loss in sums])
 
 
-def warm_up(model, buckets, hp: Hyperparameters):
+def warm_up(model, hp: Hyperparameters):
     """Trains on random tokens: this compiles the kernels, connects the processes and allocates
     memory. Then sets the initial weights of the run's seed. Its optimizers aren't used again."""
     optimizers = build_optimizers(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
     for _ in range(hp.warmup_steps):
-        train_step(model, optimizers, buckets, tokens, hp.num_iterations, hp)  # the longest window
+        train_step(model, optimizers, tokens, hp.num_iterations, hp)  # the longest window
     model.load_state_dict(build_model(hp).state_dict())
 
 
@@ -1376,7 +1358,7 @@ def load_states(checkpoint, run, model, optimizers):
 # 13. The timed loop
 
 
-def train(run, model, optimizers, buckets):
+def train(run, model, optimizers):
     """Trains until the last step."""
     hp = run.hp
     train_losses = []  # since the last validation; reading them would wait for the GPU
@@ -1395,7 +1377,7 @@ def train(run, model, optimizers, buckets):
         if last_step:
             break
         # --------------- training
-        train_losses.append(train_step(model, optimizers, buckets, next(batches), step, hp))
+        train_losses.append(train_step(model, optimizers, next(batches), step, hp))
         run.step += 1
         run.train_ms = 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
         run.write_step(end="  \r")
@@ -1437,16 +1419,15 @@ def train_runs(argv):
     init_processes()
     model = build_model(hp)
     model.compile(dynamic=False)
-    buckets = GradientBuckets(model)
     for seed in range(hp.seed, hp.seed + args.num_runs):
         hp = replace(hp, seed=seed)
         optimizers = build_optimizers(model, hp)
         table = parameter_table(model, optimizers)
         run = start_run(args, hp, SOURCE, checksums, checkpoint, table)
-        warm_up(model, buckets, hp)
+        warm_up(model, hp)
         if checkpoint:
             load_states(checkpoint, run, model, optimizers)
-        train(run, model, optimizers, buckets)
+        train(run, model, optimizers)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

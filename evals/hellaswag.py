@@ -12,14 +12,10 @@ The 10,042 validation items come from the Hugging Face hub (Rowan/hellaswag). --
 a copy of its file instead. It is a parquet file, which needs pyarrow.
 """
 
-import argparse
-import os
-import sys
-
-import train_gpt  # before torch: it sets variables that torch reads
 from data.shards import from_hub
 from evals import models
-from train_gpt import DEVICE, InputError, require
+from lib.commands import command_parser, run_command, whole_number
+from train_gpt import DEVICE, InputError, require  # before torch: it sets variables that torch reads
 
 import torch
 import torch.nn.functional as F
@@ -102,19 +98,16 @@ def accuracy_line(counts):
 
 
 def main(argv):
-    description = "HellaSwag accuracy of a saved model."
-    parser = argparse.ArgumentParser("./run.sh hellaswag", description=description)
+    parser = command_parser("hellaswag", __doc__)
     add = parser.add_argument
     add("model", help=models.MODEL_HELP)
-    add("--limit", type=int, metavar="N", help="score only the first N items; default: all")
-    data = "a parquet file; default: download it"
-    add("--data", type=os.path.expanduser, metavar="FILE", help=data)
+    add("--limit", type=whole_number, metavar="N", help="score only the first N items; default: all")
+    add("--data", metavar="FILE", help="a parquet file; default: download it")
     args = parser.parse_args(argv)
-    require(args.limit is None or args.limit > 0, f"--limit {args.limit}: must be at least 1")
-    items = load_items(args.data or download_items(), args.limit)
     model = models.load(args.model)
+    items = load_items(args.data or download_items(), args.limit)
     print(accuracy_line(score(model, items)))
 
 
 if __name__ == "__main__":
-    sys.exit(train_gpt.main(sys.argv[1:], main))
+    run_command(main, InputError, torch.OutOfMemoryError)

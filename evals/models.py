@@ -11,7 +11,6 @@ Each new token takes a forward pass over the whole text, by the code that traine
 key/value cache.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 MAX_CONTEXT = 4096  # tokens of train_gpt.py's models: fineweb's validation sequences are very long
-MODEL_HELP = "a RUN.pt, a safetensors file, or gpt2, gpt2-medium, gpt2-large or gpt2-xl"
+MODEL_HELP = "a RUN.pt, or gpt2, gpt2-medium, gpt2-large or gpt2-xl"
 
 
 @dataclass
@@ -86,30 +85,13 @@ def text_model(module, codec):
 
 
 def read_file(name):
-    """Reads a RUN.pt, or a safetensors file of export(). Returns its settings and weights."""
-    path = Path(name)
-    require(path.is_file(), f"{path}: no such file; the model can be {MODEL_HELP}")
-    try:
-        if path.suffix == ".pt":  # with mmap, the optimizers' state isn't read
-            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            return checkpoint["settings"], checkpoint["model"]
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:
-            settings = json.loads(file.metadata()["settings"])
-            return settings, {key: file.get_tensor(key) for key in file.keys()}
+    """Returns the settings and the weights of a RUN.pt."""
+    require(Path(name).is_file(), f"{name}: no such file; the model can be {MODEL_HELP}")
+    try:  # with mmap, the optimizers' state isn't read
+        checkpoint = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
+        return checkpoint["settings"], checkpoint["model"]
     except Exception as e:  # corrupt files raise many exception types
-        raise InputError(f"{path} is damaged or no saved model ({type(e).__name__})")
-
-
-def export(name, target):
-    """Writes a saved model as safetensors, with its settings as JSON metadata. The file must be new."""
-    import safetensors.torch
-
-    settings, weights = read_file(name)
-    metadata = {"settings": json.dumps(settings)}
-    with open(target, "xb") as file:
-        file.write(safetensors.torch.save(weights, metadata))
+        raise InputError(f"{name} is damaged or no saved model ({type(e).__name__})")
 
 
 def load(name, offline=False):
@@ -119,7 +101,10 @@ def load(name, offline=False):
         _, hp = gpt2.parse_arguments(["--track=fineweb", f"--init_from={name}"])
         return text_model(gpt2.build_model(hp), text)
     settings, weights = read_file(name)
-    require("seq_lens" not in settings, "evals/ can't run the model of recipes/january2026.py")
+    require(
+        "seq_lens" not in settings,
+        f"{name}: sample and hellaswag can't run models of recipes/january2026.py",
+    )
     model_class, script = (gpt2.GPT, gpt2) if "n_embd" in settings else (LogitsGPT, train_gpt)
     mini = script.TRACKS["mini"]
     differing = asdict(mini).keys() ^ settings.keys()

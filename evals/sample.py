@@ -3,24 +3,20 @@ Samples text from a saved model and prints it as it is generated.
 
     ./run.sh sample logs/RUN.pt --prompt "To be, or not to be" --n 3
     ./run.sh sample gpt2-xl        # OpenAI's weights, from the Hugging Face hub
-    ./run.sh sample logs/RUN.pt --export model.safetensors
 
 All n texts are generated together, as one batch. The first one is printed token by token, the others
 when they are complete. A text starts after an end-of-text token. It ends at the next end-of-text token
 or after max_tokens.
 """
 
-import argparse
 import codecs
 import itertools
-import os
-import signal
 import sys
 import time
 
-import train_gpt  # before torch: it sets variables that torch reads
 from evals import models, speed
-from train_gpt import DEVICE, require
+from lib.commands import command_parser, run_command, whole_number
+from train_gpt import DEVICE, InputError, require  # before torch: it sets variables that torch reads
 
 import torch
 
@@ -35,12 +31,14 @@ def printable(text):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser("./run.sh sample", description="Sample text from a saved model.")
+    parser = command_parser("sample", __doc__)
     add = parser.add_argument
     add("model", help=models.MODEL_HELP)
     add("--prompt", metavar="TEXT", help="beginning of each text; default: by vocabulary")
-    add("--n", type=int, default=1, help="number of texts; default: 1")
-    add("--max_tokens", type=int, default=300, help="maximum new tokens per text; default: 300")
+    add("--n", type=whole_number, default=1, help="number of texts; default: 1")
+    add(
+        "--max_tokens", type=whole_number, default=300, help="maximum new tokens per text; default: 300"
+    )
     add(
         "--temperature",
         type=float,
@@ -55,19 +53,13 @@ def parse_arguments(argv):
     )
     add("--seed", type=int, default=42, help="random seed; default: 42")
     add(
-        "--export",
-        type=os.path.expanduser,
-        metavar="FILE",
-        help="write the model as safetensors to this new file instead of sampling",
-    )
-    add(
         "--brief",
         action="store_true",
         help="what ./run.sh prints after training: offline, for at most 4 seconds",
     )
     args = parser.parse_args(argv)
-    valid = args.n > 0 and args.max_tokens > 0 and args.temperature >= 0 and args.top_k >= 0
-    require(valid, "--n and --max_tokens must be at least 1, --temperature and --top_k at least 0")
+    valid = args.temperature >= 0 and args.top_k >= 0
+    require(valid, "--temperature and --top_k must be at least 0")
     return args
 
 
@@ -122,14 +114,11 @@ def sample_after_training(args):
 def main(argv):
     sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't show
     args = parse_arguments(argv)
-    if args.export:
-        models.export(args.model, args.export)
-    elif args.brief:
+    if args.brief:
         sample_after_training(args)
     else:
         sample(args)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    sys.exit(train_gpt.main(sys.argv[1:], main))
+    run_command(main, InputError, torch.OutOfMemoryError)

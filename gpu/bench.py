@@ -14,8 +14,7 @@ A step runs as many micro-steps as make batch_tokens, then the optimizers. The t
 documents of about 1,000 tokens. The attention window is the one at the end of training, the
 longest. The model trains during the measurements, because GPUs multiply zeros faster than other
 numbers, and many weights start at zero. The first step includes compilation, unless its results are
-cached. Memory is the peak. On CUDA, "allocated" is tensors and "reserved" is what PyTorch's
-allocator holds; on a CPU, both are the memory of the process.
+cached.
 
 The "matmul peak" is the speed of the best of several large square matrix products in the data type
 of the activations. It is measured before and after the steps, and the table shows percentages of
@@ -60,9 +59,6 @@ def print_speed(hp, figures):
     print(
         f"speed: {figures['tokens/s']:,.0f} tokens/s; first step, with compilation: "
         f"{figures['first step s']:.1f} s"
-    )
-    print(
-        f"memory: {figures['allocated MiB']:,} MiB allocated, {figures['reserved MiB']:,} MiB reserved"
     )
     print(
         f"model: {1000 * figures['step model TFLOP']:,.3f} GFLOP a step, "

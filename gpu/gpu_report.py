@@ -9,11 +9,10 @@ This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes.
     head         the head, its loss and gradients against float64: in bf16, and in FP8 if supported
     attention    FlexAttention and its gradients against float64
     muon         three steps of Muon against float64
-    mini         50 steps of mini against the losses of a CPU in float32
     speed        the time of a step of fineweb by part, its slowest kernels and its memory
     waits        how often the host waits for the GPU between validations
-    memory ...   the peaks in training and validation of shorter sequences, and with the other head.
-                 There are three of these stages. Put their names in quotes: --stage "memory 24576"
+    memory-...   the peaks in training and validation: memory-24576 and memory-12288 of shorter
+                 sequences, memory-49152-bf16 with the other head
 
 gpu_report.md lists the numbers of each stage, with limits for errors and for what docs/hardware.md says.
 If a stage fails, the page says so, and the other stages still run. If the report is interrupted, run the
@@ -37,16 +36,11 @@ from lib.environment import ROOT
 from lib.commands import UserError, command_parser, run_command, stop_on_signals
 from lib.text import as_json
 from lib.files import write_file
-from lib.processes import get_data
 from gpu.report_stages import STAGES
 from gpu.report_page import page
 from train_gpt import InputError
 
 RUN_STAGE = "import sys; from gpu.report_stages import run_stage; run_stage(*sys.argv[1:])"
-
-
-def result_of(status, seconds=0.0, figures=(), error=""):
-    return {"status": status, "seconds": seconds, "figures": dict(figures), "error": error}
 
 
 def end_of(output, lines=15):
@@ -58,6 +52,7 @@ def end_of(output, lines=15):
 def run_in_process(name, seconds):
     """Runs a stage in a process of its own, and in a session: processes that compile end with it."""
     started = time.monotonic()
+    result = {"status": "failed", "figures": {}, "error": ""}
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder, "figures.json")
         output = Path(folder, "output.txt")
@@ -69,18 +64,19 @@ def run_in_process(name, seconds):
                 command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
             ) as process,
         ):
-            status = "failed"
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
-                status = "timed out"
+                result["status"] = "timed out"
             finally:  # also after Ctrl-C, SIGTERM or SIGHUP
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        seconds = time.monotonic() - started
         if figures.exists():
-            return result_of("done", seconds, json.loads(figures.read_bytes()))
-        return result_of(status, seconds, error=end_of(output.read_text(errors="replace")) or status)
+            result |= {"status": "done", "figures": json.loads(figures.read_bytes())}
+        else:
+            result["error"] = end_of(output.read_text(errors="replace")) or result["status"]
+    result["seconds"] = time.monotonic() - started
+    return result
 
 
 def kept_stages(path, conditions):
@@ -135,6 +131,7 @@ def main(argv):
         "--stage",
         action="append",
         choices=STAGES,
+        metavar="NAME",
         help="run only this stage; can be given several times",
     )
     add(
@@ -145,7 +142,6 @@ def main(argv):
         help="folder of the report (default: logs/report)",
     )
     args = parser.parse_args(argv)
-    get_data(sys.executable, vars(train_gpt.TRACKS["mini"]))
     make_report(args.out, args.stage)
 
 

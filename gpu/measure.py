@@ -1,6 +1,6 @@
 """
-A training step to measure: its times, its memory, its slowest kernels, and its number of
-floating-point operations (FLOPs). bench.py and report_stages.py use it.
+A training step to measure: its times, its slowest kernels, and its number of floating-point
+operations (FLOPs). bench.py and report_stages.py use it.
 
 FLOPs are those of the matrix products that the model needs: two for each multiply-add, and twice as
 many in the backward pass as in the forward pass. Recomputation, the optimizer and element-wise
@@ -14,7 +14,6 @@ P(l) visible pairs in layer l, which is 0 in a layer without attention.
 """
 
 import math
-import resource
 import statistics
 from operator import attrgetter
 
@@ -61,17 +60,19 @@ def model_flops(hp, docs, window_blocks):
     return 6 * len(docs) * weights + 12 * dim * pairs
 
 
-def newton_schulz_flops(muon):
-    """FLOPs of the Newton-Schulz iterations in one step of the Muon optimizer.
+def newton_schulz_flops(optimizers):
+    """FLOPs of the Newton-Schulz iterations of Muon in one step.
 
     Each iteration on an m x n matrix X (m <= n) computes A = X X^T, A A and B X.
     """
     total = 0
-    for group in muon.param_groups:
-        for p in group["params"]:
-            m, n = sorted(p.shape[-2:])
-            matrices = p.numel() // (m * n)
-            total += group["ns_steps"] * matrices * 2 * (2 * m * m * n + m**3)
+    muons = [optimizer for optimizer in optimizers if isinstance(optimizer, train_gpt.Muon)]
+    for muon in muons:
+        for group in muon.param_groups:
+            for p in group["params"]:
+                m, n = sorted(p.shape[-2:])
+                matrices = p.numel() // (m * n)
+                total += group["ns_steps"] * matrices * 2 * (2 * m * m * n + m**3)
     return total
 
 
@@ -114,11 +115,10 @@ class Training:
         self.model = train_gpt.build_model(hp)
         self.model.compile(dynamic=False)
         self.optimizers = train_gpt.build_optimizers(self.model, hp)
-        self.buckets = train_gpt.GradientBuckets(self.model)
         self.tokens = random_batch(hp)
 
     def train(self, step):
-        train_gpt.train_step(self.model, self.optimizers, self.buckets, self.tokens, step, self.hp)
+        train_gpt.train_step(self.model, self.optimizers, self.tokens, step, self.hp)
 
     def last_step(self):
         """Its window is the longest."""
@@ -150,25 +150,16 @@ def ms_of_parts(training):
     inputs, targets = train_gpt.to_batch(tokens, hp.train_seq_len)
     window = longest_window(hp)
     weight = torch.full((), hp.train_seq_len / hp.batch_tokens, device=DEVICE)
-    training.buckets.last_micro_step = True
     started = clock()
     loss = training.model(inputs, targets, window)
     forward = clock()
     loss.backward(weight)
     backward = clock()
-    training.buckets.wait()
+    train_gpt.sum_gradients(training.model)
     for optimizer in training.optimizers:
         optimizer.step()
         optimizer.zero_grad()
     return forward - started, backward - forward, clock() - backward
-
-
-def peak_memory():
-    """MiB allocated and reserved: by PyTorch's allocator on a GPU, by the process on a CPU."""
-    if ON_GPU:
-        return torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10
-    return used, used
 
 
 def measure(training, repeats, peak_flops):
@@ -181,10 +172,7 @@ def measure(training, repeats, peak_flops):
     first_ms = ms_of(training.last_step)
     for _ in range(repeats // 2):
         training.last_step()
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
     step_ms = median_ms(training.last_step, repeats)
-    allocated, reserved = peak_memory()
     times = zip(*(ms_of_parts(training) for _ in range(repeats)))
     forward_ms, backward_ms, optimizer_ms = map(statistics.median, times)
 
@@ -192,7 +180,6 @@ def measure(training, repeats, peak_flops):
     docs = train_gpt.document_ids(sequences, hp.eot_token)
     flops = model_flops(hp, docs, int(longest_window(hp)))
     flops_per_second = flops / (step_ms / 1000)
-    _, muon = training.optimizers
     return {
         "micro-step tokens": micro_step_tokens(hp),
         "step tokens": hp.batch_tokens,
@@ -202,11 +189,9 @@ def measure(training, repeats, peak_flops):
         "step ms": step_ms,
         "tokens/s": hp.batch_tokens / (step_ms / 1000),
         "step model TFLOP": flops / 1e12,
-        "optimizer TFLOP": newton_schulz_flops(muon) / 1e12,
+        "optimizer TFLOP": newton_schulz_flops(training.optimizers) / 1e12,
         "model TFLOP/s": flops_per_second / 1e12,
         "MFU %": 100 * flops_per_second / peak_flops if peak_flops else None,
-        "allocated MiB": allocated,
-        "reserved MiB": reserved,
         "first step s": first_ms / 1000,
         "matmul peak before GFLOP/s": peak_before,
         "matmul peak after GFLOP/s": matmul_peak(),

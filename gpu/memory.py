@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 
-from lib.processes import gpu_maker
+from lib.processes import has_nvidia_gpu
 from train_gpt import InputError, require  # before torch: it sets variables that torch reads
 
 import torch
@@ -11,13 +11,12 @@ import torch
 
 def find_gpus():
     """Returns the number of GPUs. Raises InputError if PyTorch can't use those of the machine."""
-    maker = gpu_maker()
-    if maker and not torch.cuda.is_available():
+    if has_nvidia_gpu() and not torch.cuda.is_available():
         try:
             torch.cuda.init()
         except (AssertionError, RuntimeError) as e:
             raise InputError(
-                f"this machine has an {maker} GPU, but PyTorch {torch.__version__} can't use it ({e}); "
+                f"this machine has an NVIDIA GPU, but PyTorch {torch.__version__} can't use it ({e}); "
                 f"update the driver, install another build in {sys.prefix} (if it is ./run.sh's, remove it "
                 "and run ./run.sh again), or use --device cpu"
             )

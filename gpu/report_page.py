@@ -25,7 +25,6 @@ def stage_lines(name, result):
     figures = dict(result["figures"])
     checks = figures.pop("checks", [])
     kernels = figures.pop("kernels", [])
-    figures.pop("losses", None)  # only for the JSON
     if figures:
         lines += table_lines(["quantity", "value"], figures.items())
     if checks:

@@ -7,10 +7,8 @@ GPU that computes nothing can't agree with itself. They also run on a CPU.
 """
 
 import dataclasses
-import itertools
 import math
 import platform
-import statistics
 import sys
 
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
@@ -54,7 +52,6 @@ def machine():
         "compute capability": f"{gpu.major}.{gpu.minor}",
         "memory MiB": total // 2**20,
         "free MiB": free // 2**20,
-        "shared memory of a block, bytes": getattr(gpu, "shared_memory_per_block_optin", None),
         "driver, power limit": (output_of("nvidia-smi", *query) or "").strip(),
         "PyTorch": torch.__version__,
         "CUDA of PyTorch": torch.version.cuda,
@@ -205,51 +202,6 @@ def check_muon(width=768):
 
 
 # -----------------------------------------------------------------------------
-# 50 steps of an older mini against a CPU in float32
-
-# mini without smear, XSA and leaky ReLU, and with 384 logits
-OLDER_MINI = (
-    "--track mini --num_iterations 50 --smear false --xsa false --relu_slope 0 --muon_momentum 0.9 "
-    "--vocab_size 384"
-)
-# Steps whose mean losses are compared, before roundings have made two runs differ and at the end; the mean
-# of a CPU in float32, seeds 0 to 4; and how far from it a GPU may be: as far as the same CPU in bf16, or
-# with the FP8 head if that is farther, plus four standard errors.
-MINI_LOSSES = {
-    "steps 11 to 20": (slice(10, 20), 2.540779, 0.007834),
-    "steps 41 to 50": (slice(40, 50), 2.120178, 0.018436),
-}
-
-
-def losses_of_seeds(hp, seeds):
-    """Trains once per seed. Returns the training losses: {seed: [loss of each step]}."""
-    model = train_gpt.build_model(hp)
-    model.compile(dynamic=False)
-    buckets = train_gpt.GradientBuckets(model)
-    losses = {}
-    for seed in seeds:
-        initial = train_gpt.build_model(dataclasses.replace(hp, seed=seed))
-        model.load_state_dict(initial.state_dict())
-        optimizers = train_gpt.build_optimizers(model, hp)
-        batches = train_gpt.distributed_data_generator(hp.train_files, hp.batch_tokens)
-        steps = []
-        for step, tokens in enumerate(itertools.islice(batches, hp.num_iterations)):
-            steps.append(train_gpt.train_step(model, optimizers, buckets, tokens, step, hp))
-        losses[seed] = [round(loss, 6) for loss in torch.stack(steps).tolist()]
-    return losses
-
-
-def mini():
-    _, hp = train_gpt.parse_arguments(OLDER_MINI.split())
-    losses = losses_of_seeds(hp, range(5))
-    checks = []
-    for name, (steps, expected, limit) in MINI_LOSSES.items():
-        mean = statistics.mean(statistics.mean(run[steps]) for run in losses.values())
-        checks.append(check(f"{name}: distance from float32", abs(mean - expected), limit))
-    return {"losses": losses, "checks": checks}
-
-
-# -----------------------------------------------------------------------------
 # Speed and memory of the track fineweb
 
 
@@ -370,12 +322,11 @@ STAGES = {
     "head": check_head,
     "attention": check_attention,
     "muon": check_muon,
-    "mini": mini,
     "speed": measure_speed,
     "waits": waits,
-    "memory 24576": lambda: memory_peaks(24576, True),
-    "memory 12288": lambda: memory_peaks(12288, True),
-    "memory 49152 bf16": lambda: memory_peaks(49152, False),
+    "memory-24576": lambda: memory_peaks(24576, True),
+    "memory-12288": lambda: memory_peaks(12288, True),
+    "memory-49152-bf16": lambda: memory_peaks(49152, False),
 }
 
 

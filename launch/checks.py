@@ -26,9 +26,10 @@ try:
 except ImportError as e:  # of a package that an idea needs
     sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
+from data.datasets import get_data
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from lib.environment import ROOT, environment
-from lib.processes import get_data, output_of, say, show_seconds, start, wait
+from lib.processes import output_of, say, show_seconds, start, wait
 from train_gpt import DTYPE, TRACKS, InputError
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores

@@ -34,12 +34,12 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of launch/
 
+from data.datasets import DATASETS, get_data
 from lib.commands import UserError
 from lib.environment import ROOT, clean_environment
 from lib.processes import (
     check_machine,
-    get_data,
-    gpu_maker,
+    has_nvidia_gpu,
     output_of,
     run,
     say,
@@ -49,9 +49,9 @@ from lib.processes import (
 )
 
 VENV = ROOT / ".venv"
-TORCH_INDEX = "https://download.pytorch.org/whl"  # has cpu/, rocm7.2/
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
-USAGE = """\
+USAGE = f"""\
 usage: ./run.sh [OPTIONS]            train; first, install packages and get data
        ./run.sh --recipe NAME        train recipes/NAME.py instead of train_gpt.py
        ./run.sh prepare              do all of that but the training
@@ -59,7 +59,7 @@ usage: ./run.sh [OPTIONS]            train; first, install packages and get data
        ./run.sh verify | submit      check the logs of a record; file it
        ./run.sh replay | plot        extract a run's sources; draw loss curves
        ./run.sh sample | hellaswag   let a trained model write text; score it
-       ./run.sh data NAME            get shakespeare, fineweb, edu or text
+       ./run.sh data NAME            get {", ".join(DATASETS)} or text
        ./run.sh bench | levers       time a step's parts; time GPT-2's speedups
        ./run.sh gpu-report           check and time training on a GPU
        ./run.sh test [--slow]        run the tests; with --slow, all of them
@@ -81,21 +81,14 @@ COMMANDS = {
     "levers": "gpu.levers",
     "sample": "evals.sample",
     "hellaswag": "evals.hellaswag",
-    "data shakespeare": "data.shakespeare",
-    "data fineweb": "data.cached_fineweb10B",
-    "data edu": "data.fineweb edu",
-    "data text": "data.fineweb text",
+    "data text": "data.own_text",
     "test": "pytest",
     "test machines": "pytest",
 }
+COMMANDS |= {f"data {name}": dataset.command for name, dataset in DATASETS.items()}
 # The folders whose requirements.txt a command needs. Those of judge/ need that of judge/.
-ALL_FOLDERS = ["judge", "data", "evals", "tests"]
-FOLDERS = {
-    "hellaswag": ["evals"],
-    "data edu": ["data"],
-    "test": ALL_FOLDERS,
-    "test machines": ALL_FOLDERS,
-}
+ALL_FOLDERS = ["judge", "evals", "tests"]
+FOLDERS = {"hellaswag": ["evals"], "test": ALL_FOLDERS, "test machines": ALL_FOLDERS}
 
 
 class Stopped(BaseException):
@@ -232,25 +225,17 @@ def answers(index):
     return True
 
 
-def pip_settings(python):
-    return output_of(python, "-m", "pip", "config", "list") or ""
-
-
 def torch_source(python):
     """Returns pip's options for the build of PyTorch that this machine needs."""
-    if re.search("(index-url|find-links|no-index)=", pip_settings(python)):
+    settings = output_of(python, "-m", "pip", "config", "list") or ""
+    if re.search("(index-url|find-links|no-index)=", settings):
         say("installing packages from the source in your pip settings")
         return []
-    maker = gpu_maker()
-    if maker == "AMD":
-        say("installing packages, with PyTorch for AMD GPUs: a download of about 5 GB")
-        return ["--extra-index-url", f"{TORCH_INDEX}/rocm7.2"]
-    index = f"{TORCH_INDEX}/cpu"
-    if not maker:
-        if answers(index):
+    if not has_nvidia_gpu():
+        if answers(CPU_INDEX):
             say("installing packages, with PyTorch for CPUs: a download of about 0.2 GB")
-            return ["--extra-index-url", index]
-        say(f"{index} doesn't answer, so PyTorch comes from the package index")
+            return ["--extra-index-url", CPU_INDEX]
+        say(f"{CPU_INDEX} doesn't answer, so PyTorch comes from the package index")
     say("installing packages, with PyTorch and CUDA: a download of up to 5 GB")
     return []
 
@@ -315,18 +300,11 @@ def train_and_sample(command, needs):
     say(f"training {needs['text']}")
     say("before the first step, compiling may take a minute or two")
     Stopped.advice = "to continue from the last validation, add --resume latest"
-    before = newest_checkpoint(needs)
     status = run_ranks([*command, "--save_checkpoint"], needs["processes"], cwd=ROOT)
-    newest = newest_checkpoint(needs)
-    if status == 0 and newest != before:
-        run([command[0], "-m", "evals.sample", "--brief", newest[1]], cwd=ROOT)
+    newest = max(Path(ROOT, needs["log_dir"]).glob("*.pt"), key=os.path.getmtime, default=None)
+    if status == 0 and newest:
+        run([command[0], "-m", "evals.sample", "--brief", newest], cwd=ROOT)
     return status
-
-
-def newest_checkpoint(needs):
-    """Its time, by the clock of its disk, which may not be that of this machine, and its path."""
-    paths = Path(ROOT, needs["log_dir"]).glob("*.pt")
-    return max(((os.path.getmtime(path), path) for path in paths), default=None)
 
 
 # -----------------------------------------------------------------------------
@@ -366,7 +344,7 @@ def parse(name, words):
 def command_line(name, python, arguments):
     """Returns the command that ./run.sh NAME becomes. Its exit status and signals are its own."""
     if name.startswith("test"):
-        get_data(python, dict(train_files="data/shakespeare/*"))
+        get_data(python, dict(train_files="data/shakespeare/*", num_iterations=1))
         os.chdir(ROOT)
         # a process a core; those that run out of tests take some from another; paths replace "tests"
         workers = "-n auto --maxprocesses 8 --dist worksteal".split()

@@ -1,14 +1,12 @@
 """
-Child processes, and what the launcher and the commands start: data, and checks of the machine.
+Child processes, GPUs, and the checks before a run, for the launcher and the commands.
 """
 
 import contextlib
 import ctypes
 import fcntl
-import glob
 import itertools
 import json
-import math
 import os
 import signal
 import subprocess
@@ -19,8 +17,7 @@ from pathlib import Path
 
 from lib.environment import ROOT
 
-DEVICES = Path("/dev")  # where drivers put their files
-GRAPHICS = Path("/sys/class/drm")  # where AMD's driver says how large a GPU is
+DEVICES = Path("/dev")  # where the driver puts its files
 
 
 def say(text):
@@ -107,42 +104,14 @@ def setup_lock():
 
 
 # -----------------------------------------------------------------------------
-# GPUs, data, and the checks before a run
+# GPUs, and the checks before a run
 
 
-def gpu_maker():
-    """Returns NVIDIA, AMD, or "" if the machine has no GPU, or it is hidden. An AMD GPU of less than 8
-    GiB is part of a CPU."""
+def has_nvidia_gpu():
+    """Has the machine a GPU of NVIDIA that isn't hidden?"""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return ""
-    if "GPU " in (output_of("nvidia-smi", "-L") or "") or list(DEVICES.glob("nvidia[0-9]*")):
-        return "NVIDIA"
-    sizes = [int(file.read_text()) for file in GRAPHICS.glob("card*/device/mem_info_vram_total")]
-    return "AMD" if (DEVICES / "kfd").exists() and max(sizes, default=0) >= 8 * 2**30 else ""
-
-
-def get_data(python, settings):
-    """Makes or downloads the shards that a run with these settings reads. Your own files stay as they are."""
-    folder = str(Path(settings["train_files"]).parent)
-    if folder == "data/shakespeare":
-        shards = 1
-        command = [python, "-m", "data.shakespeare"]
-        size = "2 MB"
-    elif folder == "data/fineweb10B":
-        # A shard has 100M tokens, and no batch is in two shards. The steps of january2026 vary.
-        batches = (10**8 - 1) // settings.get("batch_tokens", 2**19)
-        shards = max(1, math.ceil(settings["num_iterations"] / batches))
-        command = [python, "-m", "data.cached_fineweb10B", str(shards)]
-        size = f"{shards + 1} files of 200 MB"
-    else:
-        return
-    with setup_lock():
-        found = [len(glob.glob(f"{ROOT}/{folder}/*_{split}_*.bin")) for split in ("train", "val")]
-        if found[0] < shards or not found[1]:
-            say(f"getting {folder}: a download of {size}")
-            status = run(command, cwd=ROOT)
-            if status:
-                sys.exit(status)
+        return False
+    return "GPU " in (output_of("nvidia-smi", "-L") or "") or any(DEVICES.glob("nvidia[0-9]*"))
 
 
 def check_machine(python, *words):

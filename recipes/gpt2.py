@@ -189,8 +189,8 @@ FINEWEB = Hyperparameters()
 EDU = replace(
     FINEWEB,
     track="edu",
-    train_files="data/fineweb_edu10B/fineweb_train_*.bin",
-    val_files="data/fineweb_edu10B/fineweb_val_*.bin",
+    train_files="data/finewebedu10B/finewebedu_train_*.bin",
+    val_files="data/finewebedu10B/finewebedu_val_*.bin",
     repeat_data=True,
     target_val_loss=3.29,
 )
@@ -235,18 +235,20 @@ def parse_arguments(argv):
 
 def check_hyperparameters(hp, world_size):
     """Refuses sizes that don't divide each other, and what OpenAI's weights don't fit."""
+    names = ["batch_tokens", "val_tokens", "block_size", "n_layer", "n_head", "n_embd", "grad_clip"]
+    for name in names:
+        require(getattr(hp, name) > 0, f"--{name} must be more than 0")
+    require(hp.num_iterations >= 0, "--num_iterations must be at least 0")
     for name in ["batch_tokens", "val_tokens"]:
         total = getattr(hp, name)
         require(
-            hp.block_size > 0 and total > 0 and total % (world_size * hp.block_size) == 0,
+            total % (world_size * hp.block_size) == 0,
             f"--{name} {total}: must be a multiple of {world_size} (processes) times "
             f"--block_size {hp.block_size}",
         )
     require(
         hp.n_embd % hp.n_head == 0, f"--n_embd {hp.n_embd}: must be a multiple of --n_head {hp.n_head}"
     )
-    positive = hp.num_iterations >= 0 and hp.grad_clip > 0
-    require(positive, "--num_iterations must be at least 0, --grad_clip more than 0")
     require(
         hp.init_from == "scratch" or (hp.vocab_size, hp.block_size) == (50257, 1024),
         f"--init_from {hp.init_from}: needs --track fineweb or edu, and their --block_size 1024",
@@ -306,19 +308,18 @@ def training_batches(hp):
             return
 
 
-def train_step(model, optimizer, buckets, tokens, step, hp):
+def train_step(model, optimizer, tokens, step, hp):
     """Trains on this rank's tokens (local + 1,). Returns their mean loss."""
     inputs, targets = train_gpt.to_batch(tokens, hp.block_size)
     micro_batch = math.gcd(hp.sequences_per_pass, len(inputs))  # all of a size: one compilation
     micro_steps = list(zip(inputs.split(micro_batch), targets.split(micro_batch)))
     total = 0
-    for i, micro_step in enumerate(micro_steps, start=1):
-        buckets.last_micro_step = i == len(micro_steps)
+    for micro_step in micro_steps:
         with autocast(hp):
             loss = model(*micro_step) / len(micro_steps)
-        (loss / WORLD_SIZE).backward()  # the buckets sum the gradients of the processes
+        (loss / WORLD_SIZE).backward()  # sum_gradients adds those of the processes
         total += loss.detach()
-    buckets.wait()
+    train_gpt.sum_gradients(model)
     nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip)
     for group in optimizer.param_groups:
         group["lr"] = get_lr(step, hp)
@@ -341,13 +342,13 @@ def evaluate(model, hp):
     return train_gpt.mean_of_ranks(losses)
 
 
-def warm_up(model, buckets, hp):
+def warm_up(model, hp):
     """Trains on random tokens: this compiles the kernels, connects the processes and allocates
     memory. Then sets the initial weights of the run's seed."""
     optimizer = build_optimizer(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
     for _ in range(min(hp.warmup_steps, hp.num_iterations)):
-        train_step(model, optimizer, buckets, tokens, 0, hp)
+        train_step(model, optimizer, tokens, 0, hp)
     model.load_state_dict(build_model(hp).state_dict())
 
 
@@ -355,7 +356,7 @@ def warm_up(model, buckets, hp):
 # 6. The timed loop
 
 
-def train(run, model, optimizer, buckets):
+def train(run, model, optimizer):
     """Trains until the last step."""
     hp = run.hp
     train_losses = []  # since the last validation; reading them would wait for the GPU
@@ -374,7 +375,7 @@ def train(run, model, optimizer, buckets):
         if last_step:
             break
         # --------------- training
-        train_losses.append(train_step(model, optimizer, buckets, next(batches), step, hp))
+        train_losses.append(train_step(model, optimizer, next(batches), step, hp))
         run.step += 1
         run.train_ms = 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
         run.write_step(end="  \r")
@@ -406,16 +407,15 @@ def train_runs(argv):
     checksums = check_inputs(args, hp)
     train_gpt.init_processes()
     model = build_model(hp)
-    buckets = train_gpt.GradientBuckets(model)
     for seed in range(hp.seed, hp.seed + args.num_runs):
         hp = replace(hp, seed=seed)
         optimizer = build_optimizer(model, hp)
         table = train_gpt.parameter_table(model, [optimizer])
         run = train_gpt.start_run(args, hp, SOURCE, checksums, checkpoint, table)
-        warm_up(model, buckets, hp)
+        warm_up(model, hp)
         if checkpoint:
             train_gpt.load_states(checkpoint, run, model, [optimizer])
-        train(run, model, optimizer, buckets)
+        train(run, model, optimizer)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

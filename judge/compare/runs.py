@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.datasets import get_data
 from judge.comparable import add_metric, not_whole
 from judge.compare.same_run import (
     changes,
@@ -45,7 +46,7 @@ from judge.logs import SUFFIXES, Log, find_logs, parse_log
 from lib.commands import UserError, output_file, positive, whole_number
 from lib.environment import ROOT, chosen_threads, usable_cores
 from lib.files import write_file
-from lib.processes import get_data, gpu_maker, output_of
+from lib.processes import has_nvidia_gpu, output_of
 from lib.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
@@ -167,7 +168,7 @@ def runs_a_process(variant: Variant) -> int:
 
 def on_gpu(variants: list[Variant]) -> bool:
     """Commands may always use the machine's GPU."""
-    return any(gpu_maker() if v.command else v.settings["device"] == "cuda" for v in variants)
+    return any(has_nvidia_gpu() if v.command else v.settings["device"] == "cuda" for v in variants)
 
 
 def cpu_line(name: str) -> str:
@@ -402,13 +403,14 @@ def start_worker(pool: Pool, variant: Variant, seeds: list[int]) -> None:
 
 
 def end_worker(pool: Pool, worker: Worker) -> None:
-    """Ends a process at once. Torchrun's workers have sessions of their own, so it must end them."""
-    if pool.facts["processes"] > 1 or worker.variant.command:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(worker.child.pid, signal.SIGTERM)
-            worker.child.wait(40)
+    """Ends a process at once. A compiler that a script has started goes on: if it were killed, it could leave
+    half a file in PyTorch's cache, and later runs would fail. Torchrun ends its own processes."""
+    end = os.killpg if worker.variant.command else os.kill
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        end(worker.child.pid, signal.SIGTERM)
+        worker.child.wait(40)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(worker.child.pid, signal.SIGKILL)
+        end(worker.child.pid, signal.SIGKILL)
     worker.child.wait()
     pool.workers.remove(worker)
     shutil.rmtree(worker.folder, ignore_errors=True)

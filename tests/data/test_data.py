@@ -1,7 +1,7 @@
 """
 Tests of the data scripts: shards of Shakespeare, FineWeb and your own text, and GPT-2's vocabulary.
 
-A local server takes the place of the Hugging Face hub, a folder that of a dataset.
+A local server takes the place of the Hugging Face hub.
 """
 
 import http.server
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import train_gpt
-from data import fineweb, gpt2_bpe, shakespeare, shards, wheels
+from data import gpt2_bpe, own_text, shakespeare, shards, wheels
 from lib.commands import UserError
 from tests.util import ROOT, env, run_script, shard_bytes
 
@@ -98,14 +98,14 @@ def test_a_wheel_with_another_hash_is_not_used():
 
 
 # -----------------------------------------------------------------------------
-# cached_fineweb10B.py
+# fineweb.py
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
-    """Serves server.files (name: bytes) as the hub serves the files of a dataset."""
+    """Serves server.files (name: bytes) as the hub serves the files of server.repo."""
 
     def do_GET(self):
-        name = self.path.removeprefix("/datasets/kjj0/fineweb10B-gpt2/resolve/main/")
+        name = self.path.removeprefix(f"/datasets/kjj0/{self.server.repo}/resolve/main/")
         content = self.server.files.get(name, b"")
         self.server.asked.add(name)
         self.send_response(200 if content else 404)
@@ -132,6 +132,7 @@ def hub(monkeypatch):
     rng = np.random.default_rng(3)
     server.files = {name: shard_bytes(rng.integers(0, 50257, 300).tolist()) for name in NAMES}
     server.asked = set()
+    server.repo = "fineweb10B-gpt2"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
@@ -143,16 +144,23 @@ def hub(monkeypatch):
 def test_shards_are_downloaded_once(hub, tmp_path):
     """A damaged one is downloaded again."""
     out = tmp_path / "new" / "folder"
-    succeeds(run("cached_fineweb10B", 2, "--out", out))
+    succeeds(run("fineweb", "fineweb", 2, "--out", out))
     assert contents(out) == {name: hub.files[name] for name in NAMES[:3]}
     (out / NAMES[1]).write_bytes(hub.files[NAMES[1]][:-2])
     hub.asked.clear()
-    printed = succeeds(run("cached_fineweb10B", 3, "--out", out))
+    printed = succeeds(run("fineweb", "fineweb", 3, "--out", out))
     assert hub.asked & set(NAMES) == {NAMES[1], NAMES[3]}
     assert contents(out) == hub.files
     assert printed.count("exists, 300 tokens") == 2
     assert "are [20240520, 1, 300], not [20240520, 1, 299.0]; downloading it again" in printed
     assert printed.count("downloaded, 300 tokens") == 2
+
+
+def test_fineweb_edu(hub, tmp_path):
+    hub.repo = "finewebedu10B-gpt2"
+    hub.files = {name.replace("fineweb", "finewebedu"): hub.files[name] for name in NAMES[:3]}
+    succeeds(run("fineweb", "edu", 2, "--out", tmp_path))
+    assert contents(tmp_path) == hub.files
 
 
 @pytest.mark.parametrize(
@@ -164,14 +172,14 @@ def test_shards_are_downloaded_once(hub, tmp_path):
 )
 def test_a_download_that_fails(hub, tmp_path, content, message):
     hub.files[NAMES[1]] = content
-    error = one_error(run("cached_fineweb10B", 1, "--out", tmp_path))
+    error = one_error(run("fineweb", "fineweb", 1, "--out", tmp_path))
     assert error.startswith(f"error: can't download {NAMES[1]} from the Hugging Face hub (")
     assert message in error
     assert error.endswith("run the same command again")
     assert list(contents(tmp_path)) == [NAMES[0]]
 
 
-@pytest.mark.parametrize("words", ["cached_fineweb10B 104", "fineweb edu --workers=0"])
+@pytest.mark.parametrize("words", ["fineweb edu 100", "own_text x --workers=0"])
 def test_impossible_numbers(words):
     result = run(*words.split())
     assert result.returncode == 2
@@ -202,7 +210,7 @@ def test_the_vocabulary_is_downloaded_once(monkeypatch, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# fineweb.py
+# own_text.py
 
 TEXTS = [
     "",
@@ -234,11 +242,11 @@ def read_folder(folder):
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Runs fineweb.py in this process, in an empty folder, into the folder `out`."""
+    """Runs own_text.py in this process, in an empty folder, into the folder `out`."""
     monkeypatch.chdir(tmp_path)
 
     def main(*words):
-        fineweb.main([*map(str, words), "--out=out", "--workers=1"])
+        own_text.main([*map(str, words), "--out=out", "--workers=1"])
 
     return main
 
@@ -254,7 +262,7 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
         for i, text in enumerate(TEXTS[20:])
     ]
     (corpus / "100.JSONL").write_bytes("\ufeff".encode() + "\r\n\n".join(rows).encode())
-    make("text", tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--shard_size=5000", "--val_tokens=700")
+    make(tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--shard_size=5000", "--val_tokens=700")
     # the .JSONL file comes last
     expected = expected_tokens(text.removeprefix("\ufeff") for text in TEXTS)
     found = read_folder(tmp_path / "out")
@@ -273,27 +281,27 @@ def test_which_files_match(tmp_path, monkeypatch):
     (tmp_path / "deep" / "link.txt").symlink_to(tmp_path / "a.txt")
 
     def found(*patterns):
-        return [os.path.relpath(path) for path in fineweb.find_files(patterns)]
+        return [os.path.relpath(path) for path in own_text.find_files(patterns)]
 
     assert found("**/*.txt", "a.txt") == ["a.txt", "b [1].txt", "c1.txt", "c[1].txt", "d1.txt"]
     assert found("a.txt", "./a.txt", "deep/../a.txt") == ["a.txt"]
     assert found("b [1].txt", "c[1].txt", "d[1].txt") == ["b [1].txt", "c[1].txt", "d1.txt"]
     with pytest.raises(UserError, match="no file matches none"):
-        fineweb.find_files(["a.txt", "none*.txt"])
+        own_text.find_files(["a.txt", "none*.txt"])
 
 
-def test_max_tokens_and_the_default_validation_shard(make, tmp_path):
+def test_the_default_validation_shard(make, tmp_path):
     (tmp_path / "a.txt").write_text(" be" * 10_000)
-    make("text", "a.txt", "--max_tokens", "1900")
-    # 30,000 bytes / 40 = 750
-    assert [len(part) for part in read_folder(tmp_path / "out")] == [750, 1150]
+    make("a.txt")
+    # 30,000 bytes / 40; end-of-text comes before the 10,000 words
+    assert [len(part) for part in read_folder(tmp_path / "out")] == [750, 9251]
 
 
 def test_shards_that_are_there_stay(make, tmp_path):
     """The same command goes on where it was interrupted. Those of other text are neither replaced nor mixed
     with new ones."""
-    (tmp_path / "a.txt").write_text(" be" * 40_000)
-    words = ("text", "--bytes", "a.txt", "--val_tokens=1000", "--shard_size=40000")
+    (tmp_path / "a.txt").write_text(" be" * 50_000)
+    words = ("--bytes", "a.txt", "--val_tokens=1000", "--shard_size=40000")
     make(*words)
     whole = contents(tmp_path / "out")
     (tmp_path / "out" / "fineweb_train_000002.bin").unlink()
@@ -302,11 +310,13 @@ def test_shards_that_are_there_stay(make, tmp_path):
     assert contents(tmp_path / "out") == whole
     assert (tmp_path / "out" / NAMES[0]).stat().st_mtime_ns == age
     with pytest.raises(
-        UserError, match="fineweb_train_000003.bin has other tokens; choose another folder"
+        UserError, match="fineweb_train_000004.bin has other tokens; choose another folder"
     ):
-        make(*words, "--max_tokens=90000")
+        (tmp_path / "a.txt").write_text(" be" * 45_000)
+        make(*words)
     with pytest.raises(UserError, match="out has 1 more shards, of other text; choose another folder"):
-        make(*words, "--max_tokens=81000")
+        (tmp_path / "a.txt").write_text(" be" * 40_333)  # 121,000 tokens with end-of-text
+        make(*words)
     assert contents(tmp_path / "out") == whole
 
 
@@ -328,7 +338,7 @@ def test_shards_that_are_there_stay(make, tmp_path):
 def test_bad_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        list(fineweb.stream_files([str(tmp_path / name)]))
+        list(own_text.stream_files([str(tmp_path / name)]))
 
 
 def test_bytes_of_own_text(make, tmp_path, capsys):
@@ -336,7 +346,7 @@ def test_bytes_of_own_text(make, tmp_path, capsys):
     texts = ["".join(random.choices("abc d\né€", k=n)) for n in (70_000, 130_000, 10)]
     for name, text in zip("abc", texts):
         (tmp_path / f"{name}.txt").write_text(text)
-    make("text", "--bytes", "*.txt")
+    make("--bytes", "*.txt")
     tokens = [token for text in texts for token in (256, *text.encode())]
     cut = sum(len(text.encode()) for text in texts) // 10
     val, train = (
@@ -349,7 +359,7 @@ def test_bytes_of_own_text(make, tmp_path, capsys):
     assert (hp.num_iterations, hp.batch_tokens) == ((len(train) - 1) // 1024, 1024)
     assert hp.val_tokens == 24_320
     shards.write_shard(tmp_path / "out/fineweb_train_000001.bin", [7] * (325 * 2048 + 1))
-    assert fineweb.training_command(tmp_path / "out").endswith("--batch_tokens 2048")
+    assert own_text.training_command(tmp_path / "out").endswith("--batch_tokens 2048")
 
 
 @pytest.mark.parametrize(
@@ -362,23 +372,24 @@ def test_bytes_of_own_text(make, tmp_path, capsys):
 def test_too_little_text(make, tmp_path, content, words, message):
     (tmp_path / "a.txt").write_text(content)
     with pytest.raises(UserError, match=message):
-        make("text", "a.txt", words)
+        make("a.txt", words)
     assert not list(tmp_path.glob("out/*"))
 
 
 def test_a_folder_that_cannot_be_written_is_noticed_before_the_text_is_read(
     make, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(fineweb, "tokenize", None)
+    monkeypatch.setattr(own_text, "tokenize", None)
+    (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").write_text("")
     with pytest.raises(OSError, match="File exists: '?out"):
-        make("edu")
+        make("a.txt")
 
 
 def test_a_full_disk_is_one_line(tmp_path):
     gpt2_bpe.fetch_vocabulary()  # its files are larger than the limit
     (tmp_path / "a.txt").write_text("to be or not to be " * 5000)
-    words = f"{sys.executable} -m data.fineweb text a.txt --val_tokens 10 --workers 1 --out out"
+    words = f"{sys.executable} -m data.own_text a.txt --val_tokens 10 --workers 1 --out out"
     command = ["bash", "-c", f"ulimit -f 8; exec {words}"]  # KiB
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env())
     assert "File too large" in one_error(result)
@@ -394,7 +405,7 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     (tmp_path / "a.jsonl").write_text("\n".join(rows * 40))
     out = tmp_path / "out"
     command = (
-        f"{sys.executable} -m data.fineweb text a.jsonl --out out --shard_size 50000 --val_tokens 1000"
+        f"{sys.executable} -m data.own_text a.jsonl --out out --shard_size 50000 --val_tokens 1000"
     )
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command.split(), cwd=tmp_path, env=env(), **pipes)
@@ -418,32 +429,6 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
 
 
 def test_a_dying_worker_is_an_error(monkeypatch):
-    monkeypatch.setattr(fineweb, "start_worker", partial(os._exit, 9))
+    monkeypatch.setattr(own_text, "start_worker", partial(os._exit, 9))
     with pytest.raises(UserError, match="a tokenizer process died"):
-        list(fineweb.tokenize(["text"], 1))
-
-
-def test_a_dataset_equals_direct_encoding(make, tmp_path, monkeypatch):
-    """A folder that the datasets library reads like a repository of the hub."""
-    import pyarrow  # comes with datasets, in data/requirements.txt
-    import pyarrow.parquet
-
-    page = ["---", "configs:"]
-    for name, texts in {"sample-10BT": TEXTS[:80], "sample-100BT": TEXTS[::-1]}.items():
-        (tmp_path / "edu" / name).mkdir(parents=True)
-        for i, part in enumerate([texts[:30], texts[30:]]):
-            table = pyarrow.table({"text": part, "url": ["u"] * len(part)})
-            pyarrow.parquet.write_table(table, tmp_path / "edu" / name / f"{i:03d}_00000.parquet")
-        page += [f"- config_name: {name}", "  data_files:", "  - split: train", f"    path: {name}/*"]
-    (tmp_path / "edu" / "README.md").write_text("\n".join([*page, "---", ""]))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    make(
-        "edu",
-        f"--dataset={tmp_path}/edu",
-        "--config=sample-100BT",
-        "--shard_size=3000",
-        "--val_tokens=500",
-    )
-    assert list(itertools.chain(*read_folder(tmp_path / "out"))) == expected_tokens(TEXTS[::-1])
-    with pytest.raises(UserError, match=r"edu, config sample-1T, from the .* hub \(ValueError: "):
-        list(fineweb.stream_dataset(f"{tmp_path}/edu", "sample-1T"))
+        list(own_text.tokenize(["text"], 1))

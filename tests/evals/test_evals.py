@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import train_gpt
@@ -150,19 +149,14 @@ def test_sampling_follows_the_distribution():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, context", [("gpt2", 64), ("speedrun", 1024)])
-def test_a_saved_model_loads_and_can_be_exported(name, context, tmp_path, monkeypatch):
+def test_a_saved_model(name, context, tmp_path, monkeypatch):
     expected = module_of(name)  # randomized in the same way
     path = save(tmp_path / "run.pt", name)
-    exported = tmp_path / "mine.safetensors"
-    run_sample(path, "--export", exported)
-    with pytest.raises(FileExistsError):
-        run_sample(path, "--export", exported)
     ids = text(1, 20)
     monkeypatch.setattr(train_gpt, "DTYPE", torch.bfloat16)  # as on GPUs; evals/ use float32
-    for file in (path, exported):
-        loaded = models.load(str(file))
-        assert torch.equal(loaded.logits(ids), expected.logits(ids))
-        assert (loaded.vocab_size, loaded.eot, loaded.context) == (257, 256, context)
+    loaded = models.load(str(path))
+    assert torch.equal(loaded.logits(ids), expected.logits(ids))
+    assert (loaded.vocab_size, loaded.eot, loaded.context) == (257, 256, context)
 
 
 def test_models_of_another_version_are_refused(tmp_path):
@@ -182,12 +176,11 @@ def test_files_that_are_no_models(tmp_path, monkeypatch):
     cut = path.read_bytes()[:-100]
     torch.save(Hostile(), path)
     bomb = path.read_bytes()
-    save_file({"a": torch.zeros(1)}, path, {"model": "resnet"})
+    torch.save({"model": "resnet"}, path)
     for content in (b"", cut, bomb, path.read_bytes()):
-        for path in (tmp_path / "run.pt", tmp_path / "model.safetensors"):
-            path.write_bytes(content)
-            with pytest.raises(InputError, match=f"{path} is damaged or no saved model"):
-                models.load(str(path))
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=f"{path} is damaged or no saved model"):
+            models.load(str(path))
     assert not (tmp_path / "victim").exists()
     with pytest.raises(InputError, match="nothing: no such file; the model can be a RUN.pt"):
         models.load("nothing")
@@ -206,12 +199,8 @@ def test_sample_from_the_command_line(trained, tmp_path, capsys):
     assert job.out == capsys.readouterr().out
     assert all(f"[{i}/3] Ay, é" in job.out for i in (1, 2, 3))
     assert all(c.isprintable() or c in "\n\t" for c in job.out)
-    assert train_gpt.main([str(trained), "--temperature=-1"], sample.main) == 2
-    error = capsys.readouterr().err
-    assert (
-        error
-        == "error: --n and --max_tokens must be at least 1, --temperature and --top_k at least 0\n"
-    )
+    with pytest.raises(InputError, match="^--temperature and --top_k must be at least 0$"):
+        run_sample(trained, "--temperature=-1")
 
 
 def test_what_is_printed(tmp_path, monkeypatch, capsys):
@@ -382,8 +371,6 @@ def test_weights_and_items_from_the_hub(tmp_path, monkeypatch, capsys):
     }
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *name, repo_type="model": files[name])
     monkeypatch.setitem(openai_gpt2.SIZES, "gpt2", (2, 2, 16))
-    with pytest.raises(InputError, match="--limit -4: must be at least 1"):
-        hellaswag.main(["gpt2", "--limit=-4"])
     hellaswag.main(["gpt2", "--limit=4"])
     output = capsys.readouterr().out
     assert output.startswith("hellaswag acc:") and output.endswith(" items:4\n")

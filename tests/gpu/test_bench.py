@@ -47,13 +47,14 @@ def test_model_flops_against_pytorch():
 
 def test_newton_schulz_flops_against_pytorch():
     hp = replace(TINY, ns_steps=4)
-    muon = build_optimizers(GPT(hp), hp)[1]
-    for group in muon.param_groups:
-        for p in group["params"]:
-            p.grad = torch.randn_like(p)
+    model = GPT(hp)
+    optimizers = build_optimizers(model, hp)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
     with FlopCounterMode(display=False) as counter:
-        muon.step()
-    assert measure.newton_schulz_flops(muon) == counter.get_total_flops()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert measure.newton_schulz_flops(optimizers) == counter.get_total_flops()
 
 
 # -----------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def test_whole_benchmark(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
     (figures,) = kept
-    assert min(figures["first step s"], figures["allocated MiB"]) > 0
+    assert figures["first step s"] > 0
     assert figures["tokens/s"] == pytest.approx(512 / figures["step ms"] * 1000)
     assert figures["MFU %"] == pytest.approx(100 * figures["model TFLOP/s"])  # of --peak_tflops 1
     assert "mini: 4 layers, width 32; 512 tokens a step, 2 micro-steps of 256\n" in text

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -168,13 +167,3 @@ def test_waits_are_counted_within_the_steps_only():
     events.append(event("cudaLaunchKernel", 40, 41))
     figures = report_stages.count_waits(events, steps=2)
     assert (figures["waiting ms"], figures["checks"][0]["value"]) == (2.0, 1)
-
-
-# --------------------------------------------------------------- the losses of a CPU
-def test_settings_are_those_of_the_kept_losses(monkeypatch):
-    """The recipe of mini changes, but a GPU must train that of the kept losses."""
-    monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
-    monkeypatch.setattr(train_gpt, "uses_fp8", lambda hp: False)
-    _, hp = train_gpt.parse_arguments(report_stages.OLDER_MINI.split())
-    losses = report_stages.losses_of_seeds(replace(hp, num_iterations=2), [0])
-    assert losses[0] == pytest.approx([5.950651, 5.446752], abs=1e-4)

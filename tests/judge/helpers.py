@@ -36,7 +36,7 @@ def run_main(main, *words) -> tuple[int, str, str]:
 def work_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """compare and screen run in this folder, and keep their runs there. The machine has no GPU."""
     patch.setattr(compare_runs, "FOLDER", folder / "compare")
-    patch.setattr(compare_runs, "gpu_maker", lambda: "")
+    patch.setattr(compare_runs, "has_nvidia_gpu", lambda: False)
     patch.chdir(folder)
 
 

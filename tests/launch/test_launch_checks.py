@@ -71,13 +71,13 @@ def test_a_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path, capsys):
     def init():
         raise RuntimeError("The driver is too old (found version 11040).")
 
-    monkeypatch.setattr(memory, "gpu_maker", lambda: "AMD")
+    monkeypatch.setattr(memory, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", init)
     for mode in ("train", "compare"):
         status, _, err = check(tmp_path, capsys, mode=mode)
         assert (status, err.count("\n")) == (2, 1)
         for words in (
-            "an AMD GPU",
+            "an NVIDIA GPU",
             torch.__version__,
             "too old (found version 11040).); update the driver",
             "--device cpu",

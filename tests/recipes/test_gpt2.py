@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import train_gpt
 from recipes import gpt2, openai_gpt2
-from train_gpt import GradientBuckets, InputError
+from train_gpt import InputError
 from tests.training.test_checkpoint import kill_in_call, resuming
 from tests.util import (
     ROOT,
@@ -208,6 +208,7 @@ def test_mini_is_the_mini_of_train_gpt():
     "changes, message",
     [
         (dict(batch_tokens=500), "--batch_tokens 500: must be a multiple of 1 .* --block_size 32"),
+        (dict(n_head=0), "--n_head must be more than 0"),
         (dict(n_head=3), "--n_embd 32: must be a multiple of --n_head 3"),
         (dict(num_iterations=8, repeat_data="false"), "has 7 batches .*, and the run needs 8"),
         (dict(batch_tokens=4096), "has 0 batches .*, and the run needs 1"),
@@ -269,7 +270,7 @@ def one_step(**changes):
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 
     optimizer.register_step_pre_hook(keep)
-    loss = gpt2.train_step(model, optimizer, GradientBuckets(model), tokens, 1, hp)
+    loss = gpt2.train_step(model, optimizer, tokens, 1, hp)
     return model.state_dict(), loss, gradients[0]
 
 
@@ -345,4 +346,3 @@ def test_levers_table(tmp_path):
     assert lines[1].startswith("mini: 128 tokens per step")
     assert len(lines) == 4 + 7
     assert re.search(r"^float32 +[\d.]+ +[\d,]+ +1\.00 +1\.00$", lines[4])
-    assert lines[5].split() == "TF32 matmuls - the hardware has none".split()

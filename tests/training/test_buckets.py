@@ -1,6 +1,7 @@
-"""Tests of gradient buckets: their contents, when they are reduced, and the reduced gradients."""
+"""Tests of the all-reduce of gradients in buckets: what is in a bucket, and the sums."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ import torch.distributed as dist
 import train_gpt
 from tests.training.test_model import TINY, blocks, build
 from tests.util import randomized, spawn
-from train_gpt import GradientBuckets
+from train_gpt import sum_gradients
 
 SMALL = replace(TINY, vocab_size=200, eot_token=199, train_seq_len=128, val_seq_len=128, max_window=256)
 NUM_SEQUENCES = 4
@@ -22,68 +23,46 @@ def model_and_data():
     return model, tokens[:, :-1].int(), tokens[:, 1:].long()
 
 
-def lists(buckets):
-    """The buckets, each a list of parameters, in the order in which they were filled."""
-    return list({id(bucket): bucket for bucket in buckets.bucket_of.values()}.values())
+def reduced():
+    """The tensors that were all-reduced, where dist.all_reduce is a mock."""
+    return [call.args[0] for call in dist.all_reduce.call_args_list]
 
 
-def test_contents():
+def test_contents(monkeypatch):
     """The official model's tables have their own buckets, and the matrices fill theirs."""
     with torch.device("meta"):
         model = build(train_gpt.TRACKS["fineweb"], torch.bfloat16)
-    members = []
-    buckets = lists(GradientBuckets(model))
-    for bucket in buckets:
-        members += [id(p) for p in bucket]
-        assert len({p.dtype for p in bucket}) == 1
-        assert len(bucket) == 1 or sum(p.nbytes for p in bucket) <= 25 * 2**20
-    assert sorted(members) == sorted(id(p) for p in model.parameters())
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+    monkeypatch.setattr(dist, "all_reduce", Mock())
+    monkeypatch.setattr(train_gpt, "WORLD_SIZE", 8)
+    sum_gradients(model)
+    buckets = reduced()
+    sizes = {p.numel() for p in model.parameters()}
+    for flat in buckets:
+        assert flat.nbytes <= 25 * 2**20 or flat.numel() in sizes
+    assert sum(flat.numel() for flat in buckets) == sum(p.numel() for p in model.parameters())
     tables = 5
     matrix_bytes = (12 * 8 + 11 * 4) * 768**2 * 4
     assert len(buckets) <= tables + 2 * matrix_bytes / (25 * 2**20)
 
 
 # --------------------------------------------------------------- processes
-def record_events(model):
-    """Records in the order of time when gradients are ready, with the address of each, and when
-    all-reduces start. Our hooks must run before those of the buckets."""
-    events = []
+def check_in_place(model, before):
+    """The gradients are views of the buckets, so nothing is copied back. A gradient that has its own bucket
+    isn't copied at all. `before` has the addresses of the gradients."""
+    counts = {flat.data_ptr(): flat.numel() for flat in reduced()}
+    assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
+    alone = 0
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: events.append((p, p.grad.data_ptr())))
-    plain_all_reduce = dist.all_reduce
-
-    def all_reduce(tensor, async_op):
-        assert async_op
-        events.append(("reduce", tensor))
-        return plain_all_reduce(tensor, async_op=True)
-
-    dist.all_reduce = all_reduce
-    return events
-
-
-def check_reduced_in_place(reduced, buckets, came):
-    """Each bucket is reduced once. The gradients are views of it, so nothing is copied back, and a
-    bucket of one gradient isn't copied at all. `came` has the addresses before."""
-    assert len(reduced) == len(buckets)
-    for flat, bucket in zip(reduced, buckets):
-        assert flat.numel() == sum(p.numel() for p in bucket)
-        address = flat.data_ptr()
-        if len(bucket) == 1:
-            assert address == came[bucket[0]]
-        for p in bucket:
-            assert p.grad.data_ptr() == address
-            assert p.grad.shape == p.shape
-            assert p.grad.is_contiguous()
-            address += p.grad.nbytes
-
-
-def check_overlap(events):
-    """Most buckets are reduced before all gradients are ready."""
-    reduces = [i for i, (what, _) in enumerate(events) if what == "reduce"]
-    last_ready = max(i for i, (what, _) in enumerate(events) if what != "reduce")
-    early = sum(i < last_ready for i in reduces)
-    assert early >= len(reduces) - 3 > 1, f"{early} of {len(reduces)} overlapped"
-    assert reduces[0] < len(events) / 3
+        address = p.grad.data_ptr()
+        assert any(0 <= address - flat.data_ptr() < flat.nbytes for flat in reduced())
+        assert p.grad.shape == p.shape
+        assert p.grad.is_contiguous()
+        if counts.get(address) == p.numel():
+            assert address == before[p]
+            alone += 1
+    assert 0 < alone < len(counts)
 
 
 def check_values(model, want):
@@ -100,24 +79,17 @@ def check_values(model, want):
 def bucket_child(rank, world_size):
     want = plain_gradients()
     model, inputs, targets = model_and_data()
-    events = record_events(model)
-    buckets = GradientBuckets(model, BUCKET_BYTES)
-    assert {len(bucket) == 1 for bucket in lists(buckets)} == {True, False}
+    dist.all_reduce = Mock(wraps=dist.all_reduce)
     share = NUM_SEQUENCES // world_size
     for _ in range(2):  # in a second step, nothing is left over from the first
-        for micro_step in range(share):
-            events.clear()
-            buckets.last_micro_step = micro_step == share - 1
-            i = rank * share + micro_step
+        for i in range(rank * share, (rank + 1) * share):
             loss = model(inputs[i : i + 1], targets[i : i + 1], blocks(2))
             (loss / NUM_SEQUENCES).backward()
-            if not buckets.last_micro_step:
-                assert "reduce" not in dict(events)
-        check_overlap(events)
-        buckets.wait()
-        reduced = [tensor for what, tensor in events if what == "reduce"]
-        check_reduced_in_place(reduced, lists(buckets), dict(events))
+        before = {p: p.grad.data_ptr() for p in model.parameters()}
+        sum_gradients(model, BUCKET_BYTES)
+        check_in_place(model, before)
         check_values(model, want)
+        dist.all_reduce.reset_mock()
         model.zero_grad()  # in train_step, the optimizers do this
 
 
@@ -136,5 +108,5 @@ def plain_gradients():
     return mean
 
 
-def test_reduced_once_a_step_overlapping_backward(tmp_path):
+def test_summed_over_processes(tmp_path):
     spawn(bucket_child, 2, tmp_path)

@@ -230,7 +230,7 @@ def test_batches_that_a_resumed_run_skips_are_not_timed(monkeypatch):
     hp = dataclasses.replace(TRACKS["mini"], num_iterations=4, val_loss_every=0)
     run = train_gpt.Run(hp, Path(), saves=False, log="", step=3, train_ms=50.0)
     monkeypatch.setattr(run, "write", lambda *args: None)
-    train_gpt.train(run, None, [], None)
+    train_gpt.train(run, None, [])
     assert run.train_ms == 50 + 100_000
     assert run.train_loss == 4.5
 

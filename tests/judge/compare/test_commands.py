@@ -1,13 +1,16 @@
 """compare with anyone's scripts, and with finished logs."""
 
 import shutil
+import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from judge.compare import compare
+from judge.compare import compare, runs
 from tests.judge.helpers import (
     answer_of,
     bounds,
@@ -300,3 +303,16 @@ def test_finished_logs_that_cannot_be_compared(logs):
             Path(side, f"{i}.log").write_text(f"{side}\nbpb: 0.{i}\n")
     sides = ["--base_logs", "no", "--idea_logs", "steps", "--metric", "bpb"]
     assert "steps" not in answer(*sides, "--loss_per_100_steps", "1")[1].replace("equal steps", "")
+
+
+@pytest.mark.parametrize("command, survives", [(None, True), ("sh train.sh", False)])
+def test_what_an_ended_run_has_started(command, survives, tmp_path):
+    """Of a script, that is its compiler, which must write its file to the end. Of a command, it may train."""
+    work = ["sh", "-c", "(printf half > file; echo; sleep 1; printf whole >> file) & wait"]
+    child = subprocess.Popen(work, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True)
+    child.stdout.readline()
+    worker = runs.Worker(SimpleNamespace(command=command), [0], child, tmp_path / "folder")
+    runs.end_worker(SimpleNamespace(workers=[worker]), worker)
+    assert child.returncode == -signal.SIGTERM
+    child.stdout.read()  # until all have ended
+    assert (tmp_path / "file").read_text() == ("halfwhole" if survives else "half")

@@ -338,7 +338,7 @@ def test_jobs_share_the_cores(place, monkeypatch):
     """A command may use the GPU, so only one runs at a time."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(compare_runs, "usable_cores", lambda: 7)
-    monkeypatch.setattr(compare_runs, "gpu_maker", lambda: "NVIDIA")
+    monkeypatch.setattr(compare_runs, "has_nvidia_gpu", lambda: True)
     other = compare_sources.Variant("x", place, "", [], command="x")
     for variants, words, *expected in [
         ([], ["--jobs", "3"], 3, 2),

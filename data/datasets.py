@@ -1,0 +1,49 @@
+"""
+The datasets that ./run.sh gets by itself. To add one, write a script in this folder, like shakespeare.py,
+and add a row here. Then ./run.sh data NAME runs the script. So does a run whose --train_files are in the
+dataset's folder, if shards are missing there.
+"""
+
+import glob
+import math
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from lib.environment import ROOT
+from lib.processes import run, say, setup_lock
+
+
+class Dataset(NamedTuple):
+    command: str  # the module of the script, and words for it
+    folder: str  # where the script writes *_train_*.bin and *_val_*.bin
+    shards: int  # for training; if there are several, the script takes the number to get
+    mb: int  # to download for a shard
+
+
+DATASETS = {
+    "shakespeare": Dataset("data.shakespeare", "data/shakespeare", shards=1, mb=1),
+    "fineweb": Dataset("data.fineweb fineweb", "data/fineweb10B", shards=103, mb=200),
+    "edu": Dataset("data.fineweb edu", "data/finewebedu10B", shards=99, mb=200),
+}
+
+
+def get_data(python, settings):
+    """Gets the shards that a run with these settings reads. Your own files stay as they are."""
+    folder = str(Path(settings["train_files"]).parent)
+    dataset = next((dataset for dataset in DATASETS.values() if dataset.folder == folder), None)
+    if not dataset:
+        return
+    # If there are several shards, each has 100M tokens. No batch is in two. The steps of january2026 vary
+    batches = (10**8 - 1) // settings.get("batch_tokens", 2**19)
+    shards = min(dataset.shards, max(1, math.ceil(settings["num_iterations"] / batches)))
+    command = [python, "-m", *dataset.command.split()]
+    if dataset.shards > 1:
+        command.append(str(shards))
+    with setup_lock():
+        found = [len(glob.glob(f"{ROOT}/{folder}/*_{split}_*.bin")) for split in ("train", "val")]
+        if found[0] < shards or not found[1]:
+            say(f"getting {folder}: a download of {(shards + 1) * dataset.mb:,} MB")
+            status = run(command, cwd=ROOT)
+            if status:
+                sys.exit(status)
