@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -45,6 +46,24 @@ def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
     return tokens.tolist()
 
 
+@torch.no_grad()
+def randomized(module):
+    """Gives every weight a random value, so that none hides a mistake by being zero or one. The logits
+    are far enough apart for a clear greedy choice."""
+    rng = torch.Generator().manual_seed(5)
+    for name, p in module.named_parameters():
+        values = torch.randn(p.shape, generator=rng)
+        if p.ndim < 2:
+            p.copy_(0.5 + 0.3 * values)
+        elif "wte" in name:  # shared with the head: large values make each token predict itself
+            p.copy_(0.1 * values)
+        elif "emb" in name or "wpe" in name:
+            p.copy_(values)
+        else:
+            p.copy_(p.size(-1) ** -0.5 * values)
+    return module.eval()
+
+
 # A model that takes milliseconds: 4 sequences of 128 tokens a step. Three layers can't be shared
 # equally by 2 or 4 processes. The validation shards have 7 and 9 sequences.
 TINY = dict(
@@ -65,6 +84,10 @@ TINY = dict(
 )
 
 
+def tiny_options(**changes):
+    return ["--track=mini", *(f"--{k}={v}" for k, v in (TINY | changes).items())]
+
+
 def tiny_run(folder, *more, **changes):
     """Writes shards to `folder`, for 12 steps of the tiny model. Returns the options of a run there."""
     folder.mkdir(exist_ok=True)
@@ -72,7 +95,7 @@ def tiny_run(folder, *more, **changes):
     write_shard(folder / "tiny_train_000001.bin", random_tokens(8 * 512 + 1, seed=2, vocab=33))
     write_shard(folder / "tiny_val_000000.bin", random_tokens(7 * 128 + 50, seed=3, vocab=33))
     write_shard(folder / "tiny_val_000001.bin", random_tokens(9 * 128 + 1, seed=4, vocab=33))
-    return ["--track=mini", *(f"--{k}={v}" for k, v in (TINY | changes).items()), *more]
+    return [*tiny_options(**changes), *more]
 
 
 def read_log(folder):
@@ -80,6 +103,35 @@ def read_log(folder):
     logs = list((Path(folder) / "logs").glob("*.txt"))
     assert len(logs) == 1, f"expected one log, found {logs}"
     return logs[0].read_text()
+
+
+def settings_of(log):
+    """The hyperparameters in the text of a log."""
+    return json.loads(re.search("^hyperparameters: (.*)", log, re.M)[1])
+
+
+def checkpoint_of(folder):
+    """The path of the only checkpoint under folder/logs."""
+    (path,) = (folder / "logs").glob("*.pt")
+    return path
+
+
+def read_checkpoint(folder):
+    return torch.load(checkpoint_of(folder), weights_only=True)
+
+
+def assert_same_state(got, expected):
+    """Two checkpoints have the same weights and optimizers, bit for bit."""
+    for part in ("model", "optimizers"):
+        torch.testing.assert_close(got[part], expected[part], rtol=0, atol=0)
+
+
+def assert_one_line(status, text, words):
+    """A user's error ends a run with one line, which has these words."""
+    assert status == 2
+    (line,) = text.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
 
 
 def val_losses(text):
@@ -118,12 +170,9 @@ def rank_env(rank, world_size, port):
     )
 
 
-def run_script(args, cwd, nproc=None, script=SCRIPT, **extra):
-    """Runs the script in the folder `cwd`, alone or with `nproc` processes under torchrun. The script
-    is a file, or the name of a module, such as recipes.gpt2."""
+def run_script(args, cwd, script=SCRIPT, **extra):
+    """Runs the script in the folder `cwd`. It is a file, or the name of a module, such as recipes.gpt2."""
     command = [sys.executable]
-    if nproc is not None:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     if not str(script).endswith(".py"):
         command.append("-m")
     command += [str(script), *map(str, args)]
@@ -192,11 +241,10 @@ class Job:
         return next(filter(None, codes), 0)
 
 
-def run_forked(args, cwd, nproc=1, script="train_gpt"):
-    """Like run_script(), but as a Job."""
-    job = Job(args, cwd, nproc, script)
-    status = job.wait()
-    return subprocess.CompletedProcess(job.argv, status, job.out, job.err)
+def succeeds(job):
+    """Waits for a Job, which must end well. Returns it."""
+    assert job.wait() == 0, job.err
+    return job
 
 
 def _as_main(argv, cwd, environment, console, hook):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -262,9 +263,8 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
     ]
     (corpus / "100.JSONL").write_bytes("\ufeff".encode() + "\r\n\n".join(rows).encode())
     make(tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--shard_size=5000", "--val_tokens=700")
-    expected = expected_tokens(
-        text.removeprefix("\ufeff") for text in TEXTS
-    )  # the .JSONL file comes last
+    # the .JSONL file comes last
+    expected = expected_tokens(text.removeprefix("\ufeff") for text in TEXTS)
     found = read_folder(tmp_path / "out")
     assert list(itertools.chain(*found)) == expected
     assert [len(part) for part in found[:-1]] == [700] + [5000] * (len(found) - 2)
@@ -300,8 +300,8 @@ def test_the_default_validation_shard(make, tmp_path):
 def test_shards_that_are_there_stay(make, tmp_path):
     """The same command goes on where it was interrupted. Those of other text are neither replaced nor mixed
     with new ones."""
-    (tmp_path / "a.txt").write_text(" be" * 10_000)
-    words = ("a.txt", "--val_tokens=100", "--shard_size=4000")
+    (tmp_path / "a.txt").write_text(" be" * 50_000)
+    words = ("--bytes", "a.txt", "--val_tokens=1000", "--shard_size=40000")
     make(*words)
     whole = contents(tmp_path / "out")
     (tmp_path / "out" / "fineweb_train_000002.bin").unlink()
@@ -310,12 +310,12 @@ def test_shards_that_are_there_stay(make, tmp_path):
     assert contents(tmp_path / "out") == whole
     assert (tmp_path / "out" / NAMES[0]).stat().st_mtime_ns == age
     with pytest.raises(
-        UserError, match="fineweb_train_000003.bin has other tokens; choose another folder"
+        UserError, match="fineweb_train_000004.bin has other tokens; choose another folder"
     ):
-        (tmp_path / "a.txt").write_text(" be" * 9_000)
+        (tmp_path / "a.txt").write_text(" be" * 45_000)
         make(*words)
     with pytest.raises(UserError, match="out has 1 more shards, of other text; choose another folder"):
-        (tmp_path / "a.txt").write_text(" be" * 8_099)
+        (tmp_path / "a.txt").write_text(" be" * 40_333)  # 121,000 tokens with end-of-text
         make(*words)
     assert contents(tmp_path / "out") == whole
 
@@ -428,11 +428,7 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     assert np.array_equal(found, np.resize(once, len(found)))
 
 
-def die():
-    os._exit(9)
-
-
 def test_a_dying_worker_is_an_error(monkeypatch):
-    monkeypatch.setattr(own_text, "start_worker", die)
+    monkeypatch.setattr(own_text, "start_worker", partial(os._exit, 9))
     with pytest.raises(UserError, match="a tokenizer process died"):
         list(own_text.tokenize(["text"], 1))

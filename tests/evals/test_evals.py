@@ -19,12 +19,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import train_gpt
 from data import gpt2_bpe
 from evals import hellaswag, models, sample, speed
-from recipes import openai_gpt2
 from evals.models import TextModel
-from recipes import gpt2
+from recipes import gpt2, openai_gpt2
 from train_gpt import InputError
 from tests.training.test_checkpoint import Hostile
-from tests.util import run_forked, tiny_run
+from tests.util import Job, checkpoint_of, randomized, succeeds, tiny_run
 
 GPT2_BYTES = replace(gpt2.TRACKS["mini"], block_size=64, n_layer=2, n_head=2, n_embd=32)
 SPEEDRUN = replace(
@@ -41,39 +40,12 @@ SPEEDRUN = replace(
     val_tokens=1024,
 )
 PLAIN = dict(xsa=False, smear=False, relu_slope=0.0)  # as in fineweb
-
-
-@torch.no_grad()
-def randomized(module):
-    """
-    Gives every weight a random value, so that a swap of two weights would be noticed.
-
-    The logits are far enough apart for a clear greedy choice.
-    """
-    rng = torch.Generator().manual_seed(5)
-    for name, p in module.named_parameters():
-        values = torch.randn(p.shape, generator=rng)
-        if p.ndim < 2:
-            p.copy_(0.5 + 0.3 * values)
-        elif "wte" in name:  # shared with the head: large values make each token predict itself
-            p.copy_(0.1 * values)
-        elif "emb" in name or "wpe" in name:
-            p.copy_(values)
-        else:
-            p.copy_(p.size(-1) ** -0.5 * values)
-    return module.eval()
-
-
 MODULES = {"gpt2": (gpt2.GPT, GPT2_BYTES), "speedrun": (models.LogitsGPT, SPEEDRUN)}
 
 
 def module_of(name):
     model_class, hp = MODULES[name]
     return randomized(model_class(hp).float())
-
-
-def model_of(name):
-    return models.text_model(module_of(name), models.codec(257))
 
 
 def text(batch, length, eot_every=50):
@@ -99,10 +71,8 @@ def trained(tmp_path_factory):
     """The RUN.pt of a short training."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     words = tiny_run(folder, "--save_checkpoint", num_iterations=2)
-    result = run_forked(words, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    (path,) = folder.glob("logs/*.pt")
-    return path
+    succeeds(Job(words, folder))
+    return checkpoint_of(folder)
 
 
 # -----------------------------------------------------------------------------
@@ -134,7 +104,7 @@ def test_the_logits_of_a_text(changes):
 @pytest.mark.parametrize("name", MODULES)
 def test_greedy_decoding(name):
     """The texts exceed the context of 64 tokens twice. The prompts have end-of-text tokens."""
-    model = model_of(name)
+    model = models.text_model(module_of(name), models.codec(257))
     model.context = 64
     prompt = text(3, 60, eot_every=8)
     ids = prompt
@@ -223,12 +193,12 @@ def test_files_that_are_no_models(tmp_path, monkeypatch):
 def test_sample_from_the_command_line(trained, tmp_path, capsys):
     """A seed gives the same texts in another process."""
     args = [trained, "--n", 3, "--max_tokens", 40, "--prompt", "Ay, é", "--seed", 7]
-    result = run_forked(args, cwd=tmp_path, script="evals.sample")
-    assert (result.returncode, result.stderr) == (0, "")
+    job = Job(args, tmp_path, script="evals.sample")
+    assert (job.wait(), job.err) == (0, "")
     run_sample(*args)
-    assert result.stdout == capsys.readouterr().out
-    assert all(f"[{i}/3] Ay, é" in result.stdout for i in (1, 2, 3))
-    assert all(c.isprintable() or c in "\n\t" for c in result.stdout)
+    assert job.out == capsys.readouterr().out
+    assert all(f"[{i}/3] Ay, é" in job.out for i in (1, 2, 3))
+    assert all(c.isprintable() or c in "\n\t" for c in job.out)
     with pytest.raises(InputError, match="^--temperature and --top_k must be at least 0$"):
         run_sample(trained, "--temperature=-1")
 
@@ -385,9 +355,9 @@ def test_items(tmp_path):
 def test_hellaswag_from_the_command_line(trained, tmp_path):
     write_items(tmp_path / "items.parquet")
     args = [str(trained), "--data", str(tmp_path / "items.parquet")]
-    done = run_forked(args, cwd=tmp_path, script="evals.hellaswag")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("hellaswag acc:") and done.stdout.endswith(" items:13\n")
+    job = Job(args, tmp_path, script="evals.hellaswag")
+    assert (job.wait(), job.err) == (0, "")
+    assert job.out.startswith("hellaswag acc:") and job.out.endswith(" items:13\n")
 
 
 def test_weights_and_items_from_the_hub(tmp_path, monkeypatch, capsys):

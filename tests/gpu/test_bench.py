@@ -9,22 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 from tests.training.test_attention import CASES, EOT, dense_mask, random_input
+from tests.training.test_model import TINY
 from gpu import bench, measure
-from train_gpt import GPT, TRACKS, build_optimizers, document_ids
-
-TINY = replace(
-    TRACKS["fineweb"],
-    vocab_size=300,
-    eot_token=299,
-    num_layers=6,
-    num_heads=2,
-    model_dim=64,
-    num_value_embeds=1,
-    attn_free_layers=(2,),
-    long_window_layers=(0, 5),
-    train_seq_len=512,
-    max_window=512,
-)
+from train_gpt import GPT, build_optimizers, document_ids
 
 # -----------------------------------------------------------------------------
 # FLOPs
@@ -51,11 +38,11 @@ def test_model_flops_against_pytorch():
     counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     assert set(counts) == {"aten.mm", "aten.bmm"}
     docs = torch.zeros(512, dtype=torch.int32)
-    # Two layers have the long window of 4 blocks. Three have the short one of 2 blocks.
-    pairs = 2 * measure.visible_pairs(docs, 4) + 3 * measure.visible_pairs(docs, 2)
+    # Three layers have the long window of 4 blocks. Eight have the short one of 2 blocks.
+    pairs = 3 * measure.visible_pairs(docs, 4) + 8 * measure.visible_pairs(docs, 2)
     attention = 12 * 64 * pairs
     assert measure.model_flops(TINY, docs, window) == counts["aten.mm"] + attention
-    assert counts["aten.bmm"] == 12 * 64 * 512 * 128 * (2 * 4 + 3 * 2)
+    assert counts["aten.bmm"] == 12 * 64 * 512 * 128 * (3 * 4 + 8 * 2)
 
 
 def test_newton_schulz_flops_against_pytorch():

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from judge.compare import compare
-from judge.compare import runs as compare_runs
+from judge.compare import compare, runs as compare_runs
 from judge.curves import curve
 from judge.records import plot
 from lib.commands import UserError

@@ -5,7 +5,6 @@ happens to child processes.
 Most run in this process: `machine` stands for the programs that launch.py asks and starts.
 """
 
-import ast
 import fcntl
 import importlib.util
 import os
@@ -268,39 +267,6 @@ def test_which_build_of_pytorch(machine, tmp_path, monkeypatch, answers, files, 
         file(tmp_path / name)
     launch.pip_install("python", ["torch==2.13.0", "numpy==2.4.6"])
     assert machine.ran[0][7:] == [*options, "torch==2.13.0", "numpy==2.4.6"]
-
-
-def imported(files):
-    """The modules that files import anywhere, without Python's, PyTorch's (triton) and ours."""
-    names = set()
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names.add(node.module.split(".")[0])
-    return (
-        names
-        - set(sys.stdlib_module_names)
-        - {"train_gpt", "tiktoken_ext", "triton", *os.listdir(ROOT)}
-    )
-
-
-def required(folder):
-    return {line.split("==")[0] for line in open(ROOT / folder / "requirements.txt")}
-
-
-def test_requirements_name_what_is_imported():
-    before = [ROOT / "launch/launch.py", ROOT / "data/datasets.py", *(ROOT / "lib").glob("*.py")]
-    assert imported(before) == set()  # they run before there are packages
-    names = "train_gpt.py launch/checks.py data/shakespeare.py data/fineweb.py evals/models.py evals/sample.py"
-    always = [ROOT / name for name in names.split()]
-    for folder in ("recipes", "gpu"):
-        always += (ROOT / folder).glob("*.py")
-    assert imported(always) <= required(".")
-    for folder in ("judge", "evals"):
-        packages = imported((ROOT / folder).rglob("*.py"))
-        assert required(folder) <= packages <= required(".") | required(folder)
 
 
 # -----------------------------------------------------------------------------

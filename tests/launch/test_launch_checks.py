@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from gpu.report_stages import PEAKS
 from launch import checks
 from lib import environment, processes
 from train_gpt import TRACKS
-from tests.util import ROOT, random_tokens, run_forked, write_shard
+from tests.util import ROOT, Job, tiny_options
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_the_answer_reaches_the_launcher(tmp_path, monkeypatch):
     """The checks run in their own process, and read the repository's data wherever the user is."""
 
     def run(command, cwd):
-        return run_forked(command[3:], cwd, script=command[2]).returncode
+        return Job(command[3:], cwd, script=command[2]).wait()
 
     monkeypatch.setattr(processes, "run", run)
     monkeypatch.chdir(tmp_path)
@@ -199,20 +199,7 @@ def test_the_length_that_fits_leaves_room_for_other_libraries(head, seq_len):
 # -----------------------------------------------------------------------------
 # Compiled code
 
-TINY = replace(
-    TRACKS["mini"],
-    num_layers=2,
-    num_heads=2,
-    model_dim=64,
-    num_value_embeds=1,
-    long_window_layers=(0, 1),
-    max_window=256,
-    train_seq_len=128,
-    batch_tokens=256,
-    val_seq_len=512,
-    val_tokens=1024,
-    sequences_per_pass=2,
-)
+_, TINY = train_gpt.parse_arguments(tiny_options())
 
 
 def test_no_gradient_of_the_check_is_zero():
@@ -249,11 +236,9 @@ def full_disk(model):
     raise OSError(28, "No space left on device")
 
 
-def compile_problem(hp):
-    return next(filter(None, (checks.compile_problem(hp, part) for part in PARTS)), "")
-
-
-PARTS = ["training", "validation"]
+def compile_problem():
+    problems = [checks.compile_problem(TINY, part) for part in ("training", "validation")]
+    return next(filter(None, problems), "")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +254,7 @@ PARTS = ["training", "validation"]
 def test_what_a_compiler_does_wrong(spoil, says, monkeypatch):
     monkeypatch.setattr(train_gpt.GPT, "compile", lambda model, dynamic: spoil(model))
     monkeypatch.setattr(checks, "CXX", "g++")
-    problem = compile_problem(TINY)
+    problem = compile_problem()
     for words in says:
         assert words in problem
     assert "\n" not in problem
@@ -281,7 +266,7 @@ def test_an_error_of_the_model_itself_is_not_the_compilers(monkeypatch):
 
     monkeypatch.setattr(train_gpt.GPT, "forward", forward)
     with pytest.raises(RuntimeError, match="a bug"):
-        compile_problem(TINY)
+        compile_problem()
 
 
 COUNT = """
@@ -313,18 +298,14 @@ def test_compiled_code_is_right_and_made_once(tmp_path, monkeypatch, capfd):
 
 
 @pytest.fixture
-def tiny_mini(tmp_path, monkeypatch):
-    """The track mini is tiny, and no answer is remembered yet."""
-    write_shard(tmp_path / "train_0.bin", random_tokens(8 * 1024 + 1, seed=1))
-    write_shard(tmp_path / "val_0.bin", random_tokens(4 * 256 + 1, seed=2))
-    files = dict(train_files=str(tmp_path / "train_*.bin"), val_files=str(tmp_path / "val_*.bin"))
-    monkeypatch.setitem(TRACKS, "mini", replace(TINY, num_iterations=4, **files))
+def right_code(tmp_path, monkeypatch):
+    """Compiled code is right, and no answer is remembered yet."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(train_gpt, "compiles", lambda: True)
     monkeypatch.setattr(checks, "find_problem", lambda processes: "")
 
 
-def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
+def test_a_right_answer_is_remembered(right_code, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     status, needs, err = check(tmp_path, capsys)
     assert (status, needs["environment"]) == (0, environment.environment(needs["processes"]))
@@ -345,7 +326,7 @@ def test_a_right_answer_is_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
             assert "it is wrong" in check(tmp_path, capsys, mode="compare")[2], name
 
 
-def test_a_wrong_answer_is_not_remembered(tiny_mini, tmp_path, monkeypatch, capsys):
+def test_a_wrong_answer_is_not_remembered(right_code, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checks, "find_problem", lambda processes: "it is wrong")
     for _ in range(2):
         _, needs, err = check(tmp_path, capsys)
@@ -357,7 +338,7 @@ def test_a_wrong_answer_is_not_remembered(tiny_mini, tmp_path, monkeypatch, caps
         assert variables.items() <= needs["environment"].items()
 
 
-def test_the_user_can_do_without_compiled_code(tiny_mini, tmp_path, monkeypatch, capsys):
+def test_the_user_can_do_without_compiled_code(right_code, tmp_path, monkeypatch, capsys):
     """With any of the variables that turn torch.compile off. Nothing is called right then."""
     monkeypatch.setattr(train_gpt, "compiles", lambda: False)
     status, needs, err = check(tmp_path, capsys)
@@ -384,22 +365,20 @@ def test_each_part_is_compared_in_a_process(monkeypatch, code):
 
 
 @pytest.mark.parametrize("cores, processes", [(1, 1), (8, 2)])
-def test_processes_on_a_cpu(tiny_mini, got, tmp_path, monkeypatch, capsys, cores, processes):
+def test_processes_on_a_cpu(right_code, got, tmp_path, monkeypatch, capsys, cores, processes):
     """At most two, and they share the cores."""
     seen = []
     monkeypatch.setattr(checks, "find_problem", seen.append)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(environment, "usable_cores", lambda: cores)
-    _, needs, _ = check(
-        tmp_path, capsys, "--batch_tokens=1024", "--val_tokens=4096"
-    )  # 8 could share these
+    _, needs, _ = check(tmp_path, capsys, "--batch_tokens=8192")  # 8 could share these
     assert needs["processes"] == processes
     assert needs["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
     assert seen == [processes]
     assert got == [TRACKS["mini"].train_files]
 
 
-def test_user_errors_come_before_the_comparison(tiny_mini, tmp_path, capsys):
+def test_user_errors_come_before_the_comparison(right_code, tmp_path, capsys):
     missing = check(tmp_path, capsys, "--train_files=nothing_*.bin", mode="prepare")
     assert missing[2].startswith("error: no shards match nothing")
     status, _, err = check(tmp_path, capsys, "--num_iterations", "x")

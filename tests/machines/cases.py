@@ -2,7 +2,7 @@
 Imitations of other people's machines: each test makes one in an empty folder, runs the real ./run.sh there,
 and skips itself where this machine can't be imitated.
 
-    ./run.sh test machines              all: ten minutes on two cores; it downloads packages, too
+    ./run.sh test machines              all: four minutes on two cores; it downloads packages, too
     ./run.sh test machines -k network   those with this word in their name
 
 The suite doesn't run this file, because its name doesn't begin with test_.

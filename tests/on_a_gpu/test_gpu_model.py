@@ -13,7 +13,8 @@ import torch
 import train_gpt
 from gpu import report_stages
 from gpu.measure import Training
-from train_gpt import GPT, TRACKS, to_batch
+from train_gpt import GPT, TRACKS
+from tests.training.test_model import batch
 from tests.util import random_tokens, read_log, run_script, val_losses, write_shard
 
 # The layers and the head dimension of fineweb, with 1,024 tokens. FP8 needs multiples of 16.
@@ -29,12 +30,6 @@ SMALL = replace(
     val_tokens=1024,
     max_window=512,
 )
-
-
-def random_batch(hp, seed):
-    """Tokens (train_seq_len + 1,)"""
-    tokens = random_tokens(hp.train_seq_len + 1, seed, eot=hp.eot_token, eot_every=200)
-    return torch.tensor(tokens, dtype=torch.int32)
 
 
 def model_of(hp):
@@ -65,13 +60,13 @@ def loss_and_gradients(model, inputs, targets, blocks):
 @pytest.mark.parametrize("blocks", [1, 4])
 def test_loss_and_gradients_equal_the_cpus_in_float32(blocks, use_fp8, device, monkeypatch):
     hp = replace(SMALL, fp8=use_fp8)
-    inputs, targets = to_batch(random_batch(hp, blocks), hp.train_seq_len)
+    inputs, targets = batch(hp, 1, hp.train_seq_len, eot_every=200)
     model = model_of(hp).to(device)
     model.compile(dynamic=False)
-    got_loss, got = loss_and_gradients(model, inputs, targets, blocks)
+    got_loss, got = loss_and_gradients(model, inputs.to(device), targets.to(device), blocks)
     monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
     model = model_of(replace(hp, fp8=False))
-    want_loss, want = loss_and_gradients(model, inputs.cpu(), targets.cpu(), blocks)
+    want_loss, want = loss_and_gradients(model, inputs, targets, blocks)
     assert got_loss == pytest.approx(want_loss, rel=2e-3)
     # The gradient of a scalar is a sum over all activations. In bf16, much of it is rounding error.
     # So the errors of scalars are compared with the norm of all scalars. On a CPU, bf16 has errors

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.training.test_model import reference_smear, rms_norm
+from tests.training.test_muon import orthogonalize
 
 
 # --------------------------------------------------------------- model
@@ -239,15 +240,6 @@ POLAR = [
 ]
 
 
-def polar_express(x):
-    """One matrix: each singular value goes through the five polynomials."""
-    u, s, vt = torch.linalg.svd(x, full_matrices=False)
-    s = s / (1.02 * s.norm() + 1e-6)
-    for a, b, c in POLAR:
-        s = a * s + b * s**3 + c * s**5
-    return u @ torch.diag(s) @ vt
-
-
 class NorMuon:
     """The update of one matrix in float64."""
 
@@ -260,11 +252,11 @@ class NorMuon:
     def step(self, gradient, lr, mu):
         g = gradient.double()
         self.momentum = mu * self.momentum + (1 - mu) * g
-        u = polar_express((1 - mu) * g + mu * self.momentum)
+        u = orthogonalize((1 - mu) * g + mu * self.momentum, POLAR, factor=1.02, epsilon=1e-6)
         mean = (u**2).mean(1, keepdim=True)
         self.mean_squares = 0.95 * self.mean_squares + 0.05 * mean
         even = u / self.mean_squares.clamp_min(1e-10).sqrt()
-        u = even * u.norm() / even.norm()
+        u = even * u.norm() / even.norm().clamp_min(1e-30)  # a matrix without gradients: 0 / 0
         p = self.weight
         decay = torch.where(u * p >= 0, p, 0.0)
         self.weight = p - lr * self.scale * (u + 1.2 * lr * decay)

@@ -8,8 +8,7 @@ import torch
 
 from recipes import january2026
 from tests.recipes.test_2026_runs import start, tiny_run
-from tests.training.test_checkpoint import succeeds
-from tests.util import in_float32, read_log, val_losses
+from tests.util import in_float32, read_log, succeeds, val_losses
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

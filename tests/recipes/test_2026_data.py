@@ -14,7 +14,7 @@ from recipes.january2026 import (
     training_batches,
 )
 from tests.recipes import reference
-from tests.recipes.test_2026_model import EOT, in_float32, tiny  # in_float32 is for all tests here
+from tests.recipes.test_2026_model import EOT, tiny
 from tests.training.test_attention import read_block_mask
 from tests.util import write_shard
 
@@ -58,8 +58,9 @@ SHARDS = [
 
 
 def packing_hp(folder, **changes):
-    hp = tiny(train_files=str(folder / "docs_train_*.bin"), seq_lens=(128, 256, 384), max_document=100)
-    return replace(hp, num_iterations=20, extension_frac=0.1, **changes)
+    files = str(folder / "docs_train_*.bin")
+    steps = dict(num_iterations=20, extension_frac=0.1)
+    return tiny(train_files=files, seq_lens=(128, 256, 384), max_document=100, **steps, **changes)
 
 
 @pytest.mark.parametrize("world_size, first", [(1, 0), (2, 7)])

@@ -10,9 +10,20 @@ import torch
 from recipes import january2026
 from judge.logs import parse_log
 from judge.records.rules import too_small
-from tests.training.test_checkpoint import assert_same_state, kill_in_call, load, resuming, succeeds
-from tests.training.test_run import assert_one_line
-from tests.util import ROOT, Job, in_float32, random_tokens, read_log, val_losses, write_shard
+from tests.training.test_checkpoint import kill_in_call, resuming
+from tests.util import (
+    ROOT,
+    Job,
+    assert_one_line,
+    assert_same_state,
+    in_float32,
+    random_tokens,
+    read_checkpoint,
+    read_log,
+    succeeds,
+    val_losses,
+    write_shard,
+)
 
 # A model that takes milliseconds, for 8 steps. It is tied until step 5. The last validation has a
 # longer window.
@@ -72,11 +83,11 @@ def test_processes_warm_up_and_resume_change_no_loss(one_process, tmp_path):
     argv = tiny_run(tmp_path, **IN_FLOAT32, warmup_steps=2)
     kill = functools.partial(kill_in_call, 14, "recipes.january2026", "train_step", in_float32)
     assert start(argv, tmp_path, 2, kill).wait() != 0
-    assert load(tmp_path)["run"]["step"] == 4
+    assert read_checkpoint(tmp_path)["run"]["step"] == 4
     succeeds(start([resuming(tmp_path)], tmp_path, 2, in_float32))
     assert val_losses(read_log(tmp_path)) == pytest.approx(losses, abs=2e-4)
-    want = load(one_process)["model"]
-    for name, tensor in load(tmp_path)["model"].items():
+    want = read_checkpoint(one_process)["model"]
+    for name, tensor in read_checkpoint(tmp_path)["model"].items():
         assert (tensor - want[name]).norm() <= 0.01 * want[name].norm(), name
 
 
@@ -97,10 +108,10 @@ def test_killed_and_resumed_is_the_same_run(whole, tmp_path):
     """It is killed in step 7, and resumed from step 4, before head and embedding are untied."""
     kill = functools.partial(kill_in_call, 8, "recipes.january2026", "train_step", in_bf16)
     assert start(tiny_run(tmp_path), tmp_path, hook=kill).wait() == -signal.SIGKILL
-    assert load(tmp_path)["run"]["step"] == 4
+    assert read_checkpoint(tmp_path)["run"]["step"] == 4
     succeeds(start([resuming(tmp_path)], tmp_path))
     assert steps_of(tmp_path) == steps_of(whole)
-    assert_same_state(load(tmp_path), load(whole))
+    assert_same_state(read_checkpoint(tmp_path), read_checkpoint(whole))
 
 
 def test_validations_follow_the_schedules(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recipes import january2026
 from recipes.january2026 import (
     GPT,
     TRACKS,

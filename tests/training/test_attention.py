@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.util import random_tokens
 from train_gpt import Rotary, attention, document_ids, flex_block_mask, portable_mask
 
 EOT = 9
@@ -17,12 +19,8 @@ def blocks(n):
 
 def random_input(num_seqs, length, eot_every, seed):
     """Tokens (B, S) with an end-of-text every `eot_every` tokens on average."""
-    g = torch.Generator().manual_seed(seed)
-    shape = (num_seqs, length)
-    tokens = torch.randint(0, EOT, shape, generator=g, dtype=torch.int32)
-    is_end = torch.rand(shape, generator=g) < 1 / eot_every
-    tokens[is_end] = EOT
-    return tokens
+    tokens = random_tokens(num_seqs * length, seed, EOT + 1, EOT, eot_every)
+    return torch.tensor(tokens, dtype=torch.int32).view(num_seqs, length)
 
 
 def dense_mask(tokens, window_blocks, eot=EOT):
@@ -60,10 +58,6 @@ def qkv(*shape, seed):
     """Three tensors (B, S, H, D)."""
     g = torch.Generator().manual_seed(seed)
     return torch.randn(3, *shape, generator=g).unbind()
-
-
-def assert_close(got, want, rtol, atol):
-    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
 # (sequences, tokens in each, mean document length, window in blocks)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import train_gpt
-from tests.util import ROOT, env
-from tests.training.test_model import SINGLE, TINY, build, randomize
+from tests.util import ROOT, env, randomized
+from tests.training.test_model import SINGLE, TINY, build
 
 
 @pytest.mark.slow
@@ -38,8 +38,7 @@ def test_compiled_steps_are_uncompiled_steps(monkeypatch):
     tokens = torch.randint(hp.vocab_size, (257,), dtype=torch.int32)
     results = []
     for compiled in (False, True):
-        torch.manual_seed(0)
-        model = randomize(build(hp))
+        model = randomized(build(hp))
         if compiled:
             model.compile(dynamic=False)
         optimizers = train_gpt.build_optimizers(model, hp)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
 
 import train_gpt
 from tests.training.test_model import build
@@ -59,10 +60,6 @@ def dequantize(x_f8, scale):
     return x_f8.double() * scale
 
 
-def assert_close(got, want, rtol, atol=0.0):
-    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
-
-
 def assert_nearest_e4m3(full, f8, scale):
     """
     Checks that every number is rounded to the nearest e4m3 number.
@@ -101,7 +98,7 @@ def test_forward(tokens, dim, out, spread):
     want_loss = plain_loss(exact, targets, dim)
     want_lse = capped(exact, dim).logsumexp(-1)
     assert_close(loss.double(), want_loss, rtol=1e-6, atol=1e-5)
-    assert_close(lse.double(), want_lse, rtol=1e-6)
+    assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
 
 
 SMALL = 2.0**-32  # with a small gradient of the loss, FP8 gradients must not underflow
@@ -125,7 +122,7 @@ def test_backward(tokens, dim, out, spread, grad):
     _, transposed = head_loss_backward(grad, logits, lse, eye, w_f8, targets)
     g = transposed.T.double() / x_scale
     scaled = g / grad_scale
-    assert_close(scaled, scaled.to(E5M2).double(), rtol=1e-6)
+    assert_close(scaled, scaled.to(E5M2).double(), rtol=1e-6, atol=0)
     exact = logits.double().requires_grad_()
     (plain_loss(exact, targets, dim) * grad).backward()
     # Half a unit of the 2-bit mantissa, half the smallest subnormal number, and the error of
@@ -185,8 +182,8 @@ def test_the_model_uses_fp8_in_training_only(use, monkeypatch):
         fp8, *_ = head_loss(x, weight, targets)
         in_training = model.train().loss(x, targets)
         in_evaluation = model.eval().loss(x, targets)
-    assert_close(in_training, fp8 if use else plain, rtol=0)
-    assert_close(in_evaluation, plain, rtol=0)
+    assert_close(in_training, fp8 if use else plain, rtol=0, atol=0)
+    assert_close(in_evaluation, plain, rtol=0, atol=0)
     assert fp8 != plain
     assert abs(fp8 - plain) < 0.01 * plain
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from tests.training.test_attention import blocks, dense_attention, dense_mask, rotate
+from tests.util import random_tokens, randomized
 from train_gpt import GPT, TRACKS
 
 FINEWEB = TRACKS["fineweb"]
@@ -36,24 +37,10 @@ def build(hp, dtype=torch.float32):
 
 
 def batch(hp, num_seqs, length, eot_every=60):
-    shape = (num_seqs, length + 1)
-    tokens = torch.randint(0, hp.vocab_size, shape)
-    tokens[torch.rand(shape) < 1 / eot_every] = hp.eot_token
-    return tokens[:, :-1].int(), tokens[:, 1:].long()
-
-
-def randomize(model):
-    """Gives every weight a random value, so that no weight hides a mistake by being zero or one."""
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn_like(p)
-            if p.ndim < 2 or p.numel() < 64:
-                p.copy_(noise * 0.3 + 0.5)
-            else:
-                p.copy_(noise * 0.5 / math.sqrt(p.shape[-1]))
-        for table in [model.embed, *model.value_embeds]:
-            table.weight.mul_(10)
-    return model
+    n = num_seqs * (length + 1)
+    tokens = random_tokens(n, seed=0, vocab=hp.vocab_size, eot=hp.eot_token, eot_every=eot_every)
+    tokens = torch.tensor(tokens).view(num_seqs, length + 1)
+    return tokens[:, :-1].int(), tokens[:, 1:]
 
 
 def rms_norm(x):
@@ -151,7 +138,7 @@ SINGLE = dict(num_layers=1, attn_free_layers=(), num_value_embeds=0, long_window
 )
 def test_loss_and_gradients_equal_the_plain_model(hp, num_seqs, length, window):
     """In float64, token by token, sequence by sequence."""
-    model = randomize(build(hp)).train()
+    model = randomized(build(hp)).train()
     inputs, targets = batch(hp, num_seqs, length)
     exact = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     want = 0.0

@@ -17,15 +17,18 @@ from train_gpt import Muon, wide, zeropower_via_newtonschulz5
 from tests.util import spawn
 
 
-def orthogonalize(x, steps=5):
+QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalize(x, polynomials=(QUINTIC,) * 5, factor=1, epsilon=1e-7):
     """The iteration by its definition, of matrices in float64.
 
-    It divides by the Frobenius norm, then repeats s -> a s + b s^3 + c s^5 for each singular value.
+    It divides by the Frobenius norm, then takes s -> a s + b s^3 + c s^5 for each singular value.
     """
     u, s, vt = torch.linalg.svd(x, full_matrices=False)
-    s = s / (s.norm(dim=-1, keepdim=True) + 1e-7)
-    for _ in range(steps):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    s = s / (factor * s.norm(dim=-1, keepdim=True) + epsilon)
+    for a, b, c in polynomials:
+        s = a * s + b * s**3 + c * s**5
     return u @ torch.diag_embed(s) @ vt
 
 
@@ -39,7 +42,7 @@ def test_every_singular_value_follows_the_quintic(shape, steps):
     """Nothing is divided by zero. tests/gpu/test_report.py compares Muon in bf16."""
     g = torch.randn(shape)
     out = zeropower_via_newtonschulz5(g, steps)
-    want = orthogonalize(g.double(), steps)
+    want = orthogonalize(g.double(), (QUINTIC,) * steps)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-4)
     assert not zeropower_via_newtonschulz5(torch.zeros(4, 8)).any()
     with mock.patch.object(train_gpt, "DTYPE", torch.bfloat16):
@@ -85,9 +88,13 @@ def momentum_at(step):
     return MOMENTUM + 0.02 * step
 
 
-def run_muon(beta2=0.0):
+def new_muon(beta2):
     params = [torch.nn.Parameter(initial(i, s)) for i, s in enumerate(SHAPES)]
-    opt = Muon(params, lr=LR, momentum=MOMENTUM, ns_steps=5, beta2=beta2)
+    return params, Muon(params, lr=LR, momentum=MOMENTUM, ns_steps=5, beta2=beta2)
+
+
+def run_muon(beta2):
+    params, opt = new_muon(beta2)
     for step in range(STEPS):
         for group in opt.param_groups:
             group["momentum"] = momentum_at(step)
@@ -111,7 +118,7 @@ def normalize(x, mean, beta2):
     return even * x.norm() / even.norm(), mean
 
 
-def plain_muon(beta2=0.0):
+def plain_muon(beta2):
     """Muon by its definition, one matrix at a time, in float64."""
     params = [initial(i, s).double() for i, s in enumerate(SHAPES)]
     momenta = [torch.zeros_like(p) for p in params]
@@ -158,8 +165,7 @@ def counting(name):
 def check_state(world_size):
     """A rank keeps its share of the state, and saves and loads all of it. A step makes one batch and
     one all-gather per shape."""
-    params = [torch.nn.Parameter(initial(i, s)) for i, s in enumerate(SHAPES)]
-    opt = Muon(params, lr=LR, momentum=MOMENTUM, ns_steps=5, beta2=0.9)
+    params, opt = new_muon(beta2=0.9)
     for i, p in enumerate(params):
         p.grad = gradient(0, i, p.shape)
     with counting("all_gather") as gather:
