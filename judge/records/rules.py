@@ -127,7 +127,7 @@ def too_small(log: Log) -> str:
     """Hyperparameters that are too small for the track."""
     settings = dict(log.hyperparameters)
     if {"windows", "window_block"} <= settings.keys():  # recipes/january2026.py
-        settings["max_window"] = settings["window_block"] * max(settings["windows"])
+        settings["max_window"] = settings["window_block"] * max(settings["windows"], default=0)
     found = []
     for name, smallest in SMALLEST.get(log.track, {}).items():
         value = settings.get(name)

@@ -200,6 +200,7 @@ def test_mini_is_the_whole_model(tmp_path):
         dict(max_window=128),
         dict(bigram_factor=5),
         dict(windows=[3, 7], window_block=16),  # recipes/january2026.py
+        dict(windows=[], window_block=16),
     ]
     for i, change in enumerate(changes):
         (reason,) = judged(make_runs(tmp_path / str(i), **kept | change)).reasons
