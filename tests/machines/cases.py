@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from pathlib import Path
@@ -152,6 +153,13 @@ def test_fresh_clone_and_two_at_once():
     check_trained(second, "waiting for another ./run.sh")
 
 
+def without_packages(*options):
+    """Words that start a command where Python has no packages outside environments, such as PyTorch."""
+    Path("empty").mkdir()
+    site = sysconfig.get_path("purelib", vars=dict(base=sys.base_prefix))
+    return unshare(f"mount --bind empty '{site}'", *options)
+
+
 REPLAY = ["clone/run.sh", "replay", "--help"]  # a command that installs packages, but imports none
 PARTS = 3000
 
@@ -179,11 +187,12 @@ def stub_packages():
 def test_kill_9_during_the_installation():
     """While PyTorch is installed. The same command then repairs .venv."""
     variables = stub_packages()
-    process = start(REPLAY, **variables)
+    command = [*without_packages(), *REPLAY]
+    process = start(command, **variables)
     wait_for("clone/.venv/lib/python*/site-packages/torch/part_1*.py", process)
     os.killpg(process.pid, signal.SIGKILL)
     finish(process)
-    status, output = run(REPLAY, **variables)
+    status, output = run(command, **variables)
     assert status == 0 and "making the virtual environment" in output, output
     assert len(list(Path().glob("clone/.venv/lib/*/site-packages/torch/part_*"))) == PARTS
 
@@ -191,7 +200,7 @@ def test_kill_9_during_the_installation():
 def test_no_network():
     copy_repository()
     settings = dict(PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS=None, PIP_RETRIES=1)
-    done = run([*unshare("true", "--net"), *REPLAY], **settings)
+    done = run([*without_packages("--net"), *REPLAY], **settings)
     check_error(done, "can't install the packages; pip's output is above")
     assert "NewConnectionError" in done[1]
 
@@ -205,11 +214,12 @@ def test_read_only_disk():
 def test_pip_settings_that_put_packages_elsewhere():
     """Variables that put packages elsewhere are ignored. A file that does so is noticed."""
     variables = stub_packages()
-    status, output = run(REPLAY, **variables, PIP_TARGET="x", PIP_PREFIX="y", PIP_USER=1)
+    command = [*without_packages(), *REPLAY]
+    status, output = run(command, **variables, PIP_TARGET="x", PIP_PREFIX="y", PIP_USER=1)
     assert status == 0 and "ignored: PIP_PREFIX, PIP_TARGET, PIP_USER" in output, output
     shutil.rmtree("clone/.venv")
     Path("pip.conf").write_text(f"[install]\ntarget = {os.getcwd()}/x\n")
-    done = run(REPLAY, **variables | dict(PIP_CONFIG_FILE=Path("pip.conf").absolute()))
+    done = run(command, **variables | dict(PIP_CONFIG_FILE=Path("pip.conf").absolute()))
     check_error(done, "pip has installed the packages elsewhere")
 
 
