@@ -391,14 +391,16 @@ def start_worker(pool: Pool, variant: Variant, seeds: list[int]) -> None:
 
 
 def end_worker(pool: Pool, worker: Worker) -> None:
-    """Ends a process at once. A compiler that a script has started goes on: if it were killed, it could leave
-    half a file in PyTorch's cache, and later runs would fail. Torchrun ends its own processes."""
-    end = os.killpg if worker.variant.command else os.kill
-    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        end(worker.child.pid, signal.SIGTERM)
-        worker.child.wait(40)
-    with contextlib.suppress(ProcessLookupError):
-        end(worker.child.pid, signal.SIGKILL)
+    """Ends a process at once. Torchrun's workers have sessions of their own, so it must end them. A compiler
+    that a script has started goes on: if it were killed, it could leave half a file in PyTorch's cache, and
+    later runs would fail."""
+    if pool.facts["processes"] > 1 or worker.variant.command:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(worker.child.pid, signal.SIGTERM)
+            worker.child.wait(40)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.child.pid, signal.SIGKILL)
+    worker.child.kill()
     worker.child.wait()
     pool.workers.remove(worker)
     shutil.rmtree(worker.folder, ignore_errors=True)
