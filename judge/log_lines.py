@@ -66,10 +66,12 @@ def joined(words: list[str]) -> str:
     return re.sub(r"[./-]", "_", "_".join(words)).lower()
 
 
-def is_called(words: list[str], metric: str) -> bool:
-    """Whether the last words are the metric's name."""
+def is_called(words: list[str], metric: str, number: str) -> bool:
+    """Whether the last words are the metric's name. Without a metric, a whole number is no loss, but a
+    setting: val_loss_every."""
     if not metric:
-        return any(LOSS.fullmatch(joined(words[-count:])) for count in (1, 2))
+        names = [joined(words[-count:]) for count in (1, 2)]
+        return not number.isdecimal() and any(map(LOSS.fullmatch, names))
     return any(joined(words[-count:]) == metric for count in range(1, len(words) + 1))
 
 
@@ -90,7 +92,7 @@ def read_line(text: str, start: int, metric: str) -> Line:
         if first is None:
             first = words
         label = first if line.step is not None else first[: -len(words)]
-        if NAMED.search(before) and is_called(label + words, metric):
+        if NAMED.search(before) and is_called(label + words, metric, value[1]):
             line.losses.append((joined(label + words), value[1]))
     return line
 

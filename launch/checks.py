@@ -227,12 +227,13 @@ def check_run(mode, script, options):
     compiles = train_gpt.compiles() and "TORCH_COMPILE_DISABLE" not in variables
     compiled = "compiled" if compiles else "not compiled"
     where = "GPUs" if gpus else "the CPU"
+    shown = [option for option in more if option != "--resume="]
     return dict(
         processes=processes,
         environment=variables,
         options=more,
         log_dir=str(Path(args.resume).parent if saved else args.log_dir),
-        text=", ".join([f"{hp.track} on {where}", f"processes: {processes}", compiled, *more]),
+        text=", ".join([f"{hp.track} on {where}", f"processes: {processes}", compiled, *shown]),
     )
 
 

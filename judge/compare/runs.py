@@ -93,8 +93,10 @@ class Pool:
         """In words, for this many runs to come."""
         if self.made < 2 * self.jobs:
             return "time unknown"
-        hours, minutes = divmod(round(self.minutes() / self.made * runs), 60)
-        return f"{hours}:{minutes:02} h left"
+        minutes = self.minutes() / self.made * runs
+        limit = 60 * self.args.hours - self.minutes()
+        hours, minutes = divmod(round(max(0, min(minutes, limit))), 60)
+        return f"{hours} h {minutes} min left"
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

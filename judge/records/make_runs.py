@@ -28,12 +28,16 @@ def make_run(command: str, env: dict[str, str], seed: int, file: Path) -> None:
     """Runs a command that trains once, and moves its log to `file`. Raises UserError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     env.pop("PYTHONPATH", None)  # a script must find only its own files
+    print(f"{file.parent.name} run {seed + 1} of {RUNS}", flush=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         command += f" --seed {seed} --log_dir {os.path.relpath(folder, ROOT)}"
         started = datetime.now().isoformat(" ")
-        done = subprocess.run(command, shell=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+        console = Path(folder, "console")  # not the terminal: torchrun prints tracebacks after Ctrl-C
+        with open(console, "wb") as output:
+            done = subprocess.run(command, shell=True, cwd=ROOT, env=env, stdout=output, stderr=output)
         logs = list(Path(folder).glob("*.txt"))
         if done.returncode or len(logs) != 1:
+            print(console.read_text("utf-8", "replace")[-2000:], file=sys.stderr)
             raise UserError(f"this run failed: {command}")
         write_file(file, logs[0].read_bytes() + f"started: {started}\n".encode())
 
@@ -42,6 +46,10 @@ def make_record_runs(folder: Path, track: str, filed: list[Record]) -> list[Path
     """Returns the folders of your runs and of the record's, or only the first if there is no record
     on this hardware. `filed` are the records of the track. Raises UserError."""
     ours, theirs = folder / "new", folder / "record"
+    print(
+        f"{RUNS} runs of yours and of the record to beat; if interrupted, the same command goes on",
+        flush=True,
+    )
     usual = dict(os.environ)
     needs = check_machine(sys.executable, "train", "train_gpt", "--track", track)
     script = folder / "train_gpt.py"
@@ -65,6 +73,5 @@ def make_record_runs(folder: Path, track: str, filed: list[Record]) -> list[Path
         for side in list(runs)[:: -1 if seed % 2 else 1]:
             file = side / f"{seed}.txt"
             if not file.exists():
-                print(f"{side.name} run {seed + 1} of {RUNS}", flush=True)
                 make_run(*runs[side], seed, file)
     return list(runs)

@@ -245,7 +245,14 @@ def test_what_is_no_log(tmp_path):
     (tmp_path / "in" / "a.txt").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.log").write_text("bpb: 1")
-    for name, content in [("zeros", b"\x89PNG\r\n\0"), ("source", SOURCE.encode())]:
+    setting = (
+        b'hyperparameters: {"val_loss_every": 41, "seed": 0}\n'  # the run ended before its first step
+    )
+    for name, content in [
+        ("zeros", b"\x89PNG\r\n\0"),
+        ("source", SOURCE.encode()),
+        ("setting", setting),
+    ]:
         (tmp_path / name).write_bytes(content)
     for name, why in [
         ("missing", "No such file or directory: 'missing'"),
@@ -256,6 +263,7 @@ def test_what_is_no_log(tmp_path):
             "other/a.log: no line has a number for val_loss, or step:S/N; it has lines like 'bpb: 1'",
         ),
         ("zeros", "binary"),
+        ("setting", "no line has a number for val_loss, or step:S/N"),
         ("source", "no line has a number for val_loss, or step:S/N; it has lines like 'import torch'"),
     ]:
         done = run("verify", name, cwd=tmp_path)

@@ -160,8 +160,8 @@ def test_make_trains_both_in_turns(tmp_path, monkeypatch):
     assert done.returncode == 0, done
     shown = [line for line in done.stdout.decode().splitlines() if " run " in line]
     assert shown == [
-        *["record run 1 of 4", "record run 2 of 4", "new run 2 of 4", "new run 3 of 4"],
-        *["record run 3 of 4", "record run 4 of 4", "new run 4 of 4"],
+        *["new run 1 of 4", "record run 1 of 4", "record run 2 of 4", "new run 2 of 4"],
+        *["new run 3 of 4", "record run 3 of 4", "record run 4 of 4", "new run 4 of 4"],
     ]
     shutil.rmtree(records / "tiny" / "2026-01-01_Second")
     (tmp_path / "train_gpt.py").write_text(edited)
