@@ -66,12 +66,10 @@ def joined(words: list[str]) -> str:
     return re.sub(r"[./-]", "_", "_".join(words)).lower()
 
 
-def is_called(words: list[str], metric: str, number: str) -> bool:
-    """Whether the last words are the metric's name. Without a metric, a whole number is no loss, but a
-    setting: val_loss_every."""
+def is_called(words: list[str], metric: str) -> bool:
+    """Whether the last words are the metric's name."""
     if not metric:
-        names = [joined(words[-count:]) for count in (1, 2)]
-        return not number.isdecimal() and any(map(LOSS.fullmatch, names))
+        return any(LOSS.fullmatch(joined(words[-count:])) for count in (1, 2))
     return any(joined(words[-count:]) == metric for count in range(1, len(words) + 1))
 
 
@@ -92,7 +90,9 @@ def read_line(text: str, start: int, metric: str) -> Line:
         if first is None:
             first = words
         label = first if line.step is not None else first[: -len(words)]
-        if NAMED.search(before) and is_called(label + words, metric, value[1]):
+        # without a step, a whole number is a setting: "val_loss_every": 41
+        is_setting = not metric and line.step is None and value[1].isdecimal()
+        if NAMED.search(before) and is_called(label + words, metric) and not is_setting:
             line.losses.append((joined(label + words), value[1]))
     return line
 
