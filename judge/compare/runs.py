@@ -95,8 +95,7 @@ class Pool:
             return "time unknown"
         minutes = self.minutes() / self.made * runs
         limit = 60 * self.args.hours - self.minutes()
-        hours, minutes = divmod(round(max(0, min(minutes, limit))), 60)
-        return f"{hours} h {minutes} min left"
+        return f"{min(minutes, limit) / 60:.1f} h left"
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -370,15 +369,19 @@ def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subp
 
 @contextlib.contextmanager
 def no_interrupt() -> Iterator[None]:
-    """Ctrl-C waits until the end, for example until a process that was started is in the pool."""
+    """Signals wait until the end, for example until a process that was started is in the pool."""
     waiting = []
-    before = signal.signal(signal.SIGINT, lambda *_: waiting.append(True))
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if callable(signal.getsignal(number)):  # not ignored
+            before[number] = signal.signal(number, lambda number, _: waiting.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if waiting:
-            raise KeyboardInterrupt
+            before[waiting[0]](waiting[0], None)
 
 
 def start_worker(pool: Pool, variant: Variant, seeds: list[int]) -> None:

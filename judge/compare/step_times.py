@@ -107,7 +107,8 @@ def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> lis
     try:
         for i, variant in enumerate([base, idea]):
             folder = compare_runs.scratch() / f"steps{i}"
-            trainers.append(Trainer(pool, set_steps(variant, steps), folder))
+            with compare_runs.no_interrupt():
+                trainers.append(Trainer(pool, set_steps(variant, steps), folder))
             trainers[i].run(1)
         while len(ratios) < ROUNDS:
             ratio = measure_round(trainers, number + len(ratios))

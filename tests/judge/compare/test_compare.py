@@ -508,6 +508,22 @@ def test_a_closed_terminal(place):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run that went on would hold it
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_no_interrupt(number):
+    """A process that was started is noted before a signal ends compare."""
+    before = [(each, signal.getsignal(each)) for each in (signal.SIGTERM, signal.SIGHUP)]
+    stop_on_signals()
+    try:
+        with pytest.raises(KeyboardInterrupt), compare_runs.no_interrupt():
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            noted = True
+        assert noted
+    finally:
+        for each, handler in before:
+            signal.signal(each, handler)
+
+
 def test_nohup(monkeypatch):
     """It ignores SIGHUP, and compare goes on."""
     handlers = {}
