@@ -46,10 +46,7 @@ def make_record_runs(folder: Path, track: str, filed: list[Record]) -> list[Path
     """Returns the folders of your runs and of the record's, or only the first if there is no record
     on this hardware. `filed` are the records of the track. Raises UserError."""
     ours, theirs = folder / "new", folder / "record"
-    print(
-        f"{RUNS} runs of yours and of the record to beat; if interrupted, the same command goes on",
-        flush=True,
-    )
+    print(f"{RUNS} runs of yours and of the record to beat; if interrupted, the same command goes on")
     usual = dict(os.environ)
     needs = check_machine(sys.executable, "train", "train_gpt", "--track", track)
     script = folder / "train_gpt.py"

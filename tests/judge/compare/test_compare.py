@@ -511,7 +511,12 @@ def test_a_closed_terminal(place):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_interrupt(number):
     """A process that was started is noted before a signal ends compare."""
-    before = [(each, signal.getsignal(each)) for each in (signal.SIGTERM, signal.SIGHUP)]
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = [(each, signal.getsignal(each)) for each in numbers]
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # train_gpt.main, run by another test, resets it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, it would be ignored
     stop_on_signals()
     try:
         with pytest.raises(KeyboardInterrupt), compare_runs.no_interrupt():
