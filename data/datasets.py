@@ -1,7 +1,7 @@
 """
-The datasets that ./run.sh gets by itself. To add one, write a script in this folder, like shakespeare.py,
-and add a row here. Then ./run.sh data NAME runs the script. So does a run whose --train_files are in the
-dataset's folder, if shards are missing there.
+The datasets that ./run.sh gets by itself. To add one, write a script in this folder, like
+shakespeare.py, and add a row here. Then ./run.sh data NAME runs the script. So does a run whose
+--train_files are in the dataset's folder, if shards are missing there.
 """
 
 import glob
@@ -31,12 +31,15 @@ DATASETS = {
 def get_data(python, settings):
     """Gets the shards that a run with these settings reads. Your own files stay as they are."""
     folder = str(Path(settings["train_files"]).parent)
-    dataset = next((dataset for dataset in DATASETS.values() if dataset.folder == folder), None)
-    if not dataset:
+    by_folder = {dataset.folder: dataset for dataset in DATASETS.values()}
+    if folder not in by_folder:
         return
-    # If there are several shards, each has 100M tokens. No batch is in two. The steps of january2026 vary
-    batches = (10**8 - 1) // settings.get("batch_tokens", 2**19)
-    shards = min(dataset.shards, max(1, math.ceil(settings["num_iterations"] / batches)))
+    dataset = by_folder[folder]
+    # If there are several shards, each has 100M tokens, and no batch is in two of them
+    batch_tokens = settings.get("batch_tokens", 2**19)  # january2026 has none: its batches grow
+    batches = (10**8 - 1) // batch_tokens
+    needed = math.ceil(settings["num_iterations"] / batches)
+    shards = min(dataset.shards, max(1, needed))
     command = [python, "-m", *dataset.command.split()]
     if dataset.shards > 1:
         command.append(str(shards))

@@ -1,9 +1,10 @@
 """
 What share of the machine's speed a run of train_gpt.py reached. ./run.sh prints it after training.
 
-FLOPs (multiplications and additions) are those of the weights: each one multiplies and adds once per
-token in the forward pass, and twice in the backward pass, so 6 per weight and token. Embeddings are only
-looked up. Attention's scores and the optimizer don't count (gpu/measure.py counts the scores, too).
+FLOPs (multiplications and additions) are those of the weights: each one multiplies and adds once
+per token in the forward pass, and twice in the backward pass, so 6 per weight and token. Embeddings
+are only looked up. Attention's scores and the optimizer don't count (gpu/measure.py counts the
+scores, too).
 """
 
 import collections
