@@ -93,9 +93,9 @@ class Pool:
         """In words, for this many runs to come."""
         if self.made < 2 * self.jobs:
             return "time unknown"
-        minutes = self.minutes() / self.made * runs
-        limit = 60 * self.args.hours - self.minutes()
-        return f"{min(minutes, limit) / 60:.1f} h left"
+        hours = self.minutes() / 60
+        left = min(hours / self.made * runs, self.args.hours - hours)
+        return f"{max(0, left):.1f} h left"
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
