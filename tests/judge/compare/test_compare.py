@@ -483,7 +483,8 @@ def test_interrupted_on_a_terminal(place):
     """One line that updates. Ctrl-C prints the answer so far, ends the runs, and frees the folder."""
     options = ["--idea", "--effect -0.0004", "--takes", "0.2", "--until", "0.5%"]
     child, ours = start_on_a_terminal(place, *options)
-    shown = read_terminal(ours, r"effect_0.0004: \d+ of about \d+ pairs, .*left")
+    # The loss stands there from the second pair on: before, it is too early for an answer
+    shown = read_terminal(ours, r"effect_0.0004: \d+ of about \d+ pairs, loss .*left")
     child.send_signal(signal.SIGINT)
     out = " ".join(child.communicate(timeout=60)[0].decode().split())
     os.close(ours)
