@@ -234,17 +234,19 @@ def make_all_runs(c: Comparison) -> None:
 
 
 def test_in_words(c: Comparison, effects: list[Effect]) -> str:
+    bounds = "In parentheses: bounds, each of them wrong at most 1 time in 100"
+    if c.args.runs:
+        bounds = "In parentheses: 99% confidence intervals"
     if len(c.ideas) > 1:
         pairs = ", ".join(f"{short(effect.name, 30)} {effect.n}" for effect in effects)
-        together = f"intervals with 99% confidence for all {len(c.ideas)} ideas together"
-        return f"Pairs of runs: {pairs}. In parentheses: {together}."
+        return f"Pairs of runs: {pairs}. {bounds}, for all {len(c.ideas)} ideas together."
     (effect,) = effects
     test = f"one-sided p = {p_text(effect.p)}, however often you look"
     if c.args.runs:
         test = f"p = {p_text(effect.p)} by a {'paired' if c.paired else 'Welch'} t-test, for one look"
         if effect.n < c.args.runs:
             test = f"but the test is for {c.args.runs}"
-    return f"{effect.n} pairs of runs, {test}. In parentheses: 99% confidence intervals."
+    return f"{effect.n} pairs of runs, {test}. {bounds}."
 
 
 def facts_in_words(c: Comparison) -> list[str]:

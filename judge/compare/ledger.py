@@ -9,6 +9,7 @@ import contextlib
 import csv
 import io
 import re
+from dataclasses import asdict
 from datetime import date
 from operator import itemgetter
 from pathlib import Path
@@ -59,7 +60,6 @@ def add_to_ledger(c: Comparison) -> None:
         effect = c.effect(idea)
         if effect is None or c.args.confirm and effect.verdict == "undecided":
             continue  # the same command goes on with a confirmation, with the same seeds
-        low, high = effect.difference.bounds()
         values = [
             date.today(),
             c.base.key(),
@@ -69,9 +69,7 @@ def add_to_ledger(c: Comparison) -> None:
             c.args.metric,
             c.args.until,
             effect.verdict,
-            f"{effect.difference.value:.5f}",
-            f"{low:.5f}",
-            f"{high:.5f}",
+            *(f"{number:.5f}" for number in asdict(effect.difference).values()),
             effect.n,
             max(seed for variant in c.variants for seed in variant.runs),
             f"{c.pool.minutes():.1f}",

@@ -41,7 +41,7 @@ def time_in_words(effect: Effect) -> list[str]:
     if steps is None or effect.verdict == "not worth it":
         return []
     if effect.verdict == "undecided":
-        return [f"It changes the steps by {interval_in_words(steps)}."] if steps.half < math.inf else []
+        return [f"It changes the steps by {interval_in_words(steps)}."] if steps.high < math.inf else []
     more = "fewer" if steps.value < 0 else "more"
     return [f"It needs {percent(steps.value).lstrip('+-')} {more} steps for the same loss."]
 
@@ -52,8 +52,17 @@ def percent(log_ratio: float) -> str:
 
 
 def interval_in_words(change: Estimate) -> str:
-    low, high = change.bounds()
-    return f"{percent(low)} to {percent(high)}" if high < math.inf else NO_INTERVAL
+    return f"{percent(change.low)} to {percent(change.high)}" if change.high < math.inf else NO_INTERVAL
+
+
+def signed(loss: float) -> str:
+    """With four digits; a loss that would be zero then, with one that counts."""
+    text = f"{loss:+.4f}"
+    return text if float(text) or not loss else f"{loss:+.0e}"
+
+
+def losses_in_words(change: Estimate) -> str:
+    return f"{signed(change.low)} to {signed(change.high)}" if change.high < math.inf else NO_INTERVAL
 
 
 def number_lines(effect: Effect) -> list[str]:
@@ -62,10 +71,9 @@ def number_lines(effect: Effect) -> list[str]:
     steps = None
     if effect.verdict != "identical":
         steps = effect.steps
-        low, high = effect.difference.bounds()
-        interval = f"{low:+.4f} to {high:+.4f}" if high < math.inf else NO_INTERVAL
         name = "loss at equal steps" if effect.own_steps == 1 else "last loss"
-        rows.append((name, f"{effect.difference.value:+.4f}", interval))
+        interval = losses_in_words(effect.difference)
+        rows.append((name, signed(effect.difference.value), interval))
     for name, change in [("steps to the same loss", steps), ("time of a step", effect.step_time)]:
         if change is not None:
             rows.append((name, percent(change.value), interval_in_words(change)))

@@ -64,8 +64,9 @@ def simulate(design, effects, rng, blocks=60) -> list[str]:
     losses = (1.5 + design.rows @ effects + noise).round(4)
     verdicts = []
     for contrast in design.contrasts:
-        fits = (fit(losses[:n], contrast) for n in range(2, blocks + 1))
-        verdicts.append(find_verdict(fits, 0.002, len(effects)))
+        looks = (fit(losses[:n], -contrast) for n in range(2, blocks + 1))
+        said = (find_verdict(look, 0.002, len(effects)) for look in looks)
+        verdicts.append(next((verdict for verdict in said if verdict != "undecided"), "undecided"))
     return verdicts
 
 
