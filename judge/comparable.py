@@ -8,6 +8,7 @@ import argparse
 import ast
 import functools
 import math
+import re
 from collections.abc import Collection, Iterator
 
 from judge.logs import Log, what_is_there
@@ -30,6 +31,11 @@ IN_COMMON = (
 )
 MACHINE = {"hardware", "PyTorch", "resumed on"}
 FEW = 6  # numbers that two runs may share by chance
+# "seed: 1", "seed=1", '"seed": 1', "--seed 1", "Random_Seed | 1", also in a line with other words
+SEED = re.compile(r"(?<![^\W_])seed[\"']?[ \t]*[:=|]?[ \t]*(-?\d+)\b", re.IGNORECASE)
+# A loss with so many digits that two seeds hardly ever share it
+LOSS = re.compile(r"((?:[a-z]{1,20} )?\w{0,40}(?:loss|bpb))\W{1,4}(\d+\.\d{4,})", re.IGNORECASE)
+MOVED = 0.01  # of the first loss: runs of all seeds may begin with the same one
 
 
 def add_metric(parser: argparse.ArgumentParser) -> None:
@@ -132,17 +138,41 @@ def fingerprint(log: Log) -> tuple:
     return (str(found),) if len(known) > FEW else tuple(log.run.split())
 
 
-def check_repeats(logs: list[Log], also_seeds: bool = True) -> Iterator[str]:
-    """Two runs must not have the same log. Those of a side must not have the same seed."""
+def seeds(log: Log) -> tuple:
+    """All that the log names; () if they stand above several runs."""
+    return () if log.trial else tuple(SEED.findall(log.run))
+
+
+def early_losses(log: Log) -> tuple:
+    """With each name, the first two that aren't near the run's first one, nor its last one. Runs of different
+    seeds differ here, and those of one seed only later, if at all."""
+    numbers = {}
+    for name, number in LOSS.findall(log.run):
+        numbers.setdefault(name, []).append(number)
+    found = []
+    for name, (first, *others) in numbers.items():
+        far = MOVED * abs(float(first))
+        moved = [number for number in others if abs(float(number) - float(first)) > far]
+        found += [f"{name} {number}" for number in moved if number != others[-1]][:2]
+    return tuple(found)
+
+
+SEEDS = {"seed": seeds, "losses early in the training": early_losses}
+ALL_DIFFERENT = {"log": fingerprint, **SEEDS}
+
+
+def check_repeats(logs: list[Log], kinds: Collection[str] = ALL_DIFFERENT) -> Iterator[str]:
+    """A replicate is a run of its own, whose seed took effect. These kinds of traits must all be different."""
     seen = {}
     for log in logs:
-        seed = log.hyperparameters.get("seed") if also_seeds else None
-        for what, key in [("log", fingerprint(log)), ("seed", seed)]:
-            earlier = seen.setdefault((what, key), log)
-            if earlier is not log and key is not None:
+        for kind in kinds:
+            key = ALL_DIFFERENT[kind](log)
+            earlier = seen.setdefault((kind, key or id(log)), log)
+            if earlier is not log:
+                shown = f" ({', '.join(key)})" if kind != "log" else ""
                 yield (
-                    f"{log.name}: the same {what} as {earlier.path}; each run counts once, so leave "
-                    "one out"
+                    f"{log.name}: the same {kind}{shown} as {earlier.path}; a run counts only once, and "
+                    "only with a seed of its own"
                 )
                 break
 
@@ -157,14 +187,14 @@ def check_between(sides: list[list[Log]], tolerated: Collection[str] = ()) -> It
                 old, new = found[name]
                 yield f"{first.path} and {logs[0].path} can't be compared: {name} {old} and {new}"
     if "log" not in tolerated:
-        yield from check_repeats([log for logs in sides for log in logs], also_seeds=False)
+        yield from check_repeats([log for logs in sides for log in logs], ["log"])
 
 
 def check_sides(sides: list[list[Log]], tolerated: Collection[str] = ()) -> None:
     """Raises UserError if the runs of a side aren't whole repetitions of one training, or if the sides
     can't be compared. `tolerated` names traits that may differ; "stops early" means that runs may end
     before their schedule, "unfinished" that they may end anywhere, and "log" that a run may be on two
-    sides."""
+    sides. "seed" means that all runs may have one."""
     for logs in sides:
         for log in logs:
             fault = ""
@@ -173,7 +203,7 @@ def check_sides(sides: list[list[Log]], tolerated: Collection[str] = ()) -> None
             fault = fault or difference(logs[0], log, tolerated)
             if fault:
                 raise UserError(f"{log.path}: {log.name}: {fault}")
-        for repeat in check_repeats(logs):
+        for repeat in check_repeats(logs, ["log"] if "seed" in tolerated else ALL_DIFFERENT):
             raise UserError(f"{logs[0].path.parent}: {repeat}")
     for fault in check_between(sides, {"hardware", *tolerated}):
         raise UserError(fault)

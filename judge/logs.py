@@ -22,7 +22,7 @@ from lib.commands import UserError
 from lib.files import without_windows
 from lib.text import short
 
-SUFFIXES = (".txt", ".log")  # of the logs in a folder
+SUFFIXES = (".txt", ".log", ".out")  # of the logs in a folder
 BESIDE_LOGS = (".md", ".png", ".json", ".py")  # what is often in a folder of logs, and never a log
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
@@ -459,7 +459,7 @@ def find_logs(files: list[Path], metric: str = "") -> tuple[list[Log], list[Path
 
 
 def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
-    """Reads files, and the .txt and .log files of folders. Returns a log for each run.
+    """Reads files, and the .txt, .log and .out files of folders. Returns a log for each run.
 
     Prints what it ignores in a folder. Raises UserError.
     """
@@ -477,6 +477,6 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
             names = ", ".join(file.name + "/" * file.is_dir() for file in ignored)
             print(f"{path}: ignored, because they aren't logs: {short(names, 200)}", file=sys.stderr)
         if not found:
-            raise UserError(f"{path}: no log in this folder (.txt or .log)")
+            raise UserError(f"{path}: no log in this folder (.txt, .log or .out)")
         logs += found
     return logs

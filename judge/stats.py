@@ -44,12 +44,10 @@ class Slope:
         """Half of the 99% interval, as a fraction of the value."""
         return self.error and self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.n - 1))
 
-    def log_steps(self, low: float, high: float) -> tuple[float, float]:
-        """The change of log(steps to the base's loss) for a difference in loss between these two: with the slope
-        in its interval that gives the lowest, and the highest."""
+    def bounds(self) -> list[float]:
+        """The 99% interval of how much the loss falls."""
         half = self.half_width()
-        slopes = [abs(self.value) * (1 - half), abs(self.value) * (1 + half)]
-        return min(low / slope for slope in slopes), max(high / slope for slope in slopes)
+        return [abs(self.value) * (1 - half), abs(self.value) * (1 + half)]
 
 
 @dataclass
@@ -151,15 +149,22 @@ def p_if_looked(losses: list[float], target: float) -> float | None:
 
 def far_from_others(losses: list[float]) -> list[int]:
     """The indices of losses that lie far from the others: about 4 standard deviations, more of few. Chance
-    makes one in 1% of comparisons. Such runs have failed, or the losses are so skewed that the test errs."""
-    found = []
-    n = len(losses)
-    for i, loss in enumerate(losses if n > 3 else []):
-        others = np.delete(losses, i)
-        error = others.std(ddof=1) * math.sqrt(1 + 1 / (n - 1))
-        if error > 0 and 2 * n * stats.t.sf(abs(loss - others.mean()) / error, n - 2) < P_VALUE:
-            found.append(i)
-    return found
+    makes one in about 1% of comparisons. Such runs have failed, or the losses are so skewed that the test errs.
+
+    Several could hide each other, so the farthest ones are left out one after the other, at most half of all:
+    Rosner, "Percentage points for a generalized ESD many-outlier procedure" (1983).
+    """
+    order = sorted(range(len(losses)), key=lambda i: abs(losses[i] - statistics.median(losses)))
+    found = 0
+    for left_out in range(1, len(losses) // 2 + 1):
+        *near, i = order[: len(losses) - left_out + 1]
+        n = len(near)
+        others = np.array(losses)[near]
+        error = others.std(ddof=1) * math.sqrt(1 + 1 / n) if n > 2 else 0
+        p = 2 * (n + 1) * stats.t.sf(abs(losses[i] - others.mean()) / error, n - 1) if error else 1
+        if p < P_VALUE / 2:  # several are tried
+            found = left_out
+    return sorted(order[len(losses) - found :])
 
 
 # -----------------------------------------------------------------------------
@@ -195,9 +200,8 @@ def own_steps_in_loss(slope: Slope | None, own_steps: float) -> tuple[float, flo
     """What to add to an idea's loss if it trains this fraction of the base's steps: a 99% interval."""
     if slope is None:
         return 0.0, 0.0
-    value = abs(slope.value) * math.log(own_steps)
-    half = abs(value) * slope.half_width()
-    return value - half, value + half
+    losses = [fall * math.log(own_steps) for fall in slope.bounds()]
+    return min(losses), max(losses)
 
 
 # -----------------------------------------------------------------------------
@@ -316,7 +320,8 @@ def make_effect(
     steps = None
     if slope is not None:
         own = math.log(own_steps)
-        low, high = slope.log_steps(difference.low, difference.high)
+        low = min(difference.low / fall for fall in slope.bounds())
+        high = max(difference.high / fall for fall in slope.bounds())
         steps = Estimate(difference.value / abs(slope.value) + own, low + own, high + own)
     return Effect(name, n, difference, sd, p, verdict, own_steps, steps)
 

@@ -11,23 +11,24 @@ from dataclasses import asdict
 
 from judge.comparable import MACHINE, check_sides, judged_in_words
 from judge.compare.verdict import (
+    NO_SEED,
     answer_in_words,
     count_sources,
     end_as_json,
     end_losses,
     end_times,
-    far_in_words,
     other_steps,
     record_lines,
     summary_of,
     target_of,
+    warnings_in_words,
 )
 from judge.logs import Log, read_logs
 from judge.stats import add_times, given_slope, look_once
 from judge.taking_turns import log_ratios, turns
 from lib.commands import UserError
 from lib.files import write_file
-from lib.text import as_json
+from lib.text import as_json, wrap
 
 OTHER_SESSION = (
     "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
@@ -50,6 +51,8 @@ def read_sides(args: argparse.Namespace) -> dict[str, list[Log]]:
         tolerated.add("target_val_loss")
     if args.stops_early:
         tolerated.add("stops early")
+    if args.no_seed:
+        tolerated.add("seed")
     check_sides(list(sides.values()), tolerated)
     for side, logs in sides.items():
         if len(set(end_losses(logs))) < 2:
@@ -78,7 +81,8 @@ def facts_in_words(sides: dict[str, list[Log]], has_slope: bool) -> list[str]:
         count = count_sources(logs)
         if count > 1:
             facts.append(f"The logs of the {side} have {count} different sources.")
-        facts += far_in_words(f"the {side}", end_losses(logs), [log.name for log in logs])
+    losses = {side: {log.name: log.end.val_loss for log in logs} for side, logs in sides.items()}
+    facts += warnings_in_words(losses)
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
@@ -105,6 +109,7 @@ def compare_logs(args: argparse.Namespace) -> int:
         lines = record_lines(sides, {"idea": pairs}, args.target, looks=False)
         facts = [*facts_in_words(sides, slope is not None), where, ONE_LOOK]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
+        lines = [*wrap(NO_SEED if args.no_seed else ""), *lines]
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:
         target = target_of(args.target, base)

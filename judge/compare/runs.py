@@ -31,10 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.datasets import get_data
-from judge.comparable import add_metric, check_between, not_whole
+from judge.comparable import SEEDS, add_metric, check_between, check_repeats, not_whole
 from judge.compare.same_run import (
     changes,
     hash_copy,
+    hash_file,
     hash_named,
     hash_text,
     machine_facts,
@@ -103,6 +104,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
     add("--command", metavar="COMMAND", help="train with this shell command instead")
+    no_seed = "the runs may have no seed, or all the same one"
+    add("--no_seed", action="store_true", help=no_seed)
     early = "the runs of --command end before their last step, all at the same one"
     add("--stops_early", action="store_true", help=early)
     add_metric(parser)
@@ -456,7 +459,21 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     losses = {run.end.val_loss for run in [log, *earlier]}
     if len(earlier) >= 2 and len(losses) == 1:
         fail(worker, "all runs end at the same loss; write {seed} where the command sets its seed")
+    check_edit(worker)
     return log
+
+
+def check_edit(worker: Worker) -> None:
+    """Raises UserError if the command edits files to set its seed, and they are as after another seed."""
+    variant = worker.variant
+    if not re.search(r"\bsed\b[^|;&]*{seed}", variant.command):
+        return
+    copy = worker.folder / "copy"
+    names = [name for name in variant.identity["files"] if not name.startswith("data/")]
+    edited = {name: hash_file(copy / name) for name in names if (copy / name).is_file()}
+    if edited == variant.edited:
+        fail(worker, "sed finds nothing to change, so the seed has no effect")
+    variant.edited = edited
 
 
 def complete_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
@@ -486,6 +503,9 @@ def collect(pool: Pool, worker: Worker) -> None:
     if logs:
         check_unchanged(pool, worker.variant)
     for log in logs:
+        earlier = [] if pool.args.no_seed else list(worker.variant.runs.values())[:1]
+        for repeat in check_repeats([*earlier, log], SEEDS):
+            fail(worker, f"{repeat}: does the seed take effect?")
         keep_log(pool, worker.variant, worker.seeds.pop(0), log)
         worker.started = time.monotonic()
     if status is None:

@@ -11,6 +11,7 @@ from judge.taking_turns import p_faster
 from lib.text import p_text, short, table, wrap
 
 NO_INTERVAL = "no interval yet"
+NO_SEED = "With --no_seed, all runs may start from the same weights, and the answer may be about these."
 
 
 # -----------------------------------------------------------------------------
@@ -55,14 +56,8 @@ def interval_in_words(change: Estimate) -> str:
     return f"{percent(change.low)} to {percent(change.high)}" if change.high < math.inf else NO_INTERVAL
 
 
-def signed(loss: float) -> str:
-    """With four digits; a loss that would be zero then, with one that counts."""
-    text = f"{loss:+.4f}"
-    return text if float(text) or not loss else f"{loss:+.0e}"
-
-
 def losses_in_words(change: Estimate) -> str:
-    return f"{signed(change.low)} to {signed(change.high)}" if change.high < math.inf else NO_INTERVAL
+    return f"{change.low:+.4f} to {change.high:+.4f}" if change.high < math.inf else NO_INTERVAL
 
 
 def number_lines(effect: Effect) -> list[str]:
@@ -73,7 +68,7 @@ def number_lines(effect: Effect) -> list[str]:
         steps = effect.steps
         name = "loss at equal steps" if effect.own_steps == 1 else "last loss"
         interval = losses_in_words(effect.difference)
-        rows.append((name, signed(effect.difference.value), interval))
+        rows.append((name, f"{effect.difference.value:+.4f}", interval))
     for name, change in [("steps to the same loss", steps), ("time of a step", effect.step_time)]:
         if change is not None:
             rows.append((name, percent(change.value), interval_in_words(change)))
@@ -111,13 +106,26 @@ def other_steps(name: str, steps: int | None, base_steps: int, has_slope: bool) 
     return [f"{sentence}."]
 
 
-def far_in_words(name: str, losses: list[float], labels: list) -> list[str]:
-    """A warning about runs of a variant that are far from its others."""
-    far = [str(labels[i]) for i in far_from_others(losses)]
-    if not far:
-        return []
-    where = f"{', '.join(far)} of {short(name, 30)} ended far from its other runs"
-    return [f"Warning: {where}; look at the logs, because failed runs can mislead."]
+def warnings_in_words(sides: dict[str, dict[str, float]]) -> list[str]:
+    """About runs that are far from the others of their side, and about a side whose losses vary much less than
+    those of another one. `sides` has losses by the names of the runs."""
+    warnings = []
+    sds = {}
+    for side, losses in sides.items():
+        name = short(side, 30)
+        labels = list(losses)
+        far = [labels[i] for i in far_from_others(list(losses.values()))]
+        near = [loss for label, loss in losses.items() if label not in far]
+        if far:
+            where = f"{', '.join(far)} of {name} ended far from its other runs"
+            warnings.append(f"Warning: {where}; look at the logs, because failed runs can mislead.")
+        if len(near) > 2:
+            sds[name] = statistics.stdev(near)
+    for name, sd in sds.items():
+        if sd < max(sds.values()) / 10:
+            less = f"the losses of {name} vary less than a tenth as much as the others (sd {sd:.1e})"
+            warnings.append(f"Warning: {less}; look whether its seed takes effect.")
+    return warnings
 
 
 def slope_in_words(slope: Slope | None) -> str:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from judge.comparable import judged_in_words
-from judge.compare.verdict import losses_in_words, signed
+from judge.compare.verdict import NO_SEED, losses_in_words
 from judge.screen.blocks import Screen
 from judge.screen.design import PartEffect
 from lib.text import as_json, plural, short, table, wrap
@@ -19,7 +19,7 @@ def table_of_parts(effects: list[PartEffect]) -> list[str]:
     rows = [("part", "without it", "interval", "answer")]
     for effect in effects:
         interval = f"({losses_in_words(effect.without)})"
-        rows.append((short(effect.name, 30), signed(effect.without.value), interval, effect.verdict))
+        rows.append((short(effect.name, 30), f"{effect.without.value:+.4f}", interval, effect.verdict))
     return table(rows, "<><<")
 
 
@@ -54,7 +54,8 @@ def effects_in_words(s: Screen) -> list[str]:
     """Lines of 80 columns."""
     if not len(s.losses()):
         return ["Too early for an answer: no block is finished yet."]
-    lines = table_of_parts(s.effects())
+    lines = wrap(NO_SEED) if s.args.no_seed else []
+    lines += table_of_parts(s.effects())
     for effect in s.interactions():
         lines += wrap(interaction_in_words(effect))
     return [*lines, "", *wrap(facts_in_words(s))]

@@ -123,6 +123,11 @@ def test_a_run_that_is_far_from_the_others():
     losses[7] = losses[20] = 1.7
     assert far_from_others(losses) == [7, 20]
     assert far_from_others(losses[6:9]) == []  # too few
+    # Several don't hide each other, as long as they are fewer than half
+    for n in (5, 8, 24):
+        for failed in range((n + 1) // 2):
+            some = losses[-n:] + 1.7 * (np.arange(n) < failed)
+            assert far_from_others(list(some)) == (list(range(failed)))
 
 
 def test_slope_against_scipy():

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from judge.compare import compare, runs
+from judge.compare.verdict import NO_SEED
 from tests.judge.helpers import (
     answer_of,
     bounds,
@@ -33,7 +34,7 @@ with open(__file__) as source, open(f"logs/deep/{uuid.uuid4()}.txt", "w") as log
     print("step:0/100 val_loss:10.8258 train_time:0ms step_avg:nanms", file=log)
     print(f"step:90/100 val_loss:{loss:.4f} train_time:900ms step_avg:10.0ms", file=log)
 """
-COMMAND = ["--command", "python train.py {options}", "--stops_early"]
+COMMAND = ["--command", "python train.py {options}", "--stops_early", "--no_seed"]
 
 
 @pytest.fixture
@@ -67,9 +68,9 @@ def test_a_command(theirs):
     (theirs / "note.txt").write_text("not committed")
     arguments = [*COMMAND, "--base", "theirs", "--idea", "theirs@better"]
     found, words = answer(*arguments, "--loss_per_100_steps", "0.05")
-    assert words.startswith("theirs_better helps.")
+    assert words.startswith(f"{NO_SEED} theirs_better helps.")
     for said in [
-        "The runs of a pair share no seed. The loss is val_loss at step 90. The base is theirs.",
+        "The loss is val_loss at step 90. The base is theirs.",
         "theirs_better isn't a record: the mean loss is below 3.28 (p = ",
         "a run takes 0.000 s more",
         "time of a step +0.0%",
@@ -126,7 +127,7 @@ def test_a_fixed_seed_and_two_runs(theirs):
     """Nobody knows the noise."""
     (theirs / "train.py").write_text("import sys\nprint(f'step:9/9 val_loss:{len(sys.argv)} ')")
     options = ["--runs", "2", "--idea", "--lr 1", "--base", "theirs"]
-    found, words = answer("--command", "python train.py {options}", *options)
+    found, words = answer("--command", "python train.py {options}", "--no_seed", *options)
     assert "undecided" in words and found["ideas"][0]["p"] == 1
 
 
@@ -148,7 +149,7 @@ print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
     assert idea["difference"]["value"] == pytest.approx(0.1)
     assert idea["sd"] < 1e-4
     assert found["slope"]["value"] == pytest.approx(-0.1, abs=0.005)
-    assert "share no seed" not in words and "time of a step" not in words
+    assert "same weights" not in words and "time of a step" not in words
     patch = patch_of("train.py", script, script.replace("steps = ", "more = 1\nsteps = "))
     Path("more.patch").write_text(patch)
     status, out, err = run(*command, "--idea", "more.patch", "--runs", "2", "--gate")
