@@ -9,7 +9,6 @@ Does an idea help? Trains a base and your ideas until the answer is clear.
 """
 
 import importlib
-import sys
 
 from judge.commands import UserError, run_command, stop_on_signals
 
