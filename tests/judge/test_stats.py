@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from judge.compare.verdict import losses_in_words
+from judge.compare.answer import losses_in_words
 from judge.screen.design import factorial, find_part_effect
-from judge.stats import (
+from judge.stats.decide import (
     Slope,
     add_times,
     analyse,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from judge.compare import compare, runs
-from judge.compare.verdict import NO_SEED
+from judge.compare import compare
+from judge.compare.answer import NO_SEED
+from judge.runs import make as runs
 from tests.judge.helpers import (
     answer_of,
     bounds,

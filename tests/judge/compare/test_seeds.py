@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from judge.compare import compare, sources
-from judge.compare import runs as compare_runs
-from lib.commands import UserError
+from judge.compare import compare
+from judge.commands import UserError
+from judge.runs import make as compare_runs
+from judge.runs import sources
 from tests.judge.helpers import check_refused, commit_files, run_main, work_in
 
 # Runs of one seed differ a little in the end, as on a GPU; all runs begin with the same loss
