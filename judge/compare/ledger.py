@@ -84,7 +84,8 @@ def with_answers(c: Comparison) -> list[Row]:
     rows = read_ledger(c.args.ledger)
     for idea, text in zip(c.ideas, c.args.idea or ["."]):
         effect = c.effect(idea)
-        if effect is None:
+        goes_on = c.args.confirm and not c.args.runs  # with the same seeds, by the same command
+        if effect is None or goes_on and effect.verdict == "undecided":
             continue
         values = [
             date.today(),
@@ -111,13 +112,11 @@ def loop_in_words(rows: list[Row]) -> list[str]:
     """A sentence about how often a loop errs; none with fewer than two ideas."""
     rows = [row for row in rows if row["text"] != CONFIRMATION]
     judged = set(map(IDEA, rows))
-    tests = {(IDEA(row), TEST(row)) for row in rows}
     accepted = {IDEA(row) for row in rows if row["verdict"] == "helps"}
     if len(judged) < 2:
         return []
-    often = f" in {len(tests)} tests" if len(tests) > len(judged) else ""
     wrong = f"on average at most {len(judged) * P_VALUE:.2f} of those that do nothing are accepted"
-    return [f"{len(judged)} ideas judged{often}, {len(accepted)} accepted; {wrong}."]
+    return [f"{len(judged)} ideas judged, {len(accepted)} accepted; {wrong}."]
 
 
 def first_base(file: Path) -> str:
@@ -131,8 +130,5 @@ def first_base(file: Path) -> str:
 
 
 def unused_seed(file: Path) -> int:
-    """The first seed after those of all comparisons. A confirmation that is undecided goes on."""
-    rows = read_ledger(file)
-    if rows[-1]["text"] == CONFIRMATION and rows[-1]["verdict"] == "undecided":
-        return int(rows[-1]["seed"])
-    return max(int(row["last_seed"]) for row in rows) + 1
+    """The first seed after those of all comparisons."""
+    return max(int(row["last_seed"]) for row in read_ledger(file)) + 1

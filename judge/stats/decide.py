@@ -40,13 +40,9 @@ class Slope:
     error: float  # standard error, as a fraction of the value
     n: int  # seeds; 0 if the slope was given
 
-    def half_width(self) -> float:
-        """Half of the 99% interval, as a fraction of the value."""
-        return self.error and self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.n - 1))
-
     def bounds(self) -> list[float]:
         """The 99% interval of how much the loss falls."""
-        half = self.half_width()
+        half = self.error and self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.n - 1))
         return [abs(self.value) * (1 - half), abs(self.value) * (1 + half)]
 
 
@@ -185,7 +181,7 @@ def measure_slope(fewer: list[float], more: list[float], width: float) -> Slope 
     value = statistics.fmean(slopes)
     error = statistics.stdev(slopes) / math.sqrt(n)
     slope = Slope(value, error / abs(value) if value else math.inf, n)
-    if value >= 0 or slope.half_width() >= 1:
+    if value >= 0 or slope.bounds()[0] <= 0:
         return None
     return slope
 

@@ -1,6 +1,7 @@
 """The command `compare`, with a stand-in for train_gpt.py (standin.py) whose losses and times are known."""
 
 import csv
+import errno
 import fcntl
 import json
 import math
@@ -243,6 +244,22 @@ def test_a_loop(place):
     check_refused(compare.main, ["--confirm", "--ledger", "options.tsv"], message)
     (place / "l.tsv").write_text("date\n1\n")
     check_refused(compare.main, ["--idea", "--effect 0.3", "--ledger", "l.tsv"], "it isn't a ledger")
+
+
+def test_a_full_disk(place, monkeypatch):
+    """The ledger is tried before any run. If the disk is full later, the answer is printed first."""
+    works = [False]
+
+    def write(file, data):
+        if not (works and works.pop()):
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    monkeypatch.setattr(ledger, "write_file", write)
+    check_refused(compare.main, ["--idea", "--effect 0.1"], "No space left on device: ")
+    assert not list(place.glob("logs/compare/runs"))
+    works += [True]
+    status, out, err = run("--idea", "--effect -0.1", "--gate")
+    assert (status, out) == (2, "helps\n") and "No space left on device" in err
 
 
 # -----------------------------------------------------------------------------

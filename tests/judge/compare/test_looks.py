@@ -69,3 +69,19 @@ def test_users_who_stop_at_helps(tmp_path, monkeypatch, habit):
         wrong += any(look(base, idea, *test) == "helps" for test in HABITS[habit])
     print(habit, wrong)
     assert wrong <= 0.01 * USERS
+
+
+OLD = "date base commit idea text metric until verdict loss low high pairs last_seed minutes"
+ROW = "2026-11-28 b c{} i --lr=1 m 0.02 undecided 0.1 -1 1 3 2 0.0"
+
+
+def test_a_merged_ledger(tmp_path):
+    """git puts the lines of two ledgers below each other, with both headers. Older ones have fewer columns."""
+    lines = [OLD, ROW.format(1), ROW.format(2), OLD, ROW.format(2), ROW.format(3)]
+    file = tmp_path / "l.tsv"
+    file.write_text("\n".join(line.replace(" ", "\t") for line in lines))
+    rows = ledger.read_ledger(file)
+    assert [row["commit"] for row in rows] == ["c1", "c2", "c3"]
+    ledger.write_ledger(file, rows)
+    assert ledger.read_ledger(file) == rows
+    assert ledger.unused_seed(file) == 3
