@@ -448,33 +448,27 @@ def known_folders(variant: Variant) -> list[str]:
     return [str(FOLDER), *links, *SYSTEM]
 
 
-def opened(worker: Worker) -> tuple[set[str], set[str], set[str]] | None:
-    """The files and folders outside of its copy that a run reads, those that it names to other programs, and
-    those that it writes. What it writes before it reads it is its own. None if no Python shows it."""
+def opened(worker: Worker) -> dict[str, str] | None:
+    """What a run does with files and folders outside of its copy, in order: "rw" if it reads a file, and then
+    writes it; "n" if a command only names it. None if no Python shows it (see watch/sitecustomize.py)."""
     file = worker.folder / "opened"
     if not file.exists():
         return None
-    read = set()
-    named = set()
-    written = set()
+    found = {}
     for line in file.read_text(errors="surrogateescape").splitlines():
-        kind, path = line.split(" ", 1)
-        if kind == "w":
-            written.add(path)
-        elif kind == "n":
-            named.add(path)
-        elif path not in written:
-            read.add(path)
-    return read, named, written
+        kind, name = line.split(" ", 1)
+        found[name] = found.get(name, "") + kind
+    return found
 
 
 def check_reading(worker: Worker) -> None:
     """Raises UserError if a run reads a file of which it has a copy. Hidden folders hold caches and
     environments."""
     origin = f"{worker.variant.origin}/"
-    for path in sorted(opened(worker)[0]) if opened(worker) else []:
+    for path, kinds in (opened(worker) or {}).items():
         inner = path.removeprefix(origin)
-        if inner != path and "/." not in f"/{os.path.dirname(inner)}" and os.path.isfile(path):
+        hidden = "/." in f"/{os.path.dirname(inner)}"
+        if inner != path and kinds[0] == "r" and not hidden and os.path.isfile(path):
             fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
 
 
@@ -482,17 +476,22 @@ def add_reads(worker: Worker) -> None:
     """Adds what a run has read outside of its copy to what is known of its variant. Raises UserError if it
     has changed since an earlier run."""
     variant = worker.variant
-    if opened(worker) is None:
+    files = opened(worker)
+    if files is None:
         return cannot_keep(variant, "no Python ran that shows what it reads")
-    read, named, written = opened(worker)
     data = f"{os.environ.get('DATA_PATH', '.')}/data"  # where modded-nanogpt's scripts find theirs
-    text = f"{variant.command} {variant.options} {variant.settings} {data}"
-    named |= named_paths(text, variant.folder, [variant.origin, *map(Path, known_folders(variant))])
-    folders = set(map(os.path.dirname, written))  # runs write what these list
-    for path in sorted((read | named) - folders):
+    started = ["\t".join([str(variant.folder), variant.command, *variant.options, data])]
+    started += [text for text, kind in files.items() if kind == "s"]
+    known = [variant.folder, variant.origin, *map(Path, known_folders(variant))]
+    for text in started:
+        files.pop(text, None)
+        for path in named_paths(text, Path(text.split("\t")[0]), known):
+            files.setdefault(path, "n")
+    written = {os.path.dirname(path) for path, kinds in files.items() if "w" in kinds}
+    for path, kinds in files.items():
         changed = os.path.exists(path) and os.stat(path).st_ctime > worker.date
-        if path not in read and (changed or path in written):
-            continue  # output
+        if kinds[0] == "w" or kinds == "n" and changed or path in written:
+            continue  # output, or a folder for it
         now = hash_read(path)
         if variant.read.setdefault(path, now) not in (now, CHANGES):
             raise UserError(

@@ -120,17 +120,16 @@ def hash_copy(folder: Path, is_command: bool) -> dict[str, str]:
 
 
 def named_paths(text: str, folder: Path, known: list[Path]) -> set[str]:
-    """The files, folders and programs that a text names outside the copy and the known folders. With a
-    program of an environment, the packages that are installed there."""
+    """The files, folders and programs that the words of a command name, which runs in `folder`. Those in
+    known folders are left out. With a program of an environment, the packages that are installed there."""
     found = set()
     path = run_environment(is_command=True)["PATH"]
-    words = re.split(r"['\"=]", text)  # may have blanks
+    words = re.split(r"['\"=\t]", text)  # may have blanks
     for word in words + re.split(r"[\s'\"=:;,|&<>()]+", text):
         word = os.path.expanduser(os.path.expandvars(word))
-        names = glob.glob(word, root_dir=folder)
-        for name in names or filter(None, [shutil.which(word, path=path)]):
+        for name in glob.glob(word, root_dir=folder) or [shutil.which(word, path=path) or "/"]:
             named = Path(os.path.normpath(folder / name))
-            if not any(named.is_relative_to(a) or a.is_relative_to(named) for a in (folder, *known)):
+            if not any(named.is_relative_to(a) or a.is_relative_to(named) for a in known):
                 found.add(str(named))
                 if named.parent.name == "bin":
                     found.update(glob.glob(f"{named.parent.parent}/lib/python*/site-packages"))

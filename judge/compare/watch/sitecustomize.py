@@ -4,13 +4,12 @@ the order of the events, what a run does outside of its copy:
 
     r PATH   reads a file, or the names in a folder
     w PATH   writes a file, or makes a folder
-    n PATH   names a file to a program that it starts, or is this program
+    s TEXT   starts a program: a folder and the words, with tabs between them
 """
 
 import json
 import os
 import re
-import shutil
 import sys
 
 FILE, *SKIPPED = json.loads(os.environ["COMPARE_WATCH"])
@@ -24,7 +23,7 @@ seen = set()
 
 
 def note(kind, name):
-    """Appends a line, once."""
+    """What happens to a file or a folder."""
     if isinstance(name, int):  # a file that is open
         return
     path = os.path.realpath(os.fsdecode(name or "."))
@@ -33,20 +32,14 @@ def note(kind, name):
         kind, path = "r", f"{folder}/{module.split('.')[0]}.py"
     if f"{path}/".startswith(SKIPPED) or PACKAGES_AND_CACHES.search(f"{path}/"):
         return
-    if (kind, path) not in seen:
-        seen.add((kind, path))
+    add_line(kind, path)
+
+
+def add_line(kind, text):
+    if (kind, text) not in seen:
+        seen.add((kind, text))
         with open(FILE, "a", errors="surrogateescape") as file:
-            print(kind, path, file=file)
-
-
-def note_start(program, words=(), folder=None):
-    """What a program that starts could read: itself, and the files that its arguments name."""
-    texts = [program, *([words] if isinstance(words, (str, bytes)) else words)]
-    for word in re.split(r"[\s'\"=;|&<>()]+", " ".join(map(os.fsdecode, texts))):
-        path = os.path.join(folder or ".", os.path.expanduser(os.path.expandvars(word)))
-        path = path if os.path.isfile(path) else shutil.which(word)
-        if path:
-            note("n", path)
+            print(kind, text, file=file)
 
 
 def watch(event, arguments):
@@ -62,7 +55,9 @@ def watch(event, arguments):
     elif event == "os.rename":
         note("w", arguments[1])
     elif event in STARTING:
-        note_start(*arguments[: 3 if event == "subprocess.Popen" else 2])
+        folder = arguments[2] if event == "subprocess.Popen" else None
+        words = [os.path.abspath(folder or "."), arguments[0], *(arguments[1:2] or [()])[0]]
+        add_line("s", "\t".join(map(os.fsdecode, words)).replace("\n", " "))
 
 
 open(FILE, "a").close()  # this Python is watched
