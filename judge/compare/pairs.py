@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from judge.comparable import by_the_clock
 from judge.compare.runs import Pool, runs_a_process
 from judge.compare.sources import Variant
 from judge.stats import (
@@ -51,6 +52,7 @@ class Comparison:
     ideas: list[Variant]
     fewer: Variant | None = None  # the base with fewer steps; None if its runs don't measure the slope
     more: Variant | None = None
+    warnings: list[str] = field(default_factory=list)  # before the answer
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -70,7 +72,9 @@ class Comparison:
         return [variant.runs[seed].end.val_loss for seed in seeds]
 
     def steps(self, variant: Variant) -> int | None:
-        """Of each of its runs; None if that isn't known yet."""
+        """Of each of its runs; None if that isn't known yet, and 1 for runs of a fixed time."""
+        if any(by_the_clock(variant.runs.values()) for variant in self.variants):
+            return 1
         for log in variant.runs.values():
             return log.end.step
         return variant.num_iterations()

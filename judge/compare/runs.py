@@ -1,7 +1,7 @@
 """
 Makes the runs of compare and screen, and keeps their logs.
 
-A run is kept under all that it could read (see same_run.py). Its log is logs/compare/runs/KEY_I/seedN.txt,
+A run is kept under all that it could read (see same_run.py). Its log is logs/compare/runs/KEY_TIME/seedN.txt,
 where KEY is a hash of all that; facts.json beside it says what it was. Later comparisons use the run if
 what it read elsewhere hasn't changed. You may delete these folders at any time.
 
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.datasets import get_data
-from judge.comparable import add_metric, check_between, not_whole
+from judge.comparable import add_metric, by_the_clock, check_between, not_whole
 from judge.compare.same_run import (
     OF_A_JOB,
     SYSTEM,
@@ -56,7 +56,7 @@ from lib.text import as_json, short
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
-MAY_DIFFER = {"hardware", "compiled", "target_val_loss", "log"}  # between variants
+MAY_DIFFER = {"hardware", "GPU limits", "compiled", "target_val_loss", "log"}  # between variants
 RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
 CHANGES = "changes"  # instead of the hash of what a run reads: no later run is the same
 WATCH = Path(__file__).resolve().parent / "watch"
@@ -70,8 +70,7 @@ class Worker:
     seeds: list[int]  # without those of finished runs
     child: subprocess.Popen
     folder: Path
-    started: float = field(default_factory=time.monotonic)
-    date: float = field(default_factory=time.time)  # when it began
+    started: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -83,6 +82,7 @@ class Pool:
     jobs: int  # processes at a time
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
     workers: list[Worker] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)  # all that may have runs
     made: int = 0  # runs in this session
     first: Log | None = None  # with which all runs are compared
     started: float = field(default_factory=time.monotonic)
@@ -237,12 +237,26 @@ def check_measured(pool: Pool, log: Log) -> None:
 
 def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
+    pool.variants += variants
     for variant in variants:
         link_data(variant.folder / "data", variant.origin / "data")
         variant.identity = identity(variant, pool.facts)
         variant.runs = kept_runs(pool, variant)
         for log in variant.runs.values():
             check_measured(pool, log)
+        check_clock(pool, variant)
+
+
+def check_clock(pool: Pool, variant: Variant) -> None:
+    """Runs of a fixed time take turns, and none of another time is used: the machine's speed counts."""
+    if not by_the_clock(variant.runs.values()):
+        return
+    pool.jobs = 1
+    for other in pool.variants:
+        if other.runs.keys() > other.new:
+            show_line()
+            print(f"training {other.name} again, because its runs have a fixed time", file=sys.stderr)
+        other.runs = {seed: log for seed, log in other.runs.items() if seed in other.new}
 
 
 def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> Pool:
@@ -301,23 +315,18 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     return found
 
 
-def new_place(variant: Variant) -> Path:
-    """An empty folder for its runs. Runs that read other files with the same code have their own."""
-    places = (FOLDER / "runs" / f"{variant.key()}_{n}" for n in itertools.count())
-    place = next(place for place in places if not place.exists())
-    place.mkdir(parents=True)
-    return place
-
-
 def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
     """Moves the log of a finished run to the kept ones."""
-    variant.place = variant.place or new_place(variant)
+    # runs that read other files with the same code have another folder
+    variant.place = variant.place or FOLDER / "runs" / f"{variant.key()}_{time.time_ns()}"
+    variant.place.mkdir(parents=True, exist_ok=True)
     write_file(variant.place / "facts.json", as_json(variant.identity | {"read": variant.read}))
     log.path = log.path.replace(variant.place / f"seed{seed}.txt")
     variant.runs[seed] = log
     variant.new.add(seed)
     pool.made += 1
     check_measured(pool, log)
+    check_clock(pool, variant)
 
 
 # -----------------------------------------------------------------------------
@@ -489,7 +498,7 @@ def add_reads(worker: Worker) -> None:
             files.setdefault(path, "n")
     written = {os.path.dirname(path) for path, kinds in files.items() if "w" in kinds}
     for path, kinds in files.items():
-        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.date
+        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.started
         if kinds[0] == "w" or kinds == "n" and changed or path in written:
             continue  # output, or a folder for it
         now = hash_read(path)
@@ -527,7 +536,7 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     if fault := not_whole(log, pool.args.stops_early):
         fail(worker, fault)
     earlier = list(worker.variant.runs.values())
-    if earlier and earlier[0].end.step != log.end.step:
+    if earlier and log.scheduled and earlier[0].num_steps != log.num_steps:
         fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
     losses = {run.end.val_loss for run in [log, *earlier]}
     if len(earlier) >= 2 and len(losses) == 1:
@@ -564,9 +573,9 @@ def collect(pool: Pool, worker: Worker) -> None:
         add_reads(worker)
     for log in logs:
         keep_log(pool, worker.variant, worker.seeds.pop(0), log)
-        worker.started = time.monotonic()
+        worker.started = time.time()
     if status is None:
-        if time.monotonic() - worker.started > 60 * pool.args.run_timeout:
+        if time.time() - worker.started > 60 * pool.args.run_timeout:
             fail(worker, f"it took more than --run_timeout {pool.args.run_timeout:g} minutes")
         return
     if worker.seeds:
