@@ -58,10 +58,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.comparable import judged_in_words, settle_metric
+from judge.comparable import judged_in_words, settle_metric, steps_in_words
 from judge.compare import runs as compare_runs
 from judge.compare.finished_logs import compare_logs
 from judge.compare.ledger import add_to_ledger, first_base, loop_in_words, read_ledger, unused_seed
+from judge.compare.measuring import touches_measure
 from judge.compare.pairs import (
     Comparison,
     answer_needs_slope,
@@ -102,7 +103,7 @@ from lib.commands import (
     whole_number,
 )
 from lib.files import write_file
-from lib.text import as_json, p_text, plural, short
+from lib.text import as_json, p_text, plural, short, wrap
 
 TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 
@@ -188,6 +189,17 @@ def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     return variants
 
 
+def check_measures(args: argparse.Namespace, base: Variant, ideas: list[Variant]) -> list[str]:
+    """Lines about ideas that touch what measures. With --gate, raises UserError."""
+    found = []
+    for idea in ideas:
+        if what := touches_measure(base, idea, args.metric):
+            found.append(f"{idea.name} changes what measures the loss ({short(what, 80)})")
+    if found and args.gate:
+        raise UserError(f"{found[0]}, so --gate doesn't judge it")
+    return [f"Warning: {text}. Then a lower loss says nothing." for text in found]
+
+
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison:
     """Raises UserError."""
     args.ledger = args.ledger or compare_runs.FOLDER / "ledger.tsv"
@@ -196,6 +208,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         args.base = f"{'.@' if args.command else ''}{first_base(args.ledger)}"
         args.seed = unused_seed(args.ledger)
     base, *ideas = variants = read_variants(args, common)
+    warnings = check_measures(args, base, ideas)
     fewer = more = None
     if not args.loss_per_100_steps and not (args.command and base.num_iterations() is None):
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
@@ -207,7 +220,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         print(f"training again, because {changed}", file=sys.stderr)
     trained = [base, *ideas] if args.runs else variants
     check_settings(trained, args.nproc_per_node, check_data=True)
-    return Comparison(args, pool, base, ideas, fewer, more)
+    return Comparison(args, pool, base, ideas, fewer, more, warnings)
 
 
 # -----------------------------------------------------------------------------
@@ -260,6 +273,7 @@ def facts_in_words(c: Comparison) -> list[str]:
         sentences = [
             "Steps are unknown: give --loss_per_100_steps, or --num_iterations N {options} in the command."
         ]
+    sentences += steps_in_words({v.name: list(v.runs.values()) for v in [c.base, *c.ideas]})
     if not c.paired:
         sentences.append("The runs of a pair share no seed.")
     sentences.append(judged_in_words(list(c.base.runs.values())))
@@ -306,7 +320,8 @@ def answer_lines(c: Comparison) -> list[str]:
         return [verdict, *loop_in_words(c.args.ledger)]
     if not effects:
         return [TOO_EARLY.capitalize()]
-    lines = answer_in_words(effects, c.args.until, test_in_words(c, effects), facts_in_words(c))
+    lines = [line for text in c.warnings for line in wrap(text)]
+    lines += answer_in_words(effects, c.args.until, test_in_words(c, effects), facts_in_words(c))
     for idea in c.ideas:
         if c.count(idea) < 2:
             lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
