@@ -8,8 +8,8 @@ name, such as the print of the loss. Only files that the idea changes are looked
 
 import re
 
-from judge.compare.same_run import hash_copy
-from judge.compare.sources import Variant
+from judge.runs.same_run import hash_copy
+from judge.runs.sources import Variant
 
 WORD = r"(?<![a-z])(?:e?val|evaluate|evaluation|validat\w*)(?![a-z])"
 

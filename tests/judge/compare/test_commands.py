@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from judge.compare import compare, measuring, runs
-from judge.records import verify
+from judge.compare import compare, measuring
+from judge.runs import make as runs
+from leaderboard import verify
 from tests.judge.helpers import (
     answer_of,
     bounds,
