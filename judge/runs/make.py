@@ -563,7 +563,8 @@ def collect(pool: Pool, worker: Worker) -> None:
     Raises UserError if runs are missing, or take too long.
     """
     status = worker.child.poll()
-    check_reading(worker)
+    if status is not None or time.time() - worker.started < 60:  # later, there is much to read
+        check_reading(worker)
     logs = list(complete_logs(pool, worker, status))
     if logs:
         check_unchanged(pool, worker.variant)

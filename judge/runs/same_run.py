@@ -87,11 +87,12 @@ def hash_file(path: Path) -> str:
 
 
 def hash_read(name: str) -> str | None:
-    """Of a file, or of the files and the names in a folder; None if there is nothing."""
+    """Of a file, or of what a folder lists: names, sizes and dates, because there may be terabytes that no
+    run reads. None if there is nothing."""
     path = Path(name)
     if path.is_dir():
-        entries = [(entry.name, entry.is_file() and hash_file(entry)) for entry in path.iterdir()]
-        return hash_text(str(sorted(entries)))
+        files = [(entry.name, entry.is_file() and entry.stat()) for entry in path.iterdir()]
+        return hash_text(str(sorted((name, s and (s.st_size, s.st_mtime_ns)) for name, s in files)))
     return hash_file(path) if path.is_file() else None
 
 
