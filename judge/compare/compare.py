@@ -267,13 +267,14 @@ def facts_in_words(c: Comparison) -> list[str]:
     threads = f"{plural(facts['threads'], 'thread')} per {per}"
     slope = c.slope()
     sentences = [slope_in_words(slope)]
-    if c.steps(c.base) == 1:
+    if clock := steps_in_words({v.name: list(v.runs.values()) for v in [c.base, *c.ideas]}):
+        sentences = clock
+    elif c.steps(c.base) == 1:
         sentences = ["Steps are unknown: the logs have none."]
     elif c.fewer is None and slope is None:
         sentences = [
             "Steps are unknown: give --loss_per_100_steps, or --num_iterations N {options} in the command."
         ]
-    sentences += steps_in_words({v.name: list(v.runs.values()) for v in [c.base, *c.ideas]})
     if not c.paired:
         sentences.append("The runs of a pair share no seed.")
     sentences.append(judged_in_words(list(c.base.runs.values())))

@@ -293,7 +293,7 @@ def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
 
 def read_now(kept: dict) -> dict[str, dict]:
     """What kept runs would read today."""
-    return {"read": {name: hash_read(name) for name in kept["read"]}}
+    return {"read": {name: hash_read(name) for name in kept.get("read", {})}}
 
 
 def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
