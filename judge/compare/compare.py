@@ -60,19 +60,20 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.logs.comparable import judged_in_words, settle_metric
+from judge.logs.comparable import judged_in_words, settle_metric, steps_in_words
 from judge.runs import make as compare_runs
 from judge.compare.finished_logs import compare_logs
 from judge.compare.ledger import (
     Row,
     first_base,
     loop_in_words,
-    seeds_of_other_tests,
     read_ledger,
+    seeds_of_other_tests,
     unused_seed,
     with_answers,
     write_ledger,
 )
+from judge.compare.measuring import touches_measure
 from judge.compare.pairs import (
     Comparison,
     answer_needs_slope,
@@ -200,6 +201,17 @@ def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     return variants
 
 
+def check_measures(args: argparse.Namespace, base: Variant, ideas: list[Variant]) -> list[str]:
+    """Lines about ideas that touch what measures. With --gate, raises UserError."""
+    found = []
+    for idea in ideas:
+        if what := touches_measure(base, idea, args.metric):
+            found.append(f"{idea.name} changes what measures the loss ({short(what, 80)})")
+    if found and args.gate:
+        raise UserError(f"{found[0]}, so --gate doesn't judge it")
+    return [f"Warning: {text}. Then a lower loss says nothing." for text in found]
+
+
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison:
     """Raises UserError."""
     args.ledger = args.ledger or compare_runs.FOLDER / "ledger.tsv"
@@ -208,6 +220,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         args.base = f"{'.@' if args.command else ''}{first_base(args.ledger)}"
         args.seed = unused_seed(args.ledger)
     base, *ideas = variants = read_variants(args, common)
+    warnings = [NO_SEED] * args.no_seed + check_measures(args, base, ideas)
     fewer = more = None
     if not args.loss_per_100_steps and not (args.command and base.num_iterations() is None):
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
@@ -219,7 +232,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         print(f"training again, because {changed}", file=sys.stderr)
     trained = [base, *ideas] if args.runs else variants
     check_settings(trained, args.nproc_per_node, check_data=True)
-    c = Comparison(args, pool, base, ideas, fewer, more)
+    c = Comparison(args, pool, base, ideas, fewer, more, warnings)
     for idea in ideas:
         idea.before = seeds_of_other_tests(c, idea)
     return c
@@ -272,7 +285,9 @@ def facts_in_words(c: Comparison, ledger: list[Row]) -> list[str]:
     threads = f"{plural(facts['threads'], 'thread')} per {per}"
     slope = c.slope()
     sentences = [slope_in_words(slope)]
-    if c.steps(c.base) == 1:
+    if clock := steps_in_words({v.name: list(v.runs.values()) for v in [c.base, *c.ideas]}):
+        sentences = clock
+    elif c.steps(c.base) == 1:
         sentences = ["Steps are unknown: the logs have none."]
     elif c.fewer is None and slope is None:
         sentences = [
@@ -323,7 +338,7 @@ def answer_lines(c: Comparison, ledger: list[Row]) -> list[str]:
         return [verdict, *loop_in_words(ledger)]
     if not effects:
         return [TOO_EARLY.capitalize(), *c.notes]
-    lines = wrap(NO_SEED) if c.args.no_seed else []
+    lines = [line for text in c.warnings for line in wrap(text)]
     lines += answer_in_words(
         effects, c.args.until, test_in_words(c, effects), facts_in_words(c, ledger)
     )

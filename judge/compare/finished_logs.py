@@ -9,7 +9,7 @@ import argparse
 import math
 from dataclasses import asdict
 
-from judge.logs.comparable import MACHINE, check_sides, judged_in_words
+from judge.logs.comparable import MACHINE, check_sides, judged_in_words, steps_in_words
 from judge.compare.answer import (
     NO_SEED,
     answer_in_words,
@@ -62,9 +62,7 @@ def read_sides(args: argparse.Namespace) -> dict[str, list[Log]]:
 
 def machines(logs: list[Log]) -> tuple[bool, str]:
     """Whether the times can be compared, and a sentence about it."""
-    places = {
-        f"{log.hardware or 'an unknown machine'}, PyTorch {log.torch or 'unknown'}" for log in logs
-    }
+    places = {log.machine for log in logs}
     places |= {place for log in logs for place in log.resumed_on}
     where = " and ".join(sorted(places))
     if not end_times(logs):
@@ -83,7 +81,8 @@ def facts_in_words(sides: dict[str, list[Log]], has_slope: bool) -> list[str]:
             facts.append(f"The logs of the {side} have {count} different sources.")
     losses = {side: {log.name: log.end.val_loss for log in logs} for side, logs in sides.items()}
     facts += warnings_in_words(losses)
-    return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
+    clock = steps_in_words(sides)
+    return facts + (clock or other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope))
 
 
 def compare_logs(args: argparse.Namespace) -> int:
@@ -94,11 +93,14 @@ def compare_logs(args: argparse.Namespace) -> int:
     sides = read_sides(args)
     base, idea = sides.values()
     timed, where = machines([*base, *idea])
+    clock = steps_in_words(sides)
+    if clock and len({log.machine for log in [*base, *idea]}) > 1:
+        raise UserError(f"{clock[0]} {where} So the losses can't be compared, either")
     pairs = turns(idea, base) if timed else []  # runs that took turns
     if timed and not pairs:
         where += f" {OTHER_SESSION}"
     steps = base[0].end.step
-    own_steps = idea[0].end.step / steps
+    own_steps = 1 if clock else idea[0].end.step / steps
     slope = args.loss_per_100_steps and given_slope(args.loss_per_100_steps, steps)
     effect = look_once("idea", end_losses(idea), end_losses(base), False, slope, own_steps=own_steps)
     if pairs:

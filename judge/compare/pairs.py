@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from judge.logs.comparable import by_the_clock
 from judge.runs.make import Pool, runs_a_process
 from judge.runs.sources import Variant
 from judge.stats.decide import (
@@ -56,6 +57,7 @@ class Comparison:
     ideas: list[Variant]
     fewer: Variant | None = None  # the base with fewer steps; None if its runs don't measure the slope
     more: Variant | None = None
+    warnings: list[str] = field(default_factory=list)  # before the answer
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -75,7 +77,9 @@ class Comparison:
         return list(itertools.takewhile(lambda seed: all(seed in v.runs for v in variants), seeds))
 
     def steps(self, variant: Variant) -> int | None:
-        """Of each of its runs; None if that isn't known yet."""
+        """Of each of its runs; None if that isn't known yet, and 1 for runs of a fixed time."""
+        if any(by_the_clock(variant.runs.values()) for variant in self.variants):
+            return 1
         for log in variant.runs.values():
             return log.end.step
         return variant.num_iterations()

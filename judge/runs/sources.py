@@ -69,7 +69,11 @@ class Variant:
     origin: Path = field(default_factory=lambda: ROOT)  # the folder that was copied
     leave_out: Sequence[Path] = ()  # see copy_tree
     # What is known of it
-    identity: dict = field(default_factory=dict, init=False)  # all that its runs could read
+    identity: dict = field(
+        default_factory=dict, init=False
+    )  # all that its runs could read in their copy
+    read: dict = field(default_factory=dict, init=False)  # hashes of what they read elsewhere
+    place: Path | None = field(default=None, init=False)  # where its runs are kept
     runs: dict[int, Log] = field(default_factory=dict, init=False)  # those that are there, by seed
     edited: dict[str, str] = field(
         default_factory=dict, init=False
