@@ -198,7 +198,7 @@ def saved_settings(args):
         return {}
 
 
-def check_run(mode, script, options):
+def check_run(script, options):
     """Returns what a run needs, as a dict. Raises InputError."""
     args, hp = script.parse_arguments(options)
     more = []
@@ -220,9 +220,7 @@ def check_run(mode, script, options):
             hp = fit_to_memory(hp, processes)
             more.append(f"--train_seq_len={hp.train_seq_len}")
     get_data(sys.executable, vars(hp))
-    if mode == "prepare":
-        with contextlib.suppress(OSError):  # the run will say so
-            script.check_inputs(args, hp)
+    script.check_inputs(args, hp)  # before anything slow
     variables = {} if gpus else environment(processes) | check_compiler(processes)
     compiles = train_gpt.compiles() and "TORCH_COMPILE_DISABLE" not in variables
     compiled = "compiled" if compiles else "not compiled"
@@ -247,7 +245,7 @@ def main(argv):
             print(problem, end="")
             return 1 if problem else 0
         if words:
-            found = check_run(mode, importlib.import_module(words[0]), words[1:])
+            found = check_run(importlib.import_module(words[0]), words[1:])
         elif find_gpus():
             check_gpus(1)  # a run of compare uses one
             found = dict(environment={})

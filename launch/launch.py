@@ -35,7 +35,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of launch/
 
 from data.datasets import DATASETS, get_data
-from lib.commands import UserError
+from lib.commands import UserError, did_you_mean
 from lib.environment import ROOT, clean_environment
 from lib.processes import (
     check_machine,
@@ -295,15 +295,32 @@ def prepare(command, needs):
     return status
 
 
-def train_and_sample(command, needs):
-    """Trains, and lets the model write a short text. Returns the exit status of the training."""
+def checkpoints(folder):
+    """Returns the time and the path of each checkpoint in a folder."""
+    return {(path.stat().st_mtime_ns, path) for path in Path(ROOT, folder).glob("*.pt")}
+
+
+def train_and_sample(command, needs, same):
+    """Trains, and lets the model write a short text. Returns the exit status of the training. `same` is how
+    a command begins that continues it."""
     say(f"training {needs['text']}")
-    say("before the first step, compiling may take a minute or two")
-    Stopped.advice = "to continue from the last validation, add --resume latest"
-    status = run_ranks([*command, "--save_checkpoint"], needs["processes"], cwd=ROOT)
-    newest = max(Path(ROOT, needs["log_dir"]).glob("*.pt"), key=os.path.getmtime, default=None)
-    if status == 0 and newest:
-        run([command[0], "-m", "evals.sample", "--brief", newest], cwd=ROOT)
+    if sys.stdout.isatty():
+        command = [*command[:2], "launch.terminal", *command[2:]]
+    else:
+        say("before the first step, compiling may take a minute or two")
+    before = checkpoints(needs["log_dir"])
+    try:
+        status = run_ranks([*command, "--save_checkpoint"], needs["processes"], cwd=ROOT)
+    except Stopped as stopped:
+        saved = checkpoints(needs["log_dir"]) - before
+        stopped.advice = "nothing is saved yet; run the same command again"
+        if saved:
+            stopped.advice = f"continue with {same} --resume {os.path.relpath(max(saved)[1])}"
+        raise
+    saved = checkpoints(needs["log_dir"]) - before
+    if status == 0 and saved:
+        Stopped.advice = "the training has ended; ./run.sh sample lets the model write"
+        run([command[0], "-m", "evals.sample", "--brief", max(saved)[1]], cwd=ROOT)
     return status
 
 
@@ -362,8 +379,20 @@ def split_command(argv):
         if name in COMMANDS:
             return name, argv[count:]
     if argv and not argv[0].startswith("-"):
-        raise UserError(f"there is no command {' '.join(argv[:2])}; ./run.sh --help lists them")
+        meant = did_you_mean(argv[0], COMMANDS)
+        raise UserError(
+            f"there is no command {' '.join(argv[:2])}{meant or '; ./run.sh --help lists them'}"
+        )
     return "train", argv
+
+
+def make_cache_folder():
+    """Importing torch._dynamo makes this folder, too, but not its error in one line."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        os.makedirs(folder or ".", exist_ok=True)
+    except OSError as e:
+        raise UserError(f"TORCHINDUCTOR_CACHE_DIR: {e}; name a folder that can be made, or unset it")
 
 
 def launch(argv):
@@ -372,6 +401,7 @@ def launch(argv):
     if dropped:
         say(f"ignored: {', '.join(dropped)}")
     name, words = split_command(list(map(at_home, argv)))
+    make_cache_folder()
     args, words = parse(name, words)
     if args.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -395,7 +425,10 @@ def launch(argv):
             return run([python, "-m", module, "--help"], cwd=ROOT)
         needs = check_machine(python, name, module, *words)
         command = [python, "-m", module, *words, *needs["options"]]
-        return prepare(command, needs) if name == "prepare" else train_and_sample(command, needs)
+        if name == "prepare":
+            return prepare(command, needs)
+        chosen = [f" --{name} {getattr(args, name)}" for name in ("device", "recipe") if getattr(args, name)]
+        return train_and_sample(command, needs, f"./run.sh{''.join(chosen)}")
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not (wants_help or theirs):
         check_machine(python, name)

@@ -1,0 +1,141 @@
+"""
+Trains as `python -m SCRIPT OPTIONS...` does, for a person at a terminal:
+
+    python -m launch.terminal SCRIPT [OPTIONS...]
+
+It shows the seconds until the first step, then a bar, after each validation that is the best so far a line
+that the model writes, and in the end a picture beside the log. The script prints a validation while its clock
+is stopped, so that these lines don't count as training time. The log and the checkpoint don't change.
+"""
+
+import contextlib
+import importlib
+import io
+import math
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
+
+WIDTH = 76  # characters of the line that the model writes
+
+
+def written_line(checkpoint):
+    """Returns a line that the model of a RUN.pt writes. Leaves PyTorch's random numbers as they were."""
+    import torch
+
+    from evals import models, sample
+
+    with torch.random.fork_rng(devices=[]):  # a new model begins with random weights
+        model = models.load(checkpoint, offline=True)
+    prompt = [model.eot, *model.encode(sample.PROMPTS[model.vocab_size])]
+    ids = torch.tensor([prompt], device=models.DEVICE)
+    generator = torch.Generator(models.DEVICE).manual_seed(0)
+    content = b""
+    for token in models.generate(model, ids, WIDTH, 0.8, 50, generator):
+        if token == model.eot or len(content) > WIDTH:
+            break
+        content += model.token_bytes(token.item())
+    text = sample.printable(content.decode(errors="replace"))
+    return " ".join(text.split())[:WIDTH]
+
+
+class Screen(io.TextIOBase):
+    """Takes the place of stdout. Lines about steps move the bar; the others are shown above it."""
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+        self.begun = ""  # a line without its end
+        self.log = None  # its path, when the script has printed it
+        self.best = math.inf
+        self.wait()
+
+    def wait(self):
+        """Shows the seconds that pass, until there are steps."""
+        self.has_steps = threading.Event()
+        text = "getting ready for the first step"
+        self.bar = tqdm(bar_format=text + ": {elapsed}", file=self.terminal, leave=False)
+        threading.Thread(target=self.show_seconds, daemon=True).start()
+
+    def show_seconds(self):
+        while not self.has_steps.wait(1):
+            self.bar.refresh()
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.begun += text
+        if text.endswith(("\n", "\r")):
+            line, self.begun = self.begun.rstrip(), ""
+            self.show(line)
+
+    def show(self, line):
+        step = re.match(r"step:(\d+)/(\d+)(?: val_loss:(\S+))?", line)
+        if step:
+            self.show_step(line, int(step[1]), int(step[2]), step[3])
+            return
+        if line.startswith("track "):  # a run begins
+            self.log = Path(line.rpartition("log: ")[2])
+            self.best = math.inf
+            if self.has_steps.is_set():  # after another one
+                self.wait()
+        if line.startswith("target "):  # it has ended
+            self.bar.close()
+        tqdm.write(line, self.terminal)
+
+    def show_step(self, line, step, total, val_loss):
+        if not self.has_steps.is_set():
+            self.has_steps.set()
+            self.bar.close()
+            # smoothing 0: the time left follows from all steps so far, and from their validations
+            how = dict(unit=" steps", smoothing=0, dynamic_ncols=True, file=self.terminal)
+            self.bar = tqdm(initial=step, total=total, **how)
+        self.bar.update(step - self.bar.n)
+        if not val_loss:
+            return
+        losses = [word for word in line.split() if not word.startswith(("train_time", "step_avg"))]
+        tqdm.write(" ".join(losses), self.terminal)
+        self.bar.set_postfix_str(f"val_loss {val_loss}")
+        if step and float(val_loss) < self.best:
+            self.best = float(val_loss)
+            with contextlib.suppress(Exception):  # of a model that evals/ doesn't know
+                tqdm.write(f"    {written_line(self.log.with_suffix('.pt'))}", self.terminal)
+
+
+    def end(self):
+        self.has_steps.set()
+        self.bar.close()
+
+
+def draw(log):
+    """Writes a picture of the losses in a log. Without it, the training has succeeded, too."""
+    from judge.records import plot
+
+    try:
+        plot.main([str(log)])
+    except Exception as e:
+        print(f"can't draw the losses: {e}", file=sys.stderr)
+
+
+def main(argv):
+    name, *options = argv
+    if int(os.getenv("RANK") or 0):  # another rank shows nothing
+        return importlib.import_module(name).main(options)
+    screen = Screen(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(DummyTqdmFile(sys.stderr)):
+            status = importlib.import_module(name).main(options)
+    finally:
+        screen.end()
+    if status == 0:
+        draw(screen.log)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
