@@ -427,7 +427,9 @@ def launch(argv):
         command = [python, "-m", module, *words, *needs["options"]]
         if name == "prepare":
             return prepare(command, needs)
-        chosen = [f" --{name} {getattr(args, name)}" for name in ("device", "recipe") if getattr(args, name)]
+        chosen = [
+            f" --{name} {getattr(args, name)}" for name in ("device", "recipe") if getattr(args, name)
+        ]
         return train_and_sample(command, needs, f"./run.sh{''.join(chosen)}")
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not (wants_help or theirs):

@@ -106,7 +106,6 @@ class Screen(io.TextIOBase):
             with contextlib.suppress(Exception):  # of a model that evals/ doesn't know
                 tqdm.write(f"    {written_line(self.log.with_suffix('.pt'))}", self.terminal)
 
-
     def end(self):
         self.has_steps.set()
         self.bar.close()
