@@ -93,7 +93,7 @@ class Screen(io.TextIOBase):
             self.has_steps.set()
             self.bar.close()
             # smoothing 0: the time left follows from all steps so far, and from their validations
-            how = dict(unit=" steps", smoothing=0, dynamic_ncols=True, file=self.terminal)
+            how = dict(unit="step", smoothing=0, dynamic_ncols=True, file=self.terminal)
             self.bar = tqdm(initial=step, total=total, **how)
         self.bar.update(step - self.bar.n)
         if not val_loss:
@@ -115,6 +115,7 @@ def draw(log):
     """Writes a picture of the losses in a log. Without it, the training has succeeded, too."""
     from judge.records import plot
 
+    print("picture:", end=" ")
     try:
         plot.main([str(log)])
     except Exception as e:
