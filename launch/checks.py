@@ -253,7 +253,7 @@ def main(argv):
             found = dict(environment=check_compiler(1))
         Path(file).write_text(json.dumps(found), encoding="utf-8")
         return 0
-    except (InputError, ImportError) as e:
+    except (InputError, ImportError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
 

@@ -380,9 +380,7 @@ def split_command(argv):
             return name, argv[count:]
     if argv and not argv[0].startswith("-"):
         meant = did_you_mean(argv[0], COMMANDS)
-        raise UserError(
-            f"there is no command {' '.join(argv[:2])}{meant or '; ./run.sh --help lists them'}"
-        )
+        raise UserError(f"there is no command {name}{meant or '; ./run.sh --help lists them'}")
     return "train", argv
 
 

@@ -24,13 +24,18 @@ from gpu.report_stages import PEAKS
 from launch import checks
 from lib import environment, processes
 from train_gpt import TRACKS
-from tests.util import ROOT, Job, tiny_options
+from tests.util import ROOT, Job, random_tokens, tiny_options, write_shard
+
+
+CHECK_INPUTS = train_gpt.check_inputs
 
 
 @pytest.fixture(autouse=True)
 def got(monkeypatch):
-    """No data are downloaded, and tests that follow keep their threads. The files that a run needs."""
+    """No data are downloaded or checked, and tests that follow keep their threads. The files that a run
+    needs."""
     files = []
+    monkeypatch.setattr(train_gpt, "check_inputs", lambda args, hp: [0, 0])
     monkeypatch.setattr(
         checks, "get_data", lambda python, settings: files.append(settings["train_files"])
     )
@@ -378,9 +383,14 @@ def test_processes_on_a_cpu(right_code, got, tmp_path, monkeypatch, capsys, core
     assert got == [TRACKS["mini"].train_files]
 
 
-def test_user_errors_come_before_the_comparison(right_code, tmp_path, capsys):
-    missing = check(tmp_path, capsys, "--train_files=nothing_*.bin", mode="prepare")
+def test_user_errors_come_before_the_comparison(right_code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_gpt, "check_inputs", CHECK_INPUTS)
+    monkeypatch.setattr(checks, "find_problem", None)
+    missing = check(tmp_path, capsys, "--train_files=nothing_*.bin")
     assert missing[2].startswith("error: no shards match nothing")
+    write_shard(tmp_path / "few.bin", random_tokens(5000, seed=0))
+    few = check(tmp_path, capsys, f"--train_files={tmp_path}/few.bin", "--num_iterations=2")
+    assert "few.bin has 1 batches of 4096 tokens, and the run needs 2;" in few[2]
     status, _, err = check(tmp_path, capsys, "--num_iterations", "x")
     assert (status, err.count("\n")) == (2, 1)
 
