@@ -19,7 +19,7 @@ from pathlib import Path
 
 import train_gpt  # before torch: it sets variables that torch reads
 from data.gpt2_bpe import gpt2_encoding
-from lib.environment import ROOT
+from lib.processes import ROOT
 from recipes import openai_gpt2
 from recipes import gpt2
 from train_gpt import BLOCK_SIZE, DEVICE, InputError, require

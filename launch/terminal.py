@@ -113,7 +113,7 @@ class Screen(io.TextIOBase):
 
 def draw(log):
     """Writes a picture of the losses in a log. Without it, the training has succeeded, too."""
-    from judge.records import plot
+    from judge.plot import plot
 
     print("picture:", end=" ")
     try:

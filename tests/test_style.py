@@ -9,7 +9,7 @@ import pytest
 
 from tests.util import ROOT
 
-FLOORS = ["train_gpt", "lib", "data", "recipes", "judge gpu evals", "launch"]
+FLOORS = ["train_gpt judge", "lib", "data", "recipes", "leaderboard gpu evals", "launch"]
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def required(folder):
 def test_requirements_name_what_is_imported():
     before = [ROOT / "launch/launch.py", ROOT / "data/datasets.py", *(ROOT / "lib").glob("*.py")]
     assert packages(*before) == set()  # they run before there are packages
-    names = "train_gpt.py launch/checks.py data/shakespeare.py data/fineweb.py evals/models.py evals/sample.py"
+    names = "train_gpt.py launch/checks.py launch/terminal.py data/shakespeare.py data/fineweb.py evals/models.py evals/sample.py"
     always = [ROOT / name for name in names.split()]
     for folder in ("recipes", "gpu"):
         always += (ROOT / folder).glob("*.py")
@@ -63,3 +63,4 @@ def test_requirements_name_what_is_imported():
     for folder in ("judge", "evals"):
         found = packages(*(ROOT / folder).rglob("*.py"))
         assert required(folder) <= found <= required(".") | required(folder)
+    assert packages(*(ROOT / "leaderboard").glob("*.py")) <= required("judge")
