@@ -7,6 +7,7 @@ transformers), and the HellaSwag scores with hand-made answers. Everything runs 
 
 import dataclasses
 import math
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -350,6 +351,24 @@ def test_items(tmp_path):
         with pytest.raises(InputError, match="has no HellaSwag items with labels"):
             hellaswag.load_items(path)
         path.write_text("PAR1")
+
+
+def test_the_newest_model(tmp_path, monkeypatch, capsys):
+    """Of a folder, or of logs in the repository. A line says which one it is."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setattr(models, "ROOT", tmp_path)
+    monkeypatch.chdir(logs)
+    with pytest.raises(InputError, match="has no RUN.pt; ./run.sh trains a model"):
+        models.load("latest")
+    for age, name in enumerate(["b.pt", "a.pt", "c.txt"]):
+        (logs / name).touch()
+        os.utime(logs / name, (0, 1000 - age))
+    save(logs / "b.pt")
+    for name in ("latest", "../logs"):
+        assert models.load(name).vocab_size == 257
+    assert capsys.readouterr().err == 2 * "the model of b.pt\n"
+    assert models.find_file("a.pt") == "a.pt"
 
 
 def test_hellaswag_from_the_command_line(trained, tmp_path):
