@@ -88,11 +88,13 @@ def text_model(module, codec):
 
 
 def find_file(name):
-    """Returns the newest RUN.pt of a folder, or the name of a file as it is. "latest" is the folder logs."""
+    """Returns the newest RUN.pt of a folder, which is beside its log, or the name of a file as it is. "latest"
+    is the folder logs."""
     folder = ROOT / "logs" if name == "latest" else Path(name)
     if not folder.is_dir():
         return name
-    newest = max(folder.glob("*.pt"), key=os.path.getmtime, default=None)
+    ours = [path for path in folder.glob("*.pt") if path.with_suffix(".txt").exists()]
+    newest = max(ours, key=os.path.getmtime, default=None)
     require(newest, f"{folder} has no RUN.pt; ./run.sh trains a model")
     print(f"the model of {os.path.relpath(newest)}", file=sys.stderr)
     return newest
@@ -104,8 +106,10 @@ def read_file(name):
     try:  # with mmap, the optimizers' state isn't read
         checkpoint = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
         return checkpoint["settings"], checkpoint["model"]
+    except (LookupError, TypeError):
+        raise InputError(f"{name} isn't a RUN.pt: it lacks the entries settings and model")
     except Exception as e:  # corrupt files raise many exception types
-        raise InputError(f"{name} is damaged or no saved model ({type(e).__name__})")
+        raise InputError(f"{name} is damaged, or no saved model ({type(e).__name__})")
 
 
 def load(name, offline=False):

@@ -29,7 +29,7 @@ except ImportError as e:  # of a package that an idea needs
     sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
 from data.datasets import get_data
-from judge.commands import join_values
+from judge.commands import did_you_mean, join_values
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from judge.environment import environment
 from judge.processes import output_of
@@ -188,8 +188,12 @@ def most_processes(script, hp, gpus):
 
 
 def latest_checkpoint(folder):
-    """Returns the newest unfinished run's, or None."""
-    unfinished = [path for path in Path(folder).glob("*.pt") if not train_gpt.is_finished(path)]
+    """Returns the newest unfinished run's, or None. A checkpoint of ours is beside its log."""
+    unfinished = [
+        path
+        for path in Path(folder).glob("*.pt")
+        if path.with_suffix(".txt").exists() and not train_gpt.is_finished(path)
+    ]
     return max(unfinished, key=os.path.getmtime, default=None)
 
 
@@ -272,6 +276,13 @@ def check_comparison(words):
     return dict(environment=check_compiler(1))
 
 
+def meant_option(message):
+    """Returns what the user may have meant by an option that doesn't exist, or ""."""
+    unknown = re.search("unrecognized arguments: (--[^ =]+)", message)
+    names = [f"--{setting.name}" for setting in dataclasses.fields(train_gpt.Hyperparameters)]
+    return did_you_mean(unknown[1], names) if unknown else ""
+
+
 def main(argv):
     file, mode, *words = argv
     try:
@@ -288,7 +299,7 @@ def main(argv):
         Path(file).write_text(json.dumps(found), encoding="utf-8")
         return 0
     except (InputError, ImportError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {e}{meant_option(str(e))}", file=sys.stderr)
         return 2
 
 

@@ -180,7 +180,7 @@ def test_files_that_are_no_models(tmp_path, monkeypatch):
     torch.save({"model": "resnet"}, path)
     for content in (b"", cut, bomb, path.read_bytes()):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=f"{path} is damaged or no saved model"):
+        with pytest.raises(InputError, match=f"{path} (is damaged|isn't a RUN.pt)"):
             models.load(str(path))
     assert not (tmp_path / "victim").exists()
     with pytest.raises(InputError, match="nothing: no such file; the model can be a RUN.pt"):
@@ -361,10 +361,10 @@ def test_the_newest_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(logs)
     with pytest.raises(InputError, match="has no RUN.pt; ./run.sh trains a model"):
         models.load("latest")
-    for age, name in enumerate(["b.pt", "a.pt", "c.txt"]):
+    save(logs / "b.pt")
+    for age, name in enumerate(["best.pt", "b.pt", "a.pt", "a.txt", "b.txt"]):  # the first is newest
         (logs / name).touch()
         os.utime(logs / name, (0, 1000 - age))
-    save(logs / "b.pt")
     for name in ("latest", "../logs"):
         assert models.load(name).vocab_size == 257
     assert capsys.readouterr().err == 2 * "the model of b.pt\n"

@@ -188,6 +188,8 @@ def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, re
         folder.mkdir()
         weights = torch.zeros(2**22)
         torch.save(dict(settings=asdict(TRACKS["fineweb"]), model=weights), folder / "run.pt")
+        (folder / "run.txt").touch()
+        torch.save({}, folder / "best.pt")  # somebody else's, and newer
     before = bytes_read()
     _, needs, err = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
     assert bytes_read() - before < 2**22
@@ -411,6 +413,24 @@ def test_user_errors_come_before_the_comparison(right_code, tmp_path, monkeypatc
     assert "few.bin has 1 batches of 4096 tokens, and the run needs 2;" in few[2]
     status, _, err = check(tmp_path, capsys, "--num_iterations", "x")
     assert (status, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "word, meant",
+    [
+        ("--num_iteration=3", "; did you mean --num_iterations?\n"),
+        ("--num-iterations", "; did you mean --num_iterations"),
+        (
+            "--lr",
+            "; did you mean --final_lr_frac or --head_lr or --embed_lr or --scalar_lr or --muon_lr?\n",
+        ),
+        ("--flowers", "all options"),
+    ],
+)
+def test_an_option_that_is_almost_right(tmp_path, capsys, word, meant):
+    status, _, err = check(tmp_path, capsys, word)
+    assert (status, err.count("\n")) == (2, 1)
+    assert meant in err
 
 
 def test_the_settings_of_a_recipe_are_its_own(tmp_path, capsys):
