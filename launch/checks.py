@@ -278,7 +278,7 @@ def check_comparison(words):
 
 def meant_option(message):
     """Returns what the user may have meant by an option that doesn't exist, or ""."""
-    unknown = re.search("unrecognized arguments: (--[^ =]+)", message)
+    unknown = re.search("unrecognized arguments: (--[^ =;]+)", message)
     names = [f"--{setting.name}" for setting in dataclasses.fields(train_gpt.Hyperparameters)]
     return did_you_mean(unknown[1], names) if unknown else ""
 
