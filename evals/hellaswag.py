@@ -14,7 +14,7 @@ a copy of its file instead. It is a parquet file, which needs pyarrow.
 
 from data.shards import from_hub
 from evals import models
-from lib.commands import command_parser, run_command, whole_number
+from judge.commands import command_parser, run_command, whole_number
 from train_gpt import DEVICE, InputError, require  # before torch: it sets variables that torch reads
 
 import torch

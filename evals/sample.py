@@ -15,7 +15,7 @@ import sys
 import time
 
 from evals import models, speed
-from lib.commands import command_parser, run_command, whole_number
+from judge.commands import command_parser, run_command, whole_number
 from train_gpt import DEVICE, InputError, require  # before torch: it sets variables that torch reads
 
 import torch

@@ -29,9 +29,9 @@ datasheet, even if the head runs in FP8.
 import os
 import sys
 
-from lib.commands import command_parser, positive, run_command, whole_number
-from lib.environment import environment
-from lib.text import plural, table
+from judge.commands import command_parser, positive, run_command, whole_number
+from judge.environment import environment
+from judge.text import plural, table
 
 if __name__ == "__main__" and not environment().items() <= os.environ.items():
     os.execve(sys.executable, sys.orig_argv, os.environ | environment())  # as ./run.sh trains on a CPU

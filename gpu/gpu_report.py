@@ -32,10 +32,10 @@ import time
 from pathlib import Path
 
 import train_gpt
-from lib.environment import ROOT
-from lib.commands import UserError, command_parser, run_command, stop_on_signals
-from lib.text import as_json
-from lib.files import write_file
+from lib.processes import ROOT
+from judge.commands import UserError, command_parser, run_command, stop_on_signals
+from judge.text import as_json
+from judge.files import write_file
 from gpu.report_stages import STAGES
 from gpu.report_page import page
 from train_gpt import InputError

@@ -11,7 +11,7 @@ nothing. On one A100, others have reduced GPT-2 124M from 1000 ms a step to 90 m
 from dataclasses import replace
 
 from recipes import gpt2  # before torch: it sets variables that torch reads
-from lib.commands import command_parser, run_command, whole_number
+from judge.commands import command_parser, run_command, whole_number
 from gpu.measure import device_name, median_ms
 from train_gpt import ON_GPU
 

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 
-from lib.processes import has_nvidia_gpu
+from judge.processes import has_nvidia_gpu
 from train_gpt import InputError, require  # before torch: it sets variables that torch reads
 
 import torch

@@ -2,7 +2,7 @@
 The page that gpu/gpu_report.py writes. Results are {stage: {"status", "seconds", "figures", "error"}}.
 """
 
-from lib.text import markdown_table
+from judge.text import markdown_table
 
 
 def number(value):

@@ -14,10 +14,10 @@ import sys
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
 import torch.nn.functional as F
-from lib.text import as_json
-from lib.environment import usable_cores
-from lib.files import write_file
-from lib.processes import output_of
+from judge.text import as_json
+from judge.environment import usable_cores
+from judge.files import write_file
+from judge.processes import output_of
 from gpu.measure import PEAK_FLOPS, Training, measure, slowest_kernels
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from train_gpt import DEVICE, InputError, require

@@ -1,20 +1,22 @@
 """
 Checks the machine before a run, in the Python that will train. launch/launch.py calls it:
 
-    python -m launch.checks FILE MODE [SCRIPT OPTIONS...]
+    python -m launch.checks FILE train|prepare SCRIPT [OPTIONS...]
+    python -m launch.checks FILE compare|screen [OPTIONS...]
     python -m launch.checks PROCESSES compile PART
 
-MODE is train or prepare; without a script, it is for compare and screen. Writes what the run needs into
-FILE, as JSON: processes, environment variables and more options. compile prints what is wrong
+Writes what the run needs into FILE, as JSON: processes, environment variables and more options. compile prints what is wrong
 with the compiled code of one part, training or validation.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import hashlib
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,9 +29,11 @@ except ImportError as e:  # of a package that an idea needs
     sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
 from data.datasets import get_data
+from judge.commands import join_values
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
-from lib.environment import ROOT, environment
-from lib.processes import output_of, say, show_seconds, start, wait
+from judge.environment import environment
+from judge.processes import output_of
+from lib.processes import ROOT, say, show_seconds, start, wait
 from train_gpt import DTYPE, TRACKS, InputError
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
@@ -237,6 +241,39 @@ def check_run(mode, script, options):
     )
 
 
+def sides_of(words):
+    """For each side of a comparison, the name of the module that it trains, and the options that say which
+    data it reads. Those of the base or an idea come after those of all sides."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe")
+    for side in ("--base", "--idea"):
+        parser.add_argument(side, dest="sides", action="append", default=[""])
+    args, common = parser.parse_known_args(join_values(words, ("--base", "--idea")))
+    of_data = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("track", "train_files", "val_files", "num_iterations"):
+        of_data.add_argument(f"--{name}")
+    for side in args.sides:
+        found = re.search(r"recipes/(\w+)\.py", side)
+        recipe = found[1] if found else args.recipe
+        given = vars(of_data.parse_known_args([*common, *side.split()])[0]).items()
+        options = [f"--{name}={value}" for name, value in given if value]
+        yield f"recipes.{recipe}" if recipe else "train_gpt", options
+
+
+def check_comparison(words):
+    """Gets the data of a comparison's runs. Returns what they need. Raises InputError."""
+    for module, options in sides_of(words):
+        with contextlib.suppress(
+            ImportError, AttributeError
+        ):  # no training script: compare will say so
+            _, hp = importlib.import_module(module).parse_arguments(options)
+            get_data(sys.executable, vars(hp))
+    if find_gpus():
+        check_gpus(1)  # each run uses one
+        return dict(environment={})
+    return dict(environment=check_compiler(1))
+
+
 def main(argv):
     file, mode, *words = argv
     try:
@@ -246,13 +283,10 @@ def main(argv):
             problem = compile_problem(hp, *words)
             print(problem, end="")
             return 1 if problem else 0
-        if words:
-            found = check_run(mode, importlib.import_module(words[0]), words[1:])
-        elif find_gpus():
-            check_gpus(1)  # a run of compare uses one
-            found = dict(environment={})
+        if mode in ("compare", "screen"):
+            found = check_comparison(words)
         else:
-            found = dict(environment=check_compiler(1))
+            found = check_run(mode, importlib.import_module(words[0]), words[1:])
         Path(file).write_text(json.dumps(found), encoding="utf-8")
         return 0
     except (InputError, ImportError) as e:

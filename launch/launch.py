@@ -35,12 +35,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of launch/
 
 from data.datasets import DATASETS, get_data
-from lib.commands import UserError
-from lib.environment import ROOT, clean_environment
+from judge.commands import UserError
+from judge.processes import has_nvidia_gpu, output_of
 from lib.processes import (
+    ROOT,
     check_machine,
-    has_nvidia_gpu,
-    output_of,
+    clean_environment,
     run,
     say,
     setup_lock,
@@ -72,10 +72,10 @@ COMMANDS = {
     "prepare": "train_gpt",
     "compare": "judge.compare.compare",
     "screen": "judge.screen.screen",
-    "verify": "judge.records.verify",
-    "submit": "judge.records.submit",
-    "replay": "judge.records.replay",
-    "plot": "judge.records.plot",
+    "verify": "leaderboard.verify",
+    "submit": "leaderboard.submit",
+    "replay": "leaderboard.replay",
+    "plot": "judge.plot.plot",
     "bench": "gpu.bench",
     "gpu-report": "gpu.gpu_report",
     "levers": "gpu.levers",
@@ -86,7 +86,7 @@ COMMANDS = {
     "test machines": "pytest",
 }
 COMMANDS |= {f"data {name}": dataset.command for name, dataset in DATASETS.items()}
-# The folders whose requirements.txt a command needs. Those of judge/ need that of judge/.
+# The folders whose requirements.txt a command needs. Those of judge/ and leaderboard/ need that of judge/.
 ALL_FOLDERS = ["judge", "evals", "tests"]
 FOLDERS = {"hellaswag": ["evals"], "test": ALL_FOLDERS, "test machines": ALL_FOLDERS}
 
@@ -379,7 +379,8 @@ def launch(argv):
     if wants_help and name == "train":
         print(USAGE, flush=True)
     script = COMMANDS[name]
-    folders = FOLDERS.get(name, ["judge"] if script.startswith("judge.") else [])
+    needs_judge = script.startswith(("judge.", "leaderboard."))
+    folders = FOLDERS.get(name, ["judge"] if needs_judge else [])
     theirs = any(word.startswith(("--command", "--base_logs")) for word in words)  # of compare
     try:
         with setup_lock():
@@ -398,7 +399,7 @@ def launch(argv):
         return prepare(command, needs) if name == "prepare" else train_and_sample(command, needs)
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not (wants_help or theirs):
-        check_machine(python, name)
+        check_machine(python, name, *words)
     os.execv(python, command)
 
 

@@ -1,5 +1,5 @@
 """
-Child processes, GPUs, and the checks before a run, for the launcher and the commands.
+The repository's folder, child processes, and the check before a run, for the launcher and the commands.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ import tempfile
 from concurrent import futures
 from pathlib import Path
 
-from lib.environment import ROOT
+from judge.environment import child_environment
 
-DEVICES = Path("/dev")  # where the driver puts its files
+ROOT = Path(__file__).resolve().parent.parent  # the repository
 
 
 def say(text):
@@ -77,13 +77,14 @@ def run(command, **options):
     return wait([start(command, **options)])[1]
 
 
-def output_of(*command):
-    """Returns what a command prints, or None if it fails or doesn't exist."""
-    with contextlib.suppress(OSError):
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if done.returncode == 0:
-            return done.stdout
-    return None
+def clean_environment() -> list[str]:
+    """Gives this process the environment of its child processes. Returns the variables of training and
+    of pip that it drops: the user may have set them on purpose."""
+    variables = child_environment()
+    dropped = sorted(os.environ.keys() - variables.keys())
+    os.environ.clear()
+    os.environ.update(variables)
+    return [name for name in dropped if not name.startswith(("GIT_", "PYTHON"))]
 
 
 @contextlib.contextmanager
@@ -104,14 +105,7 @@ def setup_lock():
 
 
 # -----------------------------------------------------------------------------
-# GPUs, and the checks before a run
-
-
-def has_nvidia_gpu():
-    """Has the machine a GPU of NVIDIA that isn't hidden?"""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    return "GPU " in (output_of("nvidia-smi", "-L") or "") or any(DEVICES.glob("nvidia[0-9]*"))
+# The check before a run
 
 
 def check_machine(python, *words):

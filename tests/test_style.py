@@ -9,7 +9,7 @@ import pytest
 
 from tests.util import ROOT
 
-FLOORS = ["train_gpt", "lib", "data", "recipes", "judge gpu evals", "launch"]
+FLOORS = ["train_gpt judge", "lib", "data", "recipes", "leaderboard gpu evals", "launch"]
 
 
 @pytest.mark.slow
@@ -63,3 +63,4 @@ def test_requirements_name_what_is_imported():
     for folder in ("judge", "evals"):
         found = packages(*(ROOT / folder).rglob("*.py"))
         assert required(folder) <= found <= required(".") | required(folder)
+    assert packages(*(ROOT / "leaderboard").glob("*.py")) <= required("judge")

@@ -58,8 +58,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.comparable import judged_in_words, settle_metric
-from judge.compare import runs as compare_runs
+from judge.logs.comparable import judged_in_words, settle_metric
+from judge.runs import make as compare_runs
 from judge.compare.finished_logs import compare_logs
 from judge.compare.ledger import add_to_ledger, first_base, loop_in_words, read_ledger, unused_seed
 from judge.compare.pairs import (
@@ -70,8 +70,8 @@ from judge.compare.pairs import (
     undecided,
     wanted_runs,
 )
-from judge.compare.runs import add_run_options, make_runs, open_pool, show_line
-from judge.compare.sources import (
+from judge.runs.make import add_run_options, make_runs, open_pool, show_line
+from judge.runs.sources import (
     Variant,
     check_settings,
     check_validation,
@@ -81,7 +81,7 @@ from judge.compare.sources import (
     with_steps,
 )
 from judge.compare.step_times import measure_times, read_times, steps_to_time, times_are_in_logs
-from judge.compare.verdict import (
+from judge.compare.answer import (
     answer_in_words,
     far_in_words,
     end_as_json,
@@ -89,8 +89,8 @@ from judge.compare.verdict import (
     record_lines,
     slope_in_words,
 )
-from judge.stats import SLOPE_FACTOR, Effect
-from lib.commands import (
+from judge.stats.decide import SLOPE_FACTOR, Effect
+from judge.commands import (
     UserError,
     command_parser,
     fraction,
@@ -101,8 +101,8 @@ from lib.commands import (
     stop_on_signals,
     whole_number,
 )
-from lib.files import write_file
-from lib.text import as_json, p_text, plural, short
+from judge.files import write_file
+from judge.text import as_json, p_text, plural, short
 
 TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
 

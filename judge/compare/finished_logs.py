@@ -9,8 +9,8 @@ import argparse
 import math
 from dataclasses import asdict
 
-from judge.comparable import MACHINE, check_sides, judged_in_words
-from judge.compare.verdict import (
+from judge.logs.comparable import MACHINE, check_sides, judged_in_words
+from judge.compare.answer import (
     answer_in_words,
     count_sources,
     end_as_json,
@@ -22,12 +22,12 @@ from judge.compare.verdict import (
     summary_of,
     target_of,
 )
-from judge.logs import Log, read_logs
-from judge.stats import add_times, given_slope, look_once
-from judge.taking_turns import log_ratios, turns
-from lib.commands import UserError
-from lib.files import write_file
-from lib.text import as_json
+from judge.logs.read import Log, read_logs
+from judge.stats.decide import add_times, given_slope, look_once
+from judge.logs.taking_turns import log_ratios, turns
+from judge.commands import UserError
+from judge.files import write_file
+from judge.text import as_json
 
 OTHER_SESSION = (
     "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "

@@ -14,10 +14,10 @@ from operator import itemgetter
 from pathlib import Path
 
 from judge.compare.pairs import Comparison
-from judge.compare.sources import Variant, git
-from judge.stats import P_VALUE
-from lib.commands import UserError
-from lib.files import without_windows, write_file
+from judge.runs.sources import Variant, git
+from judge.stats.decide import P_VALUE
+from judge.commands import UserError
+from judge.files import without_windows, write_file
 
 Row = dict[str, str]
 CONFIRMATION = "--confirm"  # instead of an idea

@@ -16,9 +16,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from judge.compare.runs import Pool, runs_a_process
-from judge.compare.sources import Variant
-from judge.stats import (
+from judge.runs.make import Pool, runs_a_process
+from judge.runs.sources import Variant
+from judge.stats.decide import (
     FEWEST_SLOPES,
     LARGEST_SLOPE_ERROR,
     Effect,
@@ -31,7 +31,7 @@ from judge.stats import (
     measure_slope,
     pairs_for,
 )
-from lib.text import plural, short
+from judge.text import plural, short
 
 # Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
 USUAL_SD = 0.005

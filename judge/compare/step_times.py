@@ -25,15 +25,15 @@ import sys
 import time
 from pathlib import Path
 
-from judge.compare import runs as compare_runs
+from judge.runs import make as compare_runs
 from judge.compare.pairs import Comparison
-from judge.compare.runs import Pool, last_lines, on_gpu, runs_a_process, show_line, start_script
-from judge.compare.sources import Variant, set_steps
-from judge.compare.verdict import step_time
-from lib.commands import UserError
-from lib.environment import usable_cores
-from lib.files import write_file
-from lib.text import short
+from judge.runs.make import Pool, last_lines, on_gpu, runs_a_process, show_line, start_script
+from judge.runs.sources import Variant, set_steps
+from judge.compare.answer import step_time
+from judge.commands import UserError
+from judge.environment import usable_cores
+from judge.files import write_file
+from judge.text import short
 
 BURST = 20  # steps
 ROUNDS = 5  # of two processes

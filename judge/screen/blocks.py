@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from judge.compare.runs import Pool, runs_a_process
-from judge.compare.sources import Variant
+from judge.runs.make import Pool, runs_a_process
+from judge.runs.sources import Variant
 from judge.screen.design import Design, PartEffect, find_part_effect
 from judge.screen.parts import Group, Part, Works, choose_design, combine, members
 

@@ -9,7 +9,7 @@ sum of such a group is measured. See Box, Hunter and Hunter, "Statistics for Exp
 chapter 6. Where parts can't be combined like this, each of them is left out of the whole once.
 
 A block is one seed in all combinations. The fit has a mean for each block and for each combination;
-what is left is noise. Evidence and intervals are those of judge/stats.py, for contrasts of a
+what is left is noise. Evidence and intervals are those of judge/stats/decide.py, for contrasts of a
 linear model: Lindon et al., "Anytime-Valid Linear Models and Regression Adjusted Causal Inference in
 Randomized Experiments" (2022, https://arxiv.org/abs/2210.08589). So you may look after every block.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.linalg import hadamard
 
-from judge.stats import P_VALUE, P_WORTHLESS, Estimate, half_width, log_evidence, rounding
+from judge.stats.decide import P_VALUE, P_WORTHLESS, Estimate, half_width, log_evidence, rounding
 
 MOST_PARTS = 16
 # Columns of the Hadamard matrix, in the order of use

@@ -4,10 +4,10 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.comparable import judged_in_words
+from judge.logs.comparable import judged_in_words
 from judge.screen.blocks import Screen
 from judge.screen.design import PartEffect
-from lib.text import as_json, plural, short, table, wrap
+from judge.text import as_json, plural, short, table, wrap
 
 # -----------------------------------------------------------------------------
 # Words
@@ -78,7 +78,7 @@ def effects_as_json(s: Screen) -> bytes:
 def plot_effects(s: Screen, path: Path) -> None:
     """Draws the loss without each part with its interval, the most needed one at the top. Raises
     UserError."""
-    from judge.plot_style import plt, save_figure  # slow to import, and only needed here
+    from judge.plot.style import plt, save_figure  # slow to import, and only needed here
 
     effects = s.effects()
     figure, ax = plt.subplots(figsize=(8, 1.6 + 0.35 * len(effects)))

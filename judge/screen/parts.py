@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from judge.compare.sources import Variant, changed, copy_commit, git, split_source
+from judge.runs.sources import Variant, changed, copy_commit, git, split_source
 from judge.screen.design import MOST_PARTS, Design, factorial, leave_one_out
-from lib.commands import UserError
-from lib.environment import ROOT
-from lib.files import write_file
+from judge.commands import UserError
+from judge.project import ROOT
+from judge.files import write_file
 
 Group = tuple[int, ...]  # numbers of parts that are tried together
 Works = Callable[[Group], bool]  # whether the base with these parts works

@@ -31,10 +31,10 @@ import shlex
 import sys
 from dataclasses import replace
 
-from judge.comparable import settle_metric
-from judge.compare import runs as compare_runs
-from judge.compare.runs import add_run_options, add_variants, make_runs, open_pool, show_line
-from judge.compare.sources import (
+from judge.logs.comparable import settle_metric
+from judge.runs import make as compare_runs
+from judge.runs.make import add_run_options, add_variants, make_runs, open_pool, show_line
+from judge.runs.sources import (
     Variant,
     check_options,
     check_settings,
@@ -46,7 +46,7 @@ from judge.compare.sources import (
 from judge.screen.blocks import Screen, wanted_blocks
 from judge.screen.effects import effects_as_json, effects_in_words, plot_effects
 from judge.screen.parts import combine, given_part, read_parts
-from lib.commands import (
+from judge.commands import (
     UserError,
     command_parser,
     join_values,
@@ -56,8 +56,8 @@ from lib.commands import (
     stop_on_signals,
     whole_number,
 )
-from lib.files import write_file
-from lib.text import plural
+from judge.files import write_file
+from judge.text import plural
 
 # -----------------------------------------------------------------------------
 # Arguments

@@ -23,7 +23,7 @@ import pytest
 
 import train_gpt
 from data import gpt2_bpe, own_text, shakespeare, shards, wheels
-from lib.commands import UserError
+from judge.commands import UserError
 from tests.util import ROOT, env, run_script, shard_bytes
 
 

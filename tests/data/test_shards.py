@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import train_gpt
 from data import shards
-from lib.commands import UserError
+from judge.commands import UserError
 from tests.util import shard_bytes
 
 VOCAB = 257

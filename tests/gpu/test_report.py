@@ -10,7 +10,7 @@ import torch
 
 import train_gpt
 from tests.util import ROOT
-from lib.commands import UserError
+from judge.commands import UserError
 from gpu import report_stages, gpu_report
 from train_gpt import InputError
 

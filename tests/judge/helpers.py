@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from judge.compare import runs as compare_runs
-from lib.commands import run_command
+from judge.runs import make as compare_runs
+from judge.commands import run_command
 
 
 def run_main(main, *words) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""Tests of judge/logs.py: our logs and those of others are read rightly, and damaged ones are refused."""
+"""Tests of judge/logs/read.py: our logs and those of others are read rightly, and damaged ones are refused."""
 
 import contextlib
 import re
@@ -6,10 +6,10 @@ import re
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from judge import curves
-from lib.commands import UserError
-from judge.logs import parse_log, parse_trials, read_logs
-from judge.records import tables, rules
+from judge.plot import curves
+from judge.commands import UserError
+from judge.logs.read import parse_log, parse_trials, read_logs
+from leaderboard import tables, rules
 from tests.util import assert_one_line
 from tests.judge.records.makers import FIELD, LINE, SMI, SOURCE, cpu, heading, judged, our_log, run
 

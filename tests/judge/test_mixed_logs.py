@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from judge.compare import compare, runs as compare_runs
-from judge.curves import curve
-from judge.records import plot
-from lib.commands import UserError
+from judge.compare import compare
+from judge.runs import make as compare_runs
+from judge.plot.curves import curve
+from judge.plot import plot
+from judge.commands import UserError
 from tests.judge.records.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
 POOL = compare_runs.Pool(compare.read_arguments([])[0], {}, 1, 0)

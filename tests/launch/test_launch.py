@@ -23,7 +23,8 @@ import pytest
 
 from data import datasets
 from launch import launch
-from lib.commands import UserError
+from judge.commands import UserError
+from judge import processes as judge_processes
 from lib import processes
 from recipes import gpt2, january2026
 from train_gpt import TRACKS
@@ -57,7 +58,7 @@ def machine(tmp_path, monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setattr(launch, "VENV", machine.root / ".venv")
-    monkeypatch.setattr(processes, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(judge_processes, "DEVICES", tmp_path / "dev")
     monkeypatch.setattr(launch, "version_of", lambda package, path: machine.versions.get(package, ""))
     for module in (launch, processes, datasets):
         monkeypatch.setattr(module, "ROOT", machine.root)
@@ -439,7 +440,7 @@ def test_pytest_runs_in_the_repository(training, words, last):
 def test_compare_checks_the_machine(training):
     launch.launch(["compare", "--device", "cpu", "--runs", "2"])
     assert training.ran == [["python", "-P", "-m", "judge.compare.compare", "--runs", "2"]]
-    assert training.checked == ["compare"]
+    assert training.checked == ["compare", "--runs", "2"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 

@@ -22,7 +22,8 @@ from recipes import january2026
 from gpu import memory
 from gpu.report_stages import PEAKS
 from launch import checks
-from lib import environment, processes
+from judge import environment
+from lib import processes
 from train_gpt import TRACKS
 from tests.util import ROOT, Job, tiny_options
 
@@ -40,7 +41,7 @@ def got(monkeypatch):
 
 def check(tmp_path, capsys, *options, mode="train", script="train_gpt"):
     """Returns the exit status, the answer, and what the checks print."""
-    words = [] if mode == "compare" else [script, *options]
+    words = options if mode == "compare" else [script, *options]
     status = checks.main([str(tmp_path / "answer"), mode, *words])
     out, err = capsys.readouterr()
     assert out == ""
@@ -59,6 +60,23 @@ def test_the_answer_reaches_the_launcher(tmp_path, monkeypatch):
     needs = processes.check_machine(sys.executable, "prepare", "train_gpt", *options)
     assert needs["log_dir"] == "x"
     assert os.environ["MALLOC_MMAP_MAX_"] == "0"
+
+
+def test_a_comparison_gets_the_data_of_each_side(tmp_path, capsys, got):
+    """compare starts its runs in copies, where nothing is downloaded."""
+    words = [
+        "--idea",
+        "more=--num_iterations 9 --train_files a*",
+        "--recipe",
+        "gone",
+        "--track",
+        "mini",
+    ]
+    words += ["--idea", "HEAD:recipes/january2026.py --muon_lr 1", "--gate", "--base", "x.patch"]
+    assert check(tmp_path, capsys, *words, mode="compare")[0] == 0
+    assert got == ["data/fineweb10B/fineweb_train_*.bin"]
+    assert check(tmp_path, capsys, *words[:2], "--track=mini", mode="compare")[0] == 0
+    assert got[1:] == ["data/shakespeare/shakespeare_train_*.bin", "a*"]
 
 
 # -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.environment import DROPPED
+from judge.environment import DROPPED
 from tests.util import ROOT, tiny_run
 
 # A user's shell doesn't have these variables, and finds a Python that is in no environment

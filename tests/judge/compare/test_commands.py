@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from judge.compare import compare, runs
+from judge.compare import compare
+from judge.runs import make as runs
 from tests.judge.helpers import (
     answer_of,
     bounds,

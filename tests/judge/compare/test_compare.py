@@ -20,12 +20,12 @@ import pytest
 from scipy import stats
 
 from judge.compare import compare, ledger
-from judge.compare import runs as compare_runs
-from judge.compare import sources as compare_sources
-from judge import stats as compare_stats
+from judge.runs import make as compare_runs
+from judge.runs import sources as compare_sources
+from judge.stats import decide as compare_stats
 from judge.compare import step_times as compare_steps
-from lib.commands import stop_on_signals
-from judge.logs import parse_log
+from judge.commands import stop_on_signals
+from judge.logs.read import parse_log
 from tests.judge.helpers import answer_of, bounds, check_refused, commit_files, git, patch_of, run_main
 from tests.util import ROOT, tiny_run
 
@@ -365,16 +365,12 @@ def test_jobs_share_the_cores(place, monkeypatch):
 
 @pytest.mark.slow
 def test_train_gpt(place, monkeypatch):
-    """The script itself, with a tiny model and data that are there after its files were copied."""
+    """The script itself, with a tiny model."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shutil.copy(ROOT / "train_gpt.py", place / "train_gpt.py")
-    options = tiny_run(place / "elsewhere", num_iterations=8, warmup_steps=0)
+    options = tiny_run(place / "data" / "tiny", num_iterations=8, warmup_steps=0)
     options += ["--train_files=data/tiny/*train*", "--val_files=data/tiny/*val*"]
 
-    def get_data(python, settings):
-        shutil.copytree(place / "elsewhere", place / "data" / "tiny", dirs_exist_ok=True)
-
-    monkeypatch.setattr(compare_runs, "get_data", get_data)
     found, words = answer("--idea", "--muon_lr 0", *options, "--runs", "2")
     (idea,) = found["ideas"]
     assert idea["difference"]["value"] > 0

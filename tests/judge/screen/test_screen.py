@@ -11,8 +11,8 @@ from scipy import stats
 
 from tests.util import ROOT
 from tests.judge.helpers import answer_of, check_refused, commit_files, git, patch_of, work_in
-from judge.compare import sources as compare_sources
-from judge.compare.sources import changed
+from judge.runs import sources as compare_sources
+from judge.runs.sources import changed
 from judge.screen import screen
 from judge.screen.design import factorial, find_part_effect, find_verdict, fit, leave_one_out
 from judge.screen.parts import choose_design, patch_between, split_hunks

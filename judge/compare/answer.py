@@ -1,0 +1,228 @@
+"""The answer of compare.py: in words, and as a table."""
+
+import math
+import statistics
+from dataclasses import asdict
+
+from judge.logs.read import Log
+from judge.stats.decide import (
+    P_VALUE,
+    P_WORTHLESS,
+    Effect,
+    Estimate,
+    Slope,
+    far_from_others,
+    p_if_looked,
+)
+from judge.stats.summary import Summary, p_below, summarize
+from judge.logs.taking_turns import p_faster
+from judge.text import p_text, short, table, wrap
+
+NO_INTERVAL = "no interval yet"
+
+
+# -----------------------------------------------------------------------------
+# Words
+
+
+def verdict_in_words(effect: Effect, until: float | None) -> str:
+    name = short(effect.name, 30)
+    if effect.verdict == "identical":
+        return f"{name}: the losses are identical in all {effect.n} pairs."
+    if effect.verdict in ("helps", "hurts"):
+        return f"{name} {effect.verdict}."
+    if effect.verdict == "not worth it":
+        sure = (
+            f"we are {1 - P_WORTHLESS:.0%} sure that it saves less than {100 * until:g}% of the steps"
+        )
+        return f"{name} is not worth it: {sure}."
+    return f"{name}: undecided."
+
+
+def time_in_words(effect: Effect) -> list[str]:
+    """A sentence about the time to the same loss, or about the steps; none if neither is known."""
+    time, steps = effect.time, effect.steps
+    if time is not None:
+        more = "less" if time.value < 0 else "more"
+        change = percent(time.value).lstrip("+-")
+        return [f"The same loss takes {change} {more} time ({interval_in_words(time)})."]
+    if steps is None or effect.verdict == "not worth it":
+        return []
+    if effect.verdict == "undecided":
+        return [f"It changes the steps by {interval_in_words(steps)}."] if steps.half < math.inf else []
+    more = "fewer" if steps.value < 0 else "more"
+    return [f"It needs {percent(steps.value).lstrip('+-')} {more} steps for the same loss."]
+
+
+def percent(log_ratio: float) -> str:
+    """log(0.96) as "-4.0%"."""
+    return f"{math.expm1(log_ratio):+.1%}" if log_ratio < math.log(11) else "over +1000%"
+
+
+def interval_in_words(change: Estimate) -> str:
+    low, high = change.bounds()
+    return f"{percent(low)} to {percent(high)}" if high < math.inf else NO_INTERVAL
+
+
+def number_lines(effect: Effect) -> list[str]:
+    """A line for each number below the headline, with its interval."""
+    rows = []
+    steps = None
+    if effect.verdict != "identical":
+        steps = effect.steps
+        low, high = effect.difference.bounds()
+        interval = f"{low:+.4f} to {high:+.4f}" if high < math.inf else NO_INTERVAL
+        name = "loss at equal steps" if effect.own_steps == 1 else "last loss"
+        rows.append((name, f"{effect.difference.value:+.4f}", interval))
+    for name, change in [("steps to the same loss", steps), ("time of a step", effect.step_time)]:
+        if change is not None:
+            rows.append((name, percent(change.value), interval_in_words(change)))
+    return [f"  {name:<22} {value:>8}   ({interval})" for name, value, interval in rows]
+
+
+def answer_in_words(
+    effects: list[Effect], until: float | None, test: str, facts: list[str]
+) -> list[str]:
+    """Lines of 80 columns, at most 12 for one idea. `test` says how many pairs there are and what the
+    intervals hold for; `facts` are sentences about the runs."""
+    lines = []
+    for effect in effects:
+        lines += wrap(" ".join([verdict_in_words(effect, until), *time_in_words(effect)]))
+        lines += number_lines(effect)
+    if all(effect.verdict == "identical" and effect.time is None for effect in effects):
+        return lines
+    sentences = [test]
+    if any(effect.steps is not None for effect in effects):
+        timed = any(effect.time is not None for effect in effects)
+        steps = "Steps and time" if timed else "Steps"
+        sentences.append(
+            f"{steps} are those to reach the base's loss, computed from the difference in loss."
+        )
+    return lines + wrap(" ".join([*sentences, *facts]))
+
+
+def other_steps(name: str, steps: int | None, base_steps: int, has_slope: bool) -> list[str]:
+    """What to know if the idea trains another number of steps than the base."""
+    if steps in (None, base_steps):
+        return []
+    sentence = f"{short(name, 30)} trains {steps} steps, the base {base_steps}"
+    if not has_slope:
+        return [f"{sentence}; without --loss_per_100_steps, only their last losses are compared."]
+    return [f"{sentence}."]
+
+
+def far_in_words(name: str, losses: list[float], labels: list) -> list[str]:
+    """A warning about runs of a variant that are far from its others."""
+    far = [str(labels[i]) for i in far_from_others(losses)]
+    if not far:
+        return []
+    where = f"{', '.join(far)} of {short(name, 30)} ended far from its other runs"
+    return [f"Warning: {where}; look at the logs, because failed runs can mislead."]
+
+
+def slope_in_words(slope: Slope | None) -> str:
+    if slope is None:
+        return "Steps are unknown: they take more runs of the base with fewer and with more steps."
+    one_percent = abs(slope.value) * -math.log1p(-0.01)
+    words = f"If the base trains 1% fewer steps, its loss rises by {one_percent:.5f}"
+    return f"{words} ({f'standard error {slope.error:.0%}' if slope.n else 'as given'})."
+
+
+# -----------------------------------------------------------------------------
+# What a record needs
+
+
+def end_losses(logs: list[Log]) -> list[float]:
+    """Where each run ended, in nats per token."""
+    return [log.end.val_loss for log in logs]
+
+
+def end_times(logs: list[Log]) -> list[float]:
+    """Training times in seconds; [] if a log has none."""
+    times = [log.end.train_time_ms / 1000 for log in logs]
+    return times if all(0 < time < math.inf for time in times) else []
+
+
+def end_as_json(log: Log) -> dict:
+    return {"path": f"{log.path}{log.number}", **asdict(log.end)}
+
+
+def step_time(log: Log) -> float:
+    """In ms; nan if the log has no times."""
+    return log.end.train_time_ms / max(1, log.end.step)
+
+
+def count_sources(logs: list[Log]) -> int:
+    return len({tuple(log.sources) for log in logs})
+
+
+def summary_of(logs: list[Log], target: float | None) -> Summary:
+    return summarize(end_losses(logs), end_times(logs), target)
+
+
+def target_of(given: float | None, logs: list[Log]) -> float | None:
+    """That of the logs, if none is given."""
+    return given or logs[0].target
+
+
+def p_of_losses(logs: list[Log], target: float | None, looks: bool) -> float | None:
+    """Of a mean below the target; with `looks`, however often one looks."""
+    if target is None or not looks:
+        return p_below(end_losses(logs), target)
+    return p_if_looked(end_losses(logs), target)
+
+
+def record_table(sides: dict[str, list[Log]], target: float | None, looks: bool) -> list[str]:
+    """A row for each side, with its p-value for a mean loss below the target."""
+    p = "p" if target is None else f"p (below {target:g})"
+    rows = [("", "runs", "mean loss", "sd", p, "time")]
+    for name, logs in sides.items():
+        found = summary_of(logs, target)
+        sd = "-" if found.loss_std is None else f"{found.loss_std:.4f}"
+        time = "-" if found.time_mean is None else f"{found.time_mean:.3f} s"
+        p = p_text(p_of_losses(logs, target, looks))
+        rows.append((f"  {short(name, 16)}", str(found.n), f"{found.loss_mean:.4f}", sd, p, time))
+    return table(rows, "<>>>>>")
+
+
+def record_in_words(
+    name: str, logs: list[Log], target: float, pairs: list[tuple[Log, Log]], looks: bool
+) -> str:
+    """Whether the runs show what a record needs. `pairs` are runs of the idea and of the base that took
+    turns; [] if there are none, so that times can't be compared. `looks`: the runs came one by one, and
+    somebody looked."""
+    p_loss = p_of_losses(logs, target, looks)
+    reached = p_loss is not None and p_loss < P_VALUE
+    test = f"p = {p_text(p_loss)}"
+    if not looks:
+        test += f"; if you looked more than once, p <= {p_text(p_of_losses(logs, target, True))}"
+    loss = f"the mean loss is {'' if reached else 'not shown to be '}below {target:g} ({test})"
+    timed, timed_base = [[pair[side] for pair in pairs] for side in (0, 1)]
+    times, base_times = end_times(timed), end_times(timed_base)
+    if not (times and base_times):
+        return f"{name}: {loss}."
+    saved = statistics.fmean(base_times) - statistics.fmean(times)
+    p_time = p_faster(pairs)
+    faster = p_time is not None and p_time < P_VALUE
+    valid = reached and faster and count_sources(logs) == 1
+    record = "has what a record needs" if valid else "isn't a record"
+    time = f"a run takes {abs(saved):.3f} s {'less' if saved > 0 else 'more'} (p = {p_text(p_time)})"
+    return f"{name} {record}: {loss}, and {time}."
+
+
+def record_lines(
+    sides: dict[str, list[Log]],
+    pairs: dict[str, list[tuple[Log, Log]]],
+    given_target: float | None,
+    looks: bool,
+) -> list[str]:
+    """Whether ideas would be records, and a table. The first side is the base. See record_in_words."""
+    base, *ideas = sides
+    target = target_of(given_target, sides[base])
+    lines = []
+    for name in ideas if target is not None else []:
+        lines += wrap(record_in_words(name, sides[name], target, pairs[name], looks))
+    lines += record_table(sides, target, looks)
+    if not (given_target or target is None or "target_val_loss" in sides[base][0].hyperparameters):
+        lines.append(f"The target {target:g} is assumed; --target changes it.")
+    return lines

@@ -1,0 +1,5 @@
+"""The project whose runs are compared."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent

@@ -1,0 +1,270 @@
+"""What a run is, and what it reads: kept runs, the options of a command, the copy in which it runs."""
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from judge.commands import UserError
+from judge.compare import compare
+from judge.runs import make as compare_runs
+from judge.runs import same_run, sources
+
+from tests.judge.helpers import commit_files, git, run_main, work_in
+
+# -----------------------------------------------------------------------------
+# Kept runs
+
+COMMAND = "python train.py {seed} {options} $HOME/outside/a.txt --from=$HOME/env/bin/tool"
+SCRIPT = 'import sys\nprint(f"step:9/9 val_loss:{3 + int(sys.argv[1]) % 7 / 100}\\n")'
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A repository with runs of a base and of an idea. Gives a function: how many runs of them are kept,
+    and of another idea."""
+    place = tmp_path_factory.mktemp("kept")
+    names = "base/config.json base/README.md base/package/a".split()
+    names += "base/data/corpus.txt base/data/deep/shard.bin outside/a.txt outside/folder/b.txt".split()
+    names += "env/bin/tool env/lib/python3.11/site-packages/dream-0.1.dist-info/METADATA".split()
+    names += ["outside/site/dream-0.1.dist-info/METADATA"]
+    for name in names:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text("Name: dream\nVersion: 0.1\n" if "METADATA" in name else name)
+    (place / "base/link").symlink_to("package")
+    (place / "base/out").symlink_to("../outside/folder")
+    ignored = "data/deep/\nlogs/\n__pycache__/\n"
+    commit_files(place / "base", {"train.py": SCRIPT, ".gitignore": ignored})
+    with pytest.MonkeyPatch.context() as patch:
+        work_in(place, patch)
+        patch.setenv("HOME", str(place))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        arguments = ["--command", COMMAND, "--base", "base", "--seed", "-5"]
+        first = ["--idea", "a=--lr 1", "--runs", "2"]
+        status, out, err = run_main(compare.main, *arguments, *first)
+        assert status == 0, err
+
+        def count() -> tuple[list[int], str]:
+            args, common = compare.read_arguments([*arguments, *first, "--idea", "b=--lr 2"])
+            with compare_runs.locked_folder() as lock:
+                variants = compare.set_up(args, common, lock).variants
+            return [len(variant.runs) for variant in variants], compare_runs.why_again(variants)
+
+        yield count
+
+
+def write(name: str, text: str = "new"):
+    def change(patch):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+    return change
+
+
+def link(name: str, target: str):
+    def change(patch):
+        Path(name).unlink()
+        Path(name).symlink_to(target)
+
+    return change
+
+
+CHANGES = [
+    ("config.json changed", write("base/config.json", "BASE/config.json")),  # the same size
+    ("config.json changed", lambda patch: Path("base/config.json").chmod(0o755)),
+    ("config.json is gone", lambda patch: Path("base/config.json").unlink()),
+    ("new.json is new", write("base/new.json")),
+    ("link (link) changed", link("base/link", "data")),
+    ("out/b.txt is gone", link("base/out", "../outside")),
+    ("out/b.txt changed", write("outside/folder/b.txt")),
+    ("data/corpus.txt changed", write("base/data/corpus.txt")),
+    ("data/deep/shard.bin changed", write("base/data/deep/shard.bin")),
+    ("data/deep/more is new", write("base/data/deep/more")),
+    ("outside/a.txt changed", write("outside/a.txt")),
+    ("env/bin/tool changed", write("env/bin/tool")),
+    ("packages of", write("env/lib/python3.11/site-packages/x-1.dist-info/METADATA", "Version: 3")),
+    ("LR is new", lambda patch: patch.setenv("LR", "0.05")),
+    ("LD_PRELOAD is new", lambda patch: patch.setenv("LD_PRELOAD", "")),
+    ("PATH changed", lambda patch: patch.setenv("PATH", f"/opt:{os.environ['PATH']}")),
+    ("threads 1 -> 3", lambda patch: patch.setenv("OMP_NUM_THREADS", "3")),
+    ("compiler", lambda patch: patch.setenv("CXX", "another")),
+    ("machine", lambda patch: patch.setattr(same_run, "cpu_line", lambda name: "Z80")),
+    ("Python", lambda patch: patch.setattr("platform.python_version", lambda: "3.99")),
+    ("dream None -> 0.1", lambda patch: patch.syspath_prepend("outside/site")),
+    # No reason to make runs again
+    ("", lambda patch: None),
+    ("", lambda patch: os.utime("base/config.json", (1, 1))),
+    ("", write("base/my.patch")),
+    ("", write("base/results.tsv")),
+    ("", write("base/answer.json", '{\n "until": 0.02,')),
+    ("", write("base/logs/new.txt")),
+    ("", lambda patch: Path("base/logs").symlink_to("../outside")),  # which git doesn't ignore
+    ("", write("base/__pycache__/train.pyc")),
+    ("", lambda patch: patch.setenv("TERM", "vt52")),
+    ("", lambda patch: patch.setenv("SSH_CONNECTION", "1 2")),
+    ("", lambda patch: patch.setenv("SLURM_JOB_ID", "7")),
+    ("", lambda patch: patch.setenv("GIT_DIR", "/nowhere")),
+    ("", lambda patch: patch.setenv("PYTHONHASHSEED", "1")),
+]
+
+
+@pytest.mark.parametrize("words, change", CHANGES)
+def test_what_makes_it_another_run(kept, monkeypatch, tmp_path, words, change):
+    """Whatever a run could read. The answer says what it was. Otherwise a second idea uses the base's runs."""
+    for name in ("base", "outside", "env"):
+        shutil.copytree(name, tmp_path / name, symlinks=True)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    try:
+        change(monkeypatch)
+        counts, reason = kept()
+    finally:
+        for name in ("base", "outside", "env"):
+            shutil.rmtree(name)
+            shutil.move(tmp_path / name, name)
+    assert counts == ([0, 0, 0] if words else [2, 2, 0])
+    assert words in reason if words else reason == ""
+
+
+# -----------------------------------------------------------------------------
+# Commands
+
+OPTIONS = ["--lr", "0.02", "--name", 'it\'s "$HOME" `x`; # \\n']
+SHOW = "import json, sys; json.dump(sys.argv[1:], open('shown', 'w'))"
+PLAIN = ["{}", "A=1 {}", "timeout 9 {}", "cd . && {}", "{}; true", "{} | cat", "{} # note", "true\n{}"]
+QUOTED = ["bash -c '{}'", 'sh -c "{}"', "eval '{}'", "({})", "{{ {}; }}", "{} --a=1 'b'", "{} <<< 'x'"]
+
+
+@pytest.mark.parametrize("text", PLAIN + QUOTED)
+def test_options_arrive(tmp_path, text):
+    """Those of an idea, where {options} stands. The shell says so."""
+    (tmp_path / "show.py").write_text(SHOW)
+    command = text.format("python show.py {options} {seed}")
+    filled = sources.fill_in(command, OPTIONS, -5)
+    subprocess.run(["bash", "-c", filled], cwd=tmp_path, check=True)
+    shown = json.loads((tmp_path / "shown").read_text())
+    assert shown[: len(OPTIONS) + 1] == [*OPTIONS, "-5"]
+
+
+# -----------------------------------------------------------------------------
+# Copies
+
+
+def test_copies_have_all_files(tmp_path, monkeypatch):
+    """Those of the working tree and those of its commit: with submodules, links, and what archives lack."""
+    module = tmp_path / "module"
+    commit_files(module, {"inner.py": "1"})
+    place = tmp_path / "place"
+    files = {"a.py": "a.py", "config.txt": "", "sub/code/b.py": "", "sub/tool": ""}
+    commit_files(place, files | {".gitattributes": "config.txt export-ignore\n"})
+    (place / "sub" / "tool").chmod(0o755)
+    (place / "sub" / "link").symlink_to("../a.py")
+    (place / "folder").symlink_to("sub/code")
+    (place / "far").symlink_to("../module")
+    git(place, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", "../module", "lib/m")
+    commit_files(place, {})
+    monkeypatch.setenv("GIT_INDEX_FILE", "/nowhere/index")
+    (place / "run.log").write_text("not copied")
+    tree = sources.copy_tree(tmp_path / "copies", place)
+    commit = sources.copy_commit("HEAD", tmp_path / "copies", place)
+    found = same_run.hash_copy(tree, is_command=True)
+    assert found == same_run.hash_copy(commit, is_command=True)
+    names = {*files, ".gitattributes", "sub/link", "folder/b.py", "far/inner.py", "lib/m/inner.py"}
+    assert names <= set(found) and "run.log" not in found
+    for copy in (tree, commit):
+        assert os.readlink(copy / "folder") == "sub/code"
+        assert os.readlink(copy / "far") == str(module)
+    inner = sources.copy_commit("HEAD", tmp_path / "inner", place / "sub")
+    assert (inner / "link").read_text() == "a.py"
+    shutil.rmtree(place / "lib" / "m")
+    (place / "lib" / "m").mkdir()
+    for copy in (sources.copy_tree, lambda *more: sources.copy_commit("HEAD", *more)):
+        with pytest.raises(UserError, match="lib/m isn't checked out; run git submodule update --init"):
+            copy(tmp_path / "again", place)
+
+
+READING = """
+import os, random, sys, time
+sys.path.insert(0, {place!r})
+{code}
+print("step:1/1 val_loss:3.{{:03}}".format(random.randrange(1000)))
+"""
+HELLO = "print('hello'); "
+ELSEWHERE = [
+    ("python {place}/train.py", "", "train.py"),
+    ("cd {place} && python train.py {options}", "", "train.py"),
+    ("F={place}; cd $F; python -m train {options}", "", "train.py"),
+    ("python train.py", "import other", "other.py"),
+    ("PYTHONPATH=data python train.py", "open({place!r} + '/config.json')", "config.json"),
+    ("python train.py", "open({place!r} + '/data/x/a.bin'); open({place!r} + '/o', 'w')", ""),
+    (
+        "python train.py",
+        "sys.exit('out of memory')",
+        "out of memory\na run failed: idea, seed 1 (exit status 1)",
+    ),
+    ("python train.py {options} | cat", "print('step:1/1 val_loss:3 '); sys.exit(3)", "exit status 3"),
+    (
+        "python train.py",
+        "open('data/x/a.bin', 'a').write('1')",
+        "data/x/a.bin changed while idea trained",
+    ),
+    ("python train.py", "open('data/x/b.bin', 'a')", "data/x/b.bin is new while idea trained"),
+    ("python train.py", "print('step:1/9 val_loss:3 '); sys.exit()", "stopped at step 1 of 9"),
+    ("python train.py {options}", "assert sys.argv[1:] == ['--env', 'PYTHONPATH=1']", ""),
+    (
+        "python train.py",
+        "os.makedirs('logs/x.txt'); open('logs/a.log', 'w').write(f'val_loss:{{random.random()}} ')",
+        "",
+    ),
+    ("python train.py", HELLO + "time.sleep(60)", "hello\na run failed: idea, seed 1 (it took"),
+    ("python train.py", HELLO + "sys.exit()", "(no log below logs/"),
+    (
+        "python train.py",
+        "print('step:1/9 train_loss:3'); sys.exit()",
+        "no loss after its last step; it has lines like 'step:1/9 train_loss:",
+    ),
+    (
+        "python train.py",
+        "os.mkdir('logs'); [open(f'logs/{{i}}.txt', 'w').write('step:1/1 val_loss:3 ') for i in 'ab']",
+        "(it wrote 2 logs below logs/",
+    ),
+    (
+        "python train.py {seed}",
+        "print(f'step:{{sys.argv[1]}}/{{sys.argv[1]}} val_loss:3 '); sys.exit()",
+        "(it ended at step 2, an earlier run at step 1)",
+    ),
+    ("python train.py", "random.seed(0)", "(all runs end at the same loss; write {seed}"),
+]
+
+
+@pytest.mark.parametrize("command, code, message", ELSEWHERE)
+def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
+    """Reading the folder that was copied is an error, apart from its data. So is what changes while it is
+    read, and a run that ends early or fails. Runs that were finished before are kept."""
+    place = tmp_path / "place"
+    script = READING.format(place=str(place), code=code.format(place=str(place)))
+    files = {"config.json": "", "data/x/a.bin": "", "other.py": "", ".gitignore": "data/x/\n*.pyc\n"}
+    commit_files(place, files | {"train.py": script})
+    work_in(tmp_path, monkeypatch)
+    text = command.format(place=place, options="{options}", seed="{seed}")
+    idea = sources.Variant("idea", tmp_path, "", ["--env", "PYTHONPATH=1"], command=text)
+    said = ""
+    with compare_runs.locked_folder() as lock:
+        idea = sources.copy_folder(str(place), replace(idea, folder=compare_runs.scratch() / "none"))
+        words = ["--command", text, *["--run_timeout", "0.1"] * ("sleep" in code)]
+        args, common = compare.read_arguments(words)
+        pool = compare_runs.open_pool([idea], lock, args)
+        try:
+            compare_runs.make_runs(pool, lambda: [(idea, range(1, 4))])
+        except UserError as error:
+            said = str(error)
+    assert message in said
+    assert pool.made == len(list((tmp_path / "compare").rglob("seed*")))
+    if not message:
+        assert said == "" and pool.made == 3
+    elif "while idea trained" not in message:
+        assert f"\na run failed: idea, seed {1 + pool.made} (" in said
+    assert not (tmp_path / "compare" / "working").exists()
