@@ -853,7 +853,7 @@ MINI = replace(
     muon_momentum_warmup=100,
     muon_beta2=0.95,
     warmup_steps=3,
-    val_loss_every=41,
+    val_loss_every=82,
     target_val_loss=1.5,
 )
 TRACKS = {"fineweb": FINEWEB, "mini": MINI}

@@ -17,7 +17,6 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -43,8 +42,10 @@ from lib.processes import (
     clean_environment,
     run,
     say,
+    search_path,
     setup_lock,
     start,
+    version_of,
     wait,
 )
 
@@ -91,6 +92,14 @@ ALL_FOLDERS = ["judge", "evals", "tests"]
 FOLDERS = {"hellaswag": ["evals"], "test": ALL_FOLDERS, "test machines": ALL_FOLDERS}
 
 
+NEXT = """
+What next?
+  ./run.sh sample --prompt "TEXT"            the model continues a text
+  edit train_gpt.py, then ./run.sh compare   does your change help?
+  ./run.sh data text --bytes FILES           trains on your own text
+"""
+
+
 class Stopped(BaseException):
     """A signal came. Its argument is the signal's number."""
 
@@ -110,19 +119,6 @@ def stop(number, frame):
 # -----------------------------------------------------------------------------
 # The environment: the active one as it is, or .venv. Two files in .venv say how far it got: `ours` is
 # written first, and `ready` last. An unfinished one is made again. The user's own is never deleted.
-
-
-def search_path(python):
-    """Returns the folders of a Python's packages; none if it doesn't run."""
-    printed = output_of(python, "-c", "import sys; print('\\n'.join(sys.path))") or ""
-    return printed.splitlines()
-
-
-def version_of(package, path):
-    """Returns the version of an installed package, or ""."""
-    for found in importlib.metadata.distributions(name=package, path=path):
-        return found.version
-    return ""
 
 
 def has_pytorch(path):
@@ -300,10 +296,10 @@ def train_and_sample(command, needs):
     say(f"training {needs['text']}")
     say("before the first step, compiling may take a minute or two")
     Stopped.advice = "to continue from the last validation, add --resume latest"
-    status = run_ranks([*command, "--save_checkpoint"], needs["processes"], cwd=ROOT)
-    newest = max(Path(ROOT, needs["log_dir"]).glob("*.pt"), key=os.path.getmtime, default=None)
-    if status == 0 and newest:
-        run([command[0], "-m", "evals.sample", "--brief", newest], cwd=ROOT)
+    words = [command[0], "-m", "launch.train_and_sample", *command[2:], "--save_checkpoint"]
+    status = run_ranks(words, needs["processes"], cwd=ROOT)
+    if status == 0:
+        print(NEXT, end="")
     return status
 
 
