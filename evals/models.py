@@ -51,7 +51,7 @@ class LogitsGPT(train_gpt.GPT):
         return [mask.to(docs.device) for mask in super().masks(docs.cpu(), window_blocks.cpu())]
 
     def loss(self, x, targets):
-        return train_gpt.softcap(self.lm_head(x), self.hp.model_dim)
+        return train_gpt.scale_and_softcap(self.lm_head(x), self.hp.model_dim)
 
     def logits(self, ids):
         """ids (B, t) int64 -> (B, t, V), with the window of the last step."""

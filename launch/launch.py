@@ -17,7 +17,6 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -43,8 +42,10 @@ from lib.processes import (
     clean_environment,
     run,
     say,
+    search_path,
     setup_lock,
     start,
+    version_of,
     wait,
 )
 
@@ -91,6 +92,14 @@ ALL_FOLDERS = ["judge", "evals", "tests"]
 FOLDERS = {"hellaswag": ["evals"], "test": ALL_FOLDERS, "test machines": ALL_FOLDERS}
 
 
+NEXT = """
+What next?
+  ./run.sh sample --prompt "TEXT"            the model continues a text
+  edit train_gpt.py, then ./run.sh compare   does your change help?
+  ./run.sh data text --bytes FILES           trains on your own text
+"""
+
+
 class Stopped(BaseException):
     """A signal came. Its argument is the signal's number."""
 
@@ -110,19 +119,6 @@ def stop(number, frame):
 # -----------------------------------------------------------------------------
 # The environment: the active one as it is, or .venv. Two files in .venv say how far it got: `ours` is
 # written first, and `ready` last. An unfinished one is made again. The user's own is never deleted.
-
-
-def search_path(python):
-    """Returns the folders of a Python's packages; none if it doesn't run."""
-    printed = output_of(python, "-c", "import sys; print('\\n'.join(sys.path))") or ""
-    return printed.splitlines()
-
-
-def version_of(package, path):
-    """Returns the version of an installed package, or ""."""
-    for found in importlib.metadata.distributions(name=package, path=path):
-        return found.version
-    return ""
 
 
 def has_pytorch(path):
@@ -304,23 +300,20 @@ def train_and_sample(command, needs, same):
     """Trains, and lets the model write a short text. Returns the exit status of the training. `same` is how
     a command begins that continues it."""
     say(f"training {needs['text']}")
-    if sys.stdout.isatty():
-        command = [*command[:2], "launch.terminal", *command[2:]]
-    else:
+    if not sys.stdout.isatty():  # there, the seconds are shown
         say("before the first step, compiling may take a minute or two")
+    words = [command[0], "-m", "launch.train_and_sample", *command[2:], "--save_checkpoint"]
     before = checkpoints(needs["log_dir"])
     try:
-        status = run_ranks([*command, "--save_checkpoint"], needs["processes"], cwd=ROOT)
+        status = run_ranks(words, needs["processes"], cwd=ROOT)
     except Stopped as stopped:
         saved = checkpoints(needs["log_dir"]) - before
         stopped.advice = "nothing is saved yet; run the same command again"
         if saved:
             stopped.advice = f"continue with {same} --resume {os.path.relpath(max(saved)[1])}"
         raise
-    saved = checkpoints(needs["log_dir"]) - before
-    if status == 0 and saved:
-        Stopped.advice = "the training has ended; ./run.sh sample lets the model write"
-        run([command[0], "-m", "evals.sample", "--brief", max(saved)[1]], cwd=ROOT)
+    if status == 0:
+        print(NEXT, end="")
     return status
 
 

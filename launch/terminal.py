@@ -1,18 +1,14 @@
 """
-Trains as `python -m SCRIPT OPTIONS...` does, for a person at a terminal:
+What a terminal shows of a training: the seconds until the first step, then a bar, after each validation that
+is the best so far a line that the model writes, and in the end a picture beside the log.
 
-    python -m launch.terminal SCRIPT [OPTIONS...]
-
-It shows the seconds until the first step, then a bar, after each validation that is the best so far a line
-that the model writes, and in the end a picture beside the log. The script prints a validation while its clock
-is stopped, so that these lines don't count as training time. The log and the checkpoint don't change.
+The training script prints a validation while its clock is stopped, so these lines don't count as training
+time. The log and the checkpoint are the same as without a terminal.
 """
 
 import contextlib
-import importlib
 import io
 import math
-import os
 import re
 import sys
 import threading
@@ -111,31 +107,23 @@ class Screen(io.TextIOBase):
         self.bar.close()
 
 
+@contextlib.contextmanager
+def watched():
+    """Gives the Screen that shows what is printed in the `with` block."""
+    screen = Screen(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(DummyTqdmFile(sys.stderr)):
+            yield screen
+    finally:
+        screen.end()
+
+
 def draw(log):
-    """Writes a picture of the losses in a log. Without it, the training has succeeded, too."""
+    """Writes a picture of the losses in a log."""
     from judge.plot import plot
 
     print("picture:", end=" ")
     try:
         plot.main([str(log)])
-    except Exception as e:
-        print(f"can't draw the losses: {e}", file=sys.stderr)
-
-
-def main(argv):
-    name, *options = argv
-    if int(os.getenv("RANK") or 0):  # another rank shows nothing
-        return importlib.import_module(name).main(options)
-    screen = Screen(sys.stdout)
-    try:
-        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(DummyTqdmFile(sys.stderr)):
-            status = importlib.import_module(name).main(options)
-    finally:
-        screen.end()
-    if status == 0:
-        draw(screen.log)
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    except Exception as e:  # the training has succeeded, whatever happens here
+        print(f"can't draw the losses: {e}")

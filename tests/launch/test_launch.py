@@ -7,6 +7,7 @@ Most run in this process: `machine` stands for the programs that launch.py asks 
 
 import fcntl
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -63,7 +64,8 @@ def machine(tmp_path, monkeypatch):
     for module in (launch, processes, datasets):
         monkeypatch.setattr(module, "ROOT", machine.root)
         monkeypatch.setattr(module, "run", run)
-        monkeypatch.setattr(module, "output_of", output_of, raising=False)
+    for module in (launch, processes, judge_processes):
+        monkeypatch.setattr(module, "output_of", output_of)
     monkeypatch.setattr(venv, "create", lambda folder, **how: None)
     return machine
 
@@ -308,7 +310,7 @@ def test_data_are_made_once(machine):
 
 @pytest.fixture
 def training(machine, monkeypatch, tmp_path):
-    """The machine, where ranks write two checkpoints. `needs` is what the checks find."""
+    """The machine, where nothing trains. `needs` is what the checks find."""
     machine.needs = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
     machine.checked = []
     machine.saves = True
@@ -348,7 +350,7 @@ def training(machine, monkeypatch, tmp_path):
     return machine
 
 
-def test_a_training(training, monkeypatch):
+def test_a_training(training, monkeypatch, capsys):
     monkeypatch.setenv("HOME", r"/home/\x")
     options = ["--val_files=~/v_*.bin", "--what=a ~/b"]
     assert (
@@ -358,16 +360,11 @@ def test_a_training(training, monkeypatch):
     options = ["--what=a ~/b", "--log_dir=../mine", r"--val_files=/home/\x/v_*.bin", "--resume=latest"]
     words = ["recipes.soup", "--seed", "3", *options]
     assert training.checked == ["train", *words]
-    train, sample = training.ran
+    (train,) = training.ran
     assert training.processes == 2
-    assert train == ["python", "-m", *words, "--train_seq_len=256", "--save_checkpoint"]
-    assert sample == ["python", "-m", "evals.sample", "--brief", f"{launch.ROOT}/logs/new.pt"]
-
-
-def test_a_terminal_shows_more(training, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert launch.main(["--seed=3"]) == 0
-    assert training.ran[0][:5] == ["python", "-m", "launch.terminal", "train_gpt", "--seed=3"]
+    options = [*words, "--train_seq_len=256", "--save_checkpoint"]
+    assert train == ["python", "-m", "launch.train_and_sample", *options]
+    assert capsys.readouterr().out == launch.NEXT
 
 
 STOPPED = "run.sh: stopped by SIGTERM; "
@@ -615,3 +612,69 @@ def test_a_signal(number, send, before):
     killed = number == signal.SIGKILL
     assert process.communicate(timeout=20)[1] == ("" if killed else said)
     assert process.returncode == (-9 if killed else 128 + number)
+
+
+# -----------------------------------------------------------------------------
+# The remembered answer of the check
+
+
+@pytest.fixture
+def checked(machine, monkeypatch):
+    """A function that checks the machine as for a training. Returns whether PyTorch was asked."""
+    answer = dict(environment={"MALLOC_MMAP_MAX_": "0"}, right=True, files=["data/*.bin"], text="mini")
+    machine.answer = answer
+    file(machine.root / "data" / "train.bin")
+    file(machine.root / "train_gpt.py", "1")
+    machine.versions["torch"] = "2.13.0"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(processes, "version_of", lambda package, path: machine.versions[package])
+
+    def run(command, **options):
+        machine.ran.append(command)
+        Path(command[3]).write_text(json.dumps(machine.answer))
+        return 0
+
+    def check(*options, mode="train"):
+        machine.ran.clear()
+        needs = processes.check_machine("python", mode, "train_gpt", *options)
+        assert needs["text"] == "mini"
+        assert os.environ["MALLOC_MMAP_MAX_"] == "0"
+        return bool(machine.ran)
+
+    monkeypatch.setattr(processes, "run", run)
+    return check
+
+
+def test_the_answer_is_remembered(checked):
+    assert checked("--seed=1")
+    assert not checked("--seed=1")
+    assert not checked("--seed=1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda machine: machine.versions.update(torch="2.14.0"),
+        lambda machine: machine.answers.update({"g++ --version": "g++ 15"}),
+        lambda machine: machine.answers.update({"nvidia-smi": "GPU 0: NVIDIA H100"}),
+        lambda machine: file(machine.root / "train_gpt.py", "2"),
+        lambda machine: (machine.root / "data" / "train.bin").unlink(),
+        lambda machine: os.environ.update(TORCH_COMPILE_DISABLE="1"),
+        lambda machine: os.environ.update(OMP_NUM_THREADS="77"),
+        lambda machine: file(machine.root / "data/.cache/machine-is-checked.json", "{"),
+    ],
+)
+def test_what_changes_the_answer(checked, machine, change):
+    assert checked()
+    change(machine)
+    assert checked()
+
+
+def test_other_answers_are_not_remembered(checked, machine):
+    """A resumed run depends on its checkpoint, and each mode has its own answer."""
+    for _ in range(2):
+        assert checked("--resume=latest")
+        assert checked(mode="prepare")
+    machine.answer["right"] = False  # a GPU, or wrong code
+    assert checked()
+    assert checked()

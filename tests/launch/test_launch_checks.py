@@ -326,7 +326,7 @@ def test_compiled_code_is_right_and_made_once(tmp_path, monkeypatch, capfd):
 def right_code(tmp_path, monkeypatch):
     """Compiled code is right, and no answer is remembered yet."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(train_gpt, "compiles", lambda: True)
+    monkeypatch.setattr(train_gpt, "COMPILED", True)
     monkeypatch.setattr(checks, "find_problem", lambda processes: "")
 
 
@@ -365,7 +365,7 @@ def test_a_wrong_answer_is_not_remembered(right_code, tmp_path, monkeypatch, cap
 
 def test_the_user_can_do_without_compiled_code(right_code, tmp_path, monkeypatch, capsys):
     """With any of the variables that turn torch.compile off. Nothing is called right then."""
-    monkeypatch.setattr(train_gpt, "compiles", lambda: False)
+    monkeypatch.setattr(train_gpt, "COMPILED", False)
     status, needs, err = check(tmp_path, capsys)
     assert (status, err) == (0, "")
     assert needs["text"].endswith(", not compiled")

@@ -1,10 +1,11 @@
 """
 Tests of launch/terminal.py, which shows a training to a person: what is seen, and that the training is the
-same.
+same as without a terminal.
 """
 
 import io
 import re
+import sys
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def lines_seen(text):
 
 
 def use_random_numbers():
-    """A hook: each step uses PyTorch's random numbers, as dropout does."""
+    """A hook: each step uses PyTorch's random numbers, as dropout does. Stdout is taken for a terminal."""
+    sys.stdout.isatty = lambda: True
     plain_step = train_gpt.train_step
 
     def step(*args):
@@ -60,7 +62,7 @@ def test_a_training_that_is_watched(plain, tmp_path, hook, nproc):
     """Log and checkpoint are those of the plain script, and each text is of the newest weights. The second
     process shows nothing."""
     words = ["train_gpt", *tiny_run(tmp_path, "--save_checkpoint", **OPTIONS)]
-    job = succeeds(Job(words, tmp_path, nproc, script="launch.terminal", hook=hook))
+    job = succeeds(Job(words, tmp_path, nproc, script="launch.train_and_sample", hook=hook))
     log = read_log(tmp_path)
     if nproc == 1:
         assert_same_state(read_checkpoint(tmp_path), read_checkpoint(plain))
@@ -79,14 +81,15 @@ def test_a_training_that_is_watched(plain, tmp_path, hook, nproc):
     assert nproc == 1 or texts == ["step 2", "step 4", "step 6"]
     assert any(line.startswith("100%") and "6/6" in line and "val_loss" in line for line in seen)
     picture = checkpoint_of(tmp_path).with_suffix(".png")
-    assert seen[-2] == f"picture: {picture.relative_to(tmp_path)}"
+    assert f"picture: {picture.relative_to(tmp_path)}" in seen
+    assert "A sample of what the model writes:" in seen
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert job.out.count("track mini") == 1
 
 
 def test_an_error_is_one_line(tmp_path):
     words = ["train_gpt", *tiny_run(tmp_path, num_iterations=99)]
-    job = Job(words, tmp_path, script="launch.terminal")
+    job = Job(words, tmp_path, script="launch.train_and_sample", hook=show_steps)
     status = job.wait()
     assert_one_line(status, lines_seen(job.err)[-2], "12")
     assert "picture" not in job.out
