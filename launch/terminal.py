@@ -66,7 +66,7 @@ class Screen(io.TextIOBase):
 
     def write(self, text):
         self.begun += text
-        if text.endswith(("\n", "\r")):
+        if text.endswith("\n"):
             line, self.begun = self.begun.rstrip(), ""
             self.show(line)
 
