@@ -75,12 +75,8 @@ class Variant:
     read: dict = field(default_factory=dict, init=False)  # hashes of what they read elsewhere
     place: Path | None = field(default=None, init=False)  # where its runs are kept
     runs: dict[int, Log] = field(default_factory=dict, init=False)  # those that are there, by seed
-    edited: dict[str, str] = field(
-        default_factory=dict, init=False
-    )  # files of its last run; see check_edit
-    before: list[int] = field(
-        default_factory=list, init=False
-    )  # seeds of its other tests; see ledger.py
+    edited: dict[str, str] = field(default_factory=dict, init=False)  # see check_edit
+    before: list[int] = field(default_factory=list, init=False)  # seeds of its other tests
     new: set[int] = field(default_factory=set, init=False)  # seeds of the runs of this session
     log_ratios: list[float] = field(default_factory=list, init=False)  # of step times; see add_times
     timed: list[int] = field(default_factory=list, init=False)  # seeds of pairs; see read_times

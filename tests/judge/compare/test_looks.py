@@ -57,7 +57,12 @@ def look(base: Variant, idea: Variant, seed: int, runs: int) -> str:
     return rows[-1]["verdict"]
 
 
-@pytest.mark.parametrize("habit", HABITS)
+SOME = ["three seeds", "3, 5, 7, 9 runs"]
+
+
+@pytest.mark.parametrize(
+    "habit", [pytest.param(h, marks=[] if h in SOME else pytest.mark.slow) for h in HABITS]
+)
 def test_users_who_stop_at_helps(tmp_path, monkeypatch, habit):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ledger, "write_file", lambda file, text: Path(file).write_bytes(text))
