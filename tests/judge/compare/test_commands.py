@@ -202,7 +202,8 @@ def test_a_metric_of_any_program(theirs, program, metric, verdict, judged, mean)
     command = ["--command", "python train.py {seed} {options}", "--base", "theirs"]
     command += ["--idea", "--effect -0.01", "--runs", "3", "--loss_per_100_steps", "1"]
     found, words = answer(*command, "--metric", *metric)
-    assert ("the logs have none" in words) == (program == "autoresearch") == ("steps to" not in words)
+    fixed_time = "Steps depend on the speed of the machine: theirs 9" in words
+    assert fixed_time == (program == "autoresearch") == ("steps to" not in words)
     assert words.startswith(f"effect_0.01 {verdict}.")
     assert f"The loss is {judged}." in words
     assert "below" not in words  # there is no target
