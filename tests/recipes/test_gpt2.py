@@ -308,7 +308,7 @@ def test_the_log(whole):
     losses = val_losses(log)
     assert list(losses) == [0, 2, 4, 6]
     assert losses[6] < losses[0] - 0.02
-    assert "\ntarget 1.5: not met; val_loss " in log
+    assert "\ntarget 1.5: not met in 2 steps; val_loss " in log
 
 
 def test_two_processes_are_one(folder, whole):
