@@ -59,6 +59,7 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setattr(launch, "VENV", machine.root / ".venv")
     monkeypatch.setattr(judge_processes, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(judge_processes, "output_of", output_of)
     monkeypatch.setattr(launch, "version_of", lambda package, path: machine.versions.get(package, ""))
     for module in (launch, processes, datasets):
         monkeypatch.setattr(module, "ROOT", machine.root)

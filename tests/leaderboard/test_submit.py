@@ -9,7 +9,7 @@ from judge.logs.read import parse_log
 from leaderboard import pages as record_pages
 from leaderboard import make_runs as record_runs
 from leaderboard import rules, submit
-from tests.judge.records.makers import (
+from tests.leaderboard.makers import (
     FASTER,
     RECORDS,
     SMI,

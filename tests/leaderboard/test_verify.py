@@ -17,7 +17,7 @@ from leaderboard import rules
 from leaderboard.compiler_rule import compiler_settings
 from judge.logs.taking_turns import turns
 from lib.processes import ROOT
-from tests.judge.records.makers import (
+from tests.leaderboard.makers import (
     FASTER,
     FIELD,
     SOURCE,

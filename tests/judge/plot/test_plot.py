@@ -7,7 +7,7 @@ import pytest
 from judge.logs.read import parse_log, read_logs
 from judge.plot import curves
 from judge.plot import plot
-from tests.judge.records.makers import (
+from tests.leaderboard.makers import (
     FIELD,
     LINE,
     SMI,
