@@ -58,7 +58,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.logs.comparable import judged_in_words, settle_metric
+from judge.logs.read.comparable import judged_in_words, settle_metric
 from judge.runs import make as compare_runs
 from judge.compare.finished_logs import compare_logs
 from judge.compare.ledger import add_to_ledger, first_base, loop_in_words, read_ledger, unused_seed
@@ -89,7 +89,7 @@ from judge.compare.answer import (
     record_lines,
     slope_in_words,
 )
-from judge.stats.decide import SLOPE_FACTOR, Effect
+from judge.stats.decide.decide import SLOPE_FACTOR, Effect
 from judge.commands import (
     UserError,
     command_parser,

@@ -9,7 +9,7 @@ import argparse
 import math
 from dataclasses import asdict
 
-from judge.logs.comparable import MACHINE, check_sides, judged_in_words
+from judge.logs.read.comparable import MACHINE, check_sides, judged_in_words
 from judge.compare.answer import (
     answer_in_words,
     count_sources,
@@ -22,9 +22,9 @@ from judge.compare.answer import (
     summary_of,
     target_of,
 )
-from judge.logs.read import Log, read_logs
-from judge.stats.decide import add_times, given_slope, look_once
-from judge.logs.taking_turns import log_ratios, turns
+from judge.logs.read.read import Log, read_logs
+from judge.stats.decide.decide import add_times, given_slope, look_once
+from judge.logs.read.taking_turns import log_ratios, turns
 from judge.commands import UserError
 from judge.files import write_file
 from judge.text import as_json

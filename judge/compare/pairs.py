@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from judge.runs.make import Pool, runs_a_process
 from judge.runs.sources import Variant
-from judge.stats.decide import (
+from judge.stats.decide.decide import (
     FEWEST_SLOPES,
     LARGEST_SLOPE_ERROR,
     Effect,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from judge.runs.same_run import hash_copy, hash_text, run_environment
-from judge.logs.read import Log
+from judge.logs.read.read import Log
 from judge.commands import UserError
 from judge.project import ROOT
 from judge.files import without_windows
@@ -69,7 +69,11 @@ class Variant:
     origin: Path = field(default_factory=lambda: ROOT)  # the folder that was copied
     leave_out: Sequence[Path] = ()  # see copy_tree
     # What is known of it
-    identity: dict = field(default_factory=dict, init=False)  # all that its runs could read
+    identity: dict = field(
+        default_factory=dict, init=False
+    )  # all that its runs could read in their copy
+    read: dict = field(default_factory=dict, init=False)  # hashes of what they read elsewhere
+    place: Path | None = field(default=None, init=False)  # where its runs are kept
     runs: dict[int, Log] = field(default_factory=dict, init=False)  # those that are there, by seed
     new: set[int] = field(default_factory=set, init=False)  # seeds of the runs of this session
     log_ratios: list[float] = field(default_factory=list, init=False)  # of step times; see add_times

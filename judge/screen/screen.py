@@ -31,7 +31,7 @@ import shlex
 import sys
 from dataclasses import replace
 
-from judge.logs.comparable import settle_metric
+from judge.logs.read.comparable import settle_metric
 from judge.runs import make as compare_runs
 from judge.runs.make import add_run_options, add_variants, make_runs, open_pool, show_line
 from judge.runs.sources import (
