@@ -271,7 +271,9 @@ def check_comparison(words):
     if find_gpus():
         check_gpus(1)  # each run uses one
         return dict(environment={})
-    return dict(environment=check_compiler(1))
+    variables = environment() | check_compiler(1)
+    del variables["OMP_NUM_THREADS"]  # runs share the cores
+    return dict(environment=variables)
 
 
 def main(argv):

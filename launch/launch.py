@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import tomllib
 import urllib.error
 import urllib.request
 import venv
@@ -341,6 +342,25 @@ def parse(name, words):
     return args, words
 
 
+def of_our_scripts(words):
+    """What compare and screen need to train train_gpt.py, or --recipe NAME with --nproc_per_node processes:
+    judge.toml, or another command than the one in there."""
+    if any(word.startswith(("--command", "--base_logs")) for word in words):
+        return words  # those of others
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe")
+    parser.add_argument("--nproc_per_node", type=int, default=1)
+    args, words = parser.parse_known_args(words)
+    command = tomllib.loads((ROOT / "judge.toml").read_text())["command"]
+    if args.recipe:
+        command = command.replace("-m train_gpt", f"-m recipes.{args.recipe}")
+    if args.nproc_per_node > 1:
+        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={args.nproc_per_node}"
+        command = command.replace("python", f"python {torchrun}")
+        words += ["--jobs", "1", "--gpus_per_run", str(args.nproc_per_node)]
+    return ["--project", str(ROOT), "--command", command, *words]
+
+
 def command_line(name, python, arguments):
     """Returns the command that ./run.sh NAME becomes. Its exit status and signals are its own."""
     if name.startswith("test"):
@@ -352,6 +372,12 @@ def command_line(name, python, arguments):
         return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *paths, *arguments]
     script, *words = COMMANDS[name].split()
     os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's
+    os.environ["PATH"] = (
+        f"{Path(python).parent}:{os.environ.get('PATH', os.defpath)}"  # for compare's runs
+    )
+    os.environ["JUDGE_PROGRAM"] = "./run.sh"
+    if name in ("compare", "screen"):
+        arguments = of_our_scripts(arguments)
     return [python, "-P", "-m", script, *words, *arguments]
 
 

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from judge.logs.read.comparable import parse_source
+from judge.logs.comparable import parse_source
 
 # fullgraph=True only turns a graph break into an error
 ALLOWED_FLAGS = {"dynamic=False", "fullgraph=True"}

@@ -13,7 +13,7 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from judge.logs.read.read import parse_log
+from judge.logs.read import parse_log
 from leaderboard.pages import Record, record_to_beat
 from leaderboard.replay import command_to_run, processes_of, python_command, write_sources
 from judge.commands import UserError

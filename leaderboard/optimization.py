@@ -22,10 +22,10 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from judge.logs.read.comparable import MACHINE, check_sides
-from judge.logs.read.read import Log, read_logs
+from judge.logs.comparable import MACHINE, check_sides
+from judge.logs.read import Log, read_logs
 from leaderboard.tables import print_wrapped
-from judge.stats.decide.summary import p_below, p_lower
+from judge.stats.summary import p_below, p_lower
 from judge.commands import UserError
 from judge.text import plural, table
 

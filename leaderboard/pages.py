@@ -11,11 +11,11 @@ from pathlib import Path
 
 from judge.plot.curves import plot_curves
 from judge.plot.style import COLORS, plt, save_figure
-from judge.logs.read.read import Log, read_logs
+from judge.logs.read import Log, read_logs
 from leaderboard.rules import final_losses, final_times, judge_runs
 from leaderboard.tables import COLUMNS, machines, summary_lines, table_row
-from judge.stats.decide.decide import P_VALUE
-from judge.stats.decide.summary import Summary, summarize
+from judge.stats.decide import P_VALUE
+from judge.stats.summary import Summary, summarize
 from judge.commands import UserError
 from lib.processes import ROOT
 from judge.files import write_file

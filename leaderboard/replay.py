@@ -14,8 +14,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from judge.logs.read.lines import plain
-from judge.logs.read.read import Log, make_log, read_log_file, split_sources
+from judge.logs.lines import plain
+from judge.logs.read import Log, make_log, read_log_file, split_sources
 from judge.commands import UserError, command_parser, run_command
 from judge.files import new_folder
 

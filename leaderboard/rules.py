@@ -7,12 +7,12 @@ import statistics
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from judge.logs.read.comparable import check_between, check_repeats, difference, val_tokens
-from judge.logs.read.read import Log
+from judge.logs.comparable import check_between, check_repeats, difference, val_tokens
+from judge.logs.read import Log
 from leaderboard.compiler_rule import compiler_settings
-from judge.stats.decide.decide import P_VALUE, p_if_looked
-from judge.stats.decide.summary import Summary, summarize
-from judge.logs.read.taking_turns import p_faster, turns
+from judge.stats.decide import P_VALUE, p_if_looked
+from judge.stats.summary import Summary, summarize
+from judge.logs.taking_turns import p_faster, turns
 
 FINEWEB_VAL_TOKENS = 10_485_760
 # Values that a track fixes, so that losses can be compared

@@ -26,8 +26,8 @@ import re
 import shutil
 from pathlib import Path
 
-from judge.logs.read.comparable import MACHINE, difference
-from judge.logs.read.read import Log, read_logs
+from judge.logs.comparable import MACHINE, difference
+from judge.logs.read import Log, read_logs
 from leaderboard.make_runs import make_record_runs
 from leaderboard.pages import BEFORE, RECORDS, Record, read_records, record_to_beat, write_pages
 from leaderboard.rules import judge_runs, per_run

@@ -5,9 +5,9 @@ What verify and submit print about runs, and the pages of records show.
 import math
 import statistics
 
-from judge.logs.read.read import Log
+from judge.logs.read import Log
 from leaderboard.rules import TimeSaved, Verdict
-from judge.stats.decide.decide import P_VALUE
+from judge.stats.decide import P_VALUE
 from judge.text import p_text, plural, short, table, wrap
 
 COLUMNS = ("log", "val_loss", "time", "steps", "step_avg", "complete")

@@ -24,8 +24,8 @@ Exit status: 0 valid, 1 not valid, or not faster than the --against record (the 
 import argparse
 from pathlib import Path
 
-from judge.logs.read.comparable import add_metric, settle_metric
-from judge.logs.read.read import read_logs
+from judge.logs.comparable import add_metric, settle_metric
+from judge.logs.read import read_logs
 from leaderboard import optimization
 from leaderboard.rules import judge_runs
 from leaderboard.tables import print_reasons, print_summary, print_table

@@ -4,8 +4,8 @@ import math
 import statistics
 from dataclasses import asdict
 
-from judge.logs.read.read import Log
-from judge.stats.decide.decide import (
+from judge.logs.read import Log
+from judge.stats.decide import (
     P_VALUE,
     P_WORTHLESS,
     Effect,
@@ -14,8 +14,8 @@ from judge.stats.decide.decide import (
     far_from_others,
     p_if_looked,
 )
-from judge.stats.decide.summary import Summary, p_below, summarize
-from judge.logs.read.taking_turns import p_faster
+from judge.stats.summary import Summary, p_below, summarize
+from judge.logs.taking_turns import p_faster
 from judge.text import p_text, short, table, wrap
 
 NO_INTERVAL = "no interval yet"

@@ -9,7 +9,7 @@ import argparse
 import math
 from dataclasses import asdict
 
-from judge.logs.read.comparable import MACHINE, check_sides, judged_in_words
+from judge.logs.comparable import MACHINE, check_sides, judged_in_words
 from judge.compare.answer import (
     answer_in_words,
     count_sources,
@@ -22,11 +22,12 @@ from judge.compare.answer import (
     summary_of,
     target_of,
 )
-from judge.logs.read.read import Log, read_logs
-from judge.stats.decide.decide import add_times, given_slope, look_once
-from judge.logs.read.taking_turns import log_ratios, turns
+from judge.logs.read import Log, read_logs
+from judge.stats.decide import add_times, given_slope, look_once
+from judge.logs.taking_turns import log_ratios, turns
 from judge.commands import UserError
 from judge.files import write_file
+from judge.project import Settings
 from judge.text import as_json
 
 OTHER_SESSION = (
@@ -36,7 +37,7 @@ OTHER_SESSION = (
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
 
 
-def read_sides(args: argparse.Namespace) -> dict[str, list[Log]]:
+def read_sides(args: argparse.Namespace, stops_early: bool) -> dict[str, list[Log]]:
     """The runs of the base, and of the idea. Raises UserError if they can't be compared."""
     sides = {
         "base": read_logs(args.base_logs, args.metric),
@@ -48,7 +49,7 @@ def read_sides(args: argparse.Namespace) -> dict[str, list[Log]]:
     tolerated = set(MACHINE)
     if args.target:
         tolerated.add("target_val_loss")
-    if args.stops_early:
+    if stops_early:
         tolerated.add("stops early")
     check_sides(list(sides.values()), tolerated)
     for side, logs in sides.items():
@@ -82,12 +83,12 @@ def facts_in_words(sides: dict[str, list[Log]], has_slope: bool) -> list[str]:
     return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
 
 
-def compare_logs(args: argparse.Namespace) -> int:
+def compare_logs(args: argparse.Namespace, settings: Settings) -> int:
     """Prints the answer, and writes what was asked for. Returns the exit status.
 
     Raises UserError.
     """
-    sides = read_sides(args)
+    sides = read_sides(args, settings.stops_early)
     base, idea = sides.values()
     timed, where = machines([*base, *idea])
     pairs = turns(idea, base) if timed else []  # runs that took turns

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from judge.compare.pairs import Comparison
 from judge.runs.sources import Variant, git
-from judge.stats.decide.decide import P_VALUE
+from judge.stats.decide import P_VALUE
 from judge.commands import UserError
 from judge.files import without_windows, write_file
 

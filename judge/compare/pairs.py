@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from judge.runs.make import Pool, runs_a_process
 from judge.runs.sources import Variant
-from judge.stats.decide.decide import (
+from judge.stats.decide import (
     FEWEST_SLOPES,
     LARGEST_SLOPE_ERROR,
     Effect,
@@ -62,7 +62,7 @@ class Comparison:
     @property
     def paired(self) -> bool:
         """Whether the runs of a pair share a seed."""
-        return not self.args.command or "{seed}" in self.args.command
+        return "{seed}" in self.base.command
 
     def losses(self, variant: Variant) -> list[float]:
         """Final losses of the seeds from the first one on, up to the first that is missing."""

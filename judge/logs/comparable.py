@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterator
 
-from judge.logs.read.read import Log, what_is_there
+from judge.logs.read import Log, what_is_there
 from judge.commands import UserError
 from judge.text import short
 

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from judge.logs.read.lines import NUMBER, Line, find_lines, joined, plain
+from judge.logs.lines import NUMBER, Line, find_lines, joined, plain
 from judge.commands import UserError
 from judge.files import without_windows
 from judge.text import short

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from judge.plot.style import COLORS, plt, save_figure
-from judge.logs.read.read import Log
+from judge.logs.read import Log
 from judge.commands import UserError
 from judge.text import short
 

@@ -14,9 +14,9 @@ Exit status: 0 written, 2 bad input.
 import os
 from pathlib import Path
 
-from judge.logs.read.comparable import MACHINE, add_metric, check_sides, settle_metric
+from judge.logs.comparable import MACHINE, add_metric, check_sides, settle_metric
 from judge.plot.curves import X_LABELS, plot_curves
-from judge.logs.read.read import Log, read_logs
+from judge.logs.read import Log, read_logs
 from judge.commands import command_parser, output_file, positive, run_command
 
 

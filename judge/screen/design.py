@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.linalg import hadamard
 
-from judge.stats.decide.decide import P_VALUE, P_WORTHLESS, Estimate, half_width, log_evidence, rounding
+from judge.stats.decide import P_VALUE, P_WORTHLESS, Estimate, half_width, log_evidence, rounding
 
 MOST_PARTS = 16
 # Columns of the Hadamard matrix, in the order of use

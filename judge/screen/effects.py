@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.logs.read.comparable import judged_in_words
+from judge.logs.comparable import judged_in_words
 from judge.screen.blocks import Screen
 from judge.screen.design import PartEffect
 from judge.text import as_json, plural, short, table, wrap

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from judge.plot import curves
 from judge.commands import UserError
-from judge.logs.read.read import parse_log, parse_trials, read_logs
+from judge.logs.read import parse_log, parse_trials, read_logs
 from leaderboard import tables, rules
 from tests.util import assert_one_line
 from tests.leaderboard.makers import FIELD, LINE, SMI, SOURCE, cpu, heading, judged, our_log, run

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from judge.stats.decide.decide import (
+from judge.stats.decide import (
     Slope,
     add_times,
     analyse,

@@ -9,7 +9,7 @@ import subprocess
 import uuid
 from pathlib import Path
 
-from judge.logs.read.read import read_logs
+from judge.logs.read import read_logs
 from judge.compare import compare
 from judge.plot import plot
 from leaderboard import replay, rules, submit, verify

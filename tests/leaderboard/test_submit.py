@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from judge.logs.read.read import parse_log
+from judge.logs.read import parse_log
 from leaderboard import pages as record_pages
 from leaderboard import make_runs as record_runs
 from leaderboard import rules, submit

@@ -12,10 +12,10 @@ from scipy import stats
 
 import train_gpt
 from judge.logs.read import comparable
-from judge.stats.decide.decide import log_e_values
+from judge.stats.decide import log_e_values
 from leaderboard import rules
 from leaderboard.compiler_rule import compiler_settings
-from judge.logs.read.taking_turns import turns
+from judge.logs.taking_turns import turns
 from lib.processes import ROOT
 from tests.leaderboard.makers import (
     FASTER,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes import january2026
-from judge.logs.read.read import parse_log
+from judge.logs.read import parse_log
 from leaderboard.rules import too_small
 from tests.training.test_checkpoint import kill_in_call, resuming
 from tests.util import (

@@ -21,7 +21,7 @@ from train_gpt import (
 )
 from tests.training.test_model import IDEAS, TINY, build
 from tests.util import ROOT
-from judge.logs.read.read import parse_log
+from judge.logs.read import parse_log
 
 HP = TRACKS["fineweb"]
 EMBEDDINGS = ("embed.weight", "value_embeds.*.weight")

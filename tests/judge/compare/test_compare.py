@@ -25,7 +25,7 @@ from judge.runs import sources as compare_sources
 from judge.stats.decide import decide as compare_stats
 from judge.compare import step_times as compare_steps
 from judge.commands import stop_on_signals
-from judge.logs.read.read import parse_log
+from judge.logs.read import parse_log
 from tests.judge.helpers import answer_of, bounds, check_refused, commit_files, git, patch_of, run_main
 from tests.util import ROOT, tiny_run
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from judge.logs.read.read import parse_log, read_logs
+from judge.logs.read import parse_log, read_logs
 from judge.plot import curves
 from judge.plot import plot
 from tests.leaderboard.makers import (
