@@ -21,6 +21,7 @@ from pathlib import Path
 from judge.runs.same_run import hash_copy, hash_text, run_environment
 from judge.logs.read import Log
 from judge.commands import UserError
+from judge.processes import output_of
 from judge.project import Settings
 from judge.files import without_windows
 
@@ -228,7 +229,7 @@ def copy_commit(revision: str, scratch: Path, repository: Path) -> Path:
         commit = git("rev-parse", "--verify", "--end-of-options", name, cwd=repository).decode().strip()
     except UserError as e:
         hint = "in a shallow clone, run git fetch --unshallow"
-        raise UserError(f"no file or commit is called {revision} ({e}); {hint}") from None
+        raise UserError(f"no file, folder or commit is called {revision} ({e}); {hint}") from None
     above = git("rev-parse", "--show-cdup", cwd=repository).decode().strip()
     root = Path(os.path.normpath(repository / above))
     folder = scratch / commit
@@ -350,11 +351,8 @@ def is_option(word: str) -> bool:
 
 
 def split_source(text: str) -> tuple[str, str, list[str]]:
-    """The parts of [NAME=][KIND] [OPTIONS]. NAME=WORD is an option, too, if there is no file or folder WORD:
-    a revision or options need quotes to get a name, as in "NAME=--lr 3" and "NAME=./@REVISION".
-
-    Raises UserError.
-    """
+    """The parts of [NAME=][KIND] [OPTIONS]. NAME=WORD is an option if there is no file, folder or revision WORD.
+    Raises UserError."""
     named = re.fullmatch(r"(\w[\w.+-]*)=(.*)", text, re.DOTALL)
     name, what = named.groups() if named else ("", text)
     try:
@@ -371,8 +369,12 @@ def split_source(text: str) -> tuple[str, str, list[str]]:
 
 
 def is_there(kind: str) -> bool:
-    """Whether a word can be a source and not the value of an option."""
-    return Path(kind).suffix in (".patch", ".diff", ".py") or os.path.exists(kind.partition("@")[0])
+    """Whether a word is a source, and not the value of an option."""
+    if Path(kind).suffix in (".patch", ".diff", ".py") or os.path.exists(kind.partition("@")[0]):
+        return True
+    return bool(
+        output_of("git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{kind}^{{commit}}")
+    )
 
 
 def first_variant(texts: list[str], project: Settings) -> Variant:
