@@ -19,10 +19,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from judge.commands import UserError, command_parser, positive, run_command, stop_on_signals
+from judge.commands import (
+    UserError,
+    command_parser,
+    join_values,
+    positive,
+    run_command,
+    stop_on_signals,
+)
 from judge.logs.lines import named_numbers, plain
 from judge.logs.read import SUFFIXES, NoLog, parse_log
-from judge.project import KEYS, Settings, add_settings, read_settings
+from judge.project import KEYS, TEXTS, Settings, add_settings, read_settings
 from judge.runs.make import (
     Pool,
     Worker,
@@ -184,7 +191,7 @@ def write_project(settings: Settings, metric: str) -> str:
     """Writes judge.toml, unless there is one. Returns what it did."""
     file = settings.root / "judge.toml"
     if file.exists():
-        return f"{file} stays as it is"
+        return "judge.toml stays as it is"
     given = {name: getattr(settings, name) for name in KEYS}
     usual = Settings()
     lines = [f"command = {json.dumps(settings.command)}", f"metric = {json.dumps(metric)}"]
@@ -192,11 +199,11 @@ def write_project(settings: Settings, metric: str) -> str:
         if name not in ("command", "metric") and value != getattr(usual, name):
             lines.append(f"{name} = {json.dumps(value)}")
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return f"wrote {file}; next: judge compare --idea ..."
+    return 'wrote judge.toml; next: judge compare --idea "OPTIONS, a patch or a branch"'
 
 
 def main(argv: list[str]) -> int:
-    args, common = make_parser().parse_known_args(argv)
+    args, common = make_parser().parse_known_args(join_values(argv, TEXTS))
     settings = read_settings(args, Path.cwd())
     check_options(settings.command, common)
     with locked_folder(settings) as lock:

@@ -85,8 +85,18 @@ class Settings:
 
 
 KEYS = {entry.name: entry for entry in fields(Settings) if entry.metadata}
+WORDS = {
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list[str]: "a list of strings",
+}
 # What a number must be
 CHECKS = {"jobs": whole_number, "gpus_per_run": whole_number, "run_timeout": positive}
+
+
+TEXTS = tuple(f"--{name}" for name, entry in KEYS.items() if entry.type is str)  # see join_values
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,7 @@ from judge.compare.pairs import (
     undecided,
     wanted_runs,
 )
-from judge.project import Settings, add_run_options, read_settings
+from judge.project import TEXTS, Settings, add_run_options, read_settings
 from judge.runs.make import Pool, locked_folder, make_runs, open_pool, show_line, why_again
 from judge.runs.sources import (
     Variant,
@@ -150,7 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns our options, and the options for all runs. Raises UserError."""
-    args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea")))
+    args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea", *TEXTS)))
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
             refuse(

@@ -31,7 +31,7 @@ import shlex
 import sys
 from dataclasses import replace
 
-from judge.project import Settings, add_run_options, read_settings
+from judge.project import TEXTS, Settings, add_run_options, read_settings
 from judge.runs.make import add_variants, locked_folder, make_runs, open_pool, show_line
 from judge.runs.sources import (
     Variant,
@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns our options, and the options for all runs. Raises UserError."""
-    names = ("--base", "--idea", "--part", "--try")
+    names = ("--base", "--idea", "--part", "--try", *TEXTS)
     args, common = make_parser().parse_known_args(join_values(argv, names))
     if bool(args.idea) == bool(args.part):
         raise UserError(

@@ -162,7 +162,7 @@ def test_an_idea_with_the_steps_of_the_slope(place):
 def test_identical_losses(place):
     """No test of losses, but the steps are timed. They take three times as long. The stand-in's sleeps are
     longer than asked for."""
-    source = STANDIN.read_text().replace('hp.slower, os.environ["OMP_NUM_THREADS"]', '"x"')
+    source = STANDIN.read_text().replace('hp.slower, os.environ.get("OMP_NUM_THREADS", "all")', '"x"')
     (place / "train_gpt.py").write_text(source)
     options = ["--slower", "2", "--idea", "same=--slower 6"]
     identical = "same: the losses are identical in all [4-8] pairs."
@@ -284,7 +284,11 @@ def test_sources_are_frozen(place):
 def test_a_zip_without_git(place, monkeypatch):
     """Options can be compared."""
     shutil.rmtree(place / ".git")
-    monkeypatch.setenv("PATH", "/nowhere")
+    (place / "bin").mkdir()
+    (place / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (place / "bin/python").chmod(0o755)
+    (place / "bin/bash").symlink_to(shutil.which("bash"))
+    monkeypatch.setenv("PATH", str(place / "bin"))
     found, words = answer("--idea", "--effect 0.1")
     assert found["ideas"][0]["verdict"] == "hurts"
 
@@ -506,7 +510,9 @@ def test_interrupted_on_a_terminal(place):
 def test_a_closed_terminal(place):
     """SIGHUP, twice as from a shell, ends the runs and frees the folder. While step times are measured, a
     run is stopped by SIGSTOP, so it would wait forever."""
-    child, ours = start_on_a_terminal(place, "--idea", "--effect 0.1", "--runs", "2", "--slower", "2")
+    child, ours = start_on_a_terminal(
+        place, "--idea", "--effect -0.1", "--times", "--runs", "2", "--slower", "2"
+    )
     read_terminal(ours, "0 of 6 processes")
     child.send_signal(signal.SIGHUP)
     child.send_signal(signal.SIGHUP)
