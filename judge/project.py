@@ -146,9 +146,7 @@ def check_key(file: Path, name: str, value) -> None:
     strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
     number = kind is float and type(value) is int
     if not (strings if kind == list[str] else type(value) is kind or number):
-        raise UserError(
-            f"{file}: {name} = {value!r} must be {getattr(kind, '__name__', 'a list of strings')}"
-        )
+        raise UserError(f"{file}: {name} = {value!r} must be {WORDS[kind]}")
     if name in CHECKS:
         try:
             CHECKS[name](str(value))

@@ -368,7 +368,8 @@ def command_line(name, python, arguments):
         os.chdir(ROOT)
         # a process a core; those that run out of tests take some from another; paths replace "tests"
         workers = "-n auto --maxprocesses 8 --dist worksteal".split()
-        paths = ["tests/machines/cases.py"] if name == "test machines" else []
+        machines = ["tests/machines/cases.py", "tests/machines/slurm.py"]
+        paths = machines if name == "test machines" else []
         return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *paths, *arguments]
     script, *words = COMMANDS[name].split()
     os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's

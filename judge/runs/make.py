@@ -67,7 +67,8 @@ START = """\
 cd {copy} || exit
 {exports}
 {{ uname -n; grep -m 1 "model name" /proc/cpuinfo
-nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader; }} >{folder}/place 2>/dev/null
+nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader; }} >{folder}/place.new 2>/dev/null
+mv {folder}/place.new {folder}/place
 trap 'trap - TERM; kill 0' TERM
 bash -o pipefail -c {command} &
 wait $!
