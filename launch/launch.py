@@ -343,22 +343,23 @@ def parse(name, words):
 
 
 def of_our_scripts(words):
-    """What compare and screen need to train train_gpt.py, or --recipe NAME with --nproc_per_node processes:
-    judge.toml, or another command than the one in there."""
+    """What compare and screen need to train train_gpt.py: judge.toml; or --recipe NAME, or several processes:
+    another command than the one in there."""
     if any(word.startswith(("--command", "--base_logs")) for word in words):
         return words  # those of others
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
-    parser.add_argument("--nproc_per_node", type=int, default=1)
+    parser.add_argument("--nproc_per_node", default="1")
     args, words = parser.parse_known_args(words)
     command = tomllib.loads((ROOT / "judge.toml").read_text())["command"]
+    ours = ["--project", str(ROOT)]
     if args.recipe:
         command = command.replace("-m train_gpt", f"-m recipes.{args.recipe}")
-    if args.nproc_per_node > 1:
+    if args.nproc_per_node != "1":
         torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={args.nproc_per_node}"
         command = command.replace("python", f"python {torchrun}")
-        words += ["--jobs", "1", "--gpus_per_run", str(args.nproc_per_node)]
-    return ["--project", str(ROOT), "--command", command, *words]
+        ours += ["--jobs", "1", "--gpus_per_run", args.nproc_per_node]
+    return [*ours, "--command", command, *words]
 
 
 def command_line(name, python, arguments):
