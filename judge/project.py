@@ -40,6 +40,7 @@ class Settings:
         "", "what to judge, by its name in the logs; default: the validation loss", "NAME"
     )
     higher_is_better: bool = setting(False, "judge the negative of the metric, so that lower is better")
+    no_seed: bool = setting(False, "the runs may have no seed, or all the same one")
     stops_early: bool = setting(False, "the runs end before their last step, all at the same one")
     steps_option: str = setting(
         "--num_iterations", "the option of the command that sets its steps", "OPTION"

@@ -1,7 +1,7 @@
 """
 Makes the runs of compare and screen, and keeps their logs.
 
-A run is kept under all that it could read (see same_run.py). Its log is .judge/runs/KEY_I/seedN.txt,
+A run is kept under all that it could read (see same_run.py). Its log is .judge/runs/KEY_TIME/seedN.txt,
 where KEY is a hash of all that; facts.json beside it says what it was. Later comparisons use the run if
 what it read elsewhere hasn't changed. You may delete these folders at any time.
 
@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from judge.logs.comparable import check_between, not_whole
+from judge.logs.comparable import SEEDS, by_the_clock, check_between, check_repeats, not_whole
 from judge.runs.same_run import (
     OF_A_JOB,
     SYSTEM,
     ask_python,
     changes,
     hash_copy,
+    hash_file,
     hash_read,
     hash_text,
     load_hashes,
@@ -55,7 +56,7 @@ from judge.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
-MAY_DIFFER = {"hardware", "compiled", "target_val_loss", "log"}  # between variants
+MAY_DIFFER = {"hardware", "GPU limits", "compiled", "target_val_loss", "log"}  # between variants
 RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
 CHANGES = "changes"  # instead of the hash of what a run reads: no later run is the same
 WATCH = Path(__file__).resolve().parent / "watch"
@@ -103,6 +104,7 @@ class Pool:
     threads: int  # of a run; 0 leaves OMP_NUM_THREADS as it is
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
     workers: list[Worker] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)  # all that may have runs
     made: int = 0  # runs in this session
     lost: dict[tuple, list] = field(
         default_factory=dict
@@ -240,12 +242,26 @@ def check_measured(pool: Pool, log: Log) -> None:
 
 def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
+    pool.variants += variants
     for variant in variants:
         link_data(variant)
         variant.identity = identity(variant, pool.facts)
         variant.runs = kept_runs(pool, variant)
         for log in variant.runs.values():
             check_measured(pool, log)
+        check_clock(pool, variant)
+
+
+def check_clock(pool: Pool, variant: Variant) -> None:
+    """Runs of a fixed time take turns, and none of another time is used: the machine's speed counts."""
+    if not by_the_clock(variant.runs.values()):
+        return
+    pool.slots = pool.slots[:1]
+    for other in pool.variants:
+        if other.runs.keys() > other.new:
+            show_line()
+            print(f"training {other.name} again, because its runs have a fixed time", file=sys.stderr)
+        other.runs = {seed: log for seed, log in other.runs.items() if seed in other.new}
 
 
 def open_pool(variants: list[Variant], lock: int, settings: Settings, hours: float) -> Pool:
@@ -280,7 +296,7 @@ def complete_log(pool: Pool, path: Path) -> Log | None:
 
 def read_now(kept: dict) -> dict[str, dict]:
     """What kept runs would read today."""
-    return {"read": {name: hash_read(name) for name in kept["read"]}}
+    return {"read": {name: hash_read(name) for name in kept.get("read", {})}}
 
 
 def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
@@ -299,24 +315,20 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     return found
 
 
-def new_place(variant: Variant) -> Path:
-    """An empty folder for its runs. Runs that read other files with the same code have their own."""
-    runs = variant.project.folder / "runs"
-    places = (runs / f"{variant.key()}_{n}" for n in itertools.count())
-    place = next(place for place in places if not place.exists())
-    place.mkdir(parents=True)
-    return place
-
-
 def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
     """Moves the log of a finished run to the kept ones."""
-    variant.place = variant.place or new_place(variant)
+    # runs that read other files with the same code have another folder
+    variant.place = (
+        variant.place or variant.project.folder / "runs" / f"{variant.key()}_{time.time_ns()}"
+    )
+    variant.place.mkdir(parents=True, exist_ok=True)
     write_file(variant.place / "facts.json", as_json(variant.identity | {"read": variant.read}))
     log.path = log.path.replace(variant.place / f"seed{seed}.txt")
     variant.runs[seed] = log
     variant.new.add(seed)
     pool.made += 1
     check_measured(pool, log)
+    check_clock(pool, variant)
 
 
 # -----------------------------------------------------------------------------
@@ -479,7 +491,7 @@ def add_reads(worker: Worker) -> None:
             files.setdefault(path, "n")
     written = {os.path.dirname(path) for path, kinds in files.items() if "w" in kinds}
     for path, kinds in files.items():
-        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.date
+        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.started
         if kinds[0] == "w" or kinds == "n" and changed or path in written:
             continue  # output, or a folder for it
         now = hash_read(path)
@@ -500,14 +512,29 @@ def cannot_keep(variant: Variant, reason: str, path: str = "what it reads") -> N
         print(f"runs of {variant.name} aren't kept, because {reason}", file=sys.stderr)
 
 
-def check_run(worker: Worker, log: Log) -> None:
+def check_run(pool: Pool, worker: Worker, log: Log) -> None:
     """Raises UserError if a finished run can't be one of its variant."""
     earlier = list(worker.variant.runs.values())
-    if earlier and earlier[0].end.step != log.end.step:
+    for repeat in check_repeats([] if pool.settings.no_seed else [*earlier[:1], log], SEEDS):
+        fail(worker, f"{repeat}: does the seed take effect?")
+    if earlier and log.scheduled and earlier[0].num_steps != log.num_steps:
         fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
     losses = {run.end.val_loss for run in [log, *earlier]}
     if len(earlier) >= 2 and len(losses) == 1:
         fail(worker, "all runs end at the same loss; write {seed} where the command sets its seed")
+
+
+def check_edit(worker: Worker) -> None:
+    """Raises UserError if the command edits files to set its seed, and they are as after another seed."""
+    variant = worker.variant
+    if not re.search(r"\bsed\b[^|;&]*{seed}", variant.command):
+        return
+    copy = worker.folder / "copy"
+    names = [name for name in variant.identity["files"] if not name.startswith("data/")]
+    edited = {name: hash_file(copy / name) for name in names if (copy / name).is_file()}
+    if edited == variant.edited:
+        fail(worker, "sed finds nothing to change, so the seed has no effect")
+    variant.edited = edited
 
 
 def log_of_command(pool: Pool, worker: Worker) -> Log:
@@ -526,6 +553,7 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
         fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
     if fault := not_whole(logs[0], pool.settings.stops_early):
         fail(worker, fault)
+    check_edit(worker)
     return logs[0]
 
 
@@ -575,14 +603,15 @@ def collect(pool: Pool, worker: Worker) -> None:
     Raises UserError if runs are missing, or take too long.
     """
     status = worker.child.poll()
-    check_reading(worker)
+    if status is not None or time.time() - worker.date < 60:  # later, there is much to read
+        check_reading(worker)
     note_place(pool, worker)
     logs = complete_logs(pool, worker, status)
     if logs:
         check_unchanged(pool, worker.variant)
         add_reads(worker)
     for log in logs:
-        check_run(worker, log)
+        check_run(pool, worker, log)
         keep_log(pool, worker.variant, worker.seeds.pop(0), log)
         worker.began = time.monotonic()
     if status is None:

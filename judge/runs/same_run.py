@@ -85,12 +85,14 @@ def hash_file(path: Path) -> str:
 
 
 def hash_read(name: str) -> str | None:
-    """Of a file, or of the files and the names in a folder; None if there is nothing."""
+    """Of a file, or of what a folder lists: names, sizes and dates, because there may be terabytes that no
+    run reads. None if nothing can be read."""
     path = Path(name)
-    if path.is_dir():
-        entries = [(entry.name, entry.is_file() and hash_file(entry)) for entry in path.iterdir()]
-        return hash_text(str(sorted(entries)))
-    return hash_file(path) if path.is_file() else None
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            return hash_file(path)
+        files = [(entry.name, entry.is_file() and entry.stat()) for entry in path.iterdir()]
+        return hash_text(str(sorted((name, s and (s.st_size, s.st_mtime_ns)) for name, s in files)))
 
 
 def hash_tree(path: Path, name: str, above: tuple[Path, ...] = ()) -> dict[str, str]:

@@ -54,6 +54,12 @@ class Variant:
     read: dict = field(default_factory=dict, init=False)  # hashes of what they read elsewhere
     place: Path | None = field(default=None, init=False)  # where its runs are kept
     runs: dict[int, Log] = field(default_factory=dict, init=False)  # those that are there, by seed
+    edited: dict[str, str] = field(
+        default_factory=dict, init=False
+    )  # files of its last run; see check_edit
+    before: list[int] = field(
+        default_factory=list, init=False
+    )  # seeds of its other tests; see ledger.py
     new: set[int] = field(default_factory=set, init=False)  # seeds of the runs of this session
     log_ratios: list[float] = field(default_factory=list, init=False)  # of step times; see add_times
     timed: list[int] = field(default_factory=list, init=False)  # seeds of pairs; see read_times
@@ -382,6 +388,11 @@ def first_variant(texts: list[str], project: Settings) -> Variant:
     UserError."""
     named = [Path(split_source(text)[1]) for text in texts]
     leave_out = [path.resolve() for path in named if path.is_file()]
+    if "{seed}" not in project.command and not project.no_seed:
+        raise UserError(
+            "write {seed} where the command sets its seed, or give --no_seed: then all runs may start from the "
+            "same weights, and the answer may be about these"
+        )
     root = project.root
     return copy_folder(root, Variant("worktree", root, project.command, [], project, root, leave_out))
 

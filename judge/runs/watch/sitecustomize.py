@@ -17,7 +17,13 @@ SKIPPED += [os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CA
 SKIPPED += [sys.prefix, sys.base_prefix, os.path.dirname(__file__)]
 SKIPPED = tuple(f"{os.path.realpath(folder)}/" for folder in SKIPPED if folder)
 PACKAGES_AND_CACHES = re.compile("/(site-packages|dist-packages|torchinductor_[^/]*|[.]triton)/")
-READING = {"os.listdir", "os.scandir", "cpython.run_file"}
+EVENTS = {
+    "os.listdir": ("r", 0),
+    "os.scandir": ("r", 0),
+    "cpython.run_file": ("r", 0),
+    "os.mkdir": ("w", 0),
+    "os.rename": ("w", 1),
+}
 STARTING = {"subprocess.Popen", "os.exec", "os.posix_spawn", "os.system"}
 seen = set()
 
@@ -48,12 +54,9 @@ def watch(event, arguments):
         flags = arguments[2] or 0
         writes = flags & os.O_ACCMODE == os.O_WRONLY or flags & (os.O_TRUNC | os.O_EXCL)
         note("w" if writes else "r", arguments[0])
-    elif event in READING:
-        note("r", arguments[0])
-    elif event == "os.mkdir":
-        note("w", arguments[0])
-    elif event == "os.rename":
-        note("w", arguments[1])
+    elif event in EVENTS:
+        kind, place = EVENTS[event]
+        note(kind, arguments[place])
     elif event in STARTING:
         folder = arguments[2] if event == "subprocess.Popen" else None
         words = [os.path.abspath(folder or "."), arguments[0], *(arguments[1:2] or [()])[0]]
