@@ -16,7 +16,7 @@ import json
 import math
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from judge.commands import (
@@ -207,7 +207,8 @@ def main(argv: list[str]) -> int:
     settings = read_settings(args, Path.cwd())
     check_options(settings.command, common)
     with locked_folder(settings) as lock:
-        base = read_variant(".", first_variant([], settings), common)
+        first = first_variant([], replace(settings, no_seed=True))  # a missing seed is reported below
+        base = read_variant(".", first, common)
         pool = open_pool([base], lock, settings, math.inf)
         trials = [make_trial(pool, base, seed, args.seconds) for seed in (1, 2)]
     metric, others = choose_metric(settings, trials[0])

@@ -214,7 +214,7 @@ BAD = [
         ["--base", "nowhere"],
         "nowhere: no file, folder or commit is called nowhere",
     ),
-    (["--base", "theirs@gone"], "theirs@gone: no file or commit is called gone"),
+    (["--base", "theirs@gone"], "theirs@gone: no file, folder or commit is called gone"),
     (
         ["--base", "theirs", "--idea", "theirs@main"],
         "theirs_main has the same source and settings as theirs",

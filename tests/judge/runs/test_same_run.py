@@ -386,7 +386,8 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     commit_files(place, files | {"train.py": script})
     work_in(tmp_path, monkeypatch)
     text = command.format(place=place, options="{options}", seed="{seed}")
-    settings = Settings(command=text, root=place, run_timeout=0.1 if "sleep" in code else math.inf)
+    settings = Settings(command=text, root=place, no_seed=True)
+    settings.run_timeout = 0.1 if "sleep" in code else math.inf
     idea = sources.Variant("idea", place, text, ["--env", "PYTHONPATH=1"], settings, place)
     said = ""
     with compare_runs.locked_folder(settings) as lock:

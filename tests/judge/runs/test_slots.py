@@ -128,7 +128,7 @@ def test_lost_runs_are_made_again(place, launcher, monkeypatch):
 def test_a_script_that_fails_by_itself_is_not_lost(place, launcher):
     (place / "theirs/train.py").write_text("import sys\nsys.exit(3)\n")
     (place / "calls").write_text("\n\n\n")
-    settings = Settings(command="python train.py", launcher=launcher, root=Path.cwd(), retries=9)
+    settings = Settings(command="python train.py {seed}", launcher=launcher, root=Path.cwd(), retries=9)
     with pytest.raises(UserError, match="exit status 3"):
         make_runs(settings, range(1))
     assert len((place / "calls").read_text().splitlines()) == 5  # once more, and the same status
