@@ -904,6 +904,7 @@ def parse_arguments(argv, tracks=TRACKS):
     add("--log_dir", default="logs", help="folder for logs and checkpoints; default: logs")
     add("--num_runs", default=1, type=int, help="runs, with seeds from --seed on; default: 1")
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
+    add("--print_settings", action="store_true", help="print all settings as JSON, and end")
     add("--resume", help="a checkpoint; ./run.sh also takes latest, for the newest unfinished run")
     for entry in fields(tracks["fineweb"]):
         defaults = [f"{track} {getattr(hp, entry.name)}" for track, hp in tracks.items()]
@@ -1183,7 +1184,9 @@ def describe_machine():
         f"Variables: {re.sub('[^ =:]*/', '', variables)}\n"  # without folders
     )
     if ON_GPU:
-        tables = re.split(r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi"))  # of GPUs, and of processes
+        tables = re.split(
+            r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi")
+        )  # of GPUs, and of processes
         return software + tables[0]  # a process may have a user's name in its path
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
     march = os.getenv("TORCHINDUCTOR_CPP_MARCH", "native")
@@ -1420,6 +1423,8 @@ def train_runs(argv):
     if checkpoint:
         hp = replace(hp, **checkpoint["settings"])
     checksums = check_inputs(args, hp)
+    if args.print_settings:
+        return print(json.dumps(asdict(hp)))
     init_processes()
     model = build_model(hp)
     model.compile(dynamic=False)

@@ -69,7 +69,7 @@ class Comparison:
     @property
     def paired(self) -> bool:
         """Whether the runs of a pair share a seed."""
-        return not self.args.command or "{seed}" in self.args.command
+        return "{seed}" in self.base.command
 
     def seeds(self, *variants: Variant) -> list[int]:
         """Those from the first one on, up to the first that one of these variants hasn't run."""

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from judge.compare import compare
 from judge.runs import make as compare_runs
 from judge.plot.curves import curve
 from judge.plot import plot
 from judge.commands import UserError
+from judge.project import Settings
 from tests.leaderboard.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
-POOL = compare_runs.Pool(compare.read_arguments([])[0], {}, 1, 0)
+POOL = compare_runs.Pool(Settings(), 1, {}, [], 0, 0)
 COMPARE = ["compare", "--base_logs", "base", "--idea_logs", "idea"]
 PLOT = ["plot", "idea", "-o", "o.png"]
 VERIFY = ["verify", "idea"]
@@ -166,7 +166,7 @@ def collected(path: Path):
     variant = SimpleNamespace(name="idea", command="x", runs={})
     Path("worker/console.txt").touch()
     worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"))
-    kept = compare_runs.complete_log(POOL, path, variant)
+    kept = compare_runs.complete_log(POOL, path)
     return kept, compare_runs.log_of_command(POOL, worker)
 
 
@@ -237,10 +237,9 @@ def test_logs_that_look_different(damaged, change):
 def test_seeds_are_those_in_the_logs(sides):
     """Also if the clock goes back. The newest log may still grow."""
     for i in range(3):
-        write("worker/logs", i).rename(f"worker/logs/{9 - i}.txt")
-        os.utime(f"worker/logs/{9 - i}.txt", (0, 9 - i))
-    variant = SimpleNamespace(name="idea", command="")
-    worker = SimpleNamespace(variant=variant, seeds=[0, 1, 2], folder=Path("worker"))
+        write("worker/copy/logs", i).rename(f"worker/copy/logs/{9 - i}.txt")
+        os.utime(f"worker/copy/logs/{9 - i}.txt", (0, 9 - i))
+    worker = SimpleNamespace(several=True, seeds=[0, 1, 2], folder=Path("worker"))
     for status, seeds in ((0, [0, 1, 2]), (None, [0, 1])):
         logs = compare_runs.complete_logs(POOL, worker, status)
         assert [log.hyperparameters["seed"] for log in logs] == seeds
