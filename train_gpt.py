@@ -1187,7 +1187,7 @@ def describe_machine():
         f"Variables: {re.sub('[^ =:]*/', '', variables)}\n"  # without folders
     )
     if ON_GPU:
-        tables = re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))  # of GPUs, and of processes
+        tables = re.split(r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi"))  # of GPUs, and of processes
         return software + tables[0]  # a process may have a user's name in its path
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
     march = os.getenv("TORCHINDUCTOR_CPP_MARCH", "native")

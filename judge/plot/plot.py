@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     if args.output and args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")
     groups = read_groups(args.logs, args.metric)
-    tolerated = {"stops early", "log"}
+    tolerated = {"stops early", "log", "seed"}
     if args.x != "time":
         tolerated |= MACHINE
     if args.target is not None:
