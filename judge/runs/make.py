@@ -491,7 +491,7 @@ def add_reads(worker: Worker) -> None:
             files.setdefault(path, "n")
     written = {os.path.dirname(path) for path, kinds in files.items() if "w" in kinds}
     for path, kinds in files.items():
-        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.started
+        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.date
         if kinds[0] == "w" or kinds == "n" and changed or path in written:
             continue  # output, or a folder for it
         now = hash_read(path)
