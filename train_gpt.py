@@ -17,7 +17,7 @@ a series of ever faster runs. Numbers with a # are its records. What the recipe 
                attention (@KoszarskyB, @leloykun, @YouJiacheng)
 - #19, #20     FP8 head; Q, K and V in one matrix; long and short windows (@YouJiacheng, @leloykun)
 - #22, #23     gradients are summed in buckets (@KonstantinWilleke and others, @ryanyang0)
-The track mini adds four later ideas: NorMuon, XSA, smear, a leaky ReLU (section 5).
+The track mini adds four later ideas: NorMuon, XSA and smear (section 5), and a leaky ReLU (section 4).
 
 The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train
 the same model.
@@ -336,7 +336,7 @@ class Muon(torch.optim.Optimizer):
 #                  x = r0 * x + r1 * x0
 #                  x = x + attention(norm(x)), in which V = v0 * V + v1 * value embedding
 #                  x = x + MLP(norm(x)), with 4 C hidden channels
-#   at the end:    logits = scale_and_softcap(norm(x) @ head), loss = cross-entropy with the next token
+#   at the end:    logits = scale_and_softcap(norm(x) @ head.T), loss = cross-entropy with the next token
 #
 # Each layer learns its own w (skip_weights), r0 and r1 (residual_lambdas), v0 and v1 (value_lambdas). Value
 # embeddings are a second embedding of each token. In a step of 49,152 tokens, x is
@@ -1145,6 +1145,7 @@ def warn_of_untrained_rows(run, model, initial):
 def warm_up(model, hp: Hyperparameters):
     """Trains on random tokens: this compiles the kernels, connects the processes and allocates
     memory. The weights must then be set again; its optimizers aren't used again."""
+    hp = replace(hp, final_lr_frac=1.0)  # the last learning rate of mini is 0, which would change no weight
     optimizers = build_optimizers(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
     last = hp.num_iterations  # has the longest window
