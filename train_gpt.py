@@ -37,9 +37,9 @@ SOURCE = Path(__file__).read_bytes().decode()  # for the log; read now, before a
 
 import argparse
 import collections
+import contextlib
 import fcntl
 import glob
-import io
 import itertools
 import json
 import math
@@ -51,7 +51,6 @@ import subprocess
 import sys
 import time
 import uuid
-import zipfile
 import zlib
 from dataclasses import asdict, dataclass, field, fields, replace
 
@@ -87,6 +86,10 @@ CPU_FLAGS = set(re.findall(r"\b(?:avx|amx|fma|asimd|sve|bf16|i8mm)\w*", CPUINFO)
 DTYPE = torch.bfloat16 if ON_GPU or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
 
 
+# PyTorch's two switches
+COMPILED = "1" not in (os.getenv("TORCH_COMPILE_DISABLE"), os.getenv("TORCHDYNAMO_DISABLE"))
+
+
 class InputError(Exception):
     """A user error. main prints it as one line, without a traceback."""
 
@@ -114,7 +117,13 @@ def as_scale(value, like):
     return torch.full((), value, device=like.device)
 
 
-def softcap(logits, model_dim):
+def fp8_matmul(a, b, a_scale, b_scale, dtype, fast=False):
+    """a (m, k) @ b (k, n), both divided by their scales. a must be row-major, b column-major."""
+    scales = dict(scale_a=a_scale, scale_b=b_scale)
+    return torch._scaled_mm(a, b, **scales, out_dtype=dtype, use_fast_accum=fast)
+
+
+def scale_and_softcap(logits, model_dim):
     """Returns 15 tanh(z / 15) + 15 for z = logits / sqrt(model_dim): z soft-capped at 15 (Gemma 2,
     https://arxiv.org/abs/2408.00118; #18, @KoszarskyB). Adding 15 doesn't change the softmax."""
     # tanh(u) = 2 sigmoid(2 u) - 1, so 15 tanh(z / 15) + 15 = 30 sigmoid(z / 7.5)
@@ -133,17 +142,10 @@ def head_loss_op(
     x_s = x.size(1) ** 0.5 / 448  # elements of RMS-normed inputs are at most sqrt(C)
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
-    logits = torch._scaled_mm(
-        x_f8,
-        w_f8.T,
-        scale_a=as_scale(x_s, x),
-        scale_b=as_scale(W_SCALE, x),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
+    logits = fp8_matmul(x_f8, w_f8.T, as_scale(x_s, x), as_scale(W_SCALE, x), torch.bfloat16, fast=True)
     # logsumexp without subtracting the maximum: soft-capped logits are at most 30
-    lse = softcap(logits, w.size(1)).exp().sum(-1).log()
-    target_logits = softcap(logits.gather(1, targets[:, None]), w.size(1))[:, 0]
+    lse = scale_and_softcap(logits, w.size(1)).exp().sum(-1).log()
+    target_logits = scale_and_softcap(logits.gather(1, targets[:, None]), w.size(1))[:, 0]
     return (lse - target_logits).sum(), logits, lse, x_f8, w_f8
 
 
@@ -162,29 +164,20 @@ def head_loss_backward_op(
     """Returns grad_x (T, C) in bf16 and grad_w (V, C) in float32, given the loss's scalar gradient.
     When compiled, it stores the gradient of the logits only in FP8."""
     model_dim = w_f8.size(1)
-    capped = softcap(logits, model_dim)
+    capped = scale_and_softcap(logits, model_dim)
     probabilities = (capped - lse[:, None]).exp()
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
     grad_capped = probabilities - one_hot.float()
-    # d capped / d logits = capped (1 - capped / 30) / (7.5 sqrt(model_dim)), see softcap
+    # d capped / d logits = capped (1 - capped / 30) / (7.5 sqrt(model_dim)), see scale_and_softcap
     grad_logits = grad_capped * capped * (1 - capped / 30) / (7.5 * model_dim**0.5)
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
     x_s = model_dim**0.5 / 448
     grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
-    # _scaled_mm needs a row-major first operand and a column-major second one
-    grad_x = torch._scaled_mm(
-        grad_f8,
-        w_f8.T.contiguous().T,
-        scale_a=grad_scale,
-        scale_b=as_scale(W_SCALE, grad),
-        out_dtype=torch.bfloat16,
-    )
-    grad_w = torch._scaled_mm(
-        grad_f8.T.contiguous(),
-        x_f8.T.contiguous().T,
-        scale_a=grad_scale,
-        scale_b=as_scale(x_s, grad),
-        out_dtype=torch.float32,
+    w_columns = w_f8.T.contiguous().T  # column-major
+    x_columns = x_f8.T.contiguous().T
+    grad_x = fp8_matmul(grad_f8, w_columns, grad_scale, as_scale(W_SCALE, grad), torch.bfloat16)
+    grad_w = fp8_matmul(
+        grad_f8.T.contiguous(), x_columns, grad_scale, as_scale(x_s, grad), torch.float32
     )
     return grad_x, grad_w
 
@@ -237,8 +230,8 @@ def zeropower_via_newtonschulz5(G, steps=5):
 
 
 def wide(matrices):
-    """Returns matrices (..., m, n) with m <= n: others are transposed, because the products X X^T of Muon are
-    then smaller. As for any transpose in PyTorch, changing the result in place changes the matrices."""
+    """Returns a view (..., m, n) of matrices with m <= n: others are transposed, because the products X X^T of
+    Muon are then smaller."""
     return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
 
 
@@ -246,28 +239,29 @@ def wide(matrices):
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def all_gather(share):
-    """Starts to collect the equal shares (n, ...) of all ranks. Returns (WORLD_SIZE * n, ...) and the
-    handle to wait for before reading it; the handle is None if there is nothing to wait for."""
-    if WORLD_SIZE == 1:
-        return share, None
-    whole = share.new_empty(WORLD_SIZE * len(share), *share.shape[1:])
-    return whole, all_gather_single(whole, share, async_op=True)
-
-
-def all_gather_now(share):
-    whole, handle = all_gather(share)
-    if handle:
-        handle.wait()
-    return whole
-
-
 def rank_share(items):
-    """Returns this rank's share of a list, or of a tensor's first dimension. all_gather needs shares of
-    equal length, so the last item may come twice (5 items, 2 ranks: 0 1 2, 3 4 4)."""
+    """Returns this rank's share of a list, or of a tensor's first dimension. An all-gather needs shares
+    of one length, so the last item may be in it again (5 items, 2 ranks: 0 1 2, 3 4 4)."""
     size = math.ceil(len(items) / WORLD_SIZE)
     mine = range(RANK * size, (RANK + 1) * size)
     return [items[min(i, len(items) - 1)] for i in mine]
+
+
+def all_gather(share, count):
+    """Starts to collect the shares (n, ...) of all ranks. Returns (count, ...), without what rank_share has
+    added at the end, and the handle to wait for before reading it: None if there is nothing to wait for."""
+    if WORLD_SIZE == 1:
+        return share, None
+    whole = share.new_empty(WORLD_SIZE * len(share), *share.shape[1:])
+    handle = all_gather_single(whole, share, async_op=True)
+    return whole[:count], handle
+
+
+def all_gather_now(share, count):
+    whole, handle = all_gather(share, count)
+    if handle:
+        handle.wait()
+    return whole
 
 
 class Muon(torch.optim.Optimizer):
@@ -302,24 +296,27 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        gathers = [all_gather(self.updates(group)) for group in self.param_groups]
+        gathers = []
+        for group in self.param_groups:
+            gathers.append(all_gather(self.updates(group), len(group["params"])))
         for group, (updates, handle) in zip(self.param_groups, gathers):
             if handle:
                 handle.wait()
-            for p, update in zip(group["params"], updates):  # zip ignores repeats at the end
+            for p, update in zip(group["params"], updates):
                 # A matrix with more rows than columns, (out, in), gets a larger step. So the RMS change of
                 # what it computes doesn't depend on its shape.
                 scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
-                wide(p).add_(update, alpha=-group["lr"] * scale)  # changes p
+                view_of_p = wide(p)
+                view_of_p.add_(update, alpha=-group["lr"] * scale)
 
     def state_dict(self):
         """The state of all ranks, which doesn't depend on their number. Call it on all ranks."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            first, count = group["params"][0], len(group["params"])  # here, parameters are indices
+            first = group["params"][0]  # here, parameters are indices
             state = saved["state"].get(first, {})
-            # [:count] drops repeats at the end
-            saved["state"][first] = {k: all_gather_now(share)[:count] for k, share in state.items()}
+            whole = {k: all_gather_now(share, len(group["params"])) for k, share in state.items()}
+            saved["state"][first] = whole
         return saved
 
     def load_state_dict(self, saved):
@@ -343,7 +340,7 @@ class Muon(torch.optim.Optimizer):
 #                  x = r0 * x + r1 * x0
 #                  x = x + attention(norm(x)), in which V = v0 * V + v1 * value embedding
 #                  x = x + MLP(norm(x)), with 4 C hidden channels
-#   at the end:    logits = softcap(norm(x) @ head), loss = cross-entropy with the next token
+#   at the end:    logits = scale_and_softcap(norm(x) @ head), loss = cross-entropy with the next token
 #
 # Each layer learns its own w (skip_weights), r0 and r1 (residual_lambdas), v0 and v1 (value_lambdas). Value
 # embeddings are a second embedding of each token. In a step of 49,152 tokens, x is
@@ -450,8 +447,7 @@ def make_mask(docs, window_blocks, span):
     masks have this size, a constant."""
     if docs.is_cuda:
         return flex_block_mask(docs, window_blocks)
-    # the second argument is the window's first key, counted from the start of the query's block
-    return portable_mask(docs, (1 - window_blocks) * BLOCK_SIZE, span)
+    return portable_mask(docs, window_blocks, span)
 
 
 def attention(q, k, v, mask, scale=0.12):
@@ -577,10 +573,8 @@ class GPT(nn.Module):
                 std = 0.5 * p.size(-1) ** -0.5  # p is (..., out, in)
                 bound = 3**0.5 * std  # uniform(-bound, bound) has this std
                 p.uniform_(-bound, bound, generator=rng)
-            else:
-                require(
-                    kind == "scalar", f"{name}: init_weights has no initial values for the kind {kind}"
-                )
+            elif kind != "scalar":
+                raise InputError(f"{name}: init_weights has no initial values for the kind {kind}")
 
     def masks(self, docs, window_blocks):
         """Returns the masks of layers with the long window, and with half of it (#20, @leloykun and others)."""
@@ -590,24 +584,26 @@ class GPT(nn.Module):
         return long, short
 
     def forward(self, input_seq, target_seq, window_blocks):
-        n = len(self.blocks)
         docs = document_ids(input_seq, self.hp.eot_token)  # (T,)
         long, short = self.masks(docs, window_blocks)
-        ve = {}  # layer -> value embeddings (B, S, C); of 3 tables in 12 layers, 0 and 9 have the first
-        for i, table in enumerate(self.value_embeds):
-            ve[i] = ve[n - len(self.value_embeds) + i] = table(input_seq)
+        n = len(self.blocks)
+        embeddings = [table(input_seq) for table in self.value_embeds]  # each (B, S, C)
+        ve = embeddings + [None] * (n - 2 * len(embeddings)) + embeddings  # of each layer
         x = self.embed(input_seq)  # (B, S, C)
         if self.hp.smear:
             x = smear(x, self.smear_gate, self.smear_scale)
         x = x0 = norm(x)
-        skips = []  # U-net (#11): of 12 layers, 6 adds the output of 5, 7 that of 4, ..., 11 that of 0
+        # U-net (#11): of 12 layers, 6 adds the output of 5, 7 that of 4, ..., 11 that of 0
+        first_half = n // 2  # layers; of an odd number, the middle one is in no half
+        second_half = n - first_half  # its first layer
+        kept = []
         for i, block in enumerate(self.blocks):
-            if i >= n - n // 2:  # i - n is negative: the last layer has the last weight
-                x = x + self.skip_weights[i - n] * skips.pop()
+            if i >= second_half:
+                x = x + self.skip_weights[i - second_half] * kept.pop()
             mask = long if i in self.hp.long_window_layers else short
-            x = block(x, x0, ve.get(i), mask)
-            if i < n // 2:
-                skips.append(x)
+            x = block(x, x0, ve[i], mask)
+            if i < first_half:
+                kept.append(x)
         x = norm(x).flatten(0, 1)  # (T, C)
         targets = target_seq.flatten()
         if self.training:
@@ -619,7 +615,7 @@ class GPT(nn.Module):
         """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
         if self.training and uses_fp8(self.hp):
             return head_loss_op(x, self.lm_head.weight, targets)[0]
-        logits = softcap(self.lm_head(x), self.hp.model_dim)
+        logits = scale_and_softcap(self.lm_head(x), self.hp.model_dim)
         return F.cross_entropy(logits, targets, reduction="sum")
 
 
@@ -632,9 +628,10 @@ def normalize_channels(updates, state, beta2):
     updates (n, ..., rows, cols), rows <= cols, by its running RMS, and keeps the norm of each matrix.
     A channel is a column: of c_fc and c_proj, one of the 4 C hidden ones. In a square matrix (Q, K, V,
     the output of attention) it is a row."""
-    square = updates.size(-2) == updates.size(-1)
+    rows, cols = updates.shape[-2:]
+    along_channel = -1 if rows == cols else -2
     updates = updates.float()
-    mean_squares = updates.square().mean(-1 if square else -2, keepdim=True)
+    mean_squares = updates.square().mean(along_channel, keepdim=True)
     running = state.setdefault("mean_squares", torch.zeros_like(mean_squares))
     running.lerp_(mean_squares, 1 - beta2)
     scaled = updates * running.clamp_min(1e-10).rsqrt()
@@ -680,16 +677,16 @@ def with_previous_blocks(t, span):
     return torch.cat(shifted, dim=2)
 
 
-def portable_mask(docs, first_key, span):
+def portable_mask(docs, window_blocks, span):
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
     visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
-    before it. The window begins at first_key, a tensor that counts from the start of the query's
-    block. span is constant, so that a growing window doesn't recompile."""
+    before it. window_blocks () is a tensor and span a constant, so that a growing window doesn't recompile."""
     docs = docs.view(1, -1, 1, 1)  # (B, S, H, D) with B = H = D = 1
     key_docs = with_previous_blocks(docs, span).mT  # (N, 1, 1, span * 128); 0 before the first token
     # positions, counted from the start of the query's block; int32 is compared faster than int64
     key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
     query = key[-BLOCK_SIZE:, None]
+    first_key = (1 - window_blocks) * BLOCK_SIZE
     return (split_blocks(docs) == key_docs) & (first_key <= key) & (key <= query)
 
 
@@ -722,10 +719,9 @@ def shard_length(file):
     header = np.fromfile(file, "<i4", 3).tolist()
     size = os.path.getsize(file)
     expected = [20240520, 1, (size - 1024) // 2]
+    whole = header == expected and size % 2 == 0
     require(
-        header == expected and size % 2 == 0,
-        f"{file} is cut off, or no shard of uint16 tokens: its magic, version and number of tokens are "
-        f"{header}, not {expected}; copy it again, or make shards with the scripts in data/",
+        whole, f"{file} is cut off, or no shard: it begins with {header}, not {expected}; copy it again"
     )
     return header[2]
 
@@ -745,21 +741,22 @@ def distributed_data_generator(pattern, batch_size, rank=0, world_size=1):
             yield read_tokens(file, start + rank * local, local + 1)
 
 
-def check_shards(pattern, batch_size, steps, vocab_size):
-    """Reads what the run will read: better an error now than hours later. Returns a checksum."""
+def token_checksum(pattern, batch_size, steps, vocab_size):
+    """Reads and checks the tokens that all ranks will read: better an error now than hours later."""
     batches = distributed_data_generator(pattern, batch_size)
     count = checksum = 0
     for tokens in itertools.islice(batches, steps):
         last = tokens.max()
         require(
-            last < vocab_size, f"{pattern} has token {last}, outside the vocabulary of {vocab_size}"
+            last < vocab_size,
+            f"{pattern} has token {last}: change --vocab_size {vocab_size} and --eot_token, or the data",
         )
         count += 1
         checksum = zlib.crc32(tokens.numpy(), checksum)
     require(
         count == steps,
-        f"{pattern} has {count} batches of {batch_size} tokens, and the run needs {steps}; "
-        "add shards, or lower --num_iterations or --val_tokens",
+        f"{pattern} has {count} batches of {batch_size} tokens, not {steps}, and none is read twice: add "
+        f"shards, or lower --num_iterations to {count} (of validation shards: --val_tokens)",
     )
     return checksum
 
@@ -778,7 +775,7 @@ class Hyperparameters:
     track: str = setting("fineweb", "set of defaults: fineweb or mini")
     # data
     train_files: str = setting(
-        "data/fineweb10B/fineweb_train_*.bin", "training shards, read in the order of their names"
+        "data/fineweb10B/fineweb_train_*.bin", "training shards, read in this order"
     )
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
     val_tokens: int = setting(10_485_760, "validation tokens; fixed, to compare losses")
@@ -859,54 +856,43 @@ MINI = replace(
     muon_momentum_warmup=100,
     muon_beta2=0.95,
     warmup_steps=3,
-    val_loss_every=41,
+    val_loss_every=82,
     target_val_loss=1.5,
 )
 TRACKS = {"fineweb": FINEWEB, "mini": MINI}
 
 
 def check_hyperparameters(hp: Hyperparameters, world_size):
-    """Refuses sizes that don't fit together, and what would divide by zero."""
+    """Refuses sizes that don't fit together."""
     for tokens, seq_len in [("batch_tokens", "train_seq_len"), ("val_tokens", "val_seq_len")]:
         total, length = getattr(hp, tokens), getattr(hp, seq_len)
         require(
-            total > 0
-            and length > 0
-            and length % BLOCK_SIZE == 0
-            and total % (world_size * length) == 0,
+            total > 0 and length > 0 and length % BLOCK_SIZE == total % (world_size * length) == 0,
             f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
             f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
         )
-    for name in ("num_heads", "model_dim", "num_iterations", "muon_momentum_warmup"):
-        require(getattr(hp, name) > 0, f"--{name} must be more than 0")
-    require(
-        hp.model_dim % (4 * hp.num_heads) == 0, "--model_dim must be a multiple of 4 times --num_heads"
-    )
-    require(
-        2 * hp.num_value_embeds <= hp.num_layers,
-        "--num_value_embeds must be at most half of --num_layers",
-    )
+    require(hp.num_iterations > 0, "--num_iterations must be more than 0")
+    heads, tables = 4 * hp.num_heads, 2 * hp.num_value_embeds
+    require(hp.model_dim % heads == 0, "--model_dim must be a multiple of 4 times --num_heads")
+    require(tables <= hp.num_layers, "--num_value_embeds must be at most half of --num_layers")
     last = hp.num_layers - 1
     named = {*hp.attn_free_layers, *hp.long_window_layers}
     require(
-        last in hp.long_window_layers and named <= {*range(hp.num_layers)},
-        f"layers are 0 to {last}, and {last} must have the long window; change --long_window_layers "
-        "or --attn_free_layers",
+        max(named, default=-1) == last and last in hp.long_window_layers,
+        f"layers are 0 to {last}, and {last} must be in --long_window_layers",
     )
 
 
-def parse_bool(text):  # bool("false") is True
-    if text not in ("true", "false"):
-        raise ValueError  # argparse reports it
-    return text == "true"
+def true_or_false(text):  # bool("false") is True
+    return bool(["false", "true"].index(text))
 
 
-def parse_layers(text):
+def layers(text):
     return tuple(int(layer) for layer in text.split(",") if text != "none")
 
 
 # How the value of an option is read, by the type of the setting
-PARSERS = {str: str, int: int, float: float, bool: parse_bool, tuple[int, ...]: parse_layers}
+PARSERS = {str: str, int: int, float: float, bool: true_or_false, tuple[int, ...]: layers}
 
 
 def parse_arguments(argv, tracks=TRACKS):
@@ -915,9 +901,7 @@ def parse_arguments(argv, tracks=TRACKS):
     parser = argparse.ArgumentParser(usage="%(prog)s [--NAME VALUE ...]", allow_abbrev=False)
 
     def fail(message):
-        raise InputError(
-            f"{message}; --help lists all options; a bool is true or false, and a pattern with * needs quotes"
-        )
+        raise InputError(f"{message}; --help lists all options")
 
     parser.error = fail
     add = parser.add_argument
@@ -926,26 +910,22 @@ def parse_arguments(argv, tracks=TRACKS):
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
     add("--resume", help="a checkpoint; ./run.sh also takes latest, for the newest unfinished run")
     for entry in fields(tracks["fineweb"]):
-        require(
-            entry.type in PARSERS, f"setting {entry.name}: no function in PARSERS reads a {entry.type}"
-        )
-        defaults = {track: getattr(hp, entry.name) for track, hp in tracks.items()}
+        defaults = [f"{track} {getattr(hp, entry.name)}" for track, hp in tracks.items()]
         add(
             f"--{entry.name}",
             type=PARSERS[entry.type],
             metavar=entry.type.__name__,
-            help=f"{entry.metadata.get('text', '')} {defaults}".replace("%", "%%"),
+            help=f"{entry.metadata.get('text', '')}; {', '.join(defaults)}".replace("%", "%%"),
             default=argparse.SUPPRESS,
         )
     args = parser.parse_args(argv)
-    require(
-        args.num_runs == 1 if args.resume else args.num_runs > 0,
-        f"--num_runs {args.num_runs}: must be at least 1, and 1 with --resume",
-    )
+    require(args.num_runs > 0, "--num_runs must be more than 0")
     args.given = {k: v for k, v in vars(args).items() if hasattr(tracks["fineweb"], k)}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
     require(track in tracks, f"--track {track}: must be one of {', '.join(tracks)}")
-    return args, replace(tracks[track], **args.given)
+    hp = replace(tracks[track], **args.given)
+    args.last_seed = hp.seed + args.num_runs - 1
+    return args, hp
 
 
 # -----------------------------------------------------------------------------
@@ -954,7 +934,11 @@ def parse_arguments(argv, tracks=TRACKS):
 
 def build_model(hp: Hyperparameters):
     torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
-    return GPT(hp).to(DEVICE)  # the same on all ranks
+    model = GPT(hp).to(DEVICE)  # the same on all ranks
+    for name, module in model.named_modules():
+        mixed = type(module) is nn.Linear and module.weight.dtype != DTYPE
+        require(not mixed, f"{name}: nn.Linear doesn't take activations in {DTYPE}; use CastedLinear")
+    return model
 
 
 def build_optimizers(model, hp: Hyperparameters):
@@ -978,6 +962,7 @@ def build_optimizers(model, hp: Hyperparameters):
 def parameter_table(model, optimizers):
     """Returns a line for each parameter (one for all blocks). Raises InputError unless each that is
     trained is in exactly one optimizer."""
+    require(isinstance(optimizers, list), "build_optimizers must return a list, also of one optimizer")
     lines = []
     for name, p in model.named_parameters():
         found = []
@@ -986,8 +971,9 @@ def parameter_table(model, optimizers):
                 if p in set(group["params"]):
                     found.append(f"{type(optimizer).__name__}, lr {group['lr']:g}")
         text = " and ".join(found) or "no optimizer"
+        expected = 1 if p.requires_grad else 0
         require(
-            len(found) == p.requires_grad,
+            len(found) == expected,
             f"{name} has {text}; it needs one, or none if it is frozen: change build_optimizers",
         )
         lines.append(f"{re.sub('[0-9]+', '*', name):34} {list(p.shape)} {text}")
@@ -1028,36 +1014,64 @@ def set_schedules(optimizers, step, hp: Hyperparameters):
 # 10. Gradient buckets (#22, @KonstantinWilleke and others; #23, @ryanyang0)
 
 
-def sum_gradients(model, bucket_bytes=25 * 2**20):
-    """Sums gradients over the processes, in buckets of one dtype and at most 25 MB; a larger gradient has
-    its own. The all-reduces overlap with one another. They can't overlap with the backward pass, because a
-    compiled one returns all gradients at its end."""
-    buckets = []
-    filling = collections.defaultdict(list)  # dtype -> the bucket that isn't full yet
-    for name, p in reversed(list(model.named_parameters())):
+def gradient_buckets(model, bucket_bytes):
+    """Returns {parameter: its bucket}. A bucket is a list of parameters of one dtype, of at most bucket_bytes
+    together, or a single larger one. The order is about that in which a backward pass reaches them."""
+    bucket_of = {}
+    filling = {}  # dtype -> the bucket that isn't full yet
+    for p in reversed(list(model.parameters())):
         if not p.requires_grad:
             continue
-        require(
-            p.grad is not None,
-            f"no gradient for {name}: the loss doesn't depend on it; use it, or freeze it with "
-            "requires_grad_(False)",
-        )
-        bucket = filling[p.dtype]
+        bucket = filling.get(p.dtype, [])
         if not bucket or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
             bucket = filling[p.dtype] = []
-            buckets.append(bucket)
         bucket.append(p)
+        bucket_of[p] = bucket
+    return bucket_of
+
+
+def start_all_reduce(bucket):
+    """Starts to sum a bucket's gradients over the processes. Returns the handle to wait for."""
+    gradients = [p.grad.flatten() for p in bucket]
+    flat = torch.cat(gradients) if len(bucket) > 1 else gradients[0]  # copies no large one
+    for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
+        p.grad = grad.view_as(p)  # views of flat, so the all-reduce updates them
+    return dist.all_reduce(flat, async_op=True)
+
+
+@contextlib.contextmanager
+def summed_gradients(model, bucket_bytes=25 * 2**20):
+    """Goes around the last backward pass of a step, and sums the gradients over the processes. A hook runs
+    when a parameter's gradient is complete. When all of a bucket are, its all-reduce starts, and
+    overlaps with the rest of the backward pass. A compiled backward pass returns all gradients at
+    its end: there, all-reduces overlap only with one another, and with filling the next bucket."""
     if WORLD_SIZE == 1:
+        yield
         return
+    bucket_of = gradient_buckets(model, bucket_bytes)
+    missing = set(bucket_of)
     handles = []
-    for bucket in buckets:
-        gradients = [p.grad.flatten() for p in bucket]
-        flat = torch.cat(gradients) if len(bucket) > 1 else gradients[0]  # copies no large one
-        for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
-            p.grad = grad.view_as(p)  # views of flat, so the all-reduce updates them
-        handles.append(dist.all_reduce(flat, async_op=True))
+
+    def gradient_is_complete(p):
+        missing.remove(p)
+        if missing.isdisjoint(bucket_of[p]):
+            handles.append(start_all_reduce(bucket_of[p]))
+
+    hooks = [p.register_post_accumulate_grad_hook(gradient_is_complete) for p in bucket_of]
+    yield
+    for hook in hooks:
+        hook.remove()
     for handle in handles:
         handle.wait()
+    refuse_unused(model, missing)
+
+
+def refuse_unused(model, unused):
+    """Raises InputError for a parameter on which the loss doesn't depend."""
+    for name, p in model.named_parameters():
+        require(
+            p not in unused, f"no gradient for {name}: use it, or freeze it (requires_grad_(False))"
+        )
 
 
 # -----------------------------------------------------------------------------
@@ -1072,26 +1086,35 @@ def to_batch(tokens, seq_len):
     return tokens[:-1].view(-1, seq_len), tokens[1:].long().view(-1, seq_len)
 
 
+def add_gradients(model, tokens, step, hp: Hyperparameters):
+    """Adds the gradients of all ranks' tokens to p.grad, in passes. Returns the mean loss of this rank's."""
+    window = get_window_blocks(step, hp)
+    inputs, targets = to_batch(tokens, hp.train_seq_len)
+    per_pass = math.gcd(hp.sequences_per_pass, len(inputs))  # passes of one size, for one compilation
+    num_sequences = hp.batch_tokens // hp.train_seq_len
+    passes = list(zip(inputs.split(per_pass), targets.split(per_pass)))
+    total = 0
+    model.train()
+    for i, (x, y) in enumerate(passes, start=1):
+        loss = model(x, y, window)
+        is_last = i == len(passes)
+        with summed_gradients(model) if is_last else contextlib.nullcontext():
+            # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
+            # sequences. Muon ignores its scale, and so does Adam, up to its epsilon. Its norm is about
+            # train_seq_len times that of the mean loss: clipping at 1.0 would clip each step.
+            (loss / num_sequences).backward()
+        total += loss.detach()
+    return total / inputs.numel()
+
+
 def train_step(model, optimizers, tokens, step, hp: Hyperparameters):
     """Trains on this rank's tokens (local + 1,). Returns their mean loss."""
     set_schedules(optimizers, step, hp)
-    window = get_window_blocks(step, hp)
-    inputs, targets = to_batch(tokens, hp.train_seq_len)
-    micro_batch = math.gcd(hp.sequences_per_pass, len(inputs))  # all of a size: one compilation
-    num_sequences = hp.batch_tokens // hp.train_seq_len
-    total = 0
-    model.train()
-    for micro_step in zip(inputs.split(micro_batch), targets.split(micro_batch)):
-        loss = model(*micro_step, window)
-        # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
-        # sequences. Muon ignores its scale, and so does Adam, up to its epsilon.
-        (loss / num_sequences).backward()
-        total += loss.detach()
-    sum_gradients(model)
+    mean_loss = add_gradients(model, tokens, step, hp)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    return total / inputs.numel()
+    return mean_loss
 
 
 def mean_of_ranks(losses):
@@ -1112,14 +1135,27 @@ def evaluate(model, window, hp: Hyperparameters):
     return mean_of_ranks([loss / hp.val_seq_len for loss in sums])
 
 
+def warn_of_untrained_rows(run, model, initial):
+    """Names matrices of which the warm-up has changed only some rows, such as learned positions beyond
+    --train_seq_len. `initial` has the weights before it."""
+    for name, p in model.named_parameters():
+        if parameter_kind(name, p) == "matrix":
+            count = (p == initial[name]).flatten(1).all(1).sum()
+            if 0 < count < len(p):
+                run.write(f"warning: {name}: {count} of {len(p)} rows got no gradient in the warm-up")
+
+
 def warm_up(model, hp: Hyperparameters):
     """Trains on random tokens: this compiles the kernels, connects the processes and allocates
-    memory. Then sets the initial weights of the run's seed. Its optimizers aren't used again."""
+    memory. The weights must then be set again; its optimizers aren't used again."""
     optimizers = build_optimizers(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
+    last = hp.num_iterations  # has the longest window
+    add_gradients(model, tokens, last, hp)
+    refuse_unused(model, {p for p in model.parameters() if p.requires_grad and p.grad is None})
     for _ in range(hp.warmup_steps):
-        train_step(model, optimizers, tokens, hp.num_iterations, hp)  # the longest window
-    model.load_state_dict(build_model(hp).state_dict())
+        train_step(model, optimizers, tokens, last, hp)
+    model.zero_grad()
 
 
 # -----------------------------------------------------------------------------
@@ -1141,12 +1177,6 @@ def init_processes():
 TIMING = re.compile("(OMP|GOMP|KMP|MKL|ATEN|MALLOC|LD_PRELOAD|PYTORCH|TORCH|CUDA|NCCL)")
 
 
-@torch.compile(dynamic=False)
-def compiles():
-    """Whether torch.compile compiles. Several variables can turn it off."""
-    return torch.compiler.is_compiling()
-
-
 def describe_machine():
     """Returns lines about versions, variables, and the GPUs, or the CPU and its compiler. They have no
     host, user or folder in them."""
@@ -1160,14 +1190,14 @@ def describe_machine():
         tables = re.split(r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi"))  # of GPUs, and of processes
         return software + tables[0]  # a process may have a user's name in its path
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
+    march = os.getenv("TORCHINDUCTOR_CPP_MARCH", "native")
     # run.sh says why where compiled code is wrong
     reason = os.getenv("SPEEDRUN_COMPILE_REASON", "(torch.compile is turned off)")
-    compiled = "yes" if compiles() else f"no {reason}"
+    compiled = "yes" if COMPILED else f"no {reason}"
     return (
         f"{software}CPU: {CPU_MODEL}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process, "
         f"instruction sets: {' '.join(sorted(CPU_FLAGS))}\n"
-        f"Compiler: {compiler}; flags: -march={os.getenv('TORCHINDUCTOR_CPP_MARCH', 'native')}; "
-        f"model compiled: {compiled}"
+        f"Compiler: {compiler}; flags: -march={march}; model compiled: {compiled}"
     )
 
 
@@ -1175,12 +1205,11 @@ LINE = "=" * 100  # in a log, below the source and below the machine
 
 
 def log_header(source, hp: Hyperparameters, table, shards):
-    """Returns the start of a log: the source, the machine, the settings, the table of parameters, and the
-    line about the shards."""
+    settings = asdict(hp) | {"world_size": WORLD_SIZE}
     return (
         f"{source}\n{LINE}\n{describe_machine()}\n"
         f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {DEVICE.type}\n{LINE}\n"
-        f"hyperparameters: {json.dumps(asdict(hp) | {'world_size': WORLD_SIZE})}\n{table}\n{shards}"
+        f"hyperparameters: {json.dumps(settings)}\n{table}\n{shards}"
     )
 
 
@@ -1193,19 +1222,20 @@ def clock():
 
 @dataclass
 class Run:
-    """A run and its log."""
+    """A run and its log, which rank 0 writes."""
 
     hp: Hyperparameters
     path: Path  # of the log
     saves: bool  # whether each validation saves a checkpoint
     log: str  # its text so far
+    last_seed: int  # of the runs that follow with --num_runs
     step: int = 0
     train_ms: float = 0.0
     train_loss: float | None = None  # the mean of the steps between the last two validations
-    file: io.TextIOBase | None = None  # the open log, on rank 0
+    extra: dict = field(default_factory=dict)  # for state of your own, such as an average of weights
 
     def open(self):
-        """Opens the log on rank 0, and locks it: a second process must not resume the same run."""
+        """Writes the log so far. Locks it: a second process must not resume the same run."""
         if RANK > 0:
             return
         os.makedirs(self.path.parent, exist_ok=True)
@@ -1214,33 +1244,23 @@ class Run:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"another process is writing {self.path}; wait until it ends")
-        except OSError as e:
-            print(
-                f"warning: can't lock {self.path} ({e.strerror}); don't resume this run twice at a time"
-            )
-        old = self.path.read_bytes()
-        new = self.log.encode()
-        require(
-            old.startswith(new) or new.startswith(old),
-            f"{self.path} is in the way: it isn't the log of this checkpoint; move it or rename it",
-        )
+        except OSError:
+            pass  # some network file systems have no locks
         self.file.truncate(0)
         self.file.write(self.log)
         print(f"track {self.hp.track} on {DEVICE.type}; log: {self.path}", flush=True)
 
-    def write(self, line, end="\n"):
-        """With end="  \\r", the next line replaces this one on a terminal."""
+    def write(self, line):
         if RANK > 0:
             return
-        print(line, end=end if sys.stdout.isatty() else "\n", flush=True)
+        print(line, flush=True)  # launch/terminal.py makes a bar of it
         self.log += line + "\n"
         self.file.write(line + "\n")
 
-    def write_step(self, losses="", end="\n"):
+    def write_step(self, val_loss="", train_loss=""):
         self.write(
-            f"step:{self.step}/{self.hp.num_iterations}{losses} train_time:{self.train_ms:.0f}ms "
-            f"step_avg:{self.train_ms / max(self.step, 1):.2f}ms",
-            end,
+            f"step:{self.step}/{self.hp.num_iterations}{val_loss} train_time:{self.train_ms:.0f}ms "
+            f"step_avg:{self.train_ms / max(self.step, 1):.2f}ms{train_loss}"
         )
 
     def write_result(self, val_loss, tokens):
@@ -1249,39 +1269,36 @@ class Run:
                 f"peak memory allocated: {torch.cuda.max_memory_allocated() // 2**20} MiB "
                 f"reserved: {torch.cuda.max_memory_reserved() // 2**20} MiB"
             )
-        verdict = "met" if val_loss <= self.hp.target_val_loss else "not met"
+        verdict = "met" if val_loss <= self.hp.target_val_loss else f"not met in {self.step} steps"
         self.write(
             f"target {self.hp.target_val_loss}: {verdict}; val_loss {val_loss:.4f} "
             f"after {self.train_ms / 1000:.2f} s, {1000 * tokens / self.train_ms:,.0f} tokens/s"
         )
 
 
+SAVED = ("log", "last_seed", "step", "train_ms", "train_loss", "extra")  # of a Run, in its checkpoint
+
+
 def save_checkpoint(run, model, optimizers):
-    """Writes RUN.pt beside the log. Call it on all ranks. There is no random state to save."""
+    """Writes RUN.pt beside the log. Call it on all ranks. Random numbers need no state (see train)."""
     checkpoint = dict(
-        run=dict(log=run.log, step=run.step, train_ms=run.train_ms, train_loss=run.train_loss),
+        run={name: getattr(run, name) for name in SAVED},
         settings=asdict(run.hp),
         model=model.state_dict(),
         optimizers=[optimizer.state_dict() for optimizer in optimizers],
     )
     if RANK > 0:
         return
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
     temporary = run.path.with_suffix(".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(buffer.getbuffer())  # unlike torch.save, raises an OSError if the disk is full
-            file.flush()
-            os.fsync(file.fileno())  # a file called RUN.pt is complete, also after a power cut
-        temporary.rename(run.path.with_suffix(".pt"))
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"can't save a checkpoint: {temporary}: {e.strerror}")
+    with open(temporary, "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())  # a file called RUN.pt is complete, also after a power cut
+    temporary.rename(run.path.with_suffix(".pt"))
 
 
-def end_validation(run, model, optimizers, val_loss, train_losses):
-    """Saves a checkpoint and writes the losses. train_losses are those since the last validation."""
+def save_and_log(run, model, optimizers, val_loss, train_losses):
+    """Saves a checkpoint and logs the losses. train_losses are those since the last validation."""
     require(math.isfinite(val_loss), f"step {run.step}: the loss is not finite; lower a learning rate")
     if train_losses:
         run.train_loss = mean_of_ranks(train_losses)
@@ -1291,7 +1308,7 @@ def end_validation(run, model, optimizers, val_loss, train_losses):
         if run.saves:  # before the line in the log: a resumed run validates again, and writes it
             save_checkpoint(run, model, optimizers)
     finally:  # the disk may be full
-        run.write_step(f" val_loss:{val_loss:.4f}{train_loss}")
+        run.write_step(f" val_loss:{val_loss:.4f}", train_loss)
 
 
 def is_finished(path):
@@ -1301,48 +1318,36 @@ def is_finished(path):
 
 
 def load_checkpoint(args, source):
-    """Returns the checkpoint of --resume, or None if there is none. Raises InputError if it can't
-    be resumed with this source and these options."""
+    """Returns the checkpoint of --resume, or None. Raises InputError if it can't be resumed with this
+    source and these options."""
     path = args.resume
     if not path:
-        return
+        return None
     require(not is_finished(path), f"--resume: the run of {path} is finished")
-    try:
-        if zipfile.ZipFile(path).testzip():  # torch.load doesn't check the CRCs
-            raise zipfile.BadZipFile
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        log, settings = checkpoint["run"]["log"], checkpoint["settings"]
-    except Exception as e:  # corrupt files raise many exception types
-        raise InputError(f"--resume: {path} is damaged or no checkpoint ({type(e).__name__})")
-    require(log.startswith(source), f"--resume: {path} is from another source; use that one")
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    same = checkpoint["run"]["log"].startswith(source)
+    require(same, f"--resume: {path} is from another source; use that one")
     for name, value in args.given.items():
-        saved = settings[name]
+        saved = checkpoint["settings"][name]
         require(value == saved, f"--resume: --{name} is {saved} in {path}; leave it out")
+    args.last_seed = checkpoint["run"]["last_seed"]
+    args.log_dir = Path(path).parent
     return checkpoint
-
-
-def check_ranks_agree(facts):
-    """Raises InputError if another rank has other facts, {what: value}, than this one."""
-    ranks = [facts] * WORLD_SIZE
-    if WORLD_SIZE > 1:
-        dist.all_gather_object(ranks, facts)
-    for rank, others in enumerate(ranks):
-        different = ", ".join(what for what in facts if others[what] != ranks[0][what])
-        require(not different, f"rank {rank} and rank 0 have different {different}; make them the same")
 
 
 def start_run(args, hp: Hyperparameters, source, data_checksums, checkpoint, table):
     """Returns a new run, or that of the checkpoint, with its log open."""
     shards = f"checksums of training and validation tokens: {data_checksums}\n"
-    versions = (sys.version, torch.__version__)
-    old = checkpoint and checkpoint["run"]
-    check_ranks_agree(
-        dict(source=source, versions=versions, settings=asdict(hp), shards=shards, checkpoint=old)
-    )
-    saved = old or {"log": log_header(source, hp, table, shards)}
+    if checkpoint:
+        path = Path(args.resume)
+        saved = checkpoint["run"]
+    else:
+        path = Path(args.log_dir, str(uuid.uuid4()))
+        saved = dict(log=log_header(source, hp, table, shards), last_seed=args.last_seed)
     require(shards in saved["log"], "--resume: the shards have changed; use the old ones")
-    path = Path(args.resume or f"{args.log_dir or '.'}/{uuid.uuid4()}").with_suffix(".txt")
-    run = Run(hp, path, args.save_checkpoint, **saved)
+    run = Run(hp, path.with_suffix(".txt"), args.save_checkpoint, **saved)
+    if checkpoint:
+        run.log += f"{describe_machine()}\n"
     run.open()
     return run
 
@@ -1351,7 +1356,7 @@ def load_states(checkpoint, run, model, optimizers):
     model.load_state_dict(checkpoint["model"])
     for optimizer, state in zip(optimizers, checkpoint["optimizers"]):
         optimizer.load_state_dict(state)
-    run.write(f"{describe_machine()}\nresume: from step {run.step}, on {WORLD_SIZE} processes")
+    run.write(f"resume: from step {run.step}, on {WORLD_SIZE} processes")
 
 
 # -----------------------------------------------------------------------------
@@ -1365,48 +1370,51 @@ def train(run, model, optimizers):
     batches = distributed_data_generator(hp.train_files, hp.batch_tokens, RANK, WORLD_SIZE)
     for _ in range(run.step):
         next(batches)  # the checkpoint was trained on these
-    start_ms = clock() - run.train_ms  # when it would have started without a pause
+    train_ms = run.train_ms  # up to the last validation
+    start_ms = clock()
     for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation
         last_step = step == hp.num_iterations
-        if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
-            run.train_ms = clock() - start_ms
+        if last_step or (step > 0 and hp.val_loss_every and step % hp.val_loss_every == 0):
+            train_ms += clock() - start_ms
+            run.train_ms = train_ms
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
-            end_validation(run, model, optimizers, val_loss, train_losses)
-            start_ms = clock() - run.train_ms
+            save_and_log(run, model, optimizers, val_loss, train_losses)
+            # Random numbers, such as those of dropout, then are the same in a resumed run
+            torch.manual_seed(hp.seed + step)
+            start_ms = clock()
         if last_step:
             break
         # --------------- training
         train_losses.append(train_step(model, optimizers, next(batches), step, hp))
         run.step += 1
-        run.train_ms = 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
-        run.write_step(end="  \r")
+        run.train_ms = train_ms + 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
+        run.write_step()
     run.write_result(val_loss, hp.batch_tokens * run.step)
 
 
-def check_files(hp: Hyperparameters, eot_token):
-    """Refuses shards of another tokenizer, and training shards that begin like a validation shard."""
-    for files in itertools.product(find_shards(hp.train_files), find_shards(hp.val_files)):
-        train, val = (read_tokens(file, 0, 65536) for file in files)
-        require(
-            not train.equal(val),
-            f"{files[0]} is also a validation shard, or a copy of one; change --train_files",
-        )
-        require(
-            eot_token in val,
-            f"{files[1]} begins without token {eot_token}; is it of another tokenizer?",
-        )
+def check_files(hp: Hyperparameters):
+    both = {*find_shards(hp.train_files)} & {*find_shards(hp.val_files)}
+    require(
+        not both, f"{min(both, default='')} is a training and a validation shard; change --train_files"
+    )
 
 
 def check_inputs(args, hp: Hyperparameters):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
-    checksums = [
-        check_shards(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size),
-        check_shards(hp.val_files, hp.val_seq_len, hp.val_tokens // hp.val_seq_len, hp.vocab_size),
+    check_files(hp)
+    first = read_tokens(find_shards(hp.val_files)[0], 0, 1)[0]
+    require(
+        hp.eot_token in (first, -1),
+        f"{hp.val_files} begins with token {first}, so --eot_token {hp.eot_token} begins no documents; "
+        "name the token that does, or -1 if none does",
+    )
+    val_steps = hp.val_tokens // hp.val_seq_len
+    return [
+        token_checksum(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size),
+        token_checksum(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size),
     ]
-    check_files(hp, hp.eot_token)
-    return checksums
 
 
 def train_runs(argv):
@@ -1419,15 +1427,19 @@ def train_runs(argv):
     init_processes()
     model = build_model(hp)
     model.compile(dynamic=False)
-    for seed in range(hp.seed, hp.seed + args.num_runs):
+    for seed in range(hp.seed, args.last_seed + 1):
         hp = replace(hp, seed=seed)
         optimizers = build_optimizers(model, hp)
         table = parameter_table(model, optimizers)
         run = start_run(args, hp, SOURCE, checksums, checkpoint, table)
         warm_up(model, hp)
+        initial = build_model(hp).state_dict()  # of this seed
+        warn_of_untrained_rows(run, model, initial)
+        model.load_state_dict(initial)
         if checkpoint:
             load_states(checkpoint, run, model, optimizers)
         train(run, model, optimizers)
+        checkpoint = None  # the other seeds have none
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

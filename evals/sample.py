@@ -1,7 +1,8 @@
 """
 Samples text from a saved model and prints it as it is generated.
 
-    ./run.sh sample logs/RUN.pt --prompt "To be, or not to be" --n 3
+    ./run.sh sample --prompt "To be, or not to be" --n 3    # the model of the newest run
+    ./run.sh sample logs/RUN.pt
     ./run.sh sample gpt2-xl        # OpenAI's weights, from the Hugging Face hub
 
 All n texts are generated together, as one batch. The first one is printed token by token, the others
@@ -16,13 +17,18 @@ import time
 
 from evals import models, speed
 from judge.commands import command_parser, run_command, whole_number
-from train_gpt import DEVICE, InputError, require  # before torch: it sets variables that torch reads
+from train_gpt import (
+    BLOCK_SIZE,
+    DEVICE,
+    InputError,
+    require,
+)  # before torch: it sets variables that torch reads
 
 import torch
 
 # by the size of the vocabulary
 PROMPTS = {257: "**MACBETH**  \n", 50257: "The most important thing about science is"}
-BRIEF_SECONDS = 4
+BRIEF_SECONDS = 1.5
 
 
 def printable(text):
@@ -33,7 +39,7 @@ def printable(text):
 def parse_arguments(argv):
     parser = command_parser("sample", __doc__)
     add = parser.add_argument
-    add("model", help=models.MODEL_HELP)
+    add("model", nargs="?", default="latest", help=f"{models.MODEL_HELP}; default: the newest in logs")
     add("--prompt", metavar="TEXT", help="beginning of each text; default: by vocabulary")
     add("--n", type=whole_number, default=1, help="number of texts; default: 1")
     add(
@@ -52,11 +58,6 @@ def parse_arguments(argv):
         help="sample from this many most likely tokens, or from all with 0; default: 50",
     )
     add("--seed", type=int, default=42, help="random seed; default: 42")
-    add(
-        "--brief",
-        action="store_true",
-        help="what ./run.sh prints after training: offline, for at most 4 seconds",
-    )
     args = parser.parse_args(argv)
     valid = args.temperature >= 0 and args.top_k >= 0
     require(valid, "--temperature and --top_k must be at least 0")
@@ -86,38 +87,33 @@ def print_texts(prompt, model, steps, n):
         print(f"\n[{i}/{n}] {prompt}{printable(content.decode(errors='replace'))}")
 
 
-def sample(args):
-    model = models.load(args.model, offline=args.brief)
+def sample(args, brief=False):
+    """With `brief`, nothing is downloaded, and the text ends after BRIEF_SECONDS."""
+    model = models.load(args.model, offline=brief)
     prompt = PROMPTS[model.vocab_size] if args.prompt is None else args.prompt
     tokens = [model.eot, *model.encode(prompt)]
     texts = torch.tensor([tokens] * args.n, device=DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(args.seed)
     steps = models.generate(model, texts, args.max_tokens, args.temperature, args.top_k, generator)
-    if args.brief:
+    if brief:
+        model.context = BLOCK_SIZE  # a pass over fewer tokens is faster
         end = time.monotonic() + BRIEF_SECONDS
         steps = itertools.takewhile(lambda _: time.monotonic() < end, steps)
         print("\nA sample of what the model writes:\n")
     print_texts(prompt, model, steps, args.n)
 
 
-def sample_after_training(args):
-    """The training has succeeded. Whatever happens here doesn't change the exit status."""
-    try:
-        sample(args)
-        checkpoint = torch.load(args.model, map_location="cpu", mmap=True, weights_only=True)
-        if "run" in checkpoint and "num_value_embeds" in checkpoint["settings"]:  # of train_gpt.py
-            print(f"\n{speed.describe(checkpoint)}")
-    except Exception as e:  # an idea may change the model in ways that evals/ doesn't know
-        print(f"can't print a sample: {e}", file=sys.stderr)
+def sample_after_training(path):
+    """What ./run.sh prints after a training."""
+    sample(parse_arguments([str(path)]), brief=True)
+    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if "run" in checkpoint and "num_value_embeds" in checkpoint["settings"]:  # of train_gpt.py
+        print(f"\n{speed.describe(checkpoint)}")
 
 
 def main(argv):
     sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't show
-    args = parse_arguments(argv)
-    if args.brief:
-        sample_after_training(args)
-    else:
-        sample(args)
+    sample(parse_arguments(argv))
 
 
 if __name__ == "__main__":

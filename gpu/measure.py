@@ -155,7 +155,6 @@ def ms_of_parts(training):
     forward = clock()
     loss.backward(weight)
     backward = clock()
-    train_gpt.sum_gradients(training.model)
     for optimizer in training.optimizers:
         optimizer.step()
         optimizer.zero_grad()

@@ -103,7 +103,7 @@ def check_head(tokens=512, dim=768, out=50304):
         return F.cross_entropy(logits, targets, reduction="sum")
 
     def bf16(x, w):
-        logits = train_gpt.softcap(F.linear(x, w.bfloat16()), dim)
+        logits = train_gpt.scale_and_softcap(F.linear(x, w.bfloat16()), dim)
         return F.cross_entropy(logits, targets.to(DEVICE), reduction="sum")
 
     def fp8(x, w):
@@ -129,7 +129,7 @@ def attend(q, k, v, docs, window):
     if q.is_cuda:
         mask = train_gpt.flex_block_mask(docs, window)
     else:
-        mask = train_gpt.portable_mask(docs, (1 - window) * 128, int(window))
+        mask = train_gpt.portable_mask(docs, window, int(window))
     return train_gpt.attention(q, k, v, mask)
 
 

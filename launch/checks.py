@@ -1,7 +1,7 @@
 """
 Checks the machine before a run, in the Python that will train. launch/launch.py calls it:
 
-    python -m launch.checks FILE train|prepare SCRIPT [OPTIONS...]
+    python -m launch.checks FILE train|prepare|record SCRIPT [OPTIONS...]
     python -m launch.checks FILE compare|screen [OPTIONS...]
     python -m launch.checks PROCESSES compile PART
 
@@ -29,11 +29,11 @@ except ImportError as e:  # of a package that an idea needs
     sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
 from data.datasets import get_data
-from judge.commands import join_values
+from judge.commands import did_you_mean, join_values
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from judge.environment import environment
 from judge.processes import output_of
-from lib.processes import ROOT, say, show_seconds, start, wait
+from lib.processes import ROOT, cache_folder, say, show_seconds, start, wait
 from train_gpt import DTYPE, TRACKS, InputError
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
@@ -155,14 +155,15 @@ def stamp():
     march = os.environ.get("TORCHINDUCTOR_CPP_MARCH")
     cpu = [train_gpt.CPU_MODEL, sorted(train_gpt.CPU_FLAGS)]
     facts = json.dumps([cpu, CXX, compiler, march, torch.__version__, str(DTYPE)])
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / "data" / ".cache"
-    return Path(folder, f"compiled-code-is-right-{hashlib.sha256(facts.encode()).hexdigest()[:16]}")
+    return Path(
+        cache_folder(), f"compiled-code-is-right-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    )
 
 
 def check_compiler(processes):
     """Returns the environment variables of a run on a CPU: none if compiled code is right."""
     right = stamp()
-    if not train_gpt.compiles() or right.exists():
+    if not train_gpt.COMPILED or right.exists():
         return {}
     problem = find_problem(processes)
     if problem:
@@ -188,8 +189,12 @@ def most_processes(script, hp, gpus):
 
 
 def latest_checkpoint(folder):
-    """Returns the newest unfinished run's, or None."""
-    unfinished = [path for path in Path(folder).glob("*.pt") if not train_gpt.is_finished(path)]
+    """Returns the newest unfinished run's, or None. A checkpoint of ours is beside its log."""
+    unfinished = [
+        path
+        for path in Path(folder).glob("*.pt")
+        if path.with_suffix(".txt").exists() and not train_gpt.is_finished(path)
+    ]
     return max(unfinished, key=os.path.getmtime, default=None)
 
 
@@ -223,18 +228,20 @@ def check_run(mode, script, options):
         if adapts and not saved and "train_seq_len" not in args.given:
             hp = fit_to_memory(hp, processes)
             more.append(f"--train_seq_len={hp.train_seq_len}")
+    if mode == "record":  # the curve of a record needs eight validations
+        more.append(f"--val_loss_every={min(hp.val_loss_every, hp.num_iterations // 8)}")
     get_data(sys.executable, vars(hp))
-    if mode == "prepare":
-        with contextlib.suppress(OSError):  # the run will say so
-            script.check_inputs(args, hp)
+    script.check_inputs(args, hp)  # before anything slow
     variables = {} if gpus else environment(processes) | check_compiler(processes)
-    compiles = train_gpt.compiles() and "TORCH_COMPILE_DISABLE" not in variables
-    compiled = "compiled" if compiles else "not compiled"
+    right = "TORCH_COMPILE_DISABLE" not in variables
+    compiled = "compiled" if train_gpt.COMPILED and right else "not compiled"
     where = "GPUs" if gpus else "the CPU"
     shown = [option for option in more if option != "--resume="]
     return dict(
         processes=processes,
         environment=variables,
+        right=bool(variables) and right,  # on a CPU: the answer may be remembered
+        files=[hp.train_files, hp.val_files],
         options=more,
         log_dir=str(Path(args.resume).parent if saved else args.log_dir),
         text=", ".join([f"{hp.track} on {where}", f"processes: {processes}", compiled, *shown]),
@@ -274,6 +281,13 @@ def check_comparison(words):
     return dict(environment=check_compiler(1))
 
 
+def meant_option(message):
+    """Returns what the user may have meant by an option that doesn't exist, or ""."""
+    unknown = re.search("unrecognized arguments: (--[^ =;]+)", message)
+    names = [f"--{setting.name}" for setting in dataclasses.fields(train_gpt.Hyperparameters)]
+    return did_you_mean(unknown[1], names) if unknown else ""
+
+
 def main(argv):
     file, mode, *words = argv
     try:
@@ -289,8 +303,8 @@ def main(argv):
             found = check_run(mode, importlib.import_module(words[0]), words[1:])
         Path(file).write_text(json.dumps(found), encoding="utf-8")
         return 0
-    except (InputError, ImportError) as e:
-        print(f"error: {e}", file=sys.stderr)
+    except (InputError, ImportError, OSError) as e:
+        print(f"error: {e}{meant_option(str(e))}", file=sys.stderr)
         return 2
 
 

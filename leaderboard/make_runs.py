@@ -49,7 +49,7 @@ def make_record_runs(folder: Path, track: str, filed: list[Record]) -> list[Path
     ours, theirs = folder / "new", folder / "record"
     print(f"{RUNS} runs of yours and of the record to beat; if interrupted, the same command goes on")
     usual = dict(os.environ)
-    needs = check_machine(sys.executable, "train", "train_gpt", "--track", track)
+    needs = check_machine(sys.executable, "record", "train_gpt", "--track", track)
     script = folder / "train_gpt.py"
     if not script.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,9 +5,13 @@ The repository's folder, child processes, and the check before a run, for the la
 import contextlib
 import ctypes
 import fcntl
+import glob
+import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -15,7 +19,9 @@ import tempfile
 from concurrent import futures
 from pathlib import Path
 
-from judge.environment import child_environment
+from judge.environment import child_environment, usable_cores
+from judge.files import write_file
+from judge.processes import has_nvidia_gpu, output_of
 
 ROOT = Path(__file__).resolve().parent.parent  # the repository
 
@@ -105,18 +111,78 @@ def setup_lock():
 
 
 # -----------------------------------------------------------------------------
-# The check before a run
+# The check before a run. It imports PyTorch, which takes seconds, so a training on a CPU remembers the answer.
+
+
+def search_path(python):
+    """Returns the folders of a Python's packages; none if it doesn't run."""
+    printed = output_of(python, "-c", "import sys; print('\\n'.join(sys.path))") or ""
+    return printed.splitlines()
+
+
+def version_of(package, path):
+    """Returns the version of an installed package, or ""."""
+    for found in importlib.metadata.distributions(name=package, path=path):
+        return found.version
+    return ""
+
+
+def cache_folder():
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / "data" / ".cache")
+
+
+def facts_of_answer(python, words):
+    """Returns the hash of all that the answer depends on: the command, our code, variables, the CPU, its
+    compiler, PyTorch. None if files and GPUs decide, which only PyTorch can read."""
+    if words[0] != "train" or "--resume" in " ".join(words) or has_nvidia_gpu():
+        return None
+    sources = []
+    for folder in ("", "recipes", "launch", "gpu", "data"):
+        sources += sorted(ROOT.joinpath(folder).glob("*.py"))
+    variables = {k: v for k, v in os.environ.items() if k.startswith(("TORCH", "OMP", "MALLOC"))}
+    cpu = platform.processor()
+    if sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    compiler = os.environ.get("CXX", "g++")
+    facts = [
+        [str(python), *words],
+        [path.read_text(encoding="utf-8") for path in sources],
+        sorted(variables.items()),
+        cpu,
+        usable_cores(),
+        [compiler, output_of(*compiler.split(), "--version")],
+        version_of("torch", search_path(python)),
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def remembered(file, facts):
+    """Returns the last answer, if it has these facts, and the data that it found are there; or else None."""
+    with contextlib.suppress(OSError, ValueError):
+        needs = json.loads(file.read_text())
+        if facts and needs["facts"] == facts and all(glob.glob(f"{ROOT}/{p}") for p in needs["files"]):
+            return needs
+    return None
 
 
 def check_machine(python, *words):
     """Runs launch/checks.py, and sets the environment variables that it finds. Returns what a run
     needs, or ends with its exit status."""
     say("checking the machine")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "needs")
-        status = run([python, "-m", "launch.checks", file, *words], cwd=ROOT)
-        if status:
-            sys.exit(status)
-        needs = json.loads(file.read_text())
+    file = cache_folder() / "machine-is-checked.json"
+    facts = facts_of_answer(python, words)
+    needs = remembered(file, facts)
+    if needs is None:
+        with tempfile.TemporaryDirectory() as folder:
+            answer = Path(folder, "needs")
+            status = run([python, "-m", "launch.checks", answer, *words], cwd=ROOT)
+            if status:
+                sys.exit(status)
+            needs = json.loads(answer.read_text())
+        if facts and needs["right"]:
+            with contextlib.suppress(OSError):  # the next run checks again
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_file(file, json.dumps(needs | {"facts": facts}).encode())
     os.environ.update(needs["environment"])
     return needs

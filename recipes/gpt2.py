@@ -14,6 +14,7 @@ Shapes in comments: B sequences of S tokens, H heads of D channels, C = n_embd, 
 # -----------------------------------------------------------------------------
 # 1. Preamble
 
+import contextlib
 import itertools
 import math
 import sys
@@ -311,15 +312,16 @@ def training_batches(hp):
 def train_step(model, optimizer, tokens, step, hp):
     """Trains on this rank's tokens (local + 1,). Returns their mean loss."""
     inputs, targets = train_gpt.to_batch(tokens, hp.block_size)
-    micro_batch = math.gcd(hp.sequences_per_pass, len(inputs))  # all of a size: one compilation
-    micro_steps = list(zip(inputs.split(micro_batch), targets.split(micro_batch)))
+    per_pass = math.gcd(hp.sequences_per_pass, len(inputs))  # passes of one size, for one compilation
+    passes = list(zip(inputs.split(per_pass), targets.split(per_pass)))
     total = 0
-    for micro_step in micro_steps:
+    for i, (x, y) in enumerate(passes, start=1):
         with autocast(hp):
-            loss = model(*micro_step) / len(micro_steps)
-        (loss / WORLD_SIZE).backward()  # sum_gradients adds those of the processes
+            loss = model(x, y) / len(passes)
+        is_last = i == len(passes)
+        with train_gpt.summed_gradients(model) if is_last else contextlib.nullcontext():
+            (loss / WORLD_SIZE).backward()
         total += loss.detach()
-    train_gpt.sum_gradients(model)
     nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip)
     for group in optimizer.param_groups:
         group["lr"] = get_lr(step, hp)
@@ -344,12 +346,11 @@ def evaluate(model, hp):
 
 def warm_up(model, hp):
     """Trains on random tokens: this compiles the kernels, connects the processes and allocates
-    memory. Then sets the initial weights of the run's seed."""
+    memory. The weights must then be set again."""
     optimizer = build_optimizer(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
     for _ in range(min(hp.warmup_steps, hp.num_iterations)):
         train_step(model, optimizer, tokens, 0, hp)
-    model.load_state_dict(build_model(hp).state_dict())
 
 
 # -----------------------------------------------------------------------------
@@ -363,22 +364,24 @@ def train(run, model, optimizer):
     batches = training_batches(hp)
     for _ in range(run.step):
         next(batches)  # the checkpoint was trained on these
-    start_ms = clock() - run.train_ms  # when it would have started without a pause
+    train_ms = run.train_ms  # up to the last validation
+    start_ms = clock()
     for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation
         last_step = step == hp.num_iterations
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
-            run.train_ms = clock() - start_ms
+            train_ms += clock() - start_ms
+            run.train_ms = train_ms
             val_loss = evaluate(model, hp)
-            train_gpt.end_validation(run, model, [optimizer], val_loss, train_losses)
-            start_ms = clock() - run.train_ms
+            train_gpt.save_and_log(run, model, [optimizer], val_loss, train_losses)
+            start_ms = clock()
         if last_step:
             break
         # --------------- training
         train_losses.append(train_step(model, optimizer, next(batches), step, hp))
         run.step += 1
-        run.train_ms = 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
-        run.write_step(end="  \r")
+        run.train_ms = train_ms + 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
+        run.write_step()
     run.write_result(val_loss, hp.batch_tokens * run.step)
 
 
@@ -386,15 +389,15 @@ def check_inputs(args, hp):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     sequences = hp.val_tokens // hp.block_size
-    checksums = [0, train_gpt.check_shards(hp.val_files, hp.block_size, sequences, hp.vocab_size)]
+    checksums = [0, train_gpt.token_checksum(hp.val_files, hp.block_size, sequences, hp.vocab_size)]
     steps = hp.num_iterations
     if steps and hp.repeat_data:
         lengths = [train_gpt.shard_length(file) for file in train_gpt.find_shards(hp.train_files)]
         once = sum((length - 1) // hp.batch_tokens for length in lengths)
         steps = min(steps, max(once, 1))
     if steps:
-        checksums[0] = train_gpt.check_shards(hp.train_files, hp.batch_tokens, steps, hp.vocab_size)
-        train_gpt.check_files(hp, hp.vocab_size - 1)  # the last token is end-of-text
+        checksums[0] = train_gpt.token_checksum(hp.train_files, hp.batch_tokens, steps, hp.vocab_size)
+        train_gpt.check_files(hp)
     return checksums
 
 
@@ -407,15 +410,17 @@ def train_runs(argv):
     checksums = check_inputs(args, hp)
     train_gpt.init_processes()
     model = build_model(hp)
-    for seed in range(hp.seed, hp.seed + args.num_runs):
+    for seed in range(hp.seed, args.last_seed + 1):
         hp = replace(hp, seed=seed)
         optimizer = build_optimizer(model, hp)
         table = train_gpt.parameter_table(model, [optimizer])
         run = train_gpt.start_run(args, hp, SOURCE, checksums, checkpoint, table)
         warm_up(model, hp)
+        model.load_state_dict(build_model(hp).state_dict())  # the initial weights of this seed
         if checkpoint:
             train_gpt.load_states(checkpoint, run, model, [optimizer])
         train(run, model, optimizer)
+        checkpoint = None  # the other seeds have none
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

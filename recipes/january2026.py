@@ -287,19 +287,19 @@ class Muon(torch.optim.Optimizer):
         gathers = []
         for group in self.param_groups:
             for p in group["params"]:
-                gathers.append((p, all_gather(self.new_weights(p, group))))
+                count = p.shape[:-2].numel()  # of matrices
+                gathers.append((p, all_gather(self.new_weights(p, group), count)))
         for p, (weights, handle) in gathers:
             if handle:
                 handle.wait()
-            count = p.shape[:-2].numel()
-            p.copy_(weights[:count].view_as(p))  # [:count] drops repeats at the end
+            p.copy_(weights.view_as(p))
 
     def state_dict(self):
         """The state of all ranks, which doesn't depend on their number. Call it on all ranks."""
         saved = super().state_dict()
         for index, state in saved["state"].items():
             count = parameters_of(self)[index].shape[:-2].numel()
-            saved["state"][index] = {k: all_gather_now(share)[:count] for k, share in state.items()}
+            saved["state"][index] = {k: all_gather_now(share, count) for k, share in state.items()}
         return saved
 
     def load_state_dict(self, saved):  # PyTorch's would round the state to the dtype of the parameter
@@ -436,8 +436,10 @@ def flex_block_mask(docs, window):
 def make_mask(docs, window, max_window):
     if docs.is_cuda:
         return flex_block_mask(docs, window)
-    query = torch.arange(BLOCK_SIZE)[:, None]  # positions, counted from the start of the block
-    return portable_mask(docs, query - window, math.ceil(max_window / BLOCK_SIZE) + 1)
+    span = math.ceil(max_window / BLOCK_SIZE) + 1
+    key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE)  # positions as in portable_mask
+    query = key[-BLOCK_SIZE:, None]
+    return portable_mask(docs, span, span) & (query - window <= key)
 
 
 def shifted(x):
@@ -894,9 +896,9 @@ def check_inputs(args, hp):
     val_steps = hp.val_tokens // hp.val_seq_len
     checksums = [
         check_training_shards(hp),
-        train_gpt.check_shards(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size),
+        train_gpt.token_checksum(hp.val_files, hp.val_seq_len, val_steps, hp.vocab_size),
     ]
-    train_gpt.check_files(hp, hp.eot_token)
+    train_gpt.check_files(hp)
     return checksums
 
 
@@ -1055,11 +1057,11 @@ def train_step(model, optimizers, sequences, step, hp):
     inputs = sequences[:, :-1].contiguous()
     targets = sequences[:, 1:].long()
     window = get_window_blocks(step, hp)
-    micro_batch = math.gcd(hp.sequences_per_pass, len(inputs))
+    per_pass = math.gcd(hp.sequences_per_pass, len(inputs))
     total = 0
     model.train()
-    for micro_step in zip(inputs.split(micro_batch), targets.split(micro_batch)):
-        loss = model(*micro_step, window)
+    for x, y in zip(inputs.split(per_pass), targets.split(per_pass)):
+        loss = model(x, y, window)
         # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
         # sequences. Muon ignores its scale, and so does Adam, up to its epsilon.
         (loss / hp.num_sequences).backward()
@@ -1082,7 +1084,7 @@ def train_step(model, optimizers, sequences, step, hp):
 
 def warm_up(model, hp):
     """Trains on random tokens of each length: this compiles the kernels, connects the processes and
-    allocates memory. Then sets the initial weights of the run's seed."""
+    allocates memory. The weights must then be set again."""
     optimizers = build_optimizers(model, hp)
     for stage in range(3):
         first = math.ceil(stage * scheduled_iterations(hp) / 3)
@@ -1092,7 +1094,6 @@ def warm_up(model, hp):
                 model, optimizers, torch.randint(hp.vocab_size, shape, dtype=torch.int32), step, hp
             )
     model.zero_grad()
-    model.load_state_dict(build_model(hp).state_dict())
 
 
 # -----------------------------------------------------------------------------
@@ -1104,24 +1105,26 @@ def train(run, model, optimizers):
     hp = run.hp
     batches = training_batches(hp, run.step)
     batches = itertools.chain([next(batches)], batches)  # reads the first shard before the clock starts
-    start_ms = clock() - run.train_ms  # when it would have started without a pause
+    train_ms = run.train_ms  # up to the last validation
+    start_ms = clock()
     for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation
         last_step = step == hp.num_iterations
         if last_step or (hp.val_loss_every and step % hp.val_loss_every == 0):
-            run.train_ms = clock() - start_ms
+            train_ms += clock() - start_ms
+            run.train_ms = train_ms
             model.set_step(step)
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
             # without the training loss, which is that of three tokens
-            train_gpt.end_validation(run, model, optimizers, val_loss, [])
-            start_ms = clock() - run.train_ms
+            train_gpt.save_and_log(run, model, optimizers, val_loss, [])
+            start_ms = clock()
         if last_step:
             break
         # --------------- training
         train_step(model, optimizers, next(batches), step, hp)
         run.step += 1
-        run.train_ms = 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
-        run.write_step(end="  \r")
+        run.train_ms = train_ms + 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
+        run.write_step()
     tokens = sum(hp.num_sequences * get_seq_len(step, hp) for step in range(run.step))
     run.write_result(val_loss, tokens)
 
@@ -1136,15 +1139,17 @@ def train_runs(argv):
     train_gpt.init_processes()
     model = build_model(hp)
     model.compile(dynamic=False)
-    for seed in range(hp.seed, hp.seed + args.num_runs):
+    for seed in range(hp.seed, args.last_seed + 1):
         hp = replace(hp, seed=seed)
         optimizers = build_optimizers(model, hp)
         table = train_gpt.parameter_table(model, optimizers)
         run = train_gpt.start_run(args, hp, SOURCE, checksums, checkpoint, table)
         warm_up(model, hp)
+        model.load_state_dict(build_model(hp).state_dict())  # the initial weights of this seed
         if checkpoint:
             train_gpt.load_states(checkpoint, run, model, optimizers)
         train(run, model, optimizers)
+        checkpoint = None  # the other seeds have none
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

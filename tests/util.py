@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -132,6 +133,10 @@ def assert_one_line(status, text, words):
     (line,) = text.splitlines()
     assert line.startswith("error: ")
     assert words in line
+
+
+# A random guess among the 320 logits of a byte-level model: at first, all are zero
+INITIAL_LOSS = math.log(320)
 
 
 def val_losses(text):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 # (\r). A comma and a digit may be a decimal comma.
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf"
 VALUE = re.compile(rf"(?<![\w.+-])({NUMBER})(?:/(\d{{1,12}}))?(?![\w.%/\r]|,\d|\Z)", re.IGNORECASE)
+TIME = re.compile(r"\d(?:ms|s)\b")  # a number with a unit, which isn't a value
 WORD = re.compile(r"[^\W\d][\w./-]*")
 NAMED = re.compile(r"\w[\"']?[ \t]*[:=|]?[ \t]*$")  # what stands between a name and its value
 STEP = re.compile(r"\W{0,2}(step)?[\"']?\W{0,3}", re.IGNORECASE)  # what stands before a step
@@ -78,7 +79,7 @@ def read_line(text: str, start: int, metric: str) -> Line:
     first = None  # the words before the first value
     end = 0
     for value in VALUE.finditer(text):
-        before = text[end : value.start()]
+        before = TIME.split(text[end : value.start()])[-1]
         words = WORD.findall(before)
         end = value.end()
         begins = STEP.fullmatch(before) if first is None else None

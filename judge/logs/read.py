@@ -23,7 +23,8 @@ from judge.files import without_windows
 from judge.text import short
 
 SUFFIXES = (".txt", ".log", ".out")  # of the logs in a folder
-BESIDE_LOGS = (".md", ".png", ".json", ".py")  # what is often in a folder of logs, and never a log
+# What is often in a folder of logs, and never a log
+BESIDE_LOGS = (".md", ".png", ".json", ".py", ".pt")
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
 TIMES = re.compile(rf" train_time:({NUMBER})(ms|s)\b(?: step_avg:({NUMBER})ms)?")

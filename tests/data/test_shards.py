@@ -166,7 +166,7 @@ def test_the_reader_of_the_data_scripts(tmp_path, content):
 
 @fuzz
 def test_the_reader_of_trainings(tmp_path, content):
-    """check_shards() accepts the same shards as the reader, if their tokens are in the vocabulary. A run calls
+    """token_checksum() accepts the same shards as the reader, if their tokens are in the vocabulary. A run calls
     it first."""
     path = tmp_path / "a.bin"
     path.write_bytes(content)
@@ -180,13 +180,15 @@ def test_the_reader_of_trainings(tmp_path, content):
     if tokens is None:
         refused(train_gpt.InputError, read)
     if tokens is None or max(used, default=0) >= VOCAB:
-        refused(train_gpt.InputError, train_gpt.check_shards, str(path), BATCH, max(batches, 1), VOCAB)
+        refused(
+            train_gpt.InputError, train_gpt.token_checksum, str(path), BATCH, max(batches, 1), VOCAB
+        )
         return
     found = read()
     assert len(found) == batches
     for i, batch in enumerate(found):
         assert batch.tolist() == used[i * BATCH : (i + 1) * BATCH + 1]
     if batches:
-        train_gpt.check_shards(str(path), BATCH, batches, VOCAB)
+        train_gpt.token_checksum(str(path), BATCH, batches, VOCAB)
     with pytest.raises(train_gpt.InputError, match=f"has {batches} batches"):
-        train_gpt.check_shards(str(path), BATCH, batches + 1, VOCAB)
+        train_gpt.token_checksum(str(path), BATCH, batches + 1, VOCAB)

@@ -7,6 +7,7 @@ transformers), and the HellaSwag scores with hand-made answers. Everything runs 
 
 import dataclasses
 import math
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import train_gpt
 from data import gpt2_bpe
 from evals import hellaswag, models, sample, speed
 from evals.models import TextModel
+from launch import train_and_sample
 from recipes import gpt2, openai_gpt2
 from train_gpt import InputError
 from tests.training.test_checkpoint import Hostile
@@ -179,7 +181,7 @@ def test_files_that_are_no_models(tmp_path, monkeypatch):
     torch.save({"model": "resnet"}, path)
     for content in (b"", cut, bomb, path.read_bytes()):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=f"{path} is damaged or no saved model"):
+        with pytest.raises(InputError, match=f"{path} (is damaged|isn't a RUN.pt)"):
             models.load(str(path))
     assert not (tmp_path / "victim").exists()
     with pytest.raises(InputError, match="nothing: no such file; the model can be a RUN.pt"):
@@ -218,7 +220,7 @@ def test_what_is_printed(tmp_path, monkeypatch, capsys):
 def test_the_speed_of_a_run(trained, monkeypatch, capsys):
     """Counted by hand: three layers of width 32, a head of 320 rows. The run has two steps of 512 tokens."""
     monkeypatch.setattr(speed, "matmul_flops", lambda: 1e9)
-    run_sample(trained, "--brief")
+    sample.sample_after_training(trained)
     line = capsys.readouterr().out.splitlines()[-1]
     weights = 3 * (4 * 32 * 32 + 2 * 32 * 128) + 320 * 32
     parameters = weights + 2 * 257 * 32 + 3 * (2 + 2 + 2) + 1 + 12 + 1
@@ -231,21 +233,22 @@ def test_the_speed_of_a_run(trained, monkeypatch, capsys):
 def test_a_brief_sample(tmp_path, monkeypatch, capsys):
     """It takes little time."""
     path = save(tmp_path / "run.pt")
-    run_sample(path, "--brief")
+    sample.sample_after_training(path)
     heading = "\nA sample of what the model writes:\n\n**MACBETH**  \n"
     output = capsys.readouterr().out
     assert output.startswith(heading)
     assert len(output) > len(heading) + 1
     monkeypatch.setattr(sample, "BRIEF_SECONDS", 0)
-    run_sample(path, "--brief")
+    sample.sample_after_training(path)
     assert capsys.readouterr().out == f"{heading}\n"
 
 
 def test_without_a_vocabulary(tmp_path, monkeypatch, capsys):
-    """With --brief, it isn't downloaded, and it is no error if there is no sample."""
+    """After a training, it isn't downloaded, and it is no error if there is no sample."""
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "empty")
     monkeypatch.setattr(gpt2_bpe, "fetch_vocabulary", None)
-    run_sample(save(tmp_path / "run.pt", vocab_size=50257), "--brief")
+    save(tmp_path / "run.pt", vocab_size=50257)
+    train_and_sample.write_sample(train_gpt, [f"--log_dir={tmp_path}"])
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("can't print a sample: GPT-2's vocabulary isn't in ")
@@ -350,6 +353,24 @@ def test_items(tmp_path):
         with pytest.raises(InputError, match="has no HellaSwag items with labels"):
             hellaswag.load_items(path)
         path.write_text("PAR1")
+
+
+def test_the_newest_model(tmp_path, monkeypatch, capsys):
+    """Of a folder, or of logs in the repository. A line says which one it is."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setattr(models, "ROOT", tmp_path)
+    monkeypatch.chdir(logs)
+    with pytest.raises(InputError, match="has no RUN.pt; ./run.sh trains a model"):
+        models.load("latest")
+    save(logs / "b.pt")
+    for age, name in enumerate(["best.pt", "b.pt", "a.pt", "a.txt", "b.txt"]):  # the first is newest
+        (logs / name).touch()
+        os.utime(logs / name, (0, 1000 - age))
+    for name in ("latest", "../logs"):
+        assert models.load(name).vocab_size == 257
+    assert capsys.readouterr().err == 2 * "the model of b.pt\n"
+    assert models.find_file("a.pt") == "a.pt"
 
 
 def test_hellaswag_from_the_command_line(trained, tmp_path):

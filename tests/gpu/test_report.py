@@ -131,8 +131,8 @@ def test_right_arithmetic_passes():
 
 def test_a_wrong_head_is_noticed(monkeypatch):
     """The FP8 head computes the soft-cap's derivative from its value, so only a wrong value changes it."""
-    plain = train_gpt.softcap
-    monkeypatch.setattr(train_gpt, "softcap", lambda logits, dim: 1.3 * plain(logits, dim))
+    plain = train_gpt.scale_and_softcap
+    monkeypatch.setattr(train_gpt, "scale_and_softcap", lambda logits, dim: 1.3 * plain(logits, dim))
     assert len(failed(small_head())) == 6
 
 

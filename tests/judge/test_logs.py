@@ -80,6 +80,11 @@ OTHERS = {
         "step 250: train loss 1.9, val loss 2.0\niter 250: loss 1.8, time 9ms\n",
         {"": (2.0, 250, 250), "train_loss": (1.9, 250, 250), "loss": None, "train": None},
     ),
+    "ours": (
+        "step:4/9 val_loss:4.2 train_loss:4.3 train_time:10ms step_avg:2.50ms\n"  # until November 2026
+        "step:9/9 val_loss:3.3 train_time:20ms step_avg:2.22ms train_loss:3.5\n",
+        {"": (3.3, 9, 9), "train_loss": (3.5, 9, 9), "step_train_loss": (3.5, 9, 9)},
+    ),
     "optimization track": (
         "step:5/9 val_loss:3.3 val_avg_loss:3.1 val_ema_loss:3.2 train_time:1s step_avg:1ms\n"
         "step:8/9 val_loss:3.29 val_avg_loss:3.09 val_ema_loss:3.19 train_time:2s step_avg:1ms\n",

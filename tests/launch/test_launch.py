@@ -7,6 +7,7 @@ Most run in this process: `machine` stands for the programs that launch.py asks 
 
 import fcntl
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -63,7 +64,8 @@ def machine(tmp_path, monkeypatch):
     for module in (launch, processes, datasets):
         monkeypatch.setattr(module, "ROOT", machine.root)
         monkeypatch.setattr(module, "run", run)
-        monkeypatch.setattr(module, "output_of", output_of, raising=False)
+    for module in (launch, processes, judge_processes):
+        monkeypatch.setattr(module, "output_of", output_of)
     monkeypatch.setattr(venv, "create", lambda folder, **how: None)
     return machine
 
@@ -308,9 +310,10 @@ def test_data_are_made_once(machine):
 
 @pytest.fixture
 def training(machine, monkeypatch, tmp_path):
-    """The machine, where ranks write two checkpoints. `needs` is what the checks find."""
+    """The machine, where nothing trains. `needs` is what the checks find."""
     machine.needs = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
     machine.checked = []
+    machine.saves = True
     file(machine.root / "recipes" / "soup.py", "def parse_arguments")
     file(machine.root / "recipes" / "openai_gpt2.py")
 
@@ -324,11 +327,11 @@ def training(machine, monkeypatch, tmp_path):
         os.close(folder)
         machine.ran.append([str(word) for word in command])
         machine.processes = processes
-        if machine.status < 0:
-            launch.stop(-machine.status, None)
-        for age, name in enumerate(["new", "older"]):
+        for age, name in enumerate(["new", "older"] if machine.saves else []):
             path = file(machine.root / machine.needs["log_dir"] / f"{name}.pt")
             os.utime(path, (0, 1000 - age))  # long ago: the disk has another clock
+        if machine.status < 0:
+            launch.stop(-machine.status, None)
         return machine.status
 
     def install(folders, theirs):
@@ -347,7 +350,7 @@ def training(machine, monkeypatch, tmp_path):
     return machine
 
 
-def test_a_training(training, monkeypatch):
+def test_a_training(training, monkeypatch, capsys):
     monkeypatch.setenv("HOME", r"/home/\x")
     options = ["--val_files=~/v_*.bin", "--what=a ~/b"]
     assert (
@@ -357,26 +360,36 @@ def test_a_training(training, monkeypatch):
     options = ["--what=a ~/b", "--log_dir=../mine", r"--val_files=/home/\x/v_*.bin", "--resume=latest"]
     words = ["recipes.soup", "--seed", "3", *options]
     assert training.checked == ["train", *words]
-    train, sample = training.ran
+    (train,) = training.ran
     assert training.processes == 2
-    assert train == ["python", "-m", *words, "--train_seq_len=256", "--save_checkpoint"]
-    assert sample == ["python", "-m", "evals.sample", "--brief", f"{launch.ROOT}/logs/new.pt"]
+    options = [*words, "--train_seq_len=256", "--save_checkpoint"]
+    assert train == ["python", "-m", "launch.train_and_sample", *options]
+    assert capsys.readouterr().out == launch.NEXT
+
+
+STOPPED = "run.sh: stopped by SIGTERM; "
 
 
 @pytest.mark.parametrize(
-    "words, status, advice",
+    "words, status, saves, advice",
     [
-        ([], 3, ""),
-        (["prepare"], 3, ""),
+        ([], 3, True, ""),
+        (["prepare"], 3, False, ""),
+        ([], -15, False, STOPPED + "nothing is saved yet; run the same command again\n"),
+        ([], -15, True, STOPPED + "continue with ./run.sh --resume root/logs/new.pt\n"),
         (
-            [],
+            ["--recipe=soup", "--device=cpu"],
             -15,
-            "run.sh: stopped by SIGTERM; to continue from the last validation, add --resume latest\n",
+            True,
+            STOPPED + "continue with ./run.sh --device cpu --recipe soup --resume root/logs/new.pt\n",
         ),
-        (["prepare"], -15, "run.sh: stopped by SIGTERM; run the same command again to continue\n"),
+        (["prepare"], -15, False, STOPPED + "run the same command again to continue\n"),
     ],
 )
-def test_a_training_that_fails_or_is_stopped(training, capsys, words, status, advice):
+def test_a_training_that_fails_or_is_stopped(training, capsys, words, status, saves, advice):
+    """The advice names the run's own checkpoint, whatever else is in the folder."""
+    file(training.root / "logs" / "other.pt")  # of another run, and newer
+    training.saves = saves
     training.status = status
     assert launch.main(words) == (3 if status > 0 else 143)
     assert len(training.ran) == 1
@@ -450,8 +463,17 @@ def test_the_modules_of_all_commands_exist():
 
 
 def test_what_does_not_exist(training, capsys):
-    assert launch.main(["data", "pile"]) == 2
-    assert "there is no command data pile; ./run.sh --help lists them" in capsys.readouterr().err
+    for words, meant in [
+        ("sampel x.pt", "there is no command sampel; did you mean sample?\n"),
+        (
+            "data",
+            "no command data; did you mean data text or data shakespeare or data fineweb or data edu?",
+        ),
+        ("data pile", "no command data; did you mean data text or data shakespeare"),
+        ("flower", "no command flower; ./run.sh --help lists them"),
+    ]:
+        assert launch.main(words.split()) == 2
+        assert meant in capsys.readouterr().err
     with pytest.raises(SystemExit):
         launch.main(["--recipe=cake"])
     assert "invalid choice: 'cake' (choose from" in capsys.readouterr().err
@@ -468,6 +490,15 @@ def test_a_full_disk_is_one_line_and_a_bug_is_not(training, monkeypatch, capsys)
     monkeypatch.setattr(launch, "install", fail)
     assert launch.main(["plot"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("No space left on device")
+
+
+def test_a_folder_for_compiled_code_that_cannot_be_made(training, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file(tmp_path / "file") / "cache"))
+    assert launch.main([]) == 2
+    err = capsys.readouterr().err
+    assert "error: TORCHINDUCTOR_CACHE_DIR: [Errno 20] Not a directory" in err
+    assert err.endswith("/file/cache'; name a folder that can be made, or unset it\n")
+    assert training.ran == []
 
 
 def test_help_names_the_commands_first(training, capsys):
@@ -581,3 +612,69 @@ def test_a_signal(number, send, before):
     killed = number == signal.SIGKILL
     assert process.communicate(timeout=20)[1] == ("" if killed else said)
     assert process.returncode == (-9 if killed else 128 + number)
+
+
+# -----------------------------------------------------------------------------
+# The remembered answer of the check
+
+
+@pytest.fixture
+def checked(machine, monkeypatch):
+    """A function that checks the machine as for a training. Returns whether PyTorch was asked."""
+    answer = dict(environment={"MALLOC_MMAP_MAX_": "0"}, right=True, files=["data/*.bin"], text="mini")
+    machine.answer = answer
+    file(machine.root / "data" / "train.bin")
+    file(machine.root / "train_gpt.py", "1")
+    machine.versions["torch"] = "2.13.0"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(processes, "version_of", lambda package, path: machine.versions[package])
+
+    def run(command, **options):
+        machine.ran.append(command)
+        Path(command[3]).write_text(json.dumps(machine.answer))
+        return 0
+
+    def check(*options, mode="train"):
+        machine.ran.clear()
+        needs = processes.check_machine("python", mode, "train_gpt", *options)
+        assert needs["text"] == "mini"
+        assert os.environ["MALLOC_MMAP_MAX_"] == "0"
+        return bool(machine.ran)
+
+    monkeypatch.setattr(processes, "run", run)
+    return check
+
+
+def test_the_answer_is_remembered(checked):
+    assert checked("--seed=1")
+    assert not checked("--seed=1")
+    assert not checked("--seed=1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda machine: machine.versions.update(torch="2.14.0"),
+        lambda machine: machine.answers.update({"g++ --version": "g++ 15"}),
+        lambda machine: machine.answers.update({"nvidia-smi": "GPU 0: NVIDIA H100"}),
+        lambda machine: file(machine.root / "train_gpt.py", "2"),
+        lambda machine: (machine.root / "data" / "train.bin").unlink(),
+        lambda machine: os.environ.update(TORCH_COMPILE_DISABLE="1"),
+        lambda machine: os.environ.update(OMP_NUM_THREADS="77"),
+        lambda machine: file(machine.root / "data/.cache/machine-is-checked.json", "{"),
+    ],
+)
+def test_what_changes_the_answer(checked, machine, change):
+    assert checked()
+    change(machine)
+    assert checked()
+
+
+def test_other_answers_are_not_remembered(checked, machine):
+    """A resumed run depends on its checkpoint, and each mode has its own answer."""
+    for _ in range(2):
+        assert checked("--resume=latest")
+        assert checked(mode="prepare")
+    machine.answer["right"] = False  # a GPU, or wrong code
+    assert checked()
+    assert checked()

@@ -1,11 +1,9 @@
 """Tests of whole runs: logs, numbers of processes, options, errors, the default run of mini."""
 
 import dataclasses
-import math
 import os
 import platform
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -18,6 +16,7 @@ import torch
 
 import train_gpt
 from tests.util import (
+    INITIAL_LOSS,
     ROOT,
     SCRIPT,
     Job,
@@ -33,8 +32,6 @@ from tests.util import (
     val_losses,
 )
 from train_gpt import TRACKS
-
-INITIAL_LOSS = round(math.log(320), 4)  # all 320 logits are zero
 
 
 def run_here(argv, folder, monkeypatch):
@@ -57,7 +54,7 @@ def losses_in_float32(folder, nproc=1, **changes):
     job = Job(tiny_run(folder, **NO_SCALARS | changes), folder, nproc, hook=in_float32)
     assert job.wait() == 0, job.err
     log = read_log(folder)
-    found = re.findall(r"^step:(\d)/6 val_loss:\S+ train_loss:(\S+) ", log, re.M)
+    found = re.findall(r"^step:(\d)/6 val_loss:.* train_loss:(\S+)$", log, re.M)
     return val_losses(log) | {f"training, to step {step}": float(loss) for step, loss in found}
 
 
@@ -69,24 +66,10 @@ def one_process(tmp_path_factory):
 @pytest.mark.parametrize("nproc, per_pass", [(1, 4), (2, 1), (4, 1)])
 def test_processes_and_micro_batches_change_no_loss(nproc, per_pass, one_process, tmp_path):
     """With two processes, the 7th and the 8th validation sequence are in different shards."""
-    assert list(one_process) == [0, 2, 4, 6, *(f"training, to step {step}" for step in (2, 4, 6))]
-    assert one_process[0] == INITIAL_LOSS
-    assert one_process[6] < one_process[0] - 1
+    assert list(one_process) == [2, 4, 6, *(f"training, to step {step}" for step in (2, 4, 6))]
+    assert one_process[6] < INITIAL_LOSS - 1
     losses = losses_in_float32(tmp_path, nproc, sequences_per_pass=per_pass)
     assert losses == pytest.approx(one_process, abs=2e-4)
-
-
-def others_on_rank_1():
-    """A hook."""
-    if train_gpt.RANK == 1:
-        train_gpt.SOURCE += "# changed"
-        train_gpt.TRACKS["mini"] = dataclasses.replace(TRACKS["mini"], muon_lr=0.06)
-
-
-def test_ranks_that_differ_are_refused(tmp_path):
-    job = Job(tiny_run(tmp_path), tmp_path, nproc=2, hook=others_on_rank_1)
-    assert job.wait() == 2
-    assert job.err == "error: rank 1 and rank 0 have different source, settings; make them the same\n"
 
 
 @pytest.mark.slow
@@ -97,8 +80,7 @@ def test_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     losses = val_losses(done.stdout)
     assert losses == val_losses(read_log(tmp_path))
-    assert losses[0] == pytest.approx(INITIAL_LOSS, abs=2e-4)
-    assert losses[2] < losses[0] - 0.2
+    assert losses[2] < INITIAL_LOSS - 0.2
     assert done.stdout.count("track mini") == 1
 
 
@@ -157,14 +139,14 @@ def test_plain_run_and_its_log(tmp_path, monkeypatch):
 
     number = r"\d+\.\d{4}"
     times = r" train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
-    losses = rf" val_loss:({number})(?: train_loss:({number}))?"
-    steps = re.findall(rf"^step:(\d)/6(?:{losses})?{times}$", run, re.M)
-    assert [step for step, *_ in steps] == list("012334566")
-    assert [step for step, val_loss, *_ in steps if val_loss] == list("036")
-    assert [step for step, _, train_loss, *_ in steps if train_loss] == list("36")
-    for step, _, _, total, average in steps:
-        assert float(average) == pytest.approx(int(total) / max(1, int(step)), abs=0.51)
-    totals = [int(total) for *_, total, _ in steps]
+    lines = rf"^step:(\d)/6(?: val_loss:({number}))?{times}(?: train_loss:({number}))?$"
+    steps = re.findall(lines, run, re.M)
+    assert [step for step, *_ in steps] == list("12334566")
+    for place in (1, 4):  # the validation loss, the training loss
+        assert [found[0] for found in steps if found[place]] == list("36")
+    for step, _, total, average, _ in steps:
+        assert float(average) == pytest.approx(int(total) / int(step), abs=0.51)
+    totals = [int(total) for _, _, total, *_ in steps]
     assert totals == sorted(totals)
     says = rf"target 5.2: met; val_loss {val_losses(log)[6]:.4f} after \d+\.\d\d s, [\d,]+ tokens/s"
     assert re.fullmatch(says, run.splitlines()[-1])
@@ -208,7 +190,7 @@ def test_only_training_is_timed(tmp_path, monkeypatch):
     argv = tiny_run(tmp_path, "--save_checkpoint", num_iterations=2, val_loss_every=1)
     log = run_here(argv, tmp_path, monkeypatch)
     assert ahead.count(1_000) == 1 + 2  # the warm-up trains, so that it compiles all the run needs
-    assert ahead.count(10_000) == 1 + 3 + 3
+    assert ahead.count(10_000) == 1 + 2 + 2
     times = [int(t) for t in re.findall(r"^step:2/2 .*?train_time:(\d+)ms", log, re.M)]
     assert len(times) == 2
     assert all(2_000_000 <= t < 3_000_000 for t in times), times
@@ -228,7 +210,7 @@ def test_batches_that_a_resumed_run_skips_are_not_timed(monkeypatch):
     monkeypatch.setattr(train_gpt, "evaluate", lambda *args: 1.0)
     monkeypatch.setattr(train_gpt, "train_step", lambda *args: torch.tensor(4.5))
     hp = dataclasses.replace(TRACKS["mini"], num_iterations=4, val_loss_every=0)
-    run = train_gpt.Run(hp, Path(), saves=False, log="", step=3, train_ms=50.0)
+    run = train_gpt.Run(hp, Path(), saves=False, log="", last_seed=0, step=3, train_ms=50.0)
     monkeypatch.setattr(run, "write", lambda *args: None)
     train_gpt.train(run, None, [])
     assert run.train_ms == 50 + 100_000
@@ -281,20 +263,19 @@ ERRORS = {
     "too few training tokens": (dict(num_iterations=13), "12 batches"),
     "too few validation tokens": (dict(val_tokens=17 * 128), "16 batches"),
     "another track's shards": (dict(vocab_size=256, eot_token=0), "token 256"),
-    "bytes on fineweb": (dict(vocab_size=50257, eot_token=50256), "without token 50256"),
     "trained on its validation": (
-        dict(train_files="copy.bin", num_iterations=2),
-        "copy.bin is also a validation shard, or a copy",
+        dict(train_files="tiny_*.bin", num_iterations=2),
+        "tiny_val_000000.bin is a training and a validation shard",
     ),
     "training length": (dict(train_seq_len=64), "--train_seq_len 64"),
     "validation tokens": (dict(val_tokens=1000), "--val_tokens 1000"),
     "no steps": (dict(num_iterations=0), "--num_iterations"),
-    "more layers": (dict(num_layers=6), "layers are 0 to 5, and 5 must have the long window"),
+    "more layers": (dict(num_layers=6), "layers are 0 to 5, and 5 must be in --long_window_layers"),
     "a window of no layer": (dict(long_window_layers="0,2,9"), "layers are 0 to 2"),
     "no such layer": (dict(attn_free_layers="3"), "layers are 0 to 2"),
     "too many tables": (dict(num_value_embeds=2), "at most half of --num_layers"),
     "rotary pairs": (dict(num_heads=3), "--model_dim must be a multiple of 4 times --num_heads"),
-    "a word for a flag": (dict(fp8="0"), "'0'; --help lists all options; a bool is true or false"),
+    "a word for a flag": (dict(fp8="0"), "invalid true_or_false value: '0'; --help lists all options"),
     "unknown option": (dict(num_iteration=3), "--num_iteration=3; --help"),
     "track": (dict(track="nosuch"), "fineweb, mini"),
     "no runs": (dict(num_runs=0), "--num_runs"),
@@ -306,7 +287,6 @@ ERRORS = {
 def test_errors_are_one_line(name, tmp_path, monkeypatch, capsys):
     changes, words = ERRORS[name]
     argv = tiny_run(tmp_path, **changes)
-    shutil.copy(tmp_path / "tiny_val_000001.bin", tmp_path / "copy.bin")
     monkeypatch.chdir(tmp_path)
     status = train_gpt.main(argv)
     out, err = capsys.readouterr()
@@ -337,11 +317,11 @@ def test_a_rank_without_torchrun_ends_with_the_line_of_pytorch(tmp_path):
 
 
 def test_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys):
-    """Its weights are not saved: the checkpoint is that of the validation before."""
+    """Its weights are not saved."""
     argv = tiny_run(tmp_path, "--save_checkpoint", head_lr=3e38)
     monkeypatch.chdir(tmp_path)
     assert_one_line(train_gpt.main(argv), capsys.readouterr().err, "step 2: the loss is not finite")
-    assert read_checkpoint(tmp_path)["run"]["step"] == 0
+    assert not list(tmp_path.rglob("*.pt"))
 
 
 def test_out_of_gpu_memory_is_one_line(tmp_path, monkeypatch, capsys):
@@ -353,12 +333,11 @@ def test_out_of_gpu_memory_is_one_line(tmp_path, monkeypatch, capsys):
     assert_one_line(status, capsys.readouterr().err, words)
 
 
-def test_without_file_locks(tmp_path, monkeypatch, capsys):
-    """As on Lustre without flock: it trains, with a warning."""
+def test_without_file_locks(tmp_path, monkeypatch):
+    """As on Lustre without flock: it trains."""
     no_locks = mock.Mock(side_effect=OSError(38, "Function not implemented"))
     monkeypatch.setattr(train_gpt.fcntl, "flock", no_locks)
     run_here(tiny_run(tmp_path, num_iterations=1), tmp_path, monkeypatch)
-    assert capsys.readouterr().out.startswith("warning: can't lock logs/")
 
 
 # --------------------------------------------------------------- signals
@@ -390,6 +369,5 @@ def test_mini_meets_its_target(tmp_path):
     done = run_script(argv, tmp_path, TORCH_COMPILE_DISABLE="0")
     assert done.returncode == 0, done.stderr[-3000:]
     losses = val_losses(done.stdout)
-    assert losses[0] == pytest.approx(math.log(320), abs=2e-4)
     assert losses[hp.num_iterations] < hp.target_val_loss + 0.005, losses
-    assert len(losses) == 9  # a record needs at least eight after step 0
+    assert len(losses) == 4
