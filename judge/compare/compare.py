@@ -221,7 +221,7 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
         args.base = first_base(args.ledger)
         args.seed = unused_seed(args.ledger)
     base, *ideas = variants = read_variants(args, common, settings)
-    warnings = [NO_SEED] * settings.no_seed + check_measures(args, base, ideas)
+    warnings = check_measures(args, base, ideas) + [NO_SEED] * settings.no_seed
     fewer = more = None
     if not args.loss_per_100_steps and base.num_iterations() is not None:
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
