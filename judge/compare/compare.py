@@ -220,7 +220,7 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         args.base = f"{'.@' if args.command else ''}{first_base(args.ledger)}"
         args.seed = unused_seed(args.ledger)
     base, *ideas = variants = read_variants(args, common)
-    warnings = [NO_SEED] * args.no_seed + check_measures(args, base, ideas)
+    warnings = check_measures(args, base, ideas) + [NO_SEED] * args.no_seed
     fewer = more = None
     if not args.loss_per_100_steps and not (args.command and base.num_iterations() is None):
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)

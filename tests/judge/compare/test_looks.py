@@ -51,7 +51,7 @@ def look(base: Variant, idea: Variant, seed: int, runs: int) -> str:
     for i in range(seed, seed + (runs or 20)):
         for variant in (base, idea):
             end = SimpleNamespace(val_loss=float(variant.losses[i]), step=1)
-            variant.runs[i] = SimpleNamespace(end=end)
+            variant.runs[i] = SimpleNamespace(end=end, steps_made=1)
     rows = ledger.with_answers(c)
     ledger.write_ledger(c.args.ledger, rows)
     return rows[-1]["verdict"]
