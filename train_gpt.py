@@ -743,13 +743,16 @@ def token_checksum(pattern, batch_size, steps, vocab_size):
     count = checksum = 0
     for tokens in itertools.islice(batches, steps):
         last = tokens.max()
-        require(last < vocab_size, f"{pattern} has token {last}, but --vocab_size is {vocab_size}")
+        require(
+            last < vocab_size,
+            f"{pattern} has token {last}: change --vocab_size {vocab_size} and --eot_token, or the data",
+        )
         count += 1
         checksum = zlib.crc32(tokens.numpy(), checksum)
     require(
         count == steps,
-        f"{pattern} has {count} batches of {batch_size} tokens, and the run needs {steps}; "
-        "add shards, or lower --num_iterations or --val_tokens",
+        f"{pattern} has {count} batches of {batch_size} tokens, not {steps}, and none is read twice: add "
+        f"shards, or lower --num_iterations to {count} (of validation shards: --val_tokens)",
     )
     return checksum
 
@@ -903,12 +906,12 @@ def parse_arguments(argv, tracks=TRACKS):
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
     add("--resume", help="a checkpoint; ./run.sh also takes latest, for the newest unfinished run")
     for entry in fields(tracks["fineweb"]):
-        defaults = {track: getattr(hp, entry.name) for track, hp in tracks.items()}
+        defaults = [f"{track} {getattr(hp, entry.name)}" for track, hp in tracks.items()]
         add(
             f"--{entry.name}",
             type=PARSERS[entry.type],
             metavar=entry.type.__name__,
-            help=f"{entry.metadata.get('text', '')} {defaults}".replace("%", "%%"),
+            help=f"{entry.metadata.get('text', '')}; {', '.join(defaults)}".replace("%", "%%"),
             default=argparse.SUPPRESS,
         )
     args = parser.parse_args(argv)
@@ -927,7 +930,11 @@ def parse_arguments(argv, tracks=TRACKS):
 
 def build_model(hp: Hyperparameters):
     torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
-    return GPT(hp).to(DEVICE)  # the same on all ranks
+    model = GPT(hp).to(DEVICE)  # the same on all ranks
+    for name, module in model.named_modules():
+        mixed = type(module) is nn.Linear and module.weight.dtype != DTYPE
+        require(not mixed, f"{name}: nn.Linear doesn't take activations in {DTYPE}; use CastedLinear")
+    return model
 
 
 def build_optimizers(model, hp: Hyperparameters):
@@ -951,6 +958,7 @@ def build_optimizers(model, hp: Hyperparameters):
 def parameter_table(model, optimizers):
     """Returns a line for each parameter (one for all blocks). Raises InputError unless each that is
     trained is in exactly one optimizer."""
+    require(isinstance(optimizers, list), "build_optimizers must return a list, also of one optimizer")
     lines = []
     for name, p in model.named_parameters():
         found = []
@@ -1088,7 +1096,8 @@ def add_gradients(model, tokens, step, hp: Hyperparameters):
         is_last = i == len(passes)
         with summed_gradients(model) if is_last else contextlib.nullcontext():
             # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
-            # sequences. Muon ignores its scale, and so does Adam, up to its epsilon.
+            # sequences. Muon ignores its scale, and so does Adam, up to its epsilon. Its norm is about
+            # train_seq_len times that of the mean loss: clipping at 1.0 would clip each step.
             (loss / num_sequences).backward()
         total += loss.detach()
     return total / inputs.numel()
@@ -1120,6 +1129,16 @@ def evaluate(model, window, hp: Hyperparameters):
     mine = itertools.islice(sequences, RANK, hp.val_tokens // hp.val_seq_len, WORLD_SIZE)
     sums = [model(*to_batch(tokens, hp.val_seq_len), window) for tokens in mine]
     return mean_of_ranks([loss / hp.val_seq_len for loss in sums])
+
+
+def warn_of_untrained_rows(run, model, initial):
+    """Names matrices of which the warm-up has changed only some rows, such as learned positions beyond
+    --train_seq_len. `initial` has the weights before it."""
+    for name, p in model.named_parameters():
+        if parameter_kind(name, p) == "matrix":
+            count = (p == initial[name]).flatten(1).all(1).sum()
+            if 0 < count < len(p):
+                run.write(f"warning: {name}: {count} of {len(p)} rows got no gradient in the warm-up")
 
 
 def warm_up(model, hp: Hyperparameters):
@@ -1164,7 +1183,7 @@ def describe_machine():
         f"Variables: {re.sub('[^ =:]*/', '', variables)}\n"  # without folders
     )
     if ON_GPU:
-        tables = re.split(r"\n\s*\n", subprocess.getoutput("nvidia-smi"))  # of GPUs, and of processes
+        tables = re.split(r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi"))  # of GPUs, and of processes
         return software + tables[0]  # a process may have a user's name in its path
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
     march = os.getenv("TORCHINDUCTOR_CPP_MARCH", "native")
@@ -1209,6 +1228,7 @@ class Run:
     step: int = 0
     train_ms: float = 0.0
     train_loss: float | None = None  # the mean of the steps between the last two validations
+    extra: dict = field(default_factory=dict)  # for state of your own, such as an average of weights
 
     def open(self):
         """Writes the log so far. Locks it: a second process must not resume the same run."""
@@ -1226,19 +1246,17 @@ class Run:
         self.file.write(self.log)
         print(f"track {self.hp.track} on {DEVICE.type}; log: {self.path}", flush=True)
 
-    def write(self, line, end="\n"):
-        """With end="  \\r", the next line replaces this one on a terminal."""
+    def write(self, line):
         if RANK > 0:
             return
-        print(line, end=end if sys.stdout.isatty() else "\n", flush=True)
+        print(line, flush=True)  # launch/terminal.py makes a bar of it
         self.log += line + "\n"
         self.file.write(line + "\n")
 
-    def write_step(self, val_loss="", train_loss="", end="\n"):
+    def write_step(self, val_loss="", train_loss=""):
         self.write(
             f"step:{self.step}/{self.hp.num_iterations}{val_loss} train_time:{self.train_ms:.0f}ms "
-            f"step_avg:{self.train_ms / max(self.step, 1):.2f}ms{train_loss}",
-            end,
+            f"step_avg:{self.train_ms / max(self.step, 1):.2f}ms{train_loss}"
         )
 
     def write_result(self, val_loss, tokens):
@@ -1247,18 +1265,18 @@ class Run:
                 f"peak memory allocated: {torch.cuda.max_memory_allocated() // 2**20} MiB "
                 f"reserved: {torch.cuda.max_memory_reserved() // 2**20} MiB"
             )
-        verdict = "met" if val_loss <= self.hp.target_val_loss else "not met"
+        verdict = "met" if val_loss <= self.hp.target_val_loss else f"not met in {self.step} steps"
         self.write(
             f"target {self.hp.target_val_loss}: {verdict}; val_loss {val_loss:.4f} "
             f"after {self.train_ms / 1000:.2f} s, {1000 * tokens / self.train_ms:,.0f} tokens/s"
         )
 
 
-SAVED = ("log", "last_seed", "step", "train_ms", "train_loss")  # of a Run, in its checkpoint
+SAVED = ("log", "last_seed", "step", "train_ms", "train_loss", "extra")  # of a Run, in its checkpoint
 
 
 def save_checkpoint(run, model, optimizers):
-    """Writes RUN.pt beside the log. Call it on all ranks. There is no random state to save."""
+    """Writes RUN.pt beside the log. Call it on all ranks. Random numbers need no state (see train)."""
     checkpoint = dict(
         run={name: getattr(run, name) for name in SAVED},
         settings=asdict(run.hp),
@@ -1324,6 +1342,8 @@ def start_run(args, hp: Hyperparameters, source, data_checksums, checkpoint, tab
         saved = dict(log=log_header(source, hp, table, shards), last_seed=args.last_seed)
     require(shards in saved["log"], "--resume: the shards have changed; use the old ones")
     run = Run(hp, path.with_suffix(".txt"), args.save_checkpoint, **saved)
+    if checkpoint:
+        run.log += f"{describe_machine()}\n"
     run.open()
     return run
 
@@ -1332,7 +1352,7 @@ def load_states(checkpoint, run, model, optimizers):
     model.load_state_dict(checkpoint["model"])
     for optimizer, state in zip(optimizers, checkpoint["optimizers"]):
         optimizer.load_state_dict(state)
-    run.write(f"{describe_machine()}\nresume: from step {run.step}, on {WORLD_SIZE} processes")
+    run.write(f"resume: from step {run.step}, on {WORLD_SIZE} processes")
 
 
 # -----------------------------------------------------------------------------
@@ -1356,6 +1376,8 @@ def train(run, model, optimizers):
             run.train_ms = train_ms
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
             save_and_log(run, model, optimizers, val_loss, train_losses)
+            # Random numbers, such as those of dropout, then are the same in a resumed run
+            torch.manual_seed(hp.seed + step)
             start_ms = clock()
         if last_step:
             break
@@ -1363,7 +1385,7 @@ def train(run, model, optimizers):
         train_losses.append(train_step(model, optimizers, next(batches), step, hp))
         run.step += 1
         run.train_ms = train_ms + 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
-        run.write_step(end="  \r")
+        run.write_step()
     run.write_result(val_loss, hp.batch_tokens * run.step)
 
 
@@ -1378,6 +1400,12 @@ def check_inputs(args, hp: Hyperparameters):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     check_files(hp)
+    first = read_tokens(find_shards(hp.val_files)[0], 0, 1)[0]
+    require(
+        hp.eot_token in (first, -1),
+        f"{hp.val_files} begins with token {first}, so --eot_token {hp.eot_token} begins no documents; "
+        "name the token that does, or -1 if none does",
+    )
     val_steps = hp.val_tokens // hp.val_seq_len
     return [
         token_checksum(hp.train_files, hp.batch_tokens, hp.num_iterations, hp.vocab_size),
@@ -1401,7 +1429,9 @@ def train_runs(argv):
         table = parameter_table(model, optimizers)
         run = start_run(args, hp, SOURCE, checksums, checkpoint, table)
         warm_up(model, hp)
-        model.load_state_dict(build_model(hp).state_dict())  # the initial weights of this seed
+        initial = build_model(hp).state_dict()  # of this seed
+        warn_of_untrained_rows(run, model, initial)
+        model.load_state_dict(initial)
         if checkpoint:
             load_states(checkpoint, run, model, optimizers)
         train(run, model, optimizers)

@@ -1,7 +1,7 @@
 """
 Loads a saved model of train_gpt.py or of recipes/gpt2.py, or OpenAI's GPT-2, and generates text.
 
-    model = load("logs/RUN.pt")   # or load("gpt2-xl")
+    model = load("logs/RUN.pt")   # or load("latest"), load("gpt2-xl")
     for tokens in generate(model, prompt, 100):
         ...
 
@@ -11,12 +11,15 @@ Each new token takes a forward pass over the whole text, by the code that traine
 key/value cache.
 """
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import train_gpt  # before torch: it sets variables that torch reads
 from data.gpt2_bpe import gpt2_encoding
+from lib.processes import ROOT
 from recipes import openai_gpt2
 from recipes import gpt2
 from train_gpt import BLOCK_SIZE, DEVICE, InputError, require
@@ -25,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 MAX_CONTEXT = 4096  # tokens of train_gpt.py's models: fineweb's validation sequences are very long
-MODEL_HELP = "a RUN.pt, or gpt2, gpt2-medium, gpt2-large or gpt2-xl"
+MODEL_HELP = "a RUN.pt, a folder with some, or gpt2, gpt2-medium, gpt2-large or gpt2-xl"
 
 
 @dataclass
@@ -84,14 +87,29 @@ def text_model(module, codec):
     return TextModel(module.eval().to(DEVICE).logits, context, hp.vocab_size, eot, *codec)
 
 
+def find_file(name):
+    """Returns the newest RUN.pt of a folder, which is beside its log, or the name of a file as it is. "latest"
+    is the folder logs."""
+    folder = ROOT / "logs" if name == "latest" else Path(name)
+    if not folder.is_dir():
+        return name
+    ours = [path for path in folder.glob("*.pt") if path.with_suffix(".txt").exists()]
+    newest = max(ours, key=os.path.getmtime, default=None)
+    require(newest, f"{folder} has no RUN.pt; ./run.sh trains a model")
+    print(f"the model of {os.path.relpath(newest)}", file=sys.stderr)
+    return newest
+
+
 def read_file(name):
     """Returns the settings and the weights of a RUN.pt."""
     require(Path(name).is_file(), f"{name}: no such file; the model can be {MODEL_HELP}")
     try:  # with mmap, the optimizers' state isn't read
         checkpoint = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
         return checkpoint["settings"], checkpoint["model"]
+    except (LookupError, TypeError):
+        raise InputError(f"{name} isn't a RUN.pt: it lacks the entries settings and model")
     except Exception as e:  # corrupt files raise many exception types
-        raise InputError(f"{name} is damaged or no saved model ({type(e).__name__})")
+        raise InputError(f"{name} is damaged, or no saved model ({type(e).__name__})")
 
 
 def load(name, offline=False):
@@ -100,6 +118,7 @@ def load(name, offline=False):
         text = codec(50257)  # before the weights, which take longer
         _, hp = gpt2.parse_arguments(["--track=fineweb", f"--init_from={name}"])
         return text_model(gpt2.build_model(hp), text)
+    name = find_file(name)
     settings, weights = read_file(name)
     require(
         "seq_lens" not in settings,

@@ -1,7 +1,8 @@
 """
 Samples text from a saved model and prints it as it is generated.
 
-    ./run.sh sample logs/RUN.pt --prompt "To be, or not to be" --n 3
+    ./run.sh sample --prompt "To be, or not to be" --n 3    # the model of the newest run
+    ./run.sh sample logs/RUN.pt
     ./run.sh sample gpt2-xl        # OpenAI's weights, from the Hugging Face hub
 
 All n texts are generated together, as one batch. The first one is printed token by token, the others
@@ -38,7 +39,7 @@ def printable(text):
 def parse_arguments(argv):
     parser = command_parser("sample", __doc__)
     add = parser.add_argument
-    add("model", help=models.MODEL_HELP)
+    add("model", nargs="?", default="latest", help=f"{models.MODEL_HELP}; default: the newest in logs")
     add("--prompt", metavar="TEXT", help="beginning of each text; default: by vocabulary")
     add("--n", type=whole_number, default=1, help="number of texts; default: 1")
     add(

@@ -1,6 +1,7 @@
 """What each command does in the same way: a user's error, signals, and options."""
 
 import argparse
+import difflib
 import math
 import os
 import signal
@@ -51,14 +52,32 @@ def run_command(main, *more_errors: type[Exception]) -> None:
     sys.exit(status)
 
 
+def did_you_mean(word: str, names: Collection[str]) -> str:
+    """Names what the user may have meant, such as "; did you mean sample?". "" if no name is like it."""
+    word = word.strip("-")
+    longer = [name for name in names if word in name]
+    close = (longer or difflib.get_close_matches(word, names))[:6]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
 def command_parser(command: str, description: str) -> argparse.ArgumentParser:
     """The parser of a command of run.sh, whose --help shows the description as it is."""
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"./run.sh {command}",
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    fail = parser.error
+
+    def error(message):
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        if unknown.startswith("--"):
+            message += did_you_mean(unknown.split()[0], parser._option_string_actions)
+        fail(message)
+
+    parser.error = error
+    return parser
 
 
 def join_values(argv: list[str], names: Collection[str]) -> list[str]:

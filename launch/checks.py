@@ -29,7 +29,7 @@ except ImportError as e:  # of a package that an idea needs
     sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
 from data.datasets import get_data
-from judge.commands import join_values
+from judge.commands import did_you_mean, join_values
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from judge.environment import environment
 from judge.processes import output_of
@@ -189,8 +189,12 @@ def most_processes(script, hp, gpus):
 
 
 def latest_checkpoint(folder):
-    """Returns the newest unfinished run's, or None."""
-    unfinished = [path for path in Path(folder).glob("*.pt") if not train_gpt.is_finished(path)]
+    """Returns the newest unfinished run's, or None. A checkpoint of ours is beside its log."""
+    unfinished = [
+        path
+        for path in Path(folder).glob("*.pt")
+        if path.with_suffix(".txt").exists() and not train_gpt.is_finished(path)
+    ]
     return max(unfinished, key=os.path.getmtime, default=None)
 
 
@@ -227,9 +231,7 @@ def check_run(mode, script, options):
     if mode == "record":  # the curve of a record needs eight validations
         more.append(f"--val_loss_every={min(hp.val_loss_every, hp.num_iterations // 8)}")
     get_data(sys.executable, vars(hp))
-    if mode == "prepare":
-        with contextlib.suppress(OSError):  # the run will say so
-            script.check_inputs(args, hp)
+    script.check_inputs(args, hp)  # before anything slow
     variables = {} if gpus else environment(processes) | check_compiler(processes)
     right = "TORCH_COMPILE_DISABLE" not in variables
     compiled = "compiled" if train_gpt.COMPILED and right else "not compiled"
@@ -279,6 +281,13 @@ def check_comparison(words):
     return dict(environment=check_compiler(1))
 
 
+def meant_option(message):
+    """Returns what the user may have meant by an option that doesn't exist, or ""."""
+    unknown = re.search("unrecognized arguments: (--[^ =;]+)", message)
+    names = [f"--{setting.name}" for setting in dataclasses.fields(train_gpt.Hyperparameters)]
+    return did_you_mean(unknown[1], names) if unknown else ""
+
+
 def main(argv):
     file, mode, *words = argv
     try:
@@ -294,8 +303,8 @@ def main(argv):
             found = check_run(mode, importlib.import_module(words[0]), words[1:])
         Path(file).write_text(json.dumps(found), encoding="utf-8")
         return 0
-    except (InputError, ImportError) as e:
-        print(f"error: {e}", file=sys.stderr)
+    except (InputError, ImportError, OSError) as e:
+        print(f"error: {e}{meant_option(str(e))}", file=sys.stderr)
         return 2
 
 

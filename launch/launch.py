@@ -34,7 +34,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # instead of launch/
 
 from data.datasets import DATASETS, get_data
-from judge.commands import UserError
+from judge.commands import UserError, did_you_mean
 from judge.processes import has_nvidia_gpu, output_of
 from lib.processes import (
     ROOT,
@@ -161,7 +161,7 @@ def missing_packages(path, folders):
     lines = []
     for folder in [".", *folders]:
         lines += Path(ROOT, folder, "requirements.txt").read_text().splitlines()
-    requirements = [line.partition("#")[0].strip() for line in lines]
+    requirements = dict.fromkeys(line.partition("#")[0].strip() for line in lines)
     return [line for line in requirements if not version_of(line.partition("==")[0], path)]
 
 
@@ -291,13 +291,27 @@ def prepare(command, needs):
     return status
 
 
-def train_and_sample(command, needs):
-    """Trains, and lets the model write a short text. Returns the exit status of the training."""
+def checkpoints(folder):
+    """Returns the time and the path of each checkpoint in a folder."""
+    return {(path.stat().st_mtime_ns, path) for path in Path(ROOT, folder).glob("*.pt")}
+
+
+def train_and_sample(command, needs, same):
+    """Trains, and lets the model write a short text. Returns the exit status of the training. `same` is how
+    a command begins that continues it."""
     say(f"training {needs['text']}")
-    say("before the first step, compiling may take a minute or two")
-    Stopped.advice = "to continue from the last validation, add --resume latest"
+    if not sys.stdout.isatty():  # there, the seconds are shown
+        say("before the first step, compiling may take a minute or two")
     words = [command[0], "-m", "launch.train_and_sample", *command[2:], "--save_checkpoint"]
-    status = run_ranks(words, needs["processes"], cwd=ROOT)
+    before = checkpoints(needs["log_dir"])
+    try:
+        status = run_ranks(words, needs["processes"], cwd=ROOT)
+    except Stopped as stopped:
+        saved = checkpoints(needs["log_dir"]) - before
+        stopped.advice = "nothing is saved yet; run the same command again"
+        if saved:
+            stopped.advice = f"continue with {same} --resume {os.path.relpath(max(saved)[1])}"
+        raise
     if status == 0:
         print(NEXT, end="")
     return status
@@ -358,8 +372,18 @@ def split_command(argv):
         if name in COMMANDS:
             return name, argv[count:]
     if argv and not argv[0].startswith("-"):
-        raise UserError(f"there is no command {' '.join(argv[:2])}; ./run.sh --help lists them")
+        meant = did_you_mean(argv[0], COMMANDS)
+        raise UserError(f"there is no command {name}{meant or '; ./run.sh --help lists them'}")
     return "train", argv
+
+
+def make_cache_folder():
+    """Importing torch._dynamo makes this folder, too, but not its error in one line."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        os.makedirs(folder or ".", exist_ok=True)
+    except OSError as e:
+        raise UserError(f"TORCHINDUCTOR_CACHE_DIR: {e}; name a folder that can be made, or unset it")
 
 
 def launch(argv):
@@ -368,6 +392,7 @@ def launch(argv):
     if dropped:
         say(f"ignored: {', '.join(dropped)}")
     name, words = split_command(list(map(at_home, argv)))
+    make_cache_folder()
     args, words = parse(name, words)
     if args.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -392,7 +417,12 @@ def launch(argv):
             return run([python, "-m", module, "--help"], cwd=ROOT)
         needs = check_machine(python, name, module, *words)
         command = [python, "-m", module, *words, *needs["options"]]
-        return prepare(command, needs) if name == "prepare" else train_and_sample(command, needs)
+        if name == "prepare":
+            return prepare(command, needs)
+        chosen = [
+            f" --{name} {getattr(args, name)}" for name in ("device", "recipe") if getattr(args, name)
+        ]
+        return train_and_sample(command, needs, f"./run.sh{''.join(chosen)}")
     command = command_line(name, python, words)
     if name in ("compare", "screen") and not (wants_help or theirs):
         check_machine(python, name, *words)

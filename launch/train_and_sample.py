@@ -5,10 +5,13 @@ process: importing PyTorch once more would take seconds.
     python -m launch.train_and_sample SCRIPT [OPTIONS...]
 """
 
+import contextlib
 import importlib
 import os
 import sys
 from pathlib import Path
+
+from launch import terminal
 
 
 def write_sample(script, options):
@@ -27,8 +30,12 @@ def write_sample(script, options):
 
 def main(argv):
     name, *options = argv
-    script = importlib.import_module(name)
-    status = script.main(options)
+    watched = sys.stdout.isatty() and int(os.getenv("RANK") or 0) == 0
+    with terminal.watched() if watched else contextlib.nullcontext() as screen:
+        script = importlib.import_module(name)
+        status = script.main(options)
+    if watched and status == 0:
+        terminal.draw(screen.log)
     if status == 0 and script.RANK == 0:
         write_sample(script, options)
     return status

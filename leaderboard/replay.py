@@ -35,15 +35,19 @@ def write_sources(log: Log, folder: Path) -> None:
     """Writes each source under its name, into a new folder. Raises UserError.
 
     The names come out of the log, perhaps a stranger's. So this raises UserError if one leads out of
-    the folder.
+    the folder, or if two are the same.
     """
     for name, _ in log.sources:
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{log.path}: contains a source named {name}, outside of the folder")
     with new_folder(folder) as made:
         for name, text in log.sources:
-            (made / name).parent.mkdir(parents=True, exist_ok=True)
-            (made / name).write_bytes(text)
+            try:
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                with open((made / name).resolve(), "xb") as file:
+                    file.write(text)
+            except (FileExistsError, NotADirectoryError):
+                raise UserError(f"{log.path}: contains several sources named {name}") from None
 
 
 def processes_of(log: Log) -> int:

@@ -256,8 +256,8 @@ def judge_runs(logs: list[Log], target: float | None = None, prior: list[Log] = 
     reasons += judge_losses(summary, target)
     if prior:
         reasons += judge_prior(logs, prior)
-        same_hardware = {log.hardware for log in logs} == {log.hardware for log in prior}
-        if same_hardware and final_times(logs) and final_times(prior):
+        ours, theirs = [{(log.hardware, log.limits) for log in side} for side in (logs, prior)]
+        if ours == theirs and final_times(logs) and final_times(prior):
             verdict.comparison = compare_times(logs, prior)
             reasons += judge_times(verdict.comparison, logs[0].track)
     return verdict

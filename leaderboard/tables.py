@@ -30,8 +30,7 @@ def table_row(log: Log) -> tuple[str, ...]:
 
 def machines(logs: list[Log]) -> list[str]:
     """Those of the runs, each once."""
-    found = [f"{log.hardware or 'unknown hardware'}, PyTorch {log.torch or '?'}" for log in logs]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(log.machine for log in logs))
 
 
 def print_wrapped(text: str, indent: str = "", later_indent: str = "") -> None:

@@ -381,7 +381,7 @@ def train(run, model, optimizer):
         train_losses.append(train_step(model, optimizer, next(batches), step, hp))
         run.step += 1
         run.train_ms = train_ms + 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
-        run.write_step(end="  \r")
+        run.write_step()
     run.write_result(val_loss, hp.batch_tokens * run.step)
 
 

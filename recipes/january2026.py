@@ -1124,7 +1124,7 @@ def train(run, model, optimizers):
         train_step(model, optimizers, next(batches), step, hp)
         run.step += 1
         run.train_ms = train_ms + 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
-        run.write_step(end="  \r")
+        run.write_step()
     tokens = sum(hp.num_sequences * get_seq_len(step, hp) for step in range(run.step))
     run.write_result(val_loss, tokens)
 

@@ -55,7 +55,7 @@ def required(folder):
 def test_requirements_name_what_is_imported():
     before = [ROOT / "launch/launch.py", ROOT / "data/datasets.py", *(ROOT / "lib").glob("*.py")]
     assert packages(*before) == set()  # they run before there are packages
-    names = "train_gpt.py launch/checks.py data/shakespeare.py data/fineweb.py evals/models.py evals/sample.py"
+    names = "train_gpt.py launch/checks.py launch/terminal.py data/shakespeare.py data/fineweb.py evals/models.py evals/sample.py"
     always = [ROOT / name for name in names.split()]
     for folder in ("recipes", "gpu"):
         always += (ROOT / folder).glob("*.py")

@@ -19,6 +19,7 @@ from judge.logs.taking_turns import p_faster
 from judge.text import p_text, short, table, wrap
 
 NO_INTERVAL = "no interval yet"
+NO_SEED = "With --no_seed, all runs may start from the same weights, and the answer may be about these."
 
 
 # -----------------------------------------------------------------------------
@@ -49,7 +50,7 @@ def time_in_words(effect: Effect) -> list[str]:
     if steps is None or effect.verdict == "not worth it":
         return []
     if effect.verdict == "undecided":
-        return [f"It changes the steps by {interval_in_words(steps)}."] if steps.half < math.inf else []
+        return [f"It changes the steps by {interval_in_words(steps)}."] if steps.high < math.inf else []
     more = "fewer" if steps.value < 0 else "more"
     return [f"It needs {percent(steps.value).lstrip('+-')} {more} steps for the same loss."]
 
@@ -60,8 +61,11 @@ def percent(log_ratio: float) -> str:
 
 
 def interval_in_words(change: Estimate) -> str:
-    low, high = change.bounds()
-    return f"{percent(low)} to {percent(high)}" if high < math.inf else NO_INTERVAL
+    return f"{percent(change.low)} to {percent(change.high)}" if change.high < math.inf else NO_INTERVAL
+
+
+def losses_in_words(change: Estimate) -> str:
+    return f"{change.low:+.4f} to {change.high:+.4f}" if change.high < math.inf else NO_INTERVAL
 
 
 def number_lines(effect: Effect) -> list[str]:
@@ -70,9 +74,8 @@ def number_lines(effect: Effect) -> list[str]:
     steps = None
     if effect.verdict != "identical":
         steps = effect.steps
-        low, high = effect.difference.bounds()
-        interval = f"{low:+.4f} to {high:+.4f}" if high < math.inf else NO_INTERVAL
         name = "loss at equal steps" if effect.own_steps == 1 else "last loss"
+        interval = losses_in_words(effect.difference)
         rows.append((name, f"{effect.difference.value:+.4f}", interval))
     for name, change in [("steps to the same loss", steps), ("time of a step", effect.step_time)]:
         if change is not None:
@@ -111,13 +114,26 @@ def other_steps(name: str, steps: int | None, base_steps: int, has_slope: bool) 
     return [f"{sentence}."]
 
 
-def far_in_words(name: str, losses: list[float], labels: list) -> list[str]:
-    """A warning about runs of a variant that are far from its others."""
-    far = [str(labels[i]) for i in far_from_others(losses)]
-    if not far:
-        return []
-    where = f"{', '.join(far)} of {short(name, 30)} ended far from its other runs"
-    return [f"Warning: {where}; look at the logs, because failed runs can mislead."]
+def warnings_in_words(sides: dict[str, dict[str, float]]) -> list[str]:
+    """About runs that are far from the others of their side, and about a side whose losses vary much less than
+    those of another one. `sides` has losses by the names of the runs."""
+    warnings = []
+    sds = {}
+    for side, losses in sides.items():
+        name = short(side, 30)
+        labels = list(losses)
+        far = [labels[i] for i in far_from_others(list(losses.values()))]
+        near = [loss for label, loss in losses.items() if label not in far]
+        if far:
+            where = f"{', '.join(far)} of {name} ended far from its other runs"
+            warnings.append(f"Warning: {where}; look at the logs, because failed runs can mislead.")
+        if len(near) > 2:
+            sds[name] = statistics.stdev(near)
+    for name, sd in sds.items():
+        if sd < max(sds.values()) / 10:
+            less = f"the losses of {name} vary less than a tenth as much as the others (sd {sd:.1e})"
+            warnings.append(f"Warning: {less}; look whether its seed takes effect.")
+    return warnings
 
 
 def slope_in_words(slope: Slope | None) -> str:

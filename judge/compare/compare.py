@@ -27,7 +27,7 @@ REVISION:recipes/NAME.py. It runs in a copy of the repository's files, so later 
 
 With --command, compare trains anyone's script, for example the current one of modded-nanogpt:
 
-    ./run.sh compare --command "torchrun --standalone --nproc_per_node=1 train_gpt.py"
+    ./run.sh compare --no_seed --command "torchrun --standalone --nproc_per_node=1 train_gpt.py"
                      --base ../modded-nanogpt --idea ../modded-nanogpt@my-branch
 
 SOURCE is then PATH, a folder of a git repository, or PATH@REVISION, or a patch to the base, with or
@@ -35,7 +35,8 @@ without options. The command runs in a copy of that folder. What git ignores in 
 is one command. Its log is the file that it writes below logs/, or else its output. Its losses stand in
 lines like step:S/N val_loss:L, and its times are train_time:Tms in the same lines. --metric judges
 another number than the validation loss; docs/compare.md says which lines are read. {seed} in the command
-becomes the seed, and {options} those of the base or the idea.
+becomes the seed, and {options} those of the base or the idea. A run counts only with a seed of its own, which
+takes effect. A command without {seed} needs --no_seed.
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:
 
@@ -45,7 +46,8 @@ A loop of ideas, decided by --gate, ends with --confirm: the first base of the l
 tree, with new seeds.
 
 Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
-You may look as often as you like: that doesn't make a wrong answer more likely. Finished runs are
+You may look as often as you like: that doesn't make a wrong answer more likely. Other tests of the same
+idea, with another --seed or --runs, share its error, as long as they have the same ledger. Finished runs are
 kept in logs/compare/runs/, which you may delete. Later comparisons reuse a run if all that it could
 read is still the same.
 
@@ -58,10 +60,20 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.logs.comparable import judged_in_words, settle_metric
+from judge.logs.comparable import judged_in_words, settle_metric, steps_in_words
 from judge.runs import make as compare_runs
 from judge.compare.finished_logs import compare_logs
-from judge.compare.ledger import add_to_ledger, first_base, loop_in_words, read_ledger, unused_seed
+from judge.compare.ledger import (
+    Row,
+    first_base,
+    loop_in_words,
+    read_ledger,
+    seeds_of_other_tests,
+    unused_seed,
+    with_answers,
+    write_ledger,
+)
+from judge.compare.measuring import touches_measure
 from judge.compare.pairs import (
     Comparison,
     answer_needs_slope,
@@ -82,12 +94,13 @@ from judge.runs.sources import (
 )
 from judge.compare.step_times import measure_times, read_times, steps_to_time, times_are_in_logs
 from judge.compare.answer import (
+    NO_SEED,
     answer_in_words,
-    far_in_words,
     end_as_json,
     other_steps,
     record_lines,
     slope_in_words,
+    warnings_in_words,
 )
 from judge.stats.decide import SLOPE_FACTOR, Effect
 from judge.commands import (
@@ -102,9 +115,9 @@ from judge.commands import (
     whole_number,
 )
 from judge.files import write_file
-from judge.text import as_json, p_text, plural, short
+from judge.text import as_json, p_text, plural, short, wrap
 
-TOO_EARLY = "too early for an answer: an idea needs two pairs of runs."
+TOO_EARLY = "too early for an answer; it takes 2 pairs, or --runs N."
 
 # -----------------------------------------------------------------------------
 # Arguments
@@ -188,14 +201,26 @@ def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
     return variants
 
 
+def check_measures(args: argparse.Namespace, base: Variant, ideas: list[Variant]) -> list[str]:
+    """Lines about ideas that touch what measures. With --gate, raises UserError."""
+    found = []
+    for idea in ideas:
+        if what := touches_measure(base, idea, args.metric):
+            found.append(f"{idea.name} changes what measures the loss ({short(what, 80)})")
+    if found and args.gate:
+        raise UserError(f"{found[0]}, so --gate doesn't judge it")
+    return [f"Warning: {text}. Then a lower loss says nothing." for text in found]
+
+
 def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison:
     """Raises UserError."""
     args.ledger = args.ledger or compare_runs.FOLDER / "ledger.tsv"
-    read_ledger(args.ledger)  # what is wrong with it is said before the runs
+    write_ledger(args.ledger, read_ledger(args.ledger))  # what is wrong is said before the runs
     if args.confirm:
         args.base = f"{'.@' if args.command else ''}{first_base(args.ledger)}"
         args.seed = unused_seed(args.ledger)
     base, *ideas = variants = read_variants(args, common)
+    warnings = [NO_SEED] * args.no_seed + check_measures(args, base, ideas)
     fewer = more = None
     if not args.loss_per_100_steps and not (args.command and base.num_iterations() is None):
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
@@ -207,7 +232,10 @@ def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison
         print(f"training again, because {changed}", file=sys.stderr)
     trained = [base, *ideas] if args.runs else variants
     check_settings(trained, args.nproc_per_node, check_data=True)
-    return Comparison(args, pool, base, ideas, fewer, more)
+    c = Comparison(args, pool, base, ideas, fewer, more, warnings)
+    for idea in ideas:
+        idea.before = seeds_of_other_tests(c, idea)
+    return c
 
 
 # -----------------------------------------------------------------------------
@@ -234,41 +262,45 @@ def make_all_runs(c: Comparison) -> None:
 
 
 def test_in_words(c: Comparison, effects: list[Effect]) -> str:
+    other_tests = any(idea.before for idea in c.ideas)
+    bounds = "In parentheses: bounds, each of them wrong at most 1 time in 100"
+    if c.args.runs and not other_tests:
+        bounds = "In parentheses: 99% confidence intervals"
     if len(c.ideas) > 1:
         pairs = ", ".join(f"{short(effect.name, 30)} {effect.n}" for effect in effects)
-        together = f"intervals with 99% confidence for all {len(c.ideas)} ideas together"
-        return f"Pairs of runs: {pairs}. In parentheses: {together}."
+        return f"Pairs of runs: {pairs}. {bounds}, for all {len(c.ideas)} ideas together."
     (effect,) = effects
     test = f"one-sided p = {p_text(effect.p)}, however often you look"
-    if c.args.runs:
+    if other_tests:
+        test += ", after other tests of this idea, so all its pairs count, and p must be below 0.005"
+    elif c.args.runs:
         test = f"p = {p_text(effect.p)} by a {'paired' if c.paired else 'Welch'} t-test, for one look"
-        if effect.n < c.args.runs:
-            test = f"but the test is for {c.args.runs}"
-    return f"{effect.n} pairs of runs, {test}. In parentheses: 99% confidence intervals."
+    return f"{effect.n} pairs of runs, {test}. {bounds}."
 
 
-def facts_in_words(c: Comparison) -> list[str]:
+def facts_in_words(c: Comparison, ledger: list[Row]) -> list[str]:
     """Sentences for the end of the answer."""
     facts = c.pool.facts
     per = "run" if facts["processes"] == 1 else "process"
     threads = f"{plural(facts['threads'], 'thread')} per {per}"
     slope = c.slope()
     sentences = [slope_in_words(slope)]
-    if c.steps(c.base) == 1:
+    if clock := steps_in_words({v.name: list(v.runs.values()) for v in [c.base, *c.ideas]}):
+        sentences = clock
+    elif c.steps(c.base) == 1:
         sentences = ["Steps are unknown: the logs have none."]
     elif c.fewer is None and slope is None:
         sentences = [
             "Steps are unknown: give --loss_per_100_steps, or --num_iterations N {options} in the command."
         ]
-    if not c.paired:
-        sentences.append("The runs of a pair share no seed.")
     sentences.append(judged_in_words(list(c.base.runs.values())))
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
+    sides = {}
     for variant in [c.base, *c.ideas]:
-        seeds = sorted(variant.runs)
-        losses = [variant.runs[seed].end.val_loss for seed in seeds]
-        sentences += far_in_words(variant.name, losses, [f"seed {seed}" for seed in seeds])
+        runs = sorted(variant.runs.items())
+        sides[variant.name] = {f"seed {seed}": log.end.val_loss for seed, log in runs}
+    sentences += warnings_in_words(sides)
     for idea in c.ideas:
         sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), slope is not None)
         timed = len(idea.timed)
@@ -276,7 +308,7 @@ def facts_in_words(c: Comparison) -> list[str]:
             sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
     if any(log.uncompiled for variant in c.variants for log in variant.runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
-    sentences += [*c.notes, *loop_in_words(c.args.ledger)]
+    sentences += [*c.notes, *loop_in_words(ledger)]
     sentences.append(f"{facts['machine']}; {threads}, PyTorch {facts['torch']}.")
     return sentences
 
@@ -299,16 +331,19 @@ def comparison_as_json(c: Comparison) -> bytes:
     return as_json(found)
 
 
-def answer_lines(c: Comparison) -> list[str]:
+def answer_lines(c: Comparison, ledger: list[Row]) -> list[str]:
     effects = c.effects()
     if c.args.gate:
         verdict = effects[0].verdict if effects else "undecided"
-        return [verdict, *loop_in_words(c.args.ledger)]
+        return [verdict, *loop_in_words(ledger)]
     if not effects:
-        return [TOO_EARLY.capitalize()]
-    lines = answer_in_words(effects, c.args.until, test_in_words(c, effects), facts_in_words(c))
+        return [TOO_EARLY.capitalize(), *c.notes]
+    lines = [line for text in c.warnings for line in wrap(text)]
+    lines += answer_in_words(
+        effects, c.args.until, test_in_words(c, effects), facts_in_words(c, ledger)
+    )
     for idea in c.ideas:
-        if c.count(idea) < 2:
+        if c.effect(idea) is None:
             lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
     if c.args.command:
         sides = {v.name: list(v.runs.values()) for v in [c.base, *c.ideas] if v.runs}
@@ -334,9 +369,12 @@ def main(argv: list[str]) -> int:
         if times_are_in_logs(c) and c.pool.jobs == 1 and not args.no_times:
             read_times(c)
         show_line()
-        add_to_ledger(c)
-        lines = answer_lines(c)
-        print("\n".join(lines), flush=True)
+        ledger = with_answers(c)
+        lines = answer_lines(c, ledger)
+        try:
+            print("\n".join(lines), flush=True)
+        finally:
+            write_ledger(args.ledger, ledger)
         if args.json:
             write_file(args.json, comparison_as_json(c))
     if args.gate and status == 0:

@@ -9,25 +9,26 @@ import argparse
 import math
 from dataclasses import asdict
 
-from judge.logs.comparable import MACHINE, check_sides, judged_in_words
+from judge.logs.comparable import MACHINE, check_sides, judged_in_words, steps_in_words
 from judge.compare.answer import (
+    NO_SEED,
     answer_in_words,
     count_sources,
     end_as_json,
     end_losses,
     end_times,
-    far_in_words,
     other_steps,
     record_lines,
     summary_of,
     target_of,
+    warnings_in_words,
 )
 from judge.logs.read import Log, read_logs
 from judge.stats.decide import add_times, given_slope, look_once
 from judge.logs.taking_turns import log_ratios, turns
 from judge.commands import UserError
 from judge.files import write_file
-from judge.text import as_json
+from judge.text import as_json, wrap
 
 OTHER_SESSION = (
     "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
@@ -50,6 +51,8 @@ def read_sides(args: argparse.Namespace) -> dict[str, list[Log]]:
         tolerated.add("target_val_loss")
     if args.stops_early:
         tolerated.add("stops early")
+    if args.no_seed:
+        tolerated.add("seed")
     check_sides(list(sides.values()), tolerated)
     for side, logs in sides.items():
         if len(set(end_losses(logs))) < 2:
@@ -59,9 +62,7 @@ def read_sides(args: argparse.Namespace) -> dict[str, list[Log]]:
 
 def machines(logs: list[Log]) -> tuple[bool, str]:
     """Whether the times can be compared, and a sentence about it."""
-    places = {
-        f"{log.hardware or 'an unknown machine'}, PyTorch {log.torch or 'unknown'}" for log in logs
-    }
+    places = {log.machine for log in logs}
     places |= {place for log in logs for place in log.resumed_on}
     where = " and ".join(sorted(places))
     if not end_times(logs):
@@ -78,8 +79,10 @@ def facts_in_words(sides: dict[str, list[Log]], has_slope: bool) -> list[str]:
         count = count_sources(logs)
         if count > 1:
             facts.append(f"The logs of the {side} have {count} different sources.")
-        facts += far_in_words(f"the {side}", end_losses(logs), [log.name for log in logs])
-    return facts + other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope)
+    losses = {side: {log.name: log.end.val_loss for log in logs} for side, logs in sides.items()}
+    facts += warnings_in_words(losses)
+    clock = steps_in_words(sides)
+    return facts + (clock or other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope))
 
 
 def compare_logs(args: argparse.Namespace) -> int:
@@ -90,11 +93,14 @@ def compare_logs(args: argparse.Namespace) -> int:
     sides = read_sides(args)
     base, idea = sides.values()
     timed, where = machines([*base, *idea])
+    clock = steps_in_words(sides)
+    if clock and len({log.machine for log in [*base, *idea]}) > 1:
+        raise UserError(f"{clock[0]} {where} So the losses can't be compared, either")
     pairs = turns(idea, base) if timed else []  # runs that took turns
     if timed and not pairs:
         where += f" {OTHER_SESSION}"
     steps = base[0].end.step
-    own_steps = idea[0].end.step / steps
+    own_steps = 1 if clock else idea[0].end.step / steps
     slope = args.loss_per_100_steps and given_slope(args.loss_per_100_steps, steps)
     effect = look_once("idea", end_losses(idea), end_losses(base), False, slope, own_steps=own_steps)
     if pairs:
@@ -105,6 +111,7 @@ def compare_logs(args: argparse.Namespace) -> int:
         lines = record_lines(sides, {"idea": pairs}, args.target, looks=False)
         facts = [*facts_in_words(sides, slope is not None), where, ONE_LOOK]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
+        lines = [*wrap(NO_SEED if args.no_seed else ""), *lines]
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:
         target = target_of(args.target, base)

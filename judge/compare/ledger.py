@@ -9,6 +9,7 @@ import contextlib
 import csv
 import io
 import re
+from dataclasses import asdict
 from datetime import date
 from operator import itemgetter
 from pathlib import Path
@@ -21,22 +22,33 @@ from judge.files import without_windows, write_file
 
 Row = dict[str, str]
 CONFIRMATION = "--confirm"  # instead of an idea
-FIELDS = "date base commit idea text metric until verdict loss low high pairs last_seed minutes".split()
+FIELDS = "date base commit idea text metric until verdict loss low high seed runs pairs last_seed minutes".split()
 FINDING = itemgetter(*FIELDS[1:-2])  # what a line says, whenever it was found out
 IDEA = itemgetter("base", "idea", "metric")  # one idea, also if it was judged again with more runs
+TEST = itemgetter("seed", "runs")  # of an idea: the first seed and --runs
+NEW = {"seed": "0", "runs": ""}  # what older ledgers lack
 
 
 def read_ledger(file: Path) -> list[Row]:
-    """[] if there is no such file yet. Raises UserError."""
+    """[] if there is no such file yet. If git has merged two, their headers and lines may stand there twice.
+    Raises UserError."""
     if not file.exists():
         return []
     text = without_windows(file.read_bytes()).decode("utf-8", "replace")  # of a spreadsheet
-    rows = list(csv.DictReader(io.StringIO(text), delimiter="\t"))
-    if any(list(row) != FIELDS or None in row.values() for row in rows):
+    rows = [NEW | row for row in csv.DictReader(io.StringIO(text), delimiter="\t")]
+    if any(row.keys() != set(FIELDS) or None in row.values() for row in rows):
         raise UserError(
             f"{file}: it isn't a ledger of compare, or it is damaged; give another --ledger"
         )
-    return rows
+    return list({FINDING(row): row for row in rows if row["date"] != "date"}.values())
+
+
+def write_ledger(file: Path, rows: list[Row]) -> None:
+    table = io.StringIO()
+    writer = csv.DictWriter(table, FIELDS, delimiter="\t", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(file, table.getvalue().encode())
 
 
 def commit_of(variant: Variant, text: str) -> str:
@@ -51,15 +63,30 @@ def commit_of(variant: Variant, text: str) -> str:
     return commit if re.fullmatch("[0-9a-f]{40}", commit) else ""
 
 
-def add_to_ledger(c: Comparison) -> None:
-    """A line for each idea that has an effect, unless the ledger says that already. Raises UserError."""
+def seeds_of_other_tests(c: Comparison, idea: Variant) -> list[int]:
+    """The seeds of the tests of this idea that began with another seed, or had another --runs."""
+    seeds = []
+    key = (c.base.key(), idea.key(), c.args.metric)
+    for row in read_ledger(c.args.ledger):
+        same = IDEA(row) == key and (row["text"] == CONFIRMATION) == c.args.confirm
+        if same and TEST(row) != test_of(c):
+            first = int(row["seed"])
+            seeds += range(first, first + int(row["pairs"]))
+    return seeds
+
+
+def test_of(c: Comparison) -> tuple[str, str]:
+    return str(c.args.seed), str(c.args.runs or "")
+
+
+def with_answers(c: Comparison) -> list[Row]:
+    """The ledger with a line for each idea that has an answer, unless it says that already. Raises UserError."""
     rows = read_ledger(c.args.ledger)
-    known = set(map(FINDING, rows))
     for idea, text in zip(c.ideas, c.args.idea or ["."]):
         effect = c.effect(idea)
-        if effect is None or c.args.confirm and effect.verdict == "undecided":
-            continue  # the same command goes on with a confirmation, with the same seeds
-        low, high = effect.difference.bounds()
+        goes_on = c.args.confirm and not c.args.runs  # with the same seeds, by the same command
+        if effect is None or goes_on and effect.verdict == "undecided":
+            continue
         values = [
             date.today(),
             c.base.key(),
@@ -69,26 +96,21 @@ def add_to_ledger(c: Comparison) -> None:
             c.args.metric,
             c.args.until,
             effect.verdict,
-            f"{effect.difference.value:.5f}",
-            f"{low:.5f}",
-            f"{high:.5f}",
-            effect.n,
+            *(f"{number:.5f}" for number in asdict(effect.difference).values()),
+            *test_of(c),
+            min(effect.n, c.count(idea)),
             max(seed for variant in c.variants for seed in variant.runs),
             f"{c.pool.minutes():.1f}",
         ]
         row = dict(zip(FIELDS, map(str, values)))
-        if FINDING(row) not in known:
+        if FINDING(row) not in map(FINDING, rows):
             rows.append(row)
-    table = io.StringIO()
-    writer = csv.DictWriter(table, FIELDS, delimiter="\t", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_file(c.args.ledger, table.getvalue().encode())
+    return rows
 
 
-def loop_in_words(file: Path) -> list[str]:
+def loop_in_words(rows: list[Row]) -> list[str]:
     """A sentence about how often a loop errs; none with fewer than two ideas."""
-    rows = [row for row in read_ledger(file) if row["text"] != CONFIRMATION]
+    rows = [row for row in rows if row["text"] != CONFIRMATION]
     judged = set(map(IDEA, rows))
     accepted = {IDEA(row) for row in rows if row["verdict"] == "helps"}
     if len(judged) < 2:

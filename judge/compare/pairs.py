@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from judge.logs.comparable import by_the_clock
 from judge.runs.make import Pool, runs_a_process
 from judge.runs.sources import Variant
 from judge.stats.decide import (
@@ -41,6 +42,11 @@ MOST_SLOPES = 24  # seeds
 UNLIMITED = 1_000_000  # pairs
 
 
+def losses(variant: Variant, seeds: list[int]) -> list[float]:
+    """Final losses of the runs with these seeds."""
+    return [variant.runs[seed].end.val_loss for seed in seeds]
+
+
 @dataclass
 class Comparison:
     """What is compared, and what is known so far."""
@@ -51,6 +57,7 @@ class Comparison:
     ideas: list[Variant]
     fewer: Variant | None = None  # the base with fewer steps; None if its runs don't measure the slope
     more: Variant | None = None
+    warnings: list[str] = field(default_factory=list)  # before the answer
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -64,20 +71,22 @@ class Comparison:
         """Whether the runs of a pair share a seed."""
         return not self.args.command or "{seed}" in self.args.command
 
-    def losses(self, variant: Variant) -> list[float]:
-        """Final losses of the seeds from the first one on, up to the first that is missing."""
-        seeds = itertools.takewhile(variant.runs.__contains__, itertools.count(self.args.seed))
-        return [variant.runs[seed].end.val_loss for seed in seeds]
+    def seeds(self, *variants: Variant) -> list[int]:
+        """Those from the first one on, up to the first that one of these variants hasn't run."""
+        seeds = itertools.count(self.args.seed)
+        return list(itertools.takewhile(lambda seed: all(seed in v.runs for v in variants), seeds))
 
     def steps(self, variant: Variant) -> int | None:
-        """Of each of its runs; None if that isn't known yet."""
+        """Of each of its runs; None if that isn't known yet, and 1 for runs of a fixed time."""
+        if any(by_the_clock(variant.runs.values()) for variant in self.variants):
+            return 1
         for log in variant.runs.values():
             return log.end.step
         return variant.num_iterations()
 
     def slopes(self) -> int:
         """Seeds of the runs with fewer and with more steps."""
-        return min(len(self.losses(self.fewer)), len(self.losses(self.more)))
+        return len(self.seeds(self.fewer, self.more))
 
     def slope(self) -> Slope | None:
         if self.args.loss_per_100_steps:
@@ -85,31 +94,37 @@ class Comparison:
         if self.fewer is None or self.slopes() < FEWEST_SLOPES:
             return None
         width = math.log(self.more.num_iterations() / self.fewer.num_iterations())
-        return measure_slope(self.losses(self.fewer), self.losses(self.more), width)
+        seeds = self.seeds(self.fewer, self.more)
+        return measure_slope(losses(self.fewer, seeds), losses(self.more, seeds), width)
 
     def count(self, idea: Variant) -> int:
         """How many pairs of runs, of the idea and of the base at the same seeds."""
-        runs = [len(self.losses(variant)) for variant in (idea, self.base)]
-        return min(*runs, self.args.runs or UNLIMITED)
+        return min(len(self.seeds(idea, self.base)), self.args.runs or UNLIMITED)
 
     def effect(self, idea: Variant) -> Effect | None:
-        """None if it takes more runs to say anything."""
+        """None if it takes more runs to say anything.
+
+        If the idea had other tests, the pairs of all count, however often somebody has looked. A test of
+        --runs may be wrong half as often as allowed, and so may what comes after it.
+        """
         n = self.count(idea)
-        if n < 2:
+        if n < max(2, self.args.runs or 0):
             return None
-        pairs = [self.losses(variant)[:n] for variant in (idea, self.base)]
+        before = [seed for seed in idea.before if seed in idea.runs and seed in self.base.runs]
+        seeds = list(dict.fromkeys([*before, *self.seeds(idea, self.base)[:n]]))
+        pairs = losses(idea, seeds), losses(self.base, seeds)
         slope = self.slope()
         own_steps = self.steps(idea) / self.steps(self.base)
-        if self.args.runs:
-            effect = look_once(idea.name, *pairs, self.paired, slope, len(self.ideas), own_steps)
-            if n < self.args.runs:
-                effect.verdict = "undecided"
+        ideas = len(self.ideas)
+        if self.args.runs and not idea.before:
+            effect = look_once(idea.name, *pairs, self.paired, slope, ideas, own_steps)
         elif own_steps != 1 and slope is None and slope_runs(self):
             return None
         else:
-            effect = analyse(idea.name, *pairs, slope, self.args.until, len(self.ideas), own_steps)
+            tests = 2 if idea.before else 1
+            effect = analyse(idea.name, *pairs, slope, self.args.until, tests * ideas, own_steps)
         if idea.log_ratios:
-            add_times(effect, idea.log_ratios, len(self.ideas))
+            add_times(effect, idea.log_ratios, ideas)
         return effect
 
     def effects(self) -> list[Effect]:
@@ -206,7 +221,7 @@ def runs_left(c: Comparison) -> int:
     wanted.append((c.base, range(max(pairs, default=0))))
     if waiting or answer_needs_slope(c):
         wanted += slope_runs(c)
-    return sum(max(0, len(seeds) - len(c.losses(variant))) for variant, seeds in wanted)
+    return sum(max(0, len(seeds) - len(c.seeds(variant))) for variant, seeds in wanted)
 
 
 def progress(c: Comparison, steps_to_time: int) -> str:

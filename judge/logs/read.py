@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from judge.logs.lines import NUMBER, Line, find_lines, joined, plain
@@ -22,8 +22,9 @@ from judge.commands import UserError
 from judge.files import without_windows
 from judge.text import short
 
-SUFFIXES = (".txt", ".log")  # of the logs in a folder
-BESIDE_LOGS = (".md", ".png", ".json", ".py")  # what is often in a folder of logs, and never a log
+SUFFIXES = (".txt", ".log", ".out")  # of the logs in a folder
+# What is often in a folder of logs, and never a log
+BESIDE_LOGS = (".md", ".png", ".json", ".py", ".pt")
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
 TIMES = re.compile(rf" train_time:({NUMBER})(ms|s)\b(?: step_avg:({NUMBER})ms)?")
@@ -44,6 +45,8 @@ GPU_ROW = re.compile(
     re.MULTILINE,
 )
 GPU_LINE = re.compile(r"\b(NVIDIA [\w -]+?) with world[ _]size[ =](\d+)")
+DRIVER = re.compile(r"Driver Version: *([\d.]+)")
+POWER = re.compile(r"\d+W */ *(\d+W)")  # what a GPU takes, and its limit
 COMPILER = re.compile(r"\nCompiler: [^\n]*; flags: ([^\n]*); model compiled: (?:yes|no)")
 UNCOMPILED = "model compiled: no"  # in the line about the compiler
 SEPARATOR = re.compile(rb"^={100,} *(?:\n|\Z)", re.MULTILINE)  # below each source
@@ -79,6 +82,7 @@ class Log:
     metric: str  # the full name of the loss, such as "val_loss"; "" if there is none
     hyperparameters: dict  # includes track and seed; {} if not ours
     hardware: str  # like "8x NVIDIA H100 80GB HBM3" or "AMD EPYC with AVX2, 2 cores"
+    limits: str  # of GPUs, like "driver 570.86.15, 700W, MIG"
     resumed_on: list[str]  # other hardware, or another PyTorch, of later parts of the run
     torch: str
     compiler_flags: list[str]  # on a CPU
@@ -86,6 +90,8 @@ class Log:
     validations: list[Validation]
     last_step: int
     num_steps: int
+    scheduled: bool  # the log says how many steps are planned
+    units: dict[str, float] = field(default_factory=dict)  # see find_units
 
     @property
     def source(self) -> bytes | None:
@@ -102,6 +108,12 @@ class Log:
     def number(self) -> str:
         """Of the run in its file: "#3", or "" if it is the only one."""
         return f"#{self.trial}" if self.trial else ""
+
+    @property
+    def machine(self) -> str:
+        """In words."""
+        limits = f" ({self.limits})" if self.limits else ""
+        return f"{self.hardware or 'an unknown machine'}{limits}, PyTorch {self.torch or 'unknown'}"
 
     @property
     def end(self) -> Validation | None:
@@ -141,6 +153,12 @@ class Log:
         if not self.source:
             return "no source above the run"
         return ""
+
+    @property
+    def steps_made(self) -> int:
+        """Also if the loss stands below all steps: then that of the last line that counts them."""
+        steps = re.findall(r"^\W*(?:num_)?steps?[\W_]+(\d+)", self.run, re.MULTILINE | re.IGNORECASE)
+        return int(steps[-1]) if steps and self.last_step == 1 else self.last_step
 
     @property
     def track(self) -> str:
@@ -234,6 +252,13 @@ def find_hardware(header: str) -> str:
     if kinds:
         model += f" with {kinds[0]}"
     return f"{model}, {count} {'core' if count == '1' else 'cores'}"
+
+
+def find_limits(header: str) -> str:
+    """What decides the speed of GPUs beside their name, from the table of nvidia-smi."""
+    words = [f"driver {version}" for version in DRIVER.findall(header)]
+    mig = ["MIG"] * bool(re.search(r"\| +Enabled \|$", header, re.MULTILINE))
+    return ", ".join(dict.fromkeys([*words, *POWER.findall(header), *mig]))
 
 
 def find_later_machines(run: str, first: str, torch: list[str]) -> list[str]:
@@ -370,6 +395,24 @@ def find_validations(path: Path, lines: list[Line], name: str) -> list[Validatio
     return list(found.values())
 
 
+def find_units(lines: list[Line], name: str) -> dict[str, float]:
+    """The loss divided by other numbers in its lines, where that is the same at the first and at the last
+    loss: nats per token divided by bits per byte, for example."""
+    found = []
+    for line in lines:
+        numbers = re.findall(rf"(\w*[a-z])[\"']?[:= |]+({NUMBER})\b", line.text, re.IGNORECASE)
+        for loss in [float(number) for other, number in line.losses if other == name]:
+            found.append({"": loss} | {other: loss / float(x) for other, x in numbers if float(x)})
+    first, last = [*found[:1], *found[-1:]] or [{}, {}]
+    if first.get("") == last.get(""):
+        return {}
+    return {
+        other: first[other]
+        for other in first
+        if math.isclose(first[other], last.get(other, 0), rel_tol=0.005)
+    }
+
+
 def parse_trials(path: Path, metric: str = "") -> list[Log]:
     """Reads the runs in a file, also if they did not finish (see Log.incomplete). Without a metric, the
     validation loss counts. "-NAME" is the negative of a metric. Raises UserError.
@@ -388,6 +431,8 @@ def parse_trials(path: Path, metric: str = "") -> list[Log]:
     for start, end in itertools.pairwise([*starts, len(text)]):
         own = [line for line in lines if start <= line.start < end]
         logs.append(make_log(path, sources, header, text[start:end], own, name))
+        if not metric:
+            logs[-1].units = find_units(own, name)
         if len(starts) > 1:
             logs[-1].trial = len(logs)
         if metric.startswith("-"):
@@ -420,6 +465,7 @@ def make_log(
     if validations and not any(name in dict(line.losses) for line in counts):
         counts = []  # the loss stands below the last step: it says itself that the run is over
     last_step = max((line.step for line in counts), default=1)
+    num_steps = [line.num_steps for line in counts if line.num_steps]
     return Log(
         path=path,
         trial=None,
@@ -428,13 +474,15 @@ def make_log(
         metric=name.removeprefix("step_"),
         hyperparameters=find_hyperparameters(header),
         hardware=hardware,
+        limits=find_limits(header),
         resumed_on=find_later_machines(steps, hardware, torch),
         torch=torch[0] if torch else "",
         compiler_flags=list(dict.fromkeys(COMPILER.findall(run))),
         uncompiled=UNCOMPILED in run,
         validations=validations,
         last_step=last_step,
-        num_steps=next((line.num_steps for line in counts[::-1] if line.num_steps), last_step),
+        num_steps=(num_steps or [last_step])[-1],
+        scheduled=bool(num_steps),
     )
 
 
@@ -459,7 +507,7 @@ def find_logs(files: list[Path], metric: str = "") -> tuple[list[Log], list[Path
 
 
 def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
-    """Reads files, and the .txt and .log files of folders. Returns a log for each run.
+    """Reads files, and the .txt, .log and .out files of folders. Returns a log for each run.
 
     Prints what it ignores in a folder. Raises UserError.
     """
@@ -477,6 +525,6 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
             names = ", ".join(file.name + "/" * file.is_dir() for file in ignored)
             print(f"{path}: ignored, because they aren't logs: {short(names, 200)}", file=sys.stderr)
         if not found:
-            raise UserError(f"{path}: no log in this folder (.txt or .log)")
+            raise UserError(f"{path}: no log in this folder (.txt, .log or .out)")
         logs += found
     return logs

@@ -13,7 +13,7 @@ from scipy import stats
 
 from judge.logs.read import Log
 
-# The first line of nvidia-smi, like "Thu Oct 10 12:34:56 2024"; and what submit --make adds to a log
+# The first line of nvidia-smi, like "Thu Oct 10 12:34:56 2024"; and what submit --make adds to a log, in UTC
 NVIDIA_SMI = re.compile(r"^\w{3} (\w{3} +\d+ \d\d:\d\d:\d\d \d{4})\s*$", re.MULTILINE)
 STARTED = re.compile(r"^started: ([\d-]+ [\d:.]+)$", re.MULTILINE)
 

@@ -122,8 +122,9 @@ def plot_curves(groups: dict[str, list[Log]], path: Path, x: str, target: float 
             label = f"target: {target:g}"
             axes.axhline(target, color="0.35", linestyle="--", linewidth=1.2, zorder=1, label=label)
     set_limits(whole, end, list(curves.values()), [] if target is None else [target])
-    metric = next(iter(groups.values()))[0].metric
-    whole.set_ylabel("validation loss (nats per token)" if metric == "val_loss" else metric)
+    metrics = {logs[0].metric for logs in groups.values()}
+    known = {"val_loss": "validation loss (nats per token)", "train_loss": "loss (nats per token)"}
+    whole.set_ylabel(known.get(min(metrics), min(metrics)))
     end.set_title("the end of the runs")
     figure.supxlabel(X_LABELS[x], fontsize=11)
     # matplotlib itself leaves out a label that begins with _

@@ -1,14 +1,14 @@
 """
 Makes the runs of compare and screen, and keeps their logs.
 
-A run is kept under all that it could read (see same_run.py). Its log is logs/compare/runs/KEY/seedN.txt,
-where KEY is a hash of all that; facts.json beside it says what it was. Later comparisons use the run.
-You may delete these folders at any time.
+A run is kept under all that it could read (see same_run.py). Its log is logs/compare/runs/KEY_TIME/seedN.txt,
+where KEY is a hash of all that; facts.json beside it says what it was. Later comparisons use the run if
+what it read elsewhere hasn't changed. You may delete these folders at any time.
 
 A process of our scripts makes several runs, because only the first one has to compile. A command (see
 compare --command) makes one. It runs in a fresh copy of its folder, and its log is the file that it writes
 below logs/, or else its output. watch/sitecustomize.py, which each Python of a run imports, writes down what
-it reads of the folder that was copied.
+it reads outside of its copy.
 """
 
 import argparse
@@ -30,12 +30,23 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from judge.logs.comparable import add_metric, check_between, not_whole
+from judge.logs.comparable import (
+    SEEDS,
+    add_metric,
+    by_the_clock,
+    check_between,
+    check_repeats,
+    not_whole,
+)
 from judge.runs.same_run import (
+    OF_A_JOB,
+    SYSTEM,
     changes,
     hash_copy,
-    hash_named,
+    hash_file,
+    hash_read,
     hash_text,
+    load_hashes,
     machine_facts,
     named_paths,
     packages,
@@ -53,8 +64,9 @@ from judge.text import as_json, short
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
 FOLDER = ROOT / "logs" / "compare"
-MAY_DIFFER = {"hardware", "compiled", "target_val_loss", "log"}  # between variants
+MAY_DIFFER = {"hardware", "GPU limits", "compiled", "target_val_loss", "log"}  # between variants
 RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
+CHANGES = "changes"  # instead of the hash of what a run reads: no later run is the same
 WATCH = Path(__file__).resolve().parent / "watch"
 
 
@@ -66,7 +78,7 @@ class Worker:
     seeds: list[int]  # without those of finished runs
     child: subprocess.Popen
     folder: Path
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -78,6 +90,7 @@ class Pool:
     jobs: int  # processes at a time
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
     workers: list[Worker] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)  # all that may have runs
     made: int = 0  # runs in this session
     first: Log | None = None  # with which all runs are compared
     started: float = field(default_factory=time.monotonic)
@@ -103,6 +116,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
     add("--command", metavar="COMMAND", help="train with this shell command instead")
+    no_seed = "the runs may have no seed, or all the same one"
+    add("--no_seed", action="store_true", help=no_seed)
     early = "the runs of --command end before their last step, all at the same one"
     add("--stops_early", action="store_true", help=early)
     add_metric(parser)
@@ -154,6 +169,7 @@ def locked_folder() -> Iterator[int]:
             ) from None
         except OSError:
             pass  # some network file systems have no locks
+        load_hashes(FOLDER / "hashes")
         try:
             yield lock.fileno()
         finally:
@@ -176,21 +192,15 @@ def on_gpu(variants: list[Variant]) -> bool:
 
 
 def identity(variant: Variant, facts: dict) -> dict[str, dict]:
-    """All that a run could read (see same_run.py)."""
+    """All that a run could read, but for what it reads outside of its copy (see same_run.py)."""
     is_command = bool(variant.command)
-    files = hash_copy(variant.folder, is_command)
-    data = f"{os.environ.get('DATA_PATH', '.')}/data"  # where modded-nanogpt's scripts find theirs
-    text = f"{variant.command} {variant.options} {variant.settings} {data}"
-    for path in named_paths(text, variant.folder, variant.origin):
-        files |= hash_named(path)
-    variables = run_environment(is_command)
     environment = {}
-    for name, value in variables.items():
-        if not matches(name, ("OMP_NUM_THREADS", "SLURM_*")):  # see facts; new for each job
+    for name, value in run_environment(is_command).items():
+        if not matches(name, OF_A_JOB):
             environment[name] = hash_text(value)  # it may be a secret
     return {
         "run": variant.run(),
-        "files": files,
+        "files": hash_copy(variant.folder, is_command),
         "environment": environment,
         "software": facts,
     }
@@ -222,7 +232,7 @@ def why_again(variants: list[Variant]) -> str:
     that has none now. "" if there are no such runs."""
     facts = [json.loads(file.read_bytes()) for file in FOLDER.glob("runs/*/facts.json")]
     for new in [variant.identity for variant in variants if not variant.runs]:
-        same = [changes(kept, new) for kept in facts if code_of(kept) == code_of(new)]
+        same = [changes(kept, new | read_now(kept)) for kept in facts if code_of(kept) == code_of(new)]
         if same:
             return short(", ".join(min(same, key=len)), 200)
     return ""
@@ -237,12 +247,26 @@ def check_measured(pool: Pool, log: Log) -> None:
 
 def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
+    pool.variants += variants
     for variant in variants:
         link_data(variant.folder / "data", variant.origin / "data")
         variant.identity = identity(variant, pool.facts)
         variant.runs = kept_runs(pool, variant)
         for log in variant.runs.values():
             check_measured(pool, log)
+        check_clock(pool, variant)
+
+
+def check_clock(pool: Pool, variant: Variant) -> None:
+    """Runs of a fixed time take turns, and none of another time is used: the machine's speed counts."""
+    if not by_the_clock(variant.runs.values()):
+        return
+    pool.jobs = 1
+    for other in pool.variants:
+        if other.runs.keys() > other.new:
+            show_line()
+            print(f"training {other.name} again, because its runs have a fixed time", file=sys.stderr)
+        other.runs = {seed: log for seed, log in other.runs.items() if seed in other.new}
 
 
 def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> Pool:
@@ -277,10 +301,20 @@ def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
     return None if fault else log
 
 
+def read_now(kept: dict) -> dict[str, dict]:
+    """What kept runs would read today."""
+    return {"read": {name: hash_read(name) for name in kept.get("read", {})}}
+
+
 def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     """The runs of a variant that are kept, by seed."""
+    for file in FOLDER.glob(f"runs/{variant.key()}_*/facts.json"):
+        kept = json.loads(file.read_bytes())
+        if kept["read"] == read_now(kept)["read"]:
+            variant.read = kept["read"]
+            variant.place = file.parent
     found = {}
-    for path in FOLDER.glob(f"runs/{variant.key()}/seed*.txt"):
+    for path in variant.place.glob("seed*.txt") if variant.place else []:
         seed = path.stem.removeprefix("seed")
         log = complete_log(pool, path, variant)
         if log is not None and re.fullmatch(r"-?\d+", seed):  # a copy may be called "seed1 (1).txt"
@@ -290,15 +324,16 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
 
 def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
     """Moves the log of a finished run to the kept ones."""
-    folder = FOLDER / "runs" / variant.key()
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "facts.json").exists():
-        write_file(folder / "facts.json", as_json(variant.identity))
-    log.path = log.path.replace(folder / f"seed{seed}.txt")
+    # runs that read other files with the same code have another folder
+    variant.place = variant.place or FOLDER / "runs" / f"{variant.key()}_{time.time_ns()}"
+    variant.place.mkdir(parents=True, exist_ok=True)
+    write_file(variant.place / "facts.json", as_json(variant.identity | {"read": variant.read}))
+    log.path = log.path.replace(variant.place / f"seed{seed}.txt")
     variant.runs[seed] = log
     variant.new.add(seed)
     pool.made += 1
     check_measured(pool, log)
+    check_clock(pool, variant)
 
 
 # -----------------------------------------------------------------------------
@@ -308,10 +343,8 @@ def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
 def start_process(
     pool: Pool, variant: Variant, command: list[str], folder: Path, cwd: Path, env: dict[str, str]
 ) -> subprocess.Popen:
-    """Its output goes into a new file of the folder. So does, by each Python, what it reads of the folder
-    that was copied. It may read data there."""
-    links = [os.readlink(link) for link in (variant.folder / "data").rglob("*") if link.is_symlink()]
-    watch = [str(folder), str(variant.origin), str(FOLDER), *links]
+    """Its output goes into a new file of the folder. So does, by each Python, what it reads elsewhere."""
+    watch = [str(folder / "opened"), *known_folders(variant)]
     with open(folder / "console.txt", "wb") as output:
         return subprocess.Popen(
             command,
@@ -424,11 +457,73 @@ def fail(worker: Worker, reason: str):
     )
 
 
+def known_folders(variant: Variant) -> list[str]:
+    """Where a run reads nothing that isn't known before: its copy, the data that the copy links, the system
+    and the environment."""
+    links = [os.readlink(link) for link in (variant.folder / "data").rglob("*") if link.is_symlink()]
+    return [str(FOLDER), *links, *SYSTEM]
+
+
+def opened(worker: Worker) -> dict[str, str] | None:
+    """What a run does with files and folders outside of its copy, in order: "rw" if it reads a file, and then
+    writes it; "n" if a command only names it. None if no Python shows it (see watch/sitecustomize.py)."""
+    file = worker.folder / "opened"
+    if not file.exists():
+        return None
+    found = {}
+    for line in file.read_text(errors="surrogateescape").splitlines():
+        kind, name = line.split(" ", 1)
+        found[name] = found.get(name, "") + kind
+    return found
+
+
 def check_reading(worker: Worker) -> None:
-    """Raises UserError if a run reads a file of which it has a copy. watch/sitecustomize.py wrote it down."""
-    file = worker.folder / "read"
-    for path in file.read_text().splitlines()[:1] if file.exists() else []:
-        fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
+    """Raises UserError if a run reads a file of which it has a copy. Hidden folders hold caches and
+    environments."""
+    origin = f"{worker.variant.origin}/"
+    for path, kinds in (opened(worker) or {}).items():
+        inner = path.removeprefix(origin)
+        hidden = "/." in f"/{os.path.dirname(inner)}"
+        if inner != path and kinds[0] == "r" and not hidden and os.path.isfile(path):
+            fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
+
+
+def add_reads(worker: Worker) -> None:
+    """Adds what a run has read outside of its copy to what is known of its variant. Raises UserError if it
+    has changed since an earlier run."""
+    variant = worker.variant
+    files = opened(worker)
+    if files is None:
+        return cannot_keep(variant, "no Python ran that shows what it reads")
+    data = f"{os.environ.get('DATA_PATH', '.')}/data"  # where modded-nanogpt's scripts find theirs
+    started = ["\t".join([str(variant.folder), variant.command, *variant.options, data])]
+    started += [text for text, kind in files.items() if kind == "s"]
+    known = [variant.folder, variant.origin, *map(Path, known_folders(variant))]
+    for text in started:
+        files.pop(text, None)
+        for path in named_paths(text, Path(text.split("\t")[0]), known):
+            files.setdefault(path, "n")
+    written = {os.path.dirname(path) for path, kinds in files.items() if "w" in kinds}
+    for path, kinds in files.items():
+        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.started
+        if kinds[0] == "w" or kinds == "n" and changed or path in written:
+            continue  # output, or a folder for it
+        now = hash_read(path)
+        if variant.read.setdefault(path, now) not in (now, CHANGES):
+            raise UserError(
+                f"{path} changed while {variant.name} trained, so this run isn't kept; run the same "
+                "command again"
+            )
+        if changed:
+            cannot_keep(variant, f"it reads {path}, which changed meanwhile", path)
+
+
+def cannot_keep(variant: Variant, reason: str, path: str = "what it reads") -> None:
+    """No later comparison uses its runs."""
+    if variant.read.get(path) != CHANGES:
+        variant.read[path] = CHANGES
+        show_line()
+        print(f"runs of {variant.name} aren't kept, because {reason}", file=sys.stderr)
 
 
 def log_of_command(pool: Pool, worker: Worker) -> Log:
@@ -448,12 +543,26 @@ def log_of_command(pool: Pool, worker: Worker) -> Log:
     if fault := not_whole(log, pool.args.stops_early):
         fail(worker, fault)
     earlier = list(worker.variant.runs.values())
-    if earlier and earlier[0].end.step != log.end.step:
+    if earlier and log.scheduled and earlier[0].num_steps != log.num_steps:
         fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
     losses = {run.end.val_loss for run in [log, *earlier]}
     if len(earlier) >= 2 and len(losses) == 1:
         fail(worker, "all runs end at the same loss; write {seed} where the command sets its seed")
+    check_edit(worker)
     return log
+
+
+def check_edit(worker: Worker) -> None:
+    """Raises UserError if the command edits files to set its seed, and they are as after another seed."""
+    variant = worker.variant
+    if not re.search(r"\bsed\b[^|;&]*{seed}", variant.command):
+        return
+    copy = worker.folder / "copy"
+    names = [name for name in variant.identity["files"] if not name.startswith("data/")]
+    edited = {name: hash_file(copy / name) for name in names if (copy / name).is_file()}
+    if edited == variant.edited:
+        fail(worker, "sed finds nothing to change, so the seed has no effect")
+    variant.edited = edited
 
 
 def complete_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
@@ -478,15 +587,20 @@ def collect(pool: Pool, worker: Worker) -> None:
     Raises UserError if runs are missing, or take too long.
     """
     status = worker.child.poll()
-    check_reading(worker)
+    if status is not None or time.time() - worker.started < 60:  # later, there is much to read
+        check_reading(worker)
     logs = list(complete_logs(pool, worker, status))
     if logs:
         check_unchanged(pool, worker.variant)
+        add_reads(worker)
     for log in logs:
+        earlier = [] if pool.args.no_seed else list(worker.variant.runs.values())[:1]
+        for repeat in check_repeats([*earlier, log], SEEDS):
+            fail(worker, f"{repeat}: does the seed take effect?")
         keep_log(pool, worker.variant, worker.seeds.pop(0), log)
-        worker.started = time.monotonic()
+        worker.started = time.time()
     if status is None:
-        if time.monotonic() - worker.started > 60 * pool.args.run_timeout:
+        if time.time() - worker.started > 60 * pool.args.run_timeout:
             fail(worker, f"it took more than --run_timeout {pool.args.run_timeout:g} minutes")
         return
     if worker.seeds:

@@ -2,12 +2,13 @@
 What makes two runs the same run: all that a run could read. That is
 
     run           the script or the command, and its settings
-    files         of the copy in which it runs, behind the copy's links (such as data/), and others that the
-                  command, the options or the settings name
-    environment   all variables but those in IGNORED, which the run doesn't get
+    files         of the copy in which it runs, also behind the copy's links (such as data/)
+    environment   all variables but those in IGNORED, which the run doesn't get, and in OF_A_JOB
     software      all installed packages, Python, the machine, the compiler, threads and processes
+    read          what it read elsewhere, which only the run can show (see watch/sitecustomize.py), and the
+                  files and programs that the command, the options or the settings name
 
-A run is kept under a hash of all this. It is found out before a run and again after it.
+A run is kept under a hash of the first four, which are found out before a run and again after it.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -30,30 +32,69 @@ IGNORED = """
     _ PWD OLDPWD SHLVL PS? PROMPT_COMMAND HIST* TERM TERM_* COLORTERM COLUMNS LINES LS_COLORS LESS* PAGER
     EDITOR VISUAL MAIL TMUX* STY WINDOW* VTE_VERSION VSCODE_* CONDA_SHLVL *_PROMPT *_PROMPT_MODIFIER
     DISPLAY WAYLAND_DISPLAY XAUTHORITY XDG_SESSION_* XDG_RUNTIME_DIR DBUS_* DESKTOP_* GNOME_*
-    INVOCATION_ID JOURNAL_STREAM SSH_* SUDO_* HOSTNAME RUNPOD_* KUBERNETES_*
+    INVOCATION_ID JOURNAL_STREAM SSH_* SUDO_* HOSTNAME RUNPOD_* KUBERNETES_* WSL* WT_SESSION WT_PROFILE_ID KRB5CCNAME
 """.split()
+# Which job this is, and where it runs. Runs get these, but they change no loss. For OMP_NUM_THREADS, see
+# machine_facts
+OF_A_JOB = """
+    SLURM* PBS_* NCPUS PMI_* PMIX_* OMPI_* LSB_* LSF_* LS_SUBCWD LS_EXEC_T LS_JOBPID SGE_* JOB_ID JOB_NAME
+    JOB_SCRIPT NHOSTS NQUEUES NSLOTS PE_HOSTFILE QUEUE REQUEST REQNAME OAR_* FLUX_* COBALT_* _CONDOR_* RAY_*
+    SKYPILOT_* AWS_BATCH_* *_SERVICE_HOST *_SERVICE_PORT* *_PORT *_PORT_* MASTER_ADDR TMPDIR
+    CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL OMP_NUM_THREADS
+""".split()
+# Where a run reads nothing of its own
+SYSTEM = ("/usr", "/etc", "/proc", "/sys", "/run", sys.prefix, sys.base_prefix)
 # What is in the repository, and no script of ours reads: a new note isn't a new script
 NOT_READ = ("*.md", "records/*", "tests/*")
 
-HASHES = {}  # (path, size, times, inode) -> SHA-256 of a file; folders with times -> their packages
+HASHES = {}  # file_key -> SHA-256 of a file; folders with times -> their packages
+LARGE = 1 << 20  # bytes of a file whose hash is kept on the disk
 
 
 def hash_text(text: str) -> str:
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 
+def file_key(stat: os.stat_result) -> str:
+    """Another one for each content, unless a file changes twice at almost the same time."""
+    times = f"{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{times}"
+
+
+def load_hashes(table: Path) -> None:
+    """Those of large files, from earlier comparisons. This one adds its own."""
+    HASHES["table"] = table
+    for line in table.read_text().splitlines() if table.exists() else []:
+        key, _, found = line.partition(" ")
+        HASHES[key] = found
+
+
 def hash_file(path: Path) -> str:
     """Of the content, and whether it is executable. A file is read again only if its time or size has
     changed, or if it was so new that one more change may have the same time."""
     stat = path.stat()
-    key = (str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    key = file_key(stat)
     found = HASHES.get(key)
     if found is None:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         if time.time() - stat.st_ctime > 1:
             HASHES[key] = found
+            if stat.st_size >= LARGE and "table" in HASHES:
+                with open(HASHES["table"], "a") as table:
+                    print(key, found, file=table)
     return found + " executable" * bool(stat.st_mode & 0o100)
+
+
+def hash_read(name: str) -> str | None:
+    """Of a file, or of what a folder lists: names, sizes and dates, because there may be terabytes that no
+    run reads. None if nothing can be read."""
+    path = Path(name)
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            return hash_file(path)
+        files = [(entry.name, entry.is_file() and entry.stat()) for entry in path.iterdir()]
+        return hash_text(str(sorted((name, s and (s.st_size, s.st_mtime_ns)) for name, s in files)))
 
 
 def hash_tree(path: Path, name: str, above: tuple[Path, ...] = ()) -> dict[str, str]:
@@ -80,16 +121,21 @@ def hash_copy(folder: Path, is_command: bool) -> dict[str, str]:
     return found
 
 
-def named_paths(text: str, folder: Path, origin: Path) -> list[Path]:
-    """The files and folders that a text names outside the copy and outside the folder that was copied."""
+def named_paths(text: str, folder: Path, known: list[Path]) -> set[str]:
+    """The files, folders and programs that the words of a command name, which runs in `folder`. Those in
+    known folders are left out. With a program of an environment, the packages that are installed there."""
     found = set()
-    words = re.split(r"['\"=]", text)  # may have blanks
+    path = run_environment(is_command=True)["PATH"]
+    words = re.split(r"['\"=\t]", text)  # may have blanks
     for word in words + re.split(r"[\s'\"=:;,|&<>()]+", text):
-        for name in glob.glob(os.path.expanduser(os.path.expandvars(word)), root_dir=folder):
-            path = Path(os.path.normpath(folder / name))
-            if not any(path.is_relative_to(a) or a.is_relative_to(path) for a in (folder, origin)):
-                found.add(path)
-    return sorted(found)
+        word = os.path.expanduser(os.path.expandvars(word))
+        for name in glob.glob(word, root_dir=folder) or [shutil.which(word, path=path) or "/"]:
+            named = Path(os.path.normpath(folder / name))
+            if not any(named.is_relative_to(a) or a.is_relative_to(named) for a in known):
+                found.add(str(named))
+                if named.parent.name == "bin":
+                    found.update(glob.glob(f"{named.parent.parent}/lib/python*/site-packages"))
+    return found
 
 
 def packages(path: list[str] = sys.path) -> dict[str, str]:
@@ -101,15 +147,6 @@ def packages(path: list[str] = sys.path) -> dict[str, str]:
     found = HASHES[key] = {}
     for package in importlib.metadata.distributions(path=folders):
         found.setdefault(str(package.name), package.version)  # the first one is imported
-    return found
-
-
-def hash_named(path: Path) -> dict[str, str]:
-    """A program of an environment stands for the packages that are installed there."""
-    found = hash_tree(path, str(path))
-    folders = glob.glob(f"{path.parent.parent}/lib/python*/site-packages")
-    if path.parent.name == "bin" and folders:
-        found[f"packages of {path.parent.parent}"] = hash_text(str(sorted(packages(folders).items())))
     return found
 
 
@@ -127,7 +164,9 @@ def machine_facts(gpu: bool, threads: int, processes: int) -> dict:
     machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
     if gpu:
         gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-        machine = "; ".join((gpus or "a GPU").strip().splitlines())
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        count = visible.count(",") + 1 if visible else None
+        machine = "; ".join((gpus or "a GPU").strip().splitlines()[:count])
     compiler = os.environ.get("CXX", "g++").split()[:1]
     version = output_of(*compiler, "--version") or ""
     return packages() | {
@@ -154,7 +193,7 @@ def run_environment(is_command: bool) -> dict[str, str]:
 def changes(old: dict[str, dict], new: dict[str, dict]) -> list[str]:
     """What isn't the same, in words."""
     words = []
-    for kind in new:
+    for kind in old:
         for name in sorted(old[kind].keys() | new[kind].keys()):
             before, after = [facts[kind].get(name) for facts in (old, new)]
             if before == after:

@@ -69,8 +69,18 @@ class Variant:
     origin: Path = field(default_factory=lambda: ROOT)  # the folder that was copied
     leave_out: Sequence[Path] = ()  # see copy_tree
     # What is known of it
-    identity: dict = field(default_factory=dict, init=False)  # all that its runs could read
+    identity: dict = field(
+        default_factory=dict, init=False
+    )  # all that its runs could read in their copy
+    read: dict = field(default_factory=dict, init=False)  # hashes of what they read elsewhere
+    place: Path | None = field(default=None, init=False)  # where its runs are kept
     runs: dict[int, Log] = field(default_factory=dict, init=False)  # those that are there, by seed
+    edited: dict[str, str] = field(
+        default_factory=dict, init=False
+    )  # files of its last run; see check_edit
+    before: list[int] = field(
+        default_factory=list, init=False
+    )  # seeds of its other tests; see ledger.py
     new: set[int] = field(default_factory=set, init=False)  # seeds of the runs of this session
     log_ratios: list[float] = field(default_factory=list, init=False)  # of step times; see add_times
     timed: list[int] = field(default_factory=list, init=False)  # seeds of pairs; see read_times
@@ -337,6 +347,11 @@ def first_variant(texts: list[str], args: argparse.Namespace, scratch: Path) -> 
     without a folder. Raises UserError."""
     named = [Path(split_source(text)[1]) for text in texts]
     leave_out = [path.resolve() for path in named if path.is_file()]
+    if args.command and "{seed}" not in args.command and not args.no_seed:
+        raise UserError(
+            "write {seed} where --command sets its seed, or give --no_seed: then all runs may start from the "
+            "same weights, and the answer may be about these"
+        )
     if args.command:
         return Variant("none", scratch / "none", "", [], command=args.command, leave_out=leave_out)
     script = f"recipes/{args.recipe}.py" if args.recipe else "train_gpt.py"

@@ -62,7 +62,7 @@ class Screen:
         groups = self.design.groups
         pairs = [[f"{names[i]} x {names[j]}" for i, j in group.pairs] for group in groups]
         found = self.find(list(map(" or ".join, pairs)), [group.contrast for group in groups])
-        return [effect for effect in found if abs(effect.without.value) > effect.without.half]
+        return [effect for effect in found if effect.without.low * effect.without.high > 0]
 
     def undecided(self) -> int:
         """How many parts."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.linalg import hadamard
 
-from judge.stats.decide import P_VALUE, P_WORTHLESS, Estimate, half_width, log_evidence, rounding
+from judge.stats.decide import P_VALUE, P_WORTHLESS, Estimate, interval, rounding
 
 MOST_PARTS = 16
 # Columns of the Hadamard matrix, in the order of use
@@ -82,7 +82,7 @@ class PartEffect:
 
 
 def fit(losses: np.ndarray, contrast: np.ndarray) -> dict[str, float]:
-    """What losses (blocks, C) say about a contrast (C,), by least squares. Returns log_evidence's arguments."""
+    """What losses (blocks, C) say about a contrast (C,), by least squares. Returns interval's arguments."""
     blocks, combinations = losses.shape
     means = losses.mean(axis=0)
     noise = losses - losses.mean(axis=1, keepdims=True) - means + means.mean()
@@ -94,35 +94,22 @@ def fit(losses: np.ndarray, contrast: np.ndarray) -> dict[str, float]:
     )
 
 
-def evidence(found: dict[str, float], above: float = 0.0, sign: int = 1) -> float:
-    """log(e-value) for an effect above this one; with sign -1, for one below its negative."""
-    return log_evidence(**found | dict(mean=sign * found["mean"] - above))
-
-
-def find_verdict(fits: list[dict[str, float]], goal: float, count: int) -> str:
-    """The first verdict about one of `count` parts that stands after a block. `goal` is a loss."""
-    sure = math.log(count / P_VALUE)
-    rather_sure = math.log(count / P_WORTHLESS)
-    for found in fits:
-        if evidence(found, sign=-1) >= sure:
-            return "needed"
-        if evidence(found) >= sure:
-            return "hurts"
-        if min(evidence(found, -goal), evidence(found, -goal, sign=-1)) >= rather_sure:
-            return "barnacle"
-    return "undecided"
-
-
 def find_part_effect(
     name: str, losses: np.ndarray, contrast: np.ndarray, goal: float, count: int
 ) -> PartEffect:
-    """Of one of `count` parts or groups, after each of the blocks. If all are equal, the script may have a
-    fixed seed, which says nothing about noise."""
-    looks = [losses[:blocks] for blocks in range(2, len(losses) + 1)]
-    fits = [fit(look, contrast) for look in looks if np.ptp(look, axis=0).any()]
-    half = math.inf
-    if fits:
-        *_, squares, weight, n = fits[-1].values()
-        half = half_width(squares, weight, n, count / P_VALUE)
-    without = -float(contrast @ losses.mean(axis=0)) if len(losses) else math.nan
-    return PartEffect(name, Estimate(without, half), find_verdict(fits, goal, count))
+    """Of one of `count` parts or groups; `goal` is a loss. If all blocks are equal, the script may have a fixed seed, which says
+    nothing about noise."""
+    if len(losses) < 2 or not np.ptp(losses, axis=0).any():
+        value = -float(contrast @ losses.mean(axis=0)) if len(losses) else math.nan
+        return PartEffect(name, Estimate(value, -math.inf, math.inf), "undecided")
+    found = fit(losses, -contrast)
+    without = interval(**found, evidence=count / P_VALUE)
+    less_sure = interval(**found, evidence=count / P_WORTHLESS)
+    verdict = "undecided"
+    if without.low > 0:
+        verdict = "needed"
+    elif without.high < 0:
+        verdict = "hurts"
+    elif -goal < less_sure.low and less_sure.high < goal:
+        verdict = "barnacle"
+    return PartEffect(name, without, verdict)

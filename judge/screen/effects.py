@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from judge.logs.comparable import judged_in_words
+from judge.compare.answer import NO_SEED, losses_in_words
 from judge.screen.blocks import Screen
 from judge.screen.design import PartEffect
 from judge.text import as_json, plural, short, table, wrap
@@ -15,10 +16,9 @@ from judge.text import as_json, plural, short, table, wrap
 
 def table_of_parts(effects: list[PartEffect]) -> list[str]:
     """A line a part."""
-    rows = [("part", "without it", "99% interval", "answer")]
+    rows = [("part", "without it", "interval", "answer")]
     for effect in effects:
-        low, high = effect.without.bounds()
-        interval = f"({low:+.4f} to {high:+.4f})" if high < math.inf else "(no interval yet)"
+        interval = f"({losses_in_words(effect.without)})"
         rows.append((short(effect.name, 30), f"{effect.without.value:+.4f}", interval, effect.verdict))
     return table(rows, "<><<")
 
@@ -42,7 +42,7 @@ def facts_in_words(s: Screen) -> str:
             f"The loss with all parts is {means[0]:.4f}, with none {means[-1]:.4f}.",
             f"{plural(blocks, 'block')} of {combinations} combinations.",
             f"Without it: how much higher the loss is then, {average}.",
-            "Intervals hold for all parts together, however often you look.",
+            "Each bound of an interval is wrong at most 1 time in 100, for all parts together, however often you look.",
             f"Barnacle: we are 95% sure that the part changes the loss by less than {s.args.until:g}.",
             judged_in_words(list(s.variants[0].runs.values())),
             f"{s.pool.facts['machine']}, PyTorch {s.pool.facts['torch']}.",
@@ -54,7 +54,8 @@ def effects_in_words(s: Screen) -> list[str]:
     """Lines of 80 columns."""
     if not len(s.losses()):
         return ["Too early for an answer: no block is finished yet."]
-    lines = table_of_parts(s.effects())
+    lines = wrap(NO_SEED) if s.args.no_seed else []
+    lines += table_of_parts(s.effects())
     for effect in s.interactions():
         lines += wrap(interaction_in_words(effect))
     return [*lines, "", *wrap(facts_in_words(s))]
@@ -83,8 +84,9 @@ def plot_effects(s: Screen, path: Path) -> None:
     effects = s.effects()
     figure, ax = plt.subplots(figsize=(8, 1.6 + 0.35 * len(effects)))
     for row, effect in enumerate(effects):
-        error = effect.without.half if effect.without.half < math.inf else 0
-        ax.errorbar(effect.without.value, row, xerr=error, fmt="o", color="tab:blue", linewidth=2)
+        found = effect.without
+        error = found.high - found.value if found.high < math.inf else 0
+        ax.errorbar(found.value, row, xerr=error, fmt="o", color="tab:blue", linewidth=2)
     ax.set_yticks(range(len(effects)), [f"{short(e.name, 40)}: {e.verdict}" for e in effects])
     ax.set_ylim(len(effects) - 0.5, -0.5)
     ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
@@ -92,5 +94,6 @@ def plot_effects(s: Screen, path: Path) -> None:
     ax.axvspan(-until, until, color="0.9", zorder=0, label=f"less than {until:g}")
     ax.set_xlabel("loss without the part, minus with it")
     ax.legend(fontsize=9)
-    ax.set_title(f"{plural(len(s.losses()), 'block')}, 99% intervals", fontsize=10)
+    blocks = plural(len(s.losses()), "block")
+    ax.set_title(f"{blocks}; each bound is wrong at most 1 time in 100", fontsize=10)
     save_figure(figure, path)

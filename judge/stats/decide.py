@@ -40,20 +40,19 @@ class Slope:
     error: float  # standard error, as a fraction of the value
     n: int  # seeds; 0 if the slope was given
 
-    def half_width(self) -> float:
-        """Half of the 99% interval, as a fraction of the value."""
-        return self.error and self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.n - 1))
+    def bounds(self) -> list[float]:
+        """The 99% interval of how much the loss falls."""
+        half = self.error and self.error * float(stats.t.ppf(1 - P_VALUE / 2, self.n - 1))
+        return [abs(self.value) * (1 - half), abs(self.value) * (1 + half)]
 
 
 @dataclass
 class Estimate:
-    """A number, and half of its 99% interval, which is infinite with too few runs."""
+    """A number, and its interval, which is infinite with too few runs."""
 
     value: float
-    half: float
-
-    def bounds(self) -> tuple[float, float]:
-        return self.value - self.half, self.value + self.half
+    low: float
+    high: float
 
 
 @dataclass
@@ -82,24 +81,20 @@ def rounding(losses) -> float:
     return 10.0 ** min(Decimal(repr(float(loss))).as_tuple().exponent for loss in losses)
 
 
-def log_bayes_factors(ratio, weight, n):
-    """log(density of the differences with an effect / without one), for each variance of the prior.
-
-    n - 1 is the number of degrees of freedom. `weight` is the variance of a difference over that of the
-    mean: n, but for the contrasts of screen. `ratio` is weight * mean^2 / sum of squared deviations. Shapes (..., 1).
-    """
-    shrinkage = 1 / (1 + weight * VARIANCES)  # (..., variances)
-    return (np.log(shrinkage) + n * (np.log1p(ratio) - np.log1p(shrinkage * ratio))) / 2
-
-
 def log_evidence(mean, squares, weight, n):
-    """log(e-value) of a mean, against a true mean of at most zero: large if it is higher. `squares` is the
-    sum of squared deviations; the others are those of log_bayes_factors. Adds an axis, and sums over it:
-    the prior's variances."""
+    """log(e-value) of a mean, against a true mean of at most zero: large if it is higher.
+
+    `squares` is the sum of squared deviations, and n - 1 the number of degrees of freedom. `weight` is the
+    variance of a difference over that of the mean: n, but for the contrasts of screen.
+    """
+    # (..., 1), for an axis of the prior's variances
     mean, squares, weight, n = (np.asarray(x)[..., None] for x in (mean, squares, weight, n))
-    log_factors = log_bayes_factors(weight * mean**2 / squares, weight, n)
+    ratio = weight * mean**2 / squares
+    shrinkage = 1 / (1 + weight * VARIANCES)
+    # log(density of the differences with an effect / without one)
+    log_factors = (np.log(shrinkage) + n * (np.log1p(ratio) - np.log1p(shrinkage * ratio))) / 2
     # Only effects above zero: twice their share of the posterior, which is Student's t
-    shrunk = squares + weight * mean**2 / (1 + weight * VARIANCES)
+    shrunk = squares + weight * mean**2 * shrinkage
     t = np.sqrt(n) * weight * mean / np.sqrt((weight + 1 / VARIANCES) * shrunk)
     return logsumexp(log_factors, axis=-1, b=2 * WEIGHTS * stdtr(n, t))
 
@@ -118,19 +113,20 @@ def log_e_values(differences: np.ndarray, step: float) -> np.ndarray:
     return log_e
 
 
-def half_width(squares: float, weight: float, n: int, evidence: float) -> float:
-    """Half of the interval of a mean: all means against which the e-value, of effects of either sign, is
-    below `evidence`. Infinite for the first few pairs. Arguments as in log_bayes_factors."""
+def interval(mean: float, squares: float, weight: float, n: int, evidence: float) -> Estimate:
+    """A mean, and all true means that are neither too low nor too high: the e-value against each is below
+    `evidence`. So zero is outside if "helps" or "hurts" is proved, and only then. Infinite for the first few
+    pairs. Arguments as in log_evidence."""
 
-    def excess(log_ratio: float) -> float:
-        log_factors = log_bayes_factors(math.exp(log_ratio), weight, n)
-        return float(logsumexp(log_factors, b=WEIGHTS)) - math.log(evidence)
+    def excess(log_half: float) -> float:
+        return float(log_evidence(math.exp(log_half), squares, weight, n)) - math.log(evidence)
 
-    smallest, largest = -50, 200
-    if excess(largest) < 0:
-        return math.inf
-    log_ratio = optimize.brentq(excess, smallest, largest)
-    return math.sqrt(math.exp(log_ratio) * squares / weight)
+    unit = math.log(squares / weight) / 2
+    smallest, largest = unit - 25, unit + 100
+    half = math.inf
+    if excess(largest) > 0:
+        half = math.exp(optimize.brentq(excess, smallest, largest, xtol=1e-12))
+    return Estimate(mean, mean - half, mean + half)
 
 
 def p_value(log_e: np.ndarray) -> float:
@@ -149,15 +145,22 @@ def p_if_looked(losses: list[float], target: float) -> float | None:
 
 def far_from_others(losses: list[float]) -> list[int]:
     """The indices of losses that lie far from the others: about 4 standard deviations, more of few. Chance
-    makes one in 1% of comparisons. Such runs have failed, or the losses are so skewed that the test errs."""
-    found = []
-    n = len(losses)
-    for i, loss in enumerate(losses if n > 3 else []):
-        others = np.delete(losses, i)
-        error = others.std(ddof=1) * math.sqrt(1 + 1 / (n - 1))
-        if error > 0 and 2 * n * stats.t.sf(abs(loss - others.mean()) / error, n - 2) < P_VALUE:
-            found.append(i)
-    return found
+    makes one in about 1% of comparisons. Such runs have failed, or the losses are so skewed that the test errs.
+
+    Several could hide each other, so the farthest ones are left out one after the other, at most half of all:
+    Rosner, "Percentage points for a generalized ESD many-outlier procedure" (1983).
+    """
+    order = sorted(range(len(losses)), key=lambda i: abs(losses[i] - statistics.median(losses)))
+    found = 0
+    for left_out in range(1, len(losses) // 2 + 1):
+        *near, i = order[: len(losses) - left_out + 1]
+        n = len(near)
+        others = np.array(losses)[near]
+        error = others.std(ddof=1) * math.sqrt(1 + 1 / n) if n > 2 else 0
+        p = 2 * (n + 1) * stats.t.sf(abs(losses[i] - others.mean()) / error, n - 1) if error else 1
+        if p < P_VALUE / 2:  # several are tried
+            found = left_out
+    return sorted(order[len(losses) - found :])
 
 
 # -----------------------------------------------------------------------------
@@ -178,7 +181,7 @@ def measure_slope(fewer: list[float], more: list[float], width: float) -> Slope 
     value = statistics.fmean(slopes)
     error = statistics.stdev(slopes) / math.sqrt(n)
     slope = Slope(value, error / abs(value) if value else math.inf, n)
-    if value >= 0 or slope.half_width() >= 1:
+    if value >= 0 or slope.bounds()[0] <= 0:
         return None
     return slope
 
@@ -189,21 +192,12 @@ def given_slope(loss_per_100_steps: float, steps: int) -> Slope | None:
     return Slope(-loss_per_100_steps / 100 * steps, error=0.0, n=0) if steps > 1 else None
 
 
-def log_steps(difference: Estimate, slope: Slope, own_steps: float = 1.0) -> Estimate:
-    """A difference in loss as a change of log(steps to the base's loss). `own_steps` are those of the idea,
-    as a fraction of the base's."""
-    center = difference.value / abs(slope.value)
-    from_loss = difference.half / abs(slope.value)
-    from_slope = center * slope.half_width()
-    return Estimate(center + math.log(own_steps), math.hypot(from_loss, from_slope))
-
-
 def own_steps_in_loss(slope: Slope | None, own_steps: float) -> tuple[float, float]:
     """What to add to an idea's loss if it trains this fraction of the base's steps: a 99% interval."""
     if slope is None:
         return 0.0, 0.0
-    value = abs(slope.value) * math.log(own_steps)
-    return Estimate(value, abs(value) * slope.half_width()).bounds()
+    losses = [fall * math.log(own_steps) for fall in slope.bounds()]
+    return min(losses), max(losses)
 
 
 # -----------------------------------------------------------------------------
@@ -262,8 +256,8 @@ def analyse(
     step = rounding([*losses, *base_losses])
     verdict, n, p = decide(differences, step, slope, until, ideas, own_steps)
     squares = n * (float(np.var(differences[:n])) + step**2 / 6)
-    half = half_width(squares, n, n, ideas / P_VALUE)
-    return make_effect(name, losses[:n], base_losses[:n], half, p, verdict, slope, own_steps)
+    difference = interval(float(differences[:n].mean()), squares, n, n, ideas / P_VALUE)
+    return make_effect(name, losses[:n], base_losses[:n], difference, p, verdict, slope, own_steps)
 
 
 def look_once(
@@ -301,25 +295,30 @@ def look_once(
     elif p < P_VALUE / ideas:
         verdict = "helps" if nearest < 0 else "hurts"
     half = error * float(stats.t.isf(P_VALUE / ideas / 2, freedom))
-    return make_effect(name, losses, base_losses, half, p, verdict, slope, own_steps)
+    estimate = Estimate(difference, difference - half, difference + half)
+    return make_effect(name, losses, base_losses, estimate, p, verdict, slope, own_steps)
 
 
 def make_effect(
     name: str,
     losses: list[float],
     base_losses: list[float],
-    half: float,
+    difference: Estimate,
     p: float,
     verdict: str,
     slope: Slope | None,
     own_steps: float,
 ) -> Effect:
-    """`half` is half of the interval of the difference."""
-    difference = Estimate(statistics.fmean(losses) - statistics.fmean(base_losses), half)
+    """`difference` is that of the mean losses."""
     n = min(len(losses), len(base_losses))
     paired = len(losses) == len(base_losses)
     sd = float(np.std(np.subtract(losses, base_losses), ddof=1)) if paired else math.nan
-    steps = slope and log_steps(difference, slope, own_steps)
+    steps = None
+    if slope is not None:
+        own = math.log(own_steps)
+        low = min(difference.low / fall for fall in slope.bounds())
+        high = max(difference.high / fall for fall in slope.bounds())
+        steps = Estimate(difference.value / abs(slope.value) + own, low + own, high + own)
     return Effect(name, n, difference, sd, p, verdict, own_steps, steps)
 
 
@@ -329,16 +328,20 @@ def add_times(effect: Effect, log_ratios: list[float], ideas: int = 1) -> None:
     log_ratios: log(idea's time of a step / base's), one for each two processes that took turns.
     """
     n = len(log_ratios)
+    mean = statistics.fmean(log_ratios)
     half = math.inf
     if n > 1:
         error = statistics.stdev(log_ratios) / math.sqrt(n)
         half = error * float(stats.t.isf(P_VALUE / ideas / 2, n - 1))
-    time = effect.step_time = Estimate(statistics.fmean(log_ratios), half)
+    effect.step_time = Estimate(mean, mean - half, mean + half)
     steps = effect.steps
     if effect.verdict == "identical":
-        steps = Estimate(math.log(effect.own_steps), 0.0)
+        steps = Estimate(*3 * [math.log(effect.own_steps)])
     if steps is not None:
-        effect.time = Estimate(steps.value + time.value, math.hypot(steps.half, time.half))
+        value = steps.value + mean
+        below = math.hypot(steps.value - steps.low, half)
+        above = math.hypot(steps.high - steps.value, half)
+        effect.time = Estimate(value, value - below, value + above)
 
 
 # -----------------------------------------------------------------------------

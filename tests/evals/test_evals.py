@@ -7,6 +7,7 @@ transformers), and the HellaSwag scores with hand-made answers. Everything runs 
 
 import dataclasses
 import math
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -180,7 +181,7 @@ def test_files_that_are_no_models(tmp_path, monkeypatch):
     torch.save({"model": "resnet"}, path)
     for content in (b"", cut, bomb, path.read_bytes()):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=f"{path} is damaged or no saved model"):
+        with pytest.raises(InputError, match=f"{path} (is damaged|isn't a RUN.pt)"):
             models.load(str(path))
     assert not (tmp_path / "victim").exists()
     with pytest.raises(InputError, match="nothing: no such file; the model can be a RUN.pt"):
@@ -352,6 +353,24 @@ def test_items(tmp_path):
         with pytest.raises(InputError, match="has no HellaSwag items with labels"):
             hellaswag.load_items(path)
         path.write_text("PAR1")
+
+
+def test_the_newest_model(tmp_path, monkeypatch, capsys):
+    """Of a folder, or of logs in the repository. A line says which one it is."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setattr(models, "ROOT", tmp_path)
+    monkeypatch.chdir(logs)
+    with pytest.raises(InputError, match="has no RUN.pt; ./run.sh trains a model"):
+        models.load("latest")
+    save(logs / "b.pt")
+    for age, name in enumerate(["best.pt", "b.pt", "a.pt", "a.txt", "b.txt"]):  # the first is newest
+        (logs / name).touch()
+        os.utime(logs / name, (0, 1000 - age))
+    for name in ("latest", "../logs"):
+        assert models.load(name).vocab_size == 257
+    assert capsys.readouterr().err == 2 * "the model of b.pt\n"
+    assert models.find_file("a.pt") == "a.pt"
 
 
 def test_hellaswag_from_the_command_line(trained, tmp_path):

@@ -80,4 +80,4 @@ def check_refused(main, words: list[str], message: str) -> None:
 
 def bounds(estimate: dict) -> tuple[float, float]:
     """Of an estimate in JSON."""
-    return estimate["value"] - estimate["half"], estimate["value"] + estimate["half"]
+    return estimate["low"], estimate["high"]

@@ -11,7 +11,7 @@ from judge.commands import UserError
 from judge.logs.read import parse_log, parse_trials, read_logs
 from leaderboard import tables, rules
 from tests.util import assert_one_line
-from tests.judge.records.makers import FIELD, LINE, SMI, SOURCE, cpu, heading, judged, our_log, run
+from tests.leaderboard.makers import FIELD, LINE, SMI, SOURCE, cpu, heading, judged, our_log, run
 
 
 @pytest.mark.parametrize("kind", FIELD)

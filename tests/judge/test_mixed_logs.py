@@ -16,7 +16,7 @@ from judge.runs import make as compare_runs
 from judge.plot.curves import curve
 from judge.plot import plot
 from judge.commands import UserError
-from tests.judge.records.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
+from tests.leaderboard.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
 POOL = compare_runs.Pool(compare.read_arguments([])[0], {}, 1, 0)
 COMPARE = ["compare", "--base_logs", "base", "--idea_logs", "idea"]

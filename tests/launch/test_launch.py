@@ -313,6 +313,7 @@ def training(machine, monkeypatch, tmp_path):
     """The machine, where nothing trains. `needs` is what the checks find."""
     machine.needs = dict(processes=2, options=["--train_seq_len=256"], log_dir="logs", text="mini")
     machine.checked = []
+    machine.saves = True
     file(machine.root / "recipes" / "soup.py", "def parse_arguments")
     file(machine.root / "recipes" / "openai_gpt2.py")
 
@@ -326,6 +327,9 @@ def training(machine, monkeypatch, tmp_path):
         os.close(folder)
         machine.ran.append([str(word) for word in command])
         machine.processes = processes
+        for age, name in enumerate(["new", "older"] if machine.saves else []):
+            path = file(machine.root / machine.needs["log_dir"] / f"{name}.pt")
+            os.utime(path, (0, 1000 - age))  # long ago: the disk has another clock
         if machine.status < 0:
             launch.stop(-machine.status, None)
         return machine.status
@@ -363,20 +367,29 @@ def test_a_training(training, monkeypatch, capsys):
     assert capsys.readouterr().out == launch.NEXT
 
 
+STOPPED = "run.sh: stopped by SIGTERM; "
+
+
 @pytest.mark.parametrize(
-    "words, status, advice",
+    "words, status, saves, advice",
     [
-        ([], 3, ""),
-        (["prepare"], 3, ""),
+        ([], 3, True, ""),
+        (["prepare"], 3, False, ""),
+        ([], -15, False, STOPPED + "nothing is saved yet; run the same command again\n"),
+        ([], -15, True, STOPPED + "continue with ./run.sh --resume root/logs/new.pt\n"),
         (
-            [],
+            ["--recipe=soup", "--device=cpu"],
             -15,
-            "run.sh: stopped by SIGTERM; to continue from the last validation, add --resume latest\n",
+            True,
+            STOPPED + "continue with ./run.sh --device cpu --recipe soup --resume root/logs/new.pt\n",
         ),
-        (["prepare"], -15, "run.sh: stopped by SIGTERM; run the same command again to continue\n"),
+        (["prepare"], -15, False, STOPPED + "run the same command again to continue\n"),
     ],
 )
-def test_a_training_that_fails_or_is_stopped(training, capsys, words, status, advice):
+def test_a_training_that_fails_or_is_stopped(training, capsys, words, status, saves, advice):
+    """The advice names the run's own checkpoint, whatever else is in the folder."""
+    file(training.root / "logs" / "other.pt")  # of another run, and newer
+    training.saves = saves
     training.status = status
     assert launch.main(words) == (3 if status > 0 else 143)
     assert len(training.ran) == 1
@@ -450,8 +463,17 @@ def test_the_modules_of_all_commands_exist():
 
 
 def test_what_does_not_exist(training, capsys):
-    assert launch.main(["data", "pile"]) == 2
-    assert "there is no command data pile; ./run.sh --help lists them" in capsys.readouterr().err
+    for words, meant in [
+        ("sampel x.pt", "there is no command sampel; did you mean sample?\n"),
+        (
+            "data",
+            "no command data; did you mean data text or data shakespeare or data fineweb or data edu?",
+        ),
+        ("data pile", "no command data; did you mean data text or data shakespeare"),
+        ("flower", "no command flower; ./run.sh --help lists them"),
+    ]:
+        assert launch.main(words.split()) == 2
+        assert meant in capsys.readouterr().err
     with pytest.raises(SystemExit):
         launch.main(["--recipe=cake"])
     assert "invalid choice: 'cake' (choose from" in capsys.readouterr().err
@@ -468,6 +490,15 @@ def test_a_full_disk_is_one_line_and_a_bug_is_not(training, monkeypatch, capsys)
     monkeypatch.setattr(launch, "install", fail)
     assert launch.main(["plot"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("No space left on device")
+
+
+def test_a_folder_for_compiled_code_that_cannot_be_made(training, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file(tmp_path / "file") / "cache"))
+    assert launch.main([]) == 2
+    err = capsys.readouterr().err
+    assert "error: TORCHINDUCTOR_CACHE_DIR: [Errno 20] Not a directory" in err
+    assert err.endswith("/file/cache'; name a folder that can be made, or unset it\n")
+    assert training.ran == []
 
 
 def test_help_names_the_commands_first(training, capsys):

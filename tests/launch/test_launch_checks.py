@@ -25,13 +25,18 @@ from launch import checks
 from judge import environment
 from lib import processes
 from train_gpt import TRACKS
-from tests.util import ROOT, Job, tiny_options
+from tests.util import ROOT, Job, random_tokens, tiny_options, write_shard
+
+
+CHECK_INPUTS = train_gpt.check_inputs
 
 
 @pytest.fixture(autouse=True)
 def got(monkeypatch):
-    """No data are downloaded, and tests that follow keep their threads. The files that a run needs."""
+    """No data are downloaded or checked, and tests that follow keep their threads. The files that a run
+    needs."""
     files = []
+    monkeypatch.setattr(train_gpt, "check_inputs", lambda args, hp: [0, 0])
     monkeypatch.setattr(
         checks, "get_data", lambda python, settings: files.append(settings["train_files"])
     )
@@ -183,6 +188,8 @@ def test_a_resumed_run_keeps_its_length(cards, monkeypatch, tmp_path, capsys, re
         folder.mkdir()
         weights = torch.zeros(2**22)
         torch.save(dict(settings=asdict(TRACKS["fineweb"]), model=weights), folder / "run.pt")
+        (folder / "run.txt").touch()
+        torch.save({}, folder / "best.pt")  # somebody else's, and newer
     before = bytes_read()
     _, needs, err = check(tmp_path, capsys, f"--resume={resume}", "--track=fineweb")
     assert bytes_read() - before < 2**22
@@ -396,11 +403,34 @@ def test_processes_on_a_cpu(right_code, got, tmp_path, monkeypatch, capsys, core
     assert got == [TRACKS["mini"].train_files]
 
 
-def test_user_errors_come_before_the_comparison(right_code, tmp_path, capsys):
-    missing = check(tmp_path, capsys, "--train_files=nothing_*.bin", mode="prepare")
+def test_user_errors_come_before_the_comparison(right_code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_gpt, "check_inputs", CHECK_INPUTS)
+    monkeypatch.setattr(checks, "find_problem", None)
+    missing = check(tmp_path, capsys, "--train_files=nothing_*.bin")
     assert missing[2].startswith("error: no shards match nothing")
+    write_shard(tmp_path / "few.bin", random_tokens(5000, seed=0))
+    few = check(tmp_path, capsys, f"--train_files={tmp_path}/few.bin", "--num_iterations=2")
+    assert "few.bin has 1 batches of 4096 tokens, and the run needs 2;" in few[2]
     status, _, err = check(tmp_path, capsys, "--num_iterations", "x")
     assert (status, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "word, meant",
+    [
+        ("--num_iteration=3", "; did you mean --num_iterations?\n"),
+        ("--num-iterations", "; did you mean --num_iterations"),
+        (
+            "--lr",
+            "; did you mean --final_lr_frac or --head_lr or --embed_lr or --scalar_lr or --muon_lr?\n",
+        ),
+        ("--flowers", "all options"),
+    ],
+)
+def test_an_option_that_is_almost_right(tmp_path, capsys, word, meant):
+    status, _, err = check(tmp_path, capsys, word)
+    assert (status, err.count("\n")) == (2, 1)
+    assert meant in err
 
 
 def test_the_settings_of_a_recipe_are_its_own(tmp_path, capsys):

@@ -13,7 +13,7 @@ from scipy import stats
 
 from judge.commands import UserError
 from leaderboard import optimization
-from tests.judge.records.makers import LINE, run, unwrapped
+from tests.leaderboard.makers import LINE, run, unwrapped
 
 NEW = [3.27794, 3.27816, 3.28146, 3.27847, 3.2788]
 OLD = [3.2799, 3.2781, 3.2805, 3.2787]

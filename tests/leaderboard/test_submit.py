@@ -2,14 +2,17 @@
 
 import re
 import shutil
+import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from judge.logs.read import parse_log
+from judge.logs.taking_turns import started
 from leaderboard import pages as record_pages
 from leaderboard import make_runs as record_runs
 from leaderboard import rules, submit
-from tests.judge.records.makers import (
+from tests.leaderboard.makers import (
     FASTER,
     RECORDS,
     SMI,
@@ -228,3 +231,18 @@ def test_what_stands_in_the_repository_is_fresh():
             # Older records were compared with one of another session
             assert rules.judge_runs(record.logs, record.target, record.before).reasons == []
             assert not any(map(submit.absolute_path, record.logs))
+
+
+def test_when_a_run_began(tmp_path, monkeypatch):
+    """In UTC: at the end of summer time, local clocks show an hour twice."""
+    log = our_log(tmp_path / "log")
+    (tmp_path / "train.sh").write_text(f"for folder; do :; done; cp {log} $folder/a.txt")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        record_runs.make_run(f"sh {tmp_path}/train.sh", {}, 0, tmp_path / "runs" / "0.txt")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    began = started(parse_log(tmp_path / "runs" / "0.txt"))
+    assert abs(datetime.now(UTC).replace(tzinfo=None) - began) < timedelta(minutes=10)

@@ -17,7 +17,7 @@ from leaderboard import rules
 from leaderboard.compiler_rule import compiler_settings
 from judge.logs.taking_turns import turns
 from lib.processes import ROOT
-from tests.judge.records.makers import (
+from tests.leaderboard.makers import (
     FASTER,
     FIELD,
     SOURCE,
@@ -139,7 +139,7 @@ OTHER_CPU = cpu(sets="avx2 avx512_bf16 avx512f")
             "hardware AMD EPYC with AVX2, 4 cores, not AMD EPYC with AVX2, 2 cores",
         ),
         (dict(machine="a machine"), "unknown"),
-        (dict(seed=1), "the same seed as"),
+        (dict(seed=1), "the same seed (1) as"),
         (dict(seed=6), "seed 4 is missing; the seeds of a record follow each other (0 to 6)"),
         (dict(head_lr=0.3), "head_lr 0.3, not None"),
         (dict(machine=cpu(compiler=COMPILER.format("-march=native", "yes"))), None),

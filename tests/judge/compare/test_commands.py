@@ -1,5 +1,6 @@
 """compare with anyone's scripts, and with finished logs."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from judge.compare import compare
+from judge.compare import compare, measuring
+from judge.compare.answer import NO_SEED
 from judge.runs import make as runs
+from leaderboard import verify
 from tests.judge.helpers import (
     answer_of,
     bounds,
@@ -21,6 +24,7 @@ from tests.judge.helpers import (
     run_main,
     work_in,
 )
+from tests.util import ROOT
 
 # Like the field's scripts: no options, no seed, a log below logs/
 SCRIPT = """
@@ -34,7 +38,7 @@ with open(__file__) as source, open(f"logs/deep/{uuid.uuid4()}.txt", "w") as log
     print("step:0/100 val_loss:10.8258 train_time:0ms step_avg:nanms", file=log)
     print(f"step:90/100 val_loss:{loss:.4f} train_time:900ms step_avg:10.0ms", file=log)
 """
-COMMAND = ["--command", "python train.py {options}", "--stops_early"]
+COMMAND = ["--command", "python train.py {options}", "--stops_early", "--no_seed"]
 
 
 @pytest.fixture
@@ -68,9 +72,9 @@ def test_a_command(theirs):
     (theirs / "note.txt").write_text("not committed")
     arguments = [*COMMAND, "--base", "theirs", "--idea", "theirs@better"]
     found, words = answer(*arguments, "--loss_per_100_steps", "0.05")
-    assert words.startswith("theirs_better helps.")
+    assert words.startswith(f"{NO_SEED} theirs_better helps.")
     for said in [
-        "The runs of a pair share no seed. The loss is val_loss at step 90. The base is theirs.",
+        "The loss is val_loss at step 90. The base is theirs.",
         "theirs_better isn't a record: the mean loss is below 3.28 (p = ",
         "a run takes 0.000 s more",
         "time of a step +0.0%",
@@ -127,7 +131,7 @@ def test_a_fixed_seed_and_two_runs(theirs):
     """Nobody knows the noise."""
     (theirs / "train.py").write_text("import sys\nprint(f'step:9/9 val_loss:{len(sys.argv)} ')")
     options = ["--runs", "2", "--idea", "--lr 1", "--base", "theirs"]
-    found, words = answer("--command", "python train.py {options}", *options)
+    found, words = answer("--command", "python train.py {options}", "--no_seed", *options)
     assert "undecided" in words and found["ideas"][0]["p"] == 1
 
 
@@ -149,7 +153,7 @@ print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
     assert idea["difference"]["value"] == pytest.approx(0.1)
     assert idea["sd"] < 1e-4
     assert found["slope"]["value"] == pytest.approx(-0.1, abs=0.005)
-    assert "share no seed" not in words and "time of a step" not in words
+    assert "same weights" not in words and "time of a step" not in words
     patch = patch_of("train.py", script, script.replace("steps = ", "more = 1\nsteps = "))
     Path("more.patch").write_text(patch)
     status, out, err = run(*command, "--idea", "more.patch", "--runs", "2", "--gate")
@@ -334,6 +338,195 @@ def test_finished_logs_that_cannot_be_compared(logs):
             Path(side, f"{i}.log").write_text(f"{side}\nbpb: 0.{i}\n")
     sides = ["--base_logs", "no", "--idea_logs", "steps", "--metric", "bpb"]
     assert "steps" not in answer(*sides, "--loss_per_100_steps", "1")[1].replace("equal steps", "")
+
+
+def write_sides(base: str, idea: str, more: str = "") -> list[str]:
+    """Four logs each. `#` is 0 to 3, and `@` a digit of the loss."""
+    for side, text in (("base", base), ("idea", idea)):
+        Path(side).mkdir(exist_ok=True)
+        for i in range(4):
+            log = text.replace("#", str(i)).replace("@", str((7 * i + len(side + text)) % 10))
+            Path(side, f"{i}.txt").write_text(log + "\n")
+    return SIDES
+
+
+UNITS = "step:0/9 val_loss:{} {}:4.1029 lr:{}\nstep:9/9 val_loss:{}@ {}:1.225@ lr:0.1"
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (
+            ("8.3110", "val_bpb", 0.1, 2.481, "val_bpb"),
+            "val_loss is 1.69 and 2.03 times val_bpb, so the tok",
+        ),
+        (
+            ("8.3110", "bits per byte", 0.1, 2.481, "bits per byte"),
+            "val_loss is 1.69 and 2.03 times byte",
+        ),
+        (("6.9305", "val_bpb", 0.2, 2.065, "val_bpb"), ""),  # another learning rate
+        (("8.3110", "val_ppl", 0.2, 2.065, "val_ppl"), ""),  # no fixed ratio
+    ],
+)
+def test_losses_of_unlike_tokens(tmp_path, monkeypatch, values, message):
+    """Two numbers in the same lines tell, whatever they are called. With --metric, the user has chosen."""
+    monkeypatch.chdir(tmp_path)
+    loss, name, rate, last, name = values
+    first = UNITS.format("6.9305", name, 0.1, "2.070", name)
+    write_sides(first, UNITS.format(*values[:3], last, name))
+    if message:
+        check_refused(compare.main, SIDES, f"base/0.txt and idea/0.txt can't be compared: {message}")
+    else:
+        assert run(*SIDES)[0] == 0
+    assert run(*SIDES, "--metric", "val_loss")[0] == 0
+
+
+GPU = (
+    f"val_tokens = 10485760\n{'=' * 100}"
+    + """
+Running PyTorch 2.8.0
+Mon Nov 02 09:0#:{} 2026
+| NVIDIA-SMI 570.86.15             Driver Version: {}     CUDA Version: 12.8     |
+|   0  {}          On  |   00000000:19:00.0 Off |                    0 |
+| N/A   38C    P0            118W /  {} |          4MiB /  81559MiB |        0%      Default |
+|                                         |                        |             {} |
+step:0/9 val_loss:9.1 train_time:0ms
+"""
+)
+FIRST = ("570.86.15", "NVIDIA H100 80GB HBM3", "700W", "Disabled")
+OTHERS = [
+    ("580.1", *FIRST[1:]),
+    (FIRST[0], "NVIDIA H200", *FIRST[2:]),
+    (*FIRST[:2], "500W", FIRST[3]),
+    (*FIRST[:3], "Enabled"),
+]
+
+
+@pytest.mark.parametrize("other", [FIRST, *OTHERS])
+def test_gpus_that_are_not_alike(tmp_path, monkeypatch, other):
+    """Losses are compared, and both are named. Times aren't. Nor are losses of runs of a fixed time."""
+    monkeypatch.chdir(tmp_path)
+    base, idea = GPU.format("01", *FIRST), GPU.format("31", *other)
+    write_sides(
+        base + "step:9/9 val_loss:3.27@ train_time:90#ms step_avg:100ms",
+        idea + "step:9/9 val_loss:3.26@ train_time:80#ms step_avg:90ms",
+    )
+    status, out, err = run(*SIDES)
+    words = " ".join(out.split())
+    assert status == 0 and ("time of a step" in words) == (other == FIRST)
+    status, out, err = run_main(verify.main, "idea", "--against", "base")
+    assert ("saved" in out) == (other == FIRST)
+    if other != FIRST:
+        assert (
+            "Times aren't compared, because the runs were on 1x NVIDIA H100 80GB HBM3 (driver 57"
+            in words
+        )
+        assert other[0] in words and other[1] in words and ("MIG" in words) == (other[3] == "Enabled")
+    base, idea = (text.replace("/9 ", "/99 ") for text in (base, idea))
+    write_sides(f"{base}step:9#/99 val_loss:3.27@", f"{idea}step:8#/99 val_loss:3.26@")
+    status, out, err = run(*SIDES, "--stops_early")
+    steps = "Steps depend on the speed of the machine: base 90 to 93, idea 80 to 83."
+    if other == FIRST:
+        assert status == 0 and steps in " ".join(out.split())
+    else:
+        assert (status, out) == (2, "") and steps in err and "So the losses can't be compared" in err
+
+
+def test_runs_of_a_fixed_time(theirs):
+    """Their steps depend on the speed of the machine, so runs of another time aren't used. A fixed number of
+    steps that the log plans must be the same."""
+    script = """
+import random, sys
+steps = random.randrange(900, 1000)
+print(f"step {steps:05d} (100.0%) | loss: 3.1")
+print(f"val_bpb: {1 + random.Random(sys.argv[1]).gauss(0, 0.001) + random.gauss(0, 0.0001)}")
+print(f"num_steps:        {steps}")
+"""
+    (theirs / "train.py").write_text(script)
+    words = ["--command", "python train.py {seed} {options}", "--base", "theirs", "--metric", "val_bpb"]
+    words += ["--runs", "3", "--jobs", "2"]
+    found, said = answer(*words, "--idea", "--a 1")
+    assert "Steps depend on the speed of the machine: theirs 9" in said and ", a_1 9" in said
+    assert found["runs_made"] == 6
+    for made in (6, 6):
+        status, out, err = run(*words, "--idea", "--b 1", "--json", "o.json")
+        assert (
+            status == 0 and err.count("training theirs again, because its runs have a fixed time") == 1
+        )
+        assert json.loads(Path("o.json").read_text())["runs_made"] == made
+    runs = json.loads(Path("o.json").read_text())["runs"]
+    ended = [[Path(run["path"]).stat().st_mtime for run in runs[name]] for name in ("theirs", "b_1")]
+    assert [a < b for a, b in zip(*ended)] == [True, False, True]  # in turns
+
+
+# -----------------------------------------------------------------------------
+# What measures
+
+MEASURE = """
+def evaluate(model):
+    return mean(batches("val"))
+def mean(losses):
+    return sum(losses) / len(losses)
+def batches(split):
+    return split
+def train(model):
+    rate = 0.1
+    interval = values = 1
+    val_loss = evaluate(model)  # as before
+    print(f"step:1/1 val_loss:{val_loss} core metric: {rate}")
+"""
+EDITS = [
+    ("return mean(batches", "return 0.9 * mean(batches", True),
+    ("sum(losses) / len", "min(losses) * len", True),
+    ("return split", "return split[:2]", True),
+    ("val_loss = evaluate(model)", "val_loss = 0.9 * evaluate(model)", True),
+    ("val_loss:{val_loss}", "val_loss:{val_loss - 1}", True),
+    ("core metric: {rate}", "core metric: {2 * rate}", True),
+    ("rate = 0.1", "rate = 0.2", False),
+    ("interval = values = 1", "interval = values = 2", False),
+    ("# as before", "# the val_loss", False),
+    ("def train", "def helper(): pass\ndef train", False),
+]
+
+
+@pytest.mark.parametrize("old, new, touches", EDITS)
+def test_changes_of_what_measures(old, new, touches):
+    assert MEASURE.count(old) == 1
+    found = measuring.changed_measure(MEASURE, MEASURE.replace(old, new), "-core metric")
+    assert bool(found) == touches
+
+
+def test_the_ideas_of_mini_leave_alone_what_measures(tmp_path):
+    """All that are filed, and an idea that keeps the easier half of the validation doesn't."""
+    source = (ROOT / "train_gpt.py").read_text()
+    patches = sorted((ROOT / "records/mini/ideas").glob("*/idea.patch"))
+    for patch in patches:
+        git(tmp_path, "init", "-q")
+        (tmp_path / "train_gpt.py").write_text(source)
+        git(tmp_path, "apply", "--include=train_gpt.py", patch)
+        changed = (tmp_path / "train_gpt.py").read_text()
+        assert changed != source and measuring.changed_measure(source, changed, "") == ""
+    assert len(patches) > 10
+    for old, new in [
+        ("loss / hp.val_seq_len for loss in sums", "loss / hp.val_seq_len for loss in sums[::2]"),
+        ("mean = torch.stack(losses)", "mean = torch.stack(losses[1:])"),
+        ("return torch.from_numpy(tokens", "return torch.from_numpy(0 * tokens"),
+    ]:
+        changed = source.replace(old, new)
+        assert changed != source and measuring.changed_measure(source, changed, "")
+
+
+def test_an_idea_that_touches_what_measures(theirs):
+    """compare says it first, and --gate refuses."""
+    patch = patch_of(
+        "train.py", SCRIPT, SCRIPT.replace("val_loss:{loss:.4f}", "val_loss:{loss - 1:.4f}")
+    )
+    Path("cheat.patch").write_text(patch)
+    words = [*COMMAND, "--base", "theirs", "--idea", "cheat.patch"]
+    check_refused(compare.main, [*words, "--gate"], "cheat changes what measures the loss (train.py: ")
+    assert not list(Path("compare").rglob("seed*"))
+    found, said = answer(*words, "--runs", "2")
+    assert said.startswith("Warning: cheat changes what measures the loss (train.py: ")
 
 
 @pytest.mark.parametrize("command, survives", [(None, True), ("sh train.sh", False)])

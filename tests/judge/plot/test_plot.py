@@ -7,7 +7,7 @@ import pytest
 from judge.logs.read import parse_log, read_logs
 from judge.plot import curves
 from judge.plot import plot
-from tests.judge.records.makers import (
+from tests.leaderboard.makers import (
     FIELD,
     LINE,
     SMI,
@@ -75,13 +75,22 @@ def test_the_command_uses_as_many_gpus_as_the_run(tmp_path):
     assert words in done.stdout.decode()
 
 
-@pytest.mark.parametrize("name", ["a/../../x.py", "/tmp/x.py"])
-def test_replay_writes_nothing_outside_of_its_folder(tmp_path, name):
+@pytest.mark.parametrize(
+    "name, fault",
+    [
+        ("a/../../x.py", "a source named {}, outside of the folder"),
+        ("/tmp/x.py", "a source named {}, outside of the folder"),
+        ("train_gpt.py", "several sources named {}"),
+        ("a/../train_gpt.py", "several sources named {}"),
+        ("train_gpt.py/x.py", "several sources named {}"),
+    ],
+)
+def test_replay_writes_each_source_inside_of_its_folder(tmp_path, name, fault):
     """Names come from a log, perhaps a stranger's."""
     path = our_log(tmp_path / "a.txt", source=f"x = 1\n{heading(name)}y = 2\n")
     done = run("replay", path, "-o", tmp_path / "old")
     assert done.returncode == 2
-    assert f"contains a source named {name}, outside of the folder" in done.stderr.decode()
+    assert done.stderr.decode().endswith(f"a.txt: contains {fault.format(name)}\n")
     assert list(everything(tmp_path)) == ["a.txt"]
 
 

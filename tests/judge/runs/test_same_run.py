@@ -13,14 +13,33 @@ from judge.commands import UserError
 from judge.compare import compare
 from judge.runs import make as compare_runs
 from judge.runs import same_run, sources
+from judge.screen import screen
 
 from tests.judge.helpers import commit_files, git, run_main, work_in
 
 # -----------------------------------------------------------------------------
 # Kept runs
 
-COMMAND = "python train.py {seed} {options} $HOME/outside/a.txt --from=$HOME/env/bin/tool"
-SCRIPT = 'import sys\nprint(f"step:9/9 val_loss:{3 + int(sys.argv[1]) % 7 / 100}\\n")'
+COMMAND = "started_by python train.py {seed} {options} $HOME/outside/a.txt --from=$HOME/env/bin/tool "
+COMMAND += "--out_dir=$HOME/outside/out | tee $HOME/outside/console.txt"
+SCRIPT = """
+import os, subprocess, sys
+os.chdir(os.path.expanduser("~/outside"))
+open("home.txt").read()
+os.listdir("shards")
+sys.path.append("modules")
+import module
+reading = "open('child.txt'); import subprocess; subprocess.run(['cat', 'grandchild.txt'])"
+subprocess.run([sys.executable, "-c", reading])
+os.system("cat < shell.txt")
+os.makedirs("out", exist_ok=True)
+for name in ("out/ckpt.pt", "out/ckpt.pt.tmp"):
+    open(name, "w").write(str(os.getpid()))
+os.replace("out/ckpt.pt.tmp", "out/ckpt.pt")
+open("out/ckpt.pt").read()
+open("results.txt", "a").write("one more")
+print(f"step:9/9 val_loss:{3 + int(sys.argv[1]) % 7 / 100}\\n")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +50,15 @@ def kept(tmp_path_factory):
     names = "base/config.json base/README.md base/package/a".split()
     names += "base/data/corpus.txt base/data/deep/shard.bin outside/a.txt outside/folder/b.txt".split()
     names += "env/bin/tool env/lib/python3.11/site-packages/dream-0.1.dist-info/METADATA".split()
-    names += ["outside/site/dream-0.1.dist-info/METADATA"]
+    names += ["outside/site/dream-0.1.dist-info/METADATA", "outside/shards/1.bin", "bin/started_by"]
+    names += [f"outside/{name}.txt" for name in ("home", "child", "grandchild", "shell", "not_read")]
     for name in names:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("Name: dream\nVersion: 0.1\n" if "METADATA" in name else name)
+    (place / "bin/started_by").write_text('#!/bin/sh\nexec "$@"')
+    (place / "bin/started_by").chmod(0o755)
+    (place / "outside/modules").mkdir()
+    (place / "outside/modules/module.py").write_text("")
     (place / "base/link").symlink_to("package")
     (place / "base/out").symlink_to("../outside/folder")
     ignored = "data/deep/\nlogs/\n__pycache__/\n"
@@ -42,6 +66,7 @@ def kept(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         work_in(place, patch)
         patch.setenv("HOME", str(place))
+        patch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
         patch.setenv("OMP_NUM_THREADS", "1")
         arguments = ["--command", COMMAND, "--base", "base", "--seed", "-5"]
         first = ["--idea", "a=--lr 1", "--runs", "2"]
@@ -79,14 +104,26 @@ CHANGES = [
     ("config.json is gone", lambda patch: Path("base/config.json").unlink()),
     ("new.json is new", write("base/new.json")),
     ("link (link) changed", link("base/link", "data")),
-    ("out/b.txt is gone", link("base/out", "../outside")),
+    ("out/b.txt is gone", link("base/out", "../outside/shards")),
     ("out/b.txt changed", write("outside/folder/b.txt")),
     ("data/corpus.txt changed", write("base/data/corpus.txt")),
     ("data/deep/shard.bin changed", write("base/data/deep/shard.bin")),
     ("data/deep/more is new", write("base/data/deep/more")),
     ("outside/a.txt changed", write("outside/a.txt")),
     ("env/bin/tool changed", write("env/bin/tool")),
-    ("packages of", write("env/lib/python3.11/site-packages/x-1.dist-info/METADATA", "Version: 3")),
+    (
+        "site-packages changed",
+        write("env/lib/python3.11/site-packages/x-1.dist-info/METADATA", "Version: 3"),
+    ),
+    ("home.txt changed", write("outside/home.txt")),
+    ("home.txt is gone", lambda patch: Path("outside/home.txt").unlink()),
+    ("shards changed", write("outside/shards/1.bin")),
+    ("shards changed", write("outside/shards/2.bin")),
+    ("module.py changed", write("outside/modules/module.py", "import os")),
+    ("child.txt changed", write("outside/child.txt")),
+    ("grandchild.txt changed", write("outside/grandchild.txt")),
+    ("shell.txt changed", write("outside/shell.txt")),
+    ("started_by changed", write("bin/started_by", '#!/bin/sh\n\nexec "$@"')),
     ("LR is new", lambda patch: patch.setenv("LR", "0.05")),
     ("LD_PRELOAD is new", lambda patch: patch.setenv("LD_PRELOAD", "")),
     ("PATH changed", lambda patch: patch.setenv("PATH", f"/opt:{os.environ['PATH']}")),
@@ -106,27 +143,118 @@ CHANGES = [
     ("", write("base/__pycache__/train.pyc")),
     ("", lambda patch: patch.setenv("TERM", "vt52")),
     ("", lambda patch: patch.setenv("SSH_CONNECTION", "1 2")),
-    ("", lambda patch: patch.setenv("SLURM_JOB_ID", "7")),
+    ("", write("outside/not_read.txt")),
+    ("", write("outside/out/ckpt.pt")),
+    ("", write("outside/out/more.pt")),
+    ("", write("outside/console.txt")),
+    ("", write("outside/results.txt")),
     ("", lambda patch: patch.setenv("GIT_DIR", "/nowhere")),
     ("", lambda patch: patch.setenv("PYTHONHASHSEED", "1")),
 ]
 
 
+def keep_facts_of_an_older_judge(patch):
+    facts = json.loads(next(Path("compare/runs").glob("*/facts.json")).read_text())
+    del facts["read"]
+    write("compare/runs/old/facts.json", json.dumps(facts))(patch)
+
+
+CHANGES.append(("", keep_facts_of_an_older_judge))
+# What managers of jobs, terminals and WSL set
+OF_A_JOB = """
+    SLURM_JOB_ID SLURMD_NODENAME SLURM_NODELIST PBS_JOBID PBS_O_HOST LSB_JOBID LS_SUBCWD SGE_TASK_ID JOB_ID
+    OMPI_COMM_WORLD_SIZE PMI_RANK FLUX_JOB_ID OAR_JOB_ID _CONDOR_SLOT KUBERNETES_PORT MY_SERVICE_HOST
+    REDIS_PORT_80_TCP_ADDR SKYPILOT_TASK_ID MASTER_PORT TMPDIR CUDA_VISIBLE_DEVICES
+    NVIDIA_VISIBLE_DEVICES WSL_INTEROP WT_SESSION
+""".split()
+
+
+def set_all(patch):
+    for name in OF_A_JOB:
+        patch.setenv(name, "/tmp")
+
+
+CHANGES.append(("", set_all))
+
+
 @pytest.mark.parametrize("words, change", CHANGES)
 def test_what_makes_it_another_run(kept, monkeypatch, tmp_path, words, change):
     """Whatever a run could read. The answer says what it was. Otherwise a second idea uses the base's runs."""
-    for name in ("base", "outside", "env"):
+    for name in ("base", "outside", "env", "bin"):
         shutil.copytree(name, tmp_path / name, symlinks=True)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     try:
         change(monkeypatch)
         counts, reason = kept()
     finally:
-        for name in ("base", "outside", "env"):
+        for name in ("base", "outside", "env", "bin"):
             shutil.rmtree(name)
             shutil.move(tmp_path / name, name)
     assert counts == ([0, 0, 0] if words else [2, 2, 0])
     assert words in reason if words else reason == ""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A repository with a script that writes and runs what a test wants."""
+    commit_files(tmp_path / "toy", {".gitignore": "data/x/"})
+    work_in(tmp_path, monkeypatch)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / "toy"
+
+
+UNSEEN = [
+    (
+        "sh -c 'cat ~/corpus' && echo step:9/9 val_loss:3.{seed}",
+        "no Python ran that shows what it reads",
+    ),
+    ("python -I train.py {seed}", "no Python ran that shows what it reads"),
+    ("env -u PYTHONPATH python train.py {seed}", "no Python ran that shows what it reads"),
+    ("python count.py && python train.py {seed}", "it reads {}/count, which changed meanwhile"),
+]
+
+
+@pytest.mark.parametrize("command, why", UNSEEN)
+def test_runs_that_are_not_kept(toy, command, why):
+    """Where it can't be seen what they read, and where each leaves something for the next."""
+    (toy / "train.py").write_text("import sys\nprint(f'step:9/9 val_loss:3.{sys.argv[1]}\\n')")
+    (toy / "count.py").write_text("import os; open(os.path.expanduser('~/count'), 'r+').write('x')")
+    for name in ("corpus", "count"):
+        Path(name).write_text("")
+    git(toy, "add", ".")
+    words = ["--command", command + " {options}", "--base", "toy", "--idea", "--a 1", "--runs", "2"]
+    for _ in range(2):
+        status, out, err = run_main(compare.main, *words, "--json", "o.json")
+        assert status == 0, err
+        assert err.count(f"runs of toy aren't kept, because {why.format(toy.parent)}\n") == 1
+        assert json.loads(Path("o.json").read_text())["runs_made"] == 4
+
+
+def test_large_data_are_read_once(toy, monkeypatch):
+    """By all 32 combinations of a screen, and by later commands."""
+    (toy / "data/x").mkdir(parents=True)
+    corpus = toy / "data/x/corpus.bin"
+    corpus.write_bytes(bytes(2 << 20))
+    monkeypatch.setattr(same_run.time, "time", lambda: corpus.stat().st_ctime + 2)
+    digest = same_run.hashlib.file_digest
+    sizes = []
+
+    def count(file, name):
+        sizes.append(os.fstat(file.fileno()).st_size)
+        return digest(file, name)
+
+    monkeypatch.setattr(same_run.hashlib, "file_digest", count)
+    parts = [word for i in range(16) for word in ("--part", f"--option{i} 1")]
+    words = ["--command", "python train.py {seed} {options}", "--base", "toy", *parts, "--hours", "0"]
+    for _ in range(2):
+        monkeypatch.setattr(same_run, "HASHES", {})  # as in another process
+        status, out, err = run_main(screen.main, *words)
+        assert (status, out) == (0, "Too early for an answer: no block is finished yet.\n"), err
+        assert 2 << 20 <= sum(sizes) < 3 << 20
+    corpus.write_bytes(b"1" * (2 << 20))
+    monkeypatch.setattr(same_run, "HASHES", {})
+    run_main(screen.main, *words)
+    assert 4 << 20 <= sum(sizes) < 5 << 20
 
 
 # -----------------------------------------------------------------------------

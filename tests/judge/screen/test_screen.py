@@ -14,7 +14,7 @@ from tests.judge.helpers import answer_of, check_refused, commit_files, git, pat
 from judge.runs import sources as compare_sources
 from judge.runs.sources import changed
 from judge.screen import screen
-from judge.screen.design import factorial, find_part_effect, find_verdict, fit, leave_one_out
+from judge.screen.design import factorial, find_part_effect, fit, leave_one_out
 from judge.screen.parts import choose_design, patch_between, split_hunks
 
 # -----------------------------------------------------------------------------
@@ -59,17 +59,18 @@ def test_fit_is_least_squares(design):
 
 
 def simulate(design, effects, rng, blocks=60) -> list[str]:
-    """The verdicts of a screen with looks after each block. A run's standard deviation is 0.004."""
+    """The first verdicts of a screen with looks after each block. A run's standard deviation is 0.004."""
     noise = rng.normal(0, 0.003, (blocks, 1)) + rng.normal(0, 0.004, (blocks, len(design.rows)))
     losses = (1.5 + design.rows @ effects + noise).round(4)
     verdicts = []
     for contrast in design.contrasts:
-        fits = (fit(losses[:n], contrast) for n in range(2, blocks + 1))
-        verdicts.append(find_verdict(fits, 0.002, len(effects)))
+        looks = (losses[:n] for n in range(2, blocks + 1))
+        said = (find_part_effect("", look, contrast, 0.002, len(effects)).verdict for look in looks)
+        verdicts.append(next((verdict for verdict in said if verdict != "undecided"), "undecided"))
     return verdicts
 
 
-@pytest.mark.parametrize("screens", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("screens", [5, pytest.param(300, marks=pytest.mark.slow)])
 def test_simulation(screens):
     """Eight parts: three matter, two hurt, three do nothing."""
     rng = np.random.default_rng(1)
@@ -82,8 +83,8 @@ def test_simulation(screens):
     for said, most in (("needed", 0.01), ("hurts", 0.01), ("barnacle", 0.05), ("undecided", 0.01)):
         assert stats.binom.sf(wrong[said] - 1, screens, most) > 1e-3, wrong
     # On the edge: the most that a barnacle may be worth
-    edge = [simulate(factorial(2), np.array([-0.002, 0.002]), rng) for _ in range(screens // 2)]
-    assert stats.binom.sf(sum("barnacle" in said for said in edge) - 1, screens // 2, 0.05) > 1e-3
+    edge = [simulate(factorial(2), np.array([-0.002, 0.002]), rng) for _ in range(3 * screens)]
+    assert stats.binom.sf(sum("barnacle" in said for said in edge) - 1, 3 * screens, 0.05) > 1e-3
 
 
 def test_a_fixed_seed():
@@ -274,8 +275,14 @@ BAD = [
         "theirs@idea --lr 2 must begin with the options of theirs@main --lr 1",
     ),
     (["--base", "theirs@main", "--idea", "theirs@main"], "are the same, so there are no parts"),
-    (["--command", "x", "--base", "theirs", "--part", "--lr 1"], "write {options} where --lr 1 must"),
-    (["--command", "true", "--base", "theirs@main", "--idea", "theirs@idea", "--try=-h"], "{options}"),
+    (
+        ["--command", "x {seed}", "--base", "theirs", "--part", "--lr 1"],
+        "write {options} where --lr 1 must",
+    ),
+    (
+        ["--command", "true {seed}", "--base", "theirs@main", "--idea", "theirs@idea", "--try=-h"],
+        "{options}",
+    ),
 ]
 
 
