@@ -105,6 +105,7 @@ class Pool:
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
     workers: list[Worker] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)  # all that may have runs
+    fixed_time: bool = False  # runs take a time, not a number of steps; see check_clock
     made: int = 0  # runs in this session
     lost: dict[tuple, list] = field(
         default_factory=dict
@@ -257,6 +258,7 @@ def check_clock(pool: Pool, variant: Variant) -> None:
     if not by_the_clock(variant.runs.values()):
         return
     pool.slots = pool.slots[:1]
+    pool.fixed_time = True
     for other in pool.variants:
         if other.runs.keys() > other.new:
             show_line()
