@@ -933,8 +933,10 @@ def build_model(hp: Hyperparameters):
     torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
     model = GPT(hp).to(DEVICE)  # the same on all ranks
     for name, module in model.named_modules():
-        mixed = type(module) is nn.Linear and module.weight.dtype != DTYPE
-        require(not mixed, f"{name}: nn.Linear doesn't take activations in {DTYPE}; use CastedLinear")
+        require(
+            type(module) is not nn.Linear or module.weight.dtype == DTYPE,
+            f"{name}: nn.Linear doesn't take activations in {DTYPE}; use CastedLinear",
+        )
     return model
 
 
@@ -1132,20 +1134,20 @@ def evaluate(model, window, hp: Hyperparameters):
     return mean_of_ranks([loss / hp.val_seq_len for loss in sums])
 
 
-def warn_of_untrained_rows(run, model, initial):
-    """Names matrices of which the warm-up has changed only some rows, such as learned positions beyond
-    --train_seq_len. `initial` has the weights before it."""
+def warn_of_untrained_rows(run, model):
+    """Names the matrices of which training has changed only some rows so far, such as learned positions
+    beyond --train_seq_len."""
+    initial = build_model(run.hp).state_dict()
     for name, p in model.named_parameters():
         if parameter_kind(name, p) == "matrix":
-            count = (p == initial[name]).flatten(1).all(1).sum()
-            if 0 < count < len(p):
-                run.write(f"warning: {name}: {count} of {len(p)} rows got no gradient in the warm-up")
+            untrained = (p == initial[name]).all(-1).float().mean()
+            if 0 < untrained < 1:
+                run.write(f"warning: {name}: {untrained:.0%} of its rows are as they were at first")
 
 
 def warm_up(model, hp: Hyperparameters):
     """Trains on random tokens: this compiles the kernels, connects the processes and allocates
     memory. The weights must then be set again; its optimizers aren't used again."""
-    hp = replace(hp, final_lr_frac=1.0)  # the last learning rate of mini is 0, which would change no weight
     optimizers = build_optimizers(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
     last = hp.num_iterations  # has the longest window
@@ -1341,13 +1343,12 @@ def start_run(args, hp: Hyperparameters, source, data_checksums, checkpoint, tab
     if checkpoint:
         path = Path(args.resume)
         saved = checkpoint["run"]
+        saved["log"] += f"{describe_machine()}\n"
     else:
         path = Path(args.log_dir, str(uuid.uuid4()))
         saved = dict(log=log_header(source, hp, table, shards), last_seed=args.last_seed)
     require(shards in saved["log"], "--resume: the shards have changed; use the old ones")
     run = Run(hp, path.with_suffix(".txt"), args.save_checkpoint, **saved)
-    if checkpoint:
-        run.log += f"{describe_machine()}\n"
     run.open()
     return run
 
@@ -1379,6 +1380,8 @@ def train(run, model, optimizers):
             train_ms += clock() - start_ms
             run.train_ms = train_ms
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
+            if not run.train_loss:  # the first validation
+                warn_of_untrained_rows(run, model)
             save_and_log(run, model, optimizers, val_loss, train_losses)
             # Random numbers, such as those of dropout, then are the same in a resumed run
             torch.manual_seed(hp.seed + step)
@@ -1404,7 +1407,7 @@ def check_inputs(args, hp: Hyperparameters):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     check_files(hp)
-    first = read_tokens(find_shards(hp.val_files)[0], 0, 1)[0]
+    [first] = read_tokens(find_shards(hp.val_files)[0], 0, 1)
     require(
         hp.eot_token in (first, -1),
         f"{hp.val_files} begins with token {first}, so --eot_token {hp.eot_token} begins no documents; "
@@ -1435,9 +1438,7 @@ def train_runs(argv):
         table = parameter_table(model, optimizers)
         run = start_run(args, hp, SOURCE, checksums, checkpoint, table)
         warm_up(model, hp)
-        initial = build_model(hp).state_dict()  # of this seed
-        warn_of_untrained_rows(run, model, initial)
-        model.load_state_dict(initial)
+        model.load_state_dict(build_model(hp).state_dict())  # the initial weights of this seed
         if checkpoint:
             load_states(checkpoint, run, model, optimizers)
         train(run, model, optimizers)

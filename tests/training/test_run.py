@@ -218,7 +218,8 @@ def test_batches_that_a_resumed_run_skips_are_not_timed(monkeypatch):
     monkeypatch.setattr(train_gpt, "evaluate", lambda *args: 1.0)
     monkeypatch.setattr(train_gpt, "train_step", lambda *args: torch.tensor(4.5))
     hp = dataclasses.replace(TRACKS["mini"], num_iterations=4, val_loss_every=0)
-    run = train_gpt.Run(hp, Path(), saves=False, log="", last_seed=0, step=3, train_ms=50.0)
+    saved = dict(log="", last_seed=0, step=3, train_ms=50.0, train_loss=5.0)
+    run = train_gpt.Run(hp, Path(), saves=False, **saved)
     monkeypatch.setattr(run, "write", lambda *args: None)
     train_gpt.train(run, None, [])
     assert run.train_ms == 50 + 100_000
