@@ -206,7 +206,7 @@ def check_measures(args: argparse.Namespace, base: Variant, ideas: list[Variant]
     """Lines about ideas that touch what measures. With --gate, raises UserError."""
     found = []
     for idea in ideas:
-        if what := touches_measure(base, idea, args.metric):
+        if what := touches_measure(base, idea):
             found.append(f"{idea.name} changes what measures the loss ({short(what, 80)})")
     if found and args.gate:
         raise UserError(f"{found[0]}, so --gate doesn't judge it")

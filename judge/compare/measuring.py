@@ -42,8 +42,9 @@ def changed_measure(old: str, new: str, metric: str) -> str:
     return min(filter(None, changes), default="")
 
 
-def touches_measure(base: Variant, idea: Variant, metric: str) -> str:
+def touches_measure(base: Variant, idea: Variant) -> str:
     """Like "train.py: val_loss = 0". "" if the idea leaves alone what measures."""
+    metric = base.project.metric
     files = [hash_copy(variant.folder, variant.project.not_read) for variant in (base, idea)]
     for name, _ in sorted(files[0].items() ^ files[1].items()):
         paths = [variant.folder / name for variant in (base, idea)]
