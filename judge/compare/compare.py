@@ -1,10 +1,10 @@
 """
 Does an idea help? Trains a base and your ideas with the same seeds until the answer is clear.
 
-    ./run.sh compare                                   the working tree against the last commit
-    ./run.sh compare --idea "--muon_lr 0.03"           a setting against the working tree
-    ./run.sh compare --idea records/mini/ideas/gelu --until 1% --hours 8
-    ./run.sh compare --recipe january2026              your edits of a recipe, or of what it imports
+    judge compare                                   the working tree against the last commit
+    judge compare --idea "--muon_lr 0.03"           a setting against the working tree
+    judge compare --idea records/mini/ideas/gelu --until 1% --hours 8
+    judge compare --recipe january2026              your edits of a recipe, or of what it imports
 
 compare stops at the first of these answers that it can prove:
 
@@ -27,7 +27,7 @@ REVISION:recipes/NAME.py. It runs in a copy of the repository's files, so later 
 
 With --command, compare trains anyone's script, for example the current one of modded-nanogpt:
 
-    ./run.sh compare --no_seed --command "torchrun --standalone --nproc_per_node=1 train_gpt.py"
+    judge compare --no_seed --command "torchrun --standalone --nproc_per_node=1 train_gpt.py"
                      --base ../modded-nanogpt --idea ../modded-nanogpt@my-branch
 
 SOURCE is then PATH, a folder of a git repository, or PATH@REVISION, or a patch to the base, with or
@@ -40,7 +40,7 @@ takes effect. A command without {seed} needs --no_seed.
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:
 
-    ./run.sh compare --base_logs logs/before --idea_logs logs/after
+    judge compare --base_logs logs/before --idea_logs logs/after
 
 A loop of ideas, decided by --gate, ends with --confirm: the first base of the ledger against the working
 tree, with new seeds.
@@ -206,7 +206,7 @@ def check_measures(args: argparse.Namespace, base: Variant, ideas: list[Variant]
     """Lines about ideas that touch what measures. With --gate, raises UserError."""
     found = []
     for idea in ideas:
-        if what := touches_measure(base, idea, args.metric):
+        if what := touches_measure(base, idea):
             found.append(f"{idea.name} changes what measures the loss ({short(what, 80)})")
     if found and args.gate:
         raise UserError(f"{found[0]}, so --gate doesn't judge it")

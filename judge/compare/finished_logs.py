@@ -33,7 +33,7 @@ from judge.text import as_json, wrap
 
 OTHER_SESSION = (
     "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
-    "session. Make runs of both again: ./run.sh compare."
+    "session. Make runs of both again: judge compare."
 )
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
 

@@ -26,9 +26,9 @@ def lines_of(text: str) -> set[tuple[str, str]]:
     return found
 
 
-def changed_measure(old: str, new: str, metric: str | None) -> str:
+def changed_measure(old: str, new: str, metric: str) -> str:
     """A line that measures and isn't the same in two versions of a file; "" if there is none."""
-    name = r"[\W_]*".join(re.findall(r"[a-z0-9]+", (metric or "").lower()))
+    name = r"[\W_]*".join(re.findall(r"[a-z0-9]+", metric.lower()))
     words = re.compile(f"{WORD}|{name}" if name else WORD, re.IGNORECASE)
     before, after = lines_of(old), lines_of(new)
     lines = before | after
@@ -42,8 +42,9 @@ def changed_measure(old: str, new: str, metric: str | None) -> str:
     return min(filter(None, changes), default="")
 
 
-def touches_measure(base: Variant, idea: Variant, metric: str | None) -> str:
+def touches_measure(base: Variant, idea: Variant) -> str:
     """Like "train.py: val_loss = 0". "" if the idea leaves alone what measures."""
+    metric = base.project.metric
     files = [hash_copy(variant.folder, variant.project.not_read) for variant in (base, idea)]
     for name, _ in sorted(files[0].items() ^ files[1].items()):
         paths = [variant.folder / name for variant in (base, idea)]

@@ -1,13 +1,13 @@
 """
 Which parts of a change matter? Trains combinations of them until each part is clear.
 
-    ./run.sh screen --base main --idea my-branch              the commits of a branch
-    ./run.sh screen --base main --idea my-branch --by hunk    the hunks of the whole difference
-    ./run.sh screen --part my.patch --part "--muon_lr 0.03"   patches and options
-    ./run.sh screen --command "python train.py {seed} {options}"
+    judge screen --base main --idea my-branch              the commits of a branch
+    judge screen --base main --idea my-branch --by hunk    the hunks of the whole difference
+    judge screen --part my.patch --part "--muon_lr 0.03"   patches and options
+    judge screen --command "python train.py {seed} {options}"
                     --base ../theirs@main --idea ../theirs@mine
 
---base, --idea and --command are those of compare (./run.sh compare --help). screen first tries the
+--base, --idea and --command are those of compare (judge compare --help). screen first tries the
 combinations that it needs: the patches must apply, and two steps must run. Parts that only work
 together become one. Up to 16 parts share the runs of a two-level design, in which each part is in half
 of the combinations. Where parts can't be combined like that, each is left out of the whole once.

@@ -41,7 +41,9 @@ def make_variant(rng: np.random.Generator, name: str) -> Variant:
 @functools.cache
 def arguments(seed: int, runs: int):
     words = ["--command", "x {seed}", "--seed", str(seed), "--ledger", "l.tsv"]
-    return compare.read_arguments(words + ["--runs", str(runs)] * (runs > 0))[0]
+    args, _ = compare.read_arguments(words + ["--runs", str(runs)] * (runs > 0))
+    args.metric = ""
+    return args
 
 
 def look(base: Variant, idea: Variant, seed: int, runs: int) -> str:
