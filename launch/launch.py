@@ -429,6 +429,8 @@ def launch(argv):
     script = COMMANDS[name]
     needs_judge = script.startswith(("judge.", "leaderboard."))
     folders = FOLDERS.get(name, ["judge"] if needs_judge else [])
+    if name == "data text" and any(".parquet" in word for word in words):
+        folders = FOLDERS["hellaswag"]  # the package that reads such files
     theirs = any(word.startswith(("--command", "--base_logs")) for word in words)  # of compare
     try:
         with setup_lock():
