@@ -315,9 +315,8 @@ def test_shards_that_are_there_stay(make, tmp_path):
     age = (out / "a_val_000000.bin").stat().st_mtime_ns
     make("a.txt", *words)
     assert contents(out) == whole
-    (tmp_path / "a.txt").write_text(
-        " be" * 26_000 + " or" * 4_000
-    )  # another third shard, and no fourth
+    # other second and third shards, and no fourth
+    (tmp_path / "a.txt").write_text(" be" * 26_000 + " or" * 10_000)
     make("a.txt", *words)
     assert (out / "a_val_000000.bin").stat().st_mtime_ns == age
     found = [name for name, content in contents(out).items() if content == whole[name]]
