@@ -10,7 +10,7 @@ import pytest
 from judge.compare import compare, ledger
 from judge.compare.pairs import Comparison
 
-POOL = SimpleNamespace(minutes=lambda: 0.0)
+POOL = SimpleNamespace(minutes=lambda: 0.0, fixed_time=False)
 USERS = 1000
 # What they try until the idea helps: first seed, and --runs (0: as many as it takes, at most 20)
 HABITS = {
@@ -41,7 +41,9 @@ def make_variant(rng: np.random.Generator, name: str) -> Variant:
 @functools.cache
 def arguments(seed: int, runs: int):
     words = ["--command", "x {seed}", "--seed", str(seed), "--ledger", "l.tsv"]
-    return compare.read_arguments(words + ["--runs", str(runs)] * (runs > 0))[0]
+    args, _ = compare.read_arguments(words + ["--runs", str(runs)] * (runs > 0))
+    args.metric = ""
+    return args
 
 
 def look(base: Variant, idea: Variant, seed: int, runs: int) -> str:
@@ -51,7 +53,7 @@ def look(base: Variant, idea: Variant, seed: int, runs: int) -> str:
     for i in range(seed, seed + (runs or 20)):
         for variant in (base, idea):
             end = SimpleNamespace(val_loss=float(variant.losses[i]), step=1)
-            variant.runs[i] = SimpleNamespace(end=end, steps_made=1)
+            variant.runs[i] = SimpleNamespace(end=end)
     rows = ledger.with_answers(c)
     ledger.write_ledger(c.args.ledger, rows)
     return rows[-1]["verdict"]
