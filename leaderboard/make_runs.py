@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from judge.logs.read import parse_log
@@ -32,7 +32,7 @@ def make_run(command: str, env: dict[str, str], seed: int, file: Path) -> None:
     print(f"{file.parent.name} run {seed + 1} of {RUNS}", flush=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         command += f" --seed {seed} --log_dir {os.path.relpath(folder, ROOT)}"
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        started = datetime.now(UTC).replace(tzinfo=None).isoformat(" ")
         console = Path(folder, "console")  # not the terminal: torchrun prints tracebacks after Ctrl-C
         with open(console, "wb") as output:
             done = subprocess.run(command, shell=True, cwd=ROOT, env=env, stdout=output, stderr=output)
