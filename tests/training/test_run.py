@@ -161,7 +161,7 @@ def test_target_not_met_and_validation_only_at_the_end(tmp_path, monkeypatch):
     argv = tiny_run(tmp_path, target_val_loss=0.5, val_loss_every=0, num_iterations=2)
     log = run_here(argv, tmp_path, monkeypatch)
     assert list(val_losses(log)) == [2]
-    assert "\ntarget 0.5: not met; val_loss " in log
+    assert "\ntarget 0.5: not met in 2 steps; val_loss " in log
 
 
 def test_only_training_is_timed(tmp_path, monkeypatch):
@@ -251,8 +251,8 @@ def test_help_shows_the_defaults_of_both_tracks(monkeypatch, capsys):
     shown = capsys.readouterr().out
     for field in dataclasses.fields(TRACKS["mini"]):
         (line,) = re.findall(rf"^ *--{field.name} .*(?:\n     .*)?", shown, re.M)
-        defaults = {track: getattr(hp, field.name) for track, hp in TRACKS.items()}
-        for part in (field.type.__name__, field.metadata["text"], str(defaults)):
+        defaults = ", ".join(f"{track} {getattr(hp, field.name)}" for track, hp in TRACKS.items())
+        for part in (field.type.__name__, field.metadata["text"], defaults):
             assert part in line
 
 
