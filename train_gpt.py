@@ -17,7 +17,7 @@ a series of ever faster runs. Numbers with a # are its records. What the recipe 
                attention (@KoszarskyB, @leloykun, @YouJiacheng)
 - #19, #20     FP8 head; Q, K and V in one matrix; long and short windows (@YouJiacheng, @leloykun)
 - #22, #23     gradients are summed in buckets (@KonstantinWilleke and others, @ryanyang0)
-The track mini adds four later ideas: NorMuon, XSA, smear, a leaky ReLU (section 5).
+The track mini adds four later ideas: NorMuon, XSA and smear (section 5), and a leaky ReLU (section 4).
 
 The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train
 the same model.
@@ -336,7 +336,7 @@ class Muon(torch.optim.Optimizer):
 #                  x = r0 * x + r1 * x0
 #                  x = x + attention(norm(x)), in which V = v0 * V + v1 * value embedding
 #                  x = x + MLP(norm(x)), with 4 C hidden channels
-#   at the end:    logits = scale_and_softcap(norm(x) @ head), loss = cross-entropy with the next token
+#   at the end:    logits = scale_and_softcap(norm(x) @ head.T), loss = cross-entropy with the next token
 #
 # Each layer learns its own w (skip_weights), r0 and r1 (residual_lambdas), v0 and v1 (value_lambdas). Value
 # embeddings are a second embedding of each token. In a step of 49,152 tokens, x is
@@ -904,6 +904,7 @@ def parse_arguments(argv, tracks=TRACKS):
     add("--log_dir", default="logs", help="folder for logs and checkpoints; default: logs")
     add("--num_runs", default=1, type=int, help="runs, with seeds from --seed on; default: 1")
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
+    add("--print_settings", action="store_true", help="print all settings as JSON, and end")
     add("--resume", help="a checkpoint; ./run.sh also takes latest, for the newest unfinished run")
     for entry in fields(tracks["fineweb"]):
         defaults = [f"{track} {getattr(hp, entry.name)}" for track, hp in tracks.items()]
@@ -932,8 +933,10 @@ def build_model(hp: Hyperparameters):
     torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
     model = GPT(hp).to(DEVICE)  # the same on all ranks
     for name, module in model.named_modules():
-        mixed = type(module) is nn.Linear and module.weight.dtype != DTYPE
-        require(not mixed, f"{name}: nn.Linear doesn't take activations in {DTYPE}; use CastedLinear")
+        require(
+            type(module) is not nn.Linear or module.weight.dtype == DTYPE,
+            f"{name}: nn.Linear doesn't take activations in {DTYPE}; use CastedLinear",
+        )
     return model
 
 
@@ -1131,14 +1134,15 @@ def evaluate(model, window, hp: Hyperparameters):
     return mean_of_ranks([loss / hp.val_seq_len for loss in sums])
 
 
-def warn_of_untrained_rows(run, model, initial):
-    """Names matrices of which the warm-up has changed only some rows, such as learned positions beyond
-    --train_seq_len. `initial` has the weights before it."""
+def warn_of_untrained_rows(run, model):
+    """Names the matrices of which training has changed only some rows so far, such as learned positions
+    beyond --train_seq_len."""
+    initial = build_model(run.hp).state_dict()
     for name, p in model.named_parameters():
         if parameter_kind(name, p) == "matrix":
-            count = (p == initial[name]).flatten(1).all(1).sum()
-            if 0 < count < len(p):
-                run.write(f"warning: {name}: {count} of {len(p)} rows got no gradient in the warm-up")
+            untrained = (p == initial[name]).all(-1).float().mean()
+            if 0 < untrained < 1:
+                run.write(f"warning: {name}: {untrained:.0%} of its rows are as they were at first")
 
 
 def warm_up(model, hp: Hyperparameters):
@@ -1183,7 +1187,9 @@ def describe_machine():
         f"Variables: {re.sub('[^ =:]*/', '', variables)}\n"  # without folders
     )
     if ON_GPU:
-        tables = re.split(r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi"))  # of GPUs, and of processes
+        tables = re.split(
+            r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi")
+        )  # of GPUs, and of processes
         return software + tables[0]  # a process may have a user's name in its path
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
     march = os.getenv("TORCHINDUCTOR_CPP_MARCH", "native")
@@ -1337,13 +1343,12 @@ def start_run(args, hp: Hyperparameters, source, data_checksums, checkpoint, tab
     if checkpoint:
         path = Path(args.resume)
         saved = checkpoint["run"]
+        saved["log"] += f"{describe_machine()}\n"
     else:
         path = Path(args.log_dir, str(uuid.uuid4()))
         saved = dict(log=log_header(source, hp, table, shards), last_seed=args.last_seed)
     require(shards in saved["log"], "--resume: the shards have changed; use the old ones")
     run = Run(hp, path.with_suffix(".txt"), args.save_checkpoint, **saved)
-    if checkpoint:
-        run.log += f"{describe_machine()}\n"
     run.open()
     return run
 
@@ -1375,6 +1380,8 @@ def train(run, model, optimizers):
             train_ms += clock() - start_ms
             run.train_ms = train_ms
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
+            if not run.train_loss:  # the first validation
+                warn_of_untrained_rows(run, model)
             save_and_log(run, model, optimizers, val_loss, train_losses)
             # Random numbers, such as those of dropout, then are the same in a resumed run
             torch.manual_seed(hp.seed + step)
@@ -1400,7 +1407,7 @@ def check_inputs(args, hp: Hyperparameters):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     check_files(hp)
-    first = read_tokens(find_shards(hp.val_files)[0], 0, 1)[0]
+    [first] = read_tokens(find_shards(hp.val_files)[0], 0, 1)
     require(
         hp.eot_token in (first, -1),
         f"{hp.val_files} begins with token {first}, so --eot_token {hp.eot_token} begins no documents; "
@@ -1420,6 +1427,8 @@ def train_runs(argv):
     if checkpoint:
         hp = replace(hp, **checkpoint["settings"])
     checksums = check_inputs(args, hp)
+    if args.print_settings:
+        return print(json.dumps(asdict(hp)))
     init_processes()
     model = build_model(hp)
     model.compile(dynamic=False)
@@ -1429,9 +1438,7 @@ def train_runs(argv):
         table = parameter_table(model, optimizers)
         run = start_run(args, hp, SOURCE, checksums, checkpoint, table)
         warm_up(model, hp)
-        initial = build_model(hp).state_dict()  # of this seed
-        warn_of_untrained_rows(run, model, initial)
-        model.load_state_dict(initial)
+        model.load_state_dict(build_model(hp).state_dict())  # the initial weights of this seed
         if checkpoint:
             load_states(checkpoint, run, model, optimizers)
         train(run, model, optimizers)

@@ -5,20 +5,21 @@ Makes shards of your own text: of GPT-2 tokens for the track fineweb, or of byte
     ./run.sh data text --bytes notes.txt
 
 The files are read in the order of their sorted paths. A .jsonl or .ndjson file has one JSON object
-per line, and the "text" of each object is a document. Any other file is one document. Each document
-is preceded by end-of-text (50256, or 256 after the 256 bytes).
+per line, and the "text" of each object is a document, as is each "text" of a .parquet file. Any other file is
+one document. Each document is preceded by end-of-text (50256, or 256 after the 256 bytes).
 
-The first shard, fineweb_val_000000.bin, is the validation set; the others, fineweb_train_000001.bin
-and so on, are the training set. A document may continue in the next shard, and the last shard may be
-shorter than the others. A shard is written to a temporary file and renamed when it is complete. After
-an error or an interruption, run the same command again: it makes all tokens again, but keeps the
-shards that are there, if they are equal.
+The shards are called after the text. Of notes.txt or notes/*.md, the first one, notes_val_000000.bin, is the
+validation set; the others, notes_train_000001.bin and so on, are the training set. A document may continue
+in the next shard, and the last shard may be shorter than the others. A shard is written to a temporary file
+and renamed when it is complete. After an error or an interruption, or when the text has changed, run the same
+command again: shards that are as they should be stay, and the others are made anew.
 """
 
 import glob
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections import deque
@@ -68,6 +69,8 @@ def stream_files(paths):
     for path in paths:
         if path.lower().endswith((".jsonl", ".ndjson")):
             yield from jsonl_texts(read_lines(path), path)
+        elif path.lower().endswith(".parquet"):
+            yield from parquet_texts(path)
         else:
             yield "".join(read_lines(path))
 
@@ -96,6 +99,26 @@ def jsonl_texts(lines, path):
         if not isinstance(text, str):
             raise UserError(f'{path}, line {number}: no JSON object with a string as its "text"')
         yield text
+
+
+def parquet_texts(path):
+    """Yields the texts of a file as on the Hugging Face hub. Raises UserError."""
+    import pyarrow.parquet  # ./run.sh installs it if a parquet file is named
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(columns=["text"]):
+            texts = batch.column("text").to_pylist()
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("a text is no string")
+            yield from texts
+    except (ValueError, LookupError) as e:  # pyarrow's errors, too
+        raise UserError(f'{path}: no parquet file with strings in a column "text" ({e})') from None
+
+
+def name_of(pattern):
+    """What the shards of a text are called: its file or folder, in front of the first * or ?."""
+    plain = re.split(r"[*?\[]", pattern)[0]
+    return re.sub(r"[^\w-]", "_", Path(plain).stem) or "text"
 
 
 # -----------------------------------------------------------------------------
@@ -209,16 +232,16 @@ def bytes_for_mini():
     return (MINI_STEPS * MINI_BATCHES[0] + 1) * 10 // 9
 
 
-def training_command(out):
+def training_command(out, name):
     """The command that trains mini on the shards of bytes: with smaller steps or fewer steps, if the text
     is short."""
     folder = os.path.relpath(out)
-    lengths = [check_shard(path) for path in out.glob("fineweb_train_*.bin")]
+    lengths = [check_shard(path) for path in out.glob(f"{name}_train_*.bin")]
     for batch in MINI_BATCHES:
         steps = sum((length - 1) // batch for length in lengths)
         if steps >= MINI_STEPS:
             break
-    sequences = (check_shard(out / "fineweb_val_000000.bin") - 1) // MINI_SEQUENCE
+    sequences = (check_shard(out / f"{name}_val_000000.bin") - 1) // MINI_SEQUENCE
     sequences -= sequences % 2 if sequences > 1 else 0  # so that two processes can share them
     options = f"--val_tokens {min(MINI_VAL, sequences * MINI_SEQUENCE)}"
     if batch < MINI_BATCHES[0]:
@@ -226,15 +249,23 @@ def training_command(out):
     if steps < MINI_STEPS:
         options += f" --num_iterations {steps}"
     return (
-        f"./run.sh --track mini --train_files '{folder}/fineweb_train_*.bin' \\\n"
-        f"    --val_files '{folder}/fineweb_val_*.bin' {options}"
+        f"./run.sh --track mini --train_files '{folder}/{name}_train_*.bin' \\\n"
+        f"    --val_files '{folder}/{name}_val_*.bin' {options}"
     )
 
 
-def write_shards(shards, val_tokens, out):
-    """Writes a stream of token arrays, the validation shard first. A shard that is there stays. Returns
-    the number of shards. Raises UserError if there is no training data, before writing anything, or if
-    a shard that is there has other tokens."""
+def remove_shards(out, name, first):
+    """Removes the shards of a text from number `first` on."""
+    for split in ("train", "val"):
+        for path in out.glob(f"{name}_{split}_{'[0-9]' * 6}.bin"):
+            if int(path.stem[-6:]) >= first:
+                path.unlink()
+
+
+def write_shards(shards, val_tokens, out, name):
+    """Writes a stream of token arrays, the validation shard first. Shards that are there stay as long as they
+    are equal; then all others of this name are removed. Returns the number of shards. Raises UserError if
+    there is no training data, before writing anything."""
     val = next(shards, ())
     train = next(shards, None)
     if train is None:
@@ -244,12 +275,12 @@ def write_shards(shards, val_tokens, out):
         )
     for i, tokens in enumerate(chain([val, train], shards)):
         split = "train" if i else "val"
-        path = out / f"fineweb_{split}_{i:06d}.bin"
-        if not path.exists():
+        path = out / f"{name}_{split}_{i:06d}.bin"
+        if not (path.exists() and np.array_equal(read_shard(path), tokens)):
+            remove_shards(out, name, i)
             write_shard(path, tokens)
-        elif not np.array_equal(read_shard(path), tokens):
-            raise UserError(f"{path} has other tokens; choose another folder with --out")
         tqdm.write(f"{path}: {len(tokens):,} tokens")
+    remove_shards(out, name, i + 1)
     return i + 1
 
 
@@ -271,15 +302,11 @@ def main(argv):
         fetch_vocabulary()  # once, before the worker processes load it
         arrays = tokenize(texts, args.workers)
     shards = split_tokens(arrays, val_tokens, args.shard_size)
-    count = write_shards(shards, val_tokens, out)
-    others = len(list(out.glob("fineweb_*_*.bin"))) - count
-    if others:  # a run would read them, too
-        raise UserError(
-            f"{out} has {others} more shards, of other text; choose another folder with --out"
-        )
+    name = name_of(args.patterns[0])
+    count = write_shards(shards, val_tokens, out, name)
     print(f"done: {count} shards")
     if args.bytes:
-        print(f"Now train on them:\n\n{training_command(out)}")
+        print(f"Now train on them:\n\n{training_command(out, name)}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import time
 from functools import partial
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 import train_gpt
@@ -236,7 +237,9 @@ def expected_tokens(texts):
 def read_folder(folder):
     """The tokens of each shard: validation, train 1, train 2, ... It also checks the names."""
     count = len(os.listdir(folder))
-    names = [NAMES[0]] + [f"fineweb_train_{i:06d}.bin" for i in range(1, count)]
+    (val,) = folder.glob("*_val_000000.bin")
+    trains = [val.name.replace("val_000000", f"train_{i:06d}") for i in range(1, count)]
+    names = [val.name, *trains]
     return [shards.read_shard(folder / name, 50257).tolist() for name in names]
 
 
@@ -298,26 +301,59 @@ def test_the_default_validation_shard(make, tmp_path):
 
 
 def test_shards_that_are_there_stay(make, tmp_path):
-    """The same command goes on where it was interrupted. Those of other text are neither replaced nor mixed
-    with new ones."""
-    (tmp_path / "a.txt").write_text(" be" * 50_000)
-    words = ("--bytes", "a.txt", "--val_tokens=1000", "--shard_size=40000")
-    make(*words)
-    whole = contents(tmp_path / "out")
-    (tmp_path / "out" / "fineweb_train_000002.bin").unlink()
-    age = (tmp_path / "out" / NAMES[0]).stat().st_mtime_ns
-    make(*words)
-    assert contents(tmp_path / "out") == whole
-    assert (tmp_path / "out" / NAMES[0]).stat().st_mtime_ns == age
-    with pytest.raises(
-        UserError, match="fineweb_train_000004.bin has other tokens; choose another folder"
-    ):
-        (tmp_path / "a.txt").write_text(" be" * 45_000)
-        make(*words)
-    with pytest.raises(UserError, match="out has 1 more shards, of other text; choose another folder"):
-        (tmp_path / "a.txt").write_text(" be" * 40_333)  # 121,000 tokens with end-of-text
-        make(*words)
-    assert contents(tmp_path / "out") == whole
+    """The same command goes on where it was interrupted. When the text has changed, it makes the others anew,
+    and leaves none of the old ones. Those of other texts stay."""
+    out = tmp_path / "out"
+    for name in ("a.txt", "a_b.txt"):
+        (tmp_path / name).write_text(" be" * 50_000)
+    words = ("--bytes", "--val_tokens=1000", "--shard_size=40000")
+    make("a.txt", *words)
+    make("a_b.txt", *words)
+    whole = contents(out)
+    assert len(whole) == 2 * 5
+    (out / "a_train_000002.bin").unlink()
+    age = (out / "a_val_000000.bin").stat().st_mtime_ns
+    make("a.txt", *words)
+    assert contents(out) == whole
+    (tmp_path / "a.txt").write_text(
+        " be" * 26_000 + " or" * 4_000
+    )  # another third shard, and no fourth
+    make("a.txt", *words)
+    assert (out / "a_val_000000.bin").stat().st_mtime_ns == age
+    found = [name for name, content in contents(out).items() if content == whole[name]]
+    assert sorted(found) == sorted(
+        ["a_val_000000.bin", "a_train_000001.bin", *(name for name in whole if name.startswith("a_b_"))]
+    )
+    assert sorted(contents(out).keys() - found) == ["a_train_000002.bin", "a_train_000003.bin"]
+
+
+def test_what_shards_are_called():
+    for pattern, name in [
+        ("notes.txt", "notes"),
+        ("/home/me/my notes/**/*.md", "my_notes"),
+        ("*.txt", "text"),
+        ("data/sample-10BT/*.parquet", "sample-10BT"),
+    ]:
+        assert own_text.name_of(pattern) == name
+
+
+def test_parquet(make, tmp_path):
+    """As `hf download` brings raw FineWeb."""
+    texts = TEXTS[:9]
+    table = pyarrow.Table.from_pylist([{"id": i, "text": text} for i, text in enumerate(texts)])
+    pyarrow.parquet.write_table(table, tmp_path / "a.PARQUET", row_group_size=4)
+    make("a.PARQUET", "--val_tokens=30")
+    assert list(itertools.chain(*read_folder(tmp_path / "out"))) == expected_tokens(texts)
+
+
+@pytest.mark.parametrize("column", [dict(words=["a"]), dict(text=["a", None]), dict(text=[1]), None])
+def test_a_parquet_file_without_texts(tmp_path, column):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1")
+    if column:
+        pyarrow.parquet.write_table(pyarrow.table(column), path)
+    with pytest.raises(UserError, match='a.parquet: no parquet file with strings in a column "text"'):
+        list(own_text.stream_files([str(path)]))
 
 
 @pytest.mark.parametrize(
@@ -358,8 +394,8 @@ def test_bytes_of_own_text(make, tmp_path, capsys):
     train_gpt.check_inputs(args, hp)
     assert (hp.num_iterations, hp.batch_tokens) == ((len(train) - 1) // 1024, 1024)
     assert hp.val_tokens == 24_320
-    shards.write_shard(tmp_path / "out/fineweb_train_000001.bin", [7] * (325 * 2048 + 1))
-    assert own_text.training_command(tmp_path / "out").endswith("--batch_tokens 2048")
+    shards.write_shard(tmp_path / "out/text_train_000001.bin", [7] * (325 * 2048 + 1))
+    assert own_text.training_command(tmp_path / "out", "text").endswith("--batch_tokens 2048")
 
 
 @pytest.mark.parametrize(
@@ -393,7 +429,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     command = ["bash", "-c", f"ulimit -f 8; exec {words}"]  # KiB
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env())
     assert "File too large" in one_error(result)
-    assert list(contents(tmp_path / "out")) == [NAMES[0]]
+    assert list(contents(tmp_path / "out")) == ["a_val_000000.bin"]
 
 
 @pytest.mark.parametrize("how, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 130)])
@@ -420,7 +456,7 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     if how != signal.SIGKILL:
         assert errors == "interrupted\n"
         assert list(out.glob("*.tmp")) == []
-    paths = [out / NAMES[0], *sorted(out.glob("fineweb_train_*.bin"))]
+    paths = [out / "a_val_000000.bin", *sorted(out.glob("a_train_*.bin"))]
     found = np.concatenate([shards.read_shard(path, 50257) for path in paths])
     assert len(found) == 1000 + 50000 * (len(paths) - 1)
     once = expected_tokens(texts)

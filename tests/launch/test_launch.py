@@ -60,6 +60,7 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setattr(launch, "VENV", machine.root / ".venv")
     monkeypatch.setattr(judge_processes, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(judge_processes, "output_of", output_of)
     monkeypatch.setattr(launch, "version_of", lambda package, path: machine.versions.get(package, ""))
     for module in (launch, processes, datasets):
         monkeypatch.setattr(module, "ROOT", machine.root)
@@ -451,10 +452,23 @@ def test_pytest_runs_in_the_repository(training, words, last):
 
 
 def test_compare_checks_the_machine(training):
-    launch.launch(["compare", "--device", "cpu", "--runs", "2"])
-    assert training.ran == [["python", "-P", "-m", "judge.compare.compare", "--runs", "2"]]
-    assert training.checked == ["compare", "--runs", "2"]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    """It trains by the command in judge.toml, with another script or torchrun if the user says so."""
+    file(launch.ROOT / "judge.toml", 'command = "python -m train_gpt {options}"')
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2"
+    for words, expected in [
+        ([], ["--command", "python -m train_gpt {options}"]),
+        (["--recipe", "gpt2"], ["--command", "python -m recipes.gpt2 {options}"]),
+        (
+            ["--nproc_per_node=2"],
+            "--jobs 1 --gpus_per_run 2 --command".split()
+            + [f"python {torchrun} -m train_gpt {{options}}"],
+        ),
+    ]:
+        launch.launch(["compare", "--device", "cpu", *words, "--runs", "2"])
+        command = ["python", "-P", "-m", "judge.compare.compare", "--project", str(launch.ROOT)]
+        assert training.ran[-1] == [*command, *expected, "--runs", "2"]
+        assert training.checked == ["compare", *words, "--runs", "2"]
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_the_modules_of_all_commands_exist():

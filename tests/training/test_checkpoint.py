@@ -136,6 +136,7 @@ def test_killed_and_resumed_is_the_same_run(kill, step, whole, tmp_path):
     assert str(checkpoint_of(tmp_path).relative_to(tmp_path).with_suffix(".txt")) in job.out
     log = read_log(tmp_path)
     assert re.search(rf"^resume: from step {step}\b", log, re.M)
+    assert "CPU: " not in job.out  # only in the log
     for line in ("CPU: ", "Running PyTorch "):  # it may be another machine
         assert len(re.findall(f"^{line}", log, re.M)) == 2
     times = list(map(int, re.findall(r"train_time:(\d+)ms", log)))

@@ -6,6 +6,7 @@ the tiny model for two steps. It must do what was meant, or end with one line.
 import re
 
 import pytest
+import torch
 
 from tests.util import (
     INITIAL_LOSS,
@@ -13,9 +14,12 @@ from tests.util import (
     SCRIPT,
     Job,
     assert_one_line,
+    assert_same_state,
+    checkpoint_of,
     read_checkpoint,
     read_log,
     run_script,
+    succeeds,
     tiny_run,
     val_losses,
 )
@@ -25,7 +29,7 @@ MLP_UP = "self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)"
 MUON = "return [adam, muon]"
 
 
-def fork(folder, *changes, options=()):
+def fork(folder, *changes, options=(), **variables):
     """Runs a copy with changes (old, new). Returns its Job."""
     argv = tiny_run(folder, "--save_checkpoint", *options, num_iterations=2, warmup_steps=2)
     source = SCRIPT.read_text()
@@ -33,7 +37,7 @@ def fork(folder, *changes, options=()):
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     (folder / "fork.py").write_text(source)
-    return Job(argv, folder, script=folder / "fork.py")
+    return Job(argv, folder, script=folder / "fork.py", **variables)
 
 
 def trained(folder, *changes, options=()):
@@ -112,6 +116,76 @@ def test_settings(tmp_path):
     assert row(log, "skip_weights").endswith("Adam, lr 0.02")
 
 
+# Learned positions. Validation sequences are twice as long as those of training
+POSITIONS = (
+    (
+        "        if hp.smear:\n            self.smear_gate",
+        "        self.positions = nn.Parameter(torch.empty(hp.val_seq_len, hp.model_dim))\n"
+        "        if hp.smear:\n            self.smear_gate",
+    ),
+    (
+        "        x = self.embed(input_seq)  # (B, S, C)\n",
+        "        x = self.embed(input_seq)\n        x = x + self.positions[: x.size(1)].type_as(x)\n",
+    ),
+)
+
+
+def test_rows_that_nothing_trains(tmp_path):
+    log, _ = trained(tmp_path / "a", *POSITIONS, options=["--val_seq_len=256", "--val_tokens=1792"])
+    warning = "warning: positions: 50% of its rows are as they were at first"
+    assert re.findall("^warning: .*$", log, re.M) == [warning]
+    log, _ = trained(tmp_path / "b", *POSITIONS)
+    assert not re.findall("^warning: ", log, re.M)
+
+
+STATE = (
+    (
+        "        return self.c_proj(x)\n",
+        "        return self.c_proj(F.dropout(x, 0.1, self.training))\n",
+    ),
+    (
+        "    train_losses = []",
+        "    weights = dict(model.named_parameters())\n"
+        '    ema = run.extra.setdefault("ema", {k: p.detach().clone() for k, p in weights.items()})\n'
+        "    train_losses = []",
+    ),
+    (
+        "        run.step += 1\n",
+        "        run.step += 1\n"
+        "        for k, p in weights.items():\n"
+        "            ema[k].lerp_(p.detach(), 0.1)\n"
+        '        if run.step == int(os.getenv("STOP_AT", 0)):\n'
+        "            os._exit(9)\n",
+    ),
+)
+
+
+def test_dropout_and_a_moving_average_in_a_resumed_run(tmp_path):
+    """The same random numbers, and the same average, as in a run without interruption."""
+    options = ["--num_iterations=4", "--val_loss_every=2"]
+    whole = tmp_path / "whole"
+    _, expected = trained(whole, *STATE, options=options)
+    cut = tmp_path / "cut"
+    assert fork(cut, *STATE, options=options, STOP_AT="3").wait() == 9
+    checkpoint = checkpoint_of(cut)
+    assert read_checkpoint(cut)["run"]["step"] == 2
+    words = [f"--resume={checkpoint}", "--save_checkpoint"]
+    succeeds(Job(words, cut, script=cut / "fork.py"))
+    found = read_checkpoint(cut)
+    assert_same_state(found, expected)
+    torch.testing.assert_close(found["run"]["extra"], expected["run"]["extra"], rtol=0, atol=0)
+
+
+def test_a_linear_layer_of_pytorch(tmp_path):
+    """It takes float32 activations only."""
+    linear = (MLP_UP, "self.c_fc = nn.Linear(hp.model_dim, 4 * hp.model_dim)")
+    in_dtype = "DTYPE = {} if True else torch.bfloat16 if"
+    job = fork(tmp_path / "a", linear, ("DTYPE = torch.bfloat16 if", in_dtype.format("torch.bfloat16")))
+    words = "blocks.0.mlp.c_fc: nn.Linear doesn't take activations in torch.bfloat16; use CastedLinear"
+    assert_one_line(job.wait(), job.err, words)
+    trained(tmp_path / "b", linear, ("DTYPE = torch.bfloat16 if", in_dtype.format("torch.float32")))
+
+
 def test_without_qk_norm(tmp_path):
     """It trains. Scores that overflow end it with a line: on a CPU, no maximum is subtracted."""
     trained(tmp_path / "plain", (QK_NORM, "q = self.rotary(q)\n"))
@@ -135,6 +209,11 @@ REFUSED = {
         'return "matrix" if p.ndim >= 2',
         'return "mlp" if ".mlp." in name else "matrix" if p.ndim >= 2',
         "blocks.0.mlp.c_fc.weight: init_weights has no initial values for the kind mlp",
+    ),
+    "an optimizer that is in no list": (
+        MUON,
+        "return torch.optim.AdamW(model.parameters(), lr=0.001)",
+        "build_optimizers must return a list, also of one optimizer",
     ),
     "a parameter in no optimizer": (MUON, "return [muon]", "smear_gate has no optimizer; it needs one"),
 }

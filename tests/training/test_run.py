@@ -164,6 +164,14 @@ def test_target_not_met_and_validation_only_at_the_end(tmp_path, monkeypatch):
     assert "\ntarget 0.5: not met in 2 steps; val_loss " in log
 
 
+def test_without_documents(tmp_path, monkeypatch):
+    """Attention then crosses them, so the losses differ."""
+    options = dict(num_iterations=2, val_loss_every=0)
+    with_documents = run_here(tiny_run(tmp_path / "a", **options), tmp_path / "a", monkeypatch)
+    without = run_here(tiny_run(tmp_path / "b", **options, eot_token=-1), tmp_path / "b", monkeypatch)
+    assert val_losses(with_documents)[2] != val_losses(without)[2]
+
+
 def test_only_training_is_timed(tmp_path, monkeypatch):
     """
     The test puts the clock forward.
@@ -210,7 +218,8 @@ def test_batches_that_a_resumed_run_skips_are_not_timed(monkeypatch):
     monkeypatch.setattr(train_gpt, "evaluate", lambda *args: 1.0)
     monkeypatch.setattr(train_gpt, "train_step", lambda *args: torch.tensor(4.5))
     hp = dataclasses.replace(TRACKS["mini"], num_iterations=4, val_loss_every=0)
-    run = train_gpt.Run(hp, Path(), saves=False, log="", last_seed=0, step=3, train_ms=50.0)
+    saved = dict(log="", last_seed=0, step=3, train_ms=50.0, train_loss=5.0)
+    run = train_gpt.Run(hp, Path(), saves=False, **saved)
     monkeypatch.setattr(run, "write", lambda *args: None)
     train_gpt.train(run, None, [])
     assert run.train_ms == 50 + 100_000
@@ -251,8 +260,8 @@ def test_help_shows_the_defaults_of_both_tracks(monkeypatch, capsys):
     shown = capsys.readouterr().out
     for field in dataclasses.fields(TRACKS["mini"]):
         (line,) = re.findall(rf"^ *--{field.name} .*(?:\n     .*)?", shown, re.M)
-        defaults = ", ".join(f"{track} {getattr(hp, field.name)}" for track, hp in TRACKS.items())
-        for part in (field.type.__name__, field.metadata["text"], defaults):
+        defaults = [f"{track} {getattr(hp, field.name)}" for track, hp in TRACKS.items()]
+        for part in (field.type.__name__, field.metadata["text"], "; " + ", ".join(defaults)):
             assert part in line
 
 
@@ -260,9 +269,13 @@ def test_help_shows_the_defaults_of_both_tracks(monkeypatch, capsys):
 # {name: (the changed options, words of the error line)}
 ERRORS = {
     "no shards": (dict(train_files="nosuch_*.bin"), "nosuch_*.bin; ./run.sh makes them"),
-    "too few training tokens": (dict(num_iterations=13), "12 batches"),
+    "too few training tokens": (dict(num_iterations=13), "lower --num_iterations to 12"),
     "too few validation tokens": (dict(val_tokens=17 * 128), "16 batches"),
     "another track's shards": (dict(vocab_size=256, eot_token=0), "token 256"),
+    "a common token as end-of-text": (
+        dict(eot_token=7),
+        "begins with token 256, so --eot_token 7 begins no documents; name the token that does, or -1",
+    ),
     "trained on its validation": (
         dict(train_files="tiny_*.bin", num_iterations=2),
         "tiny_val_000000.bin is a training and a validation shard",
