@@ -316,7 +316,7 @@ def test_shards_that_are_there_stay(make, tmp_path):
     make("a.txt", *words)
     assert contents(out) == whole
     (tmp_path / "a.txt").write_text(
-        " be" * 26_000 + " or" * 4_000
+        " be" * 26_000 + " or" * 8_000
     )  # another third shard, and no fourth
     make("a.txt", *words)
     assert (out / "a_val_000000.bin").stat().st_mtime_ns == age
