@@ -17,7 +17,7 @@ a series of ever faster runs. Numbers with a # are its records. What the recipe 
                attention (@KoszarskyB, @leloykun, @YouJiacheng)
 - #19, #20     FP8 head; Q, K and V in one matrix; long and short windows (@YouJiacheng, @leloykun)
 - #22, #23     gradients are summed in buckets (@KonstantinWilleke and others, @ryanyang0)
-The track mini adds four later ideas: NorMuon, XSA, smear, a leaky ReLU (section 5).
+The track mini adds four later ideas: NorMuon, XSA and smear (section 5), and a leaky ReLU (section 4).
 
 The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train
 the same model.
@@ -235,10 +235,6 @@ def wide(matrices):
     return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
 
 
-# its name since PyTorch 2.13, and before
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
 def rank_share(items):
     """Returns this rank's share of a list, or of a tensor's first dimension. An all-gather needs shares
     of one length, so the last item may be in it again (5 items, 2 ranks: 0 1 2, 3 4 4)."""
@@ -253,7 +249,7 @@ def all_gather(share, count):
     if WORLD_SIZE == 1:
         return share, None
     whole = share.new_empty(WORLD_SIZE * len(share), *share.shape[1:])
-    handle = all_gather_single(whole, share, async_op=True)
+    handle = dist.all_gather_into_tensor(whole, share, async_op=True)
     return whole[:count], handle
 
 
@@ -340,7 +336,7 @@ class Muon(torch.optim.Optimizer):
 #                  x = r0 * x + r1 * x0
 #                  x = x + attention(norm(x)), in which V = v0 * V + v1 * value embedding
 #                  x = x + MLP(norm(x)), with 4 C hidden channels
-#   at the end:    logits = scale_and_softcap(norm(x) @ head), loss = cross-entropy with the next token
+#   at the end:    logits = scale_and_softcap(norm(x) @ head.T), loss = cross-entropy with the next token
 #
 # Each layer learns its own w (skip_weights), r0 and r1 (residual_lambdas), v0 and v1 (value_lambdas). Value
 # embeddings are a second embedding of each token. In a step of 49,152 tokens, x is
@@ -908,6 +904,7 @@ def parse_arguments(argv, tracks=TRACKS):
     add("--log_dir", default="logs", help="folder for logs and checkpoints; default: logs")
     add("--num_runs", default=1, type=int, help="runs, with seeds from --seed on; default: 1")
     add("--save_checkpoint", action="store_true", help="save LOG_DIR/RUN.pt at each validation")
+    add("--print_settings", action="store_true", help="print all settings as JSON, and end")
     add("--resume", help="a checkpoint; ./run.sh also takes latest, for the newest unfinished run")
     for entry in fields(tracks["fineweb"]):
         defaults = [f"{track} {getattr(hp, entry.name)}" for track, hp in tracks.items()]
@@ -1430,6 +1427,8 @@ def train_runs(argv):
     if checkpoint:
         hp = replace(hp, **checkpoint["settings"])
     checksums = check_inputs(args, hp)
+    if args.print_settings:
+        return print(json.dumps(asdict(hp)))
     init_processes()
     model = build_model(hp)
     model.compile(dynamic=False)

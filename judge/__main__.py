@@ -1,6 +1,7 @@
 """
 Does an idea help? Trains a base and your ideas until the answer is clear.
 
+    judge init          two short runs; writes judge.toml
     judge compare       an idea against a base, or finished logs
     judge screen        which parts of an idea matter?
     judge plot          loss curves
@@ -13,6 +14,7 @@ import importlib
 from judge.commands import UserError, run_command, stop_on_signals
 
 COMMANDS = {
+    "init": "judge.init",
     "compare": "judge.compare.compare",
     "screen": "judge.screen.screen",
     "plot": "judge.plot.plot",

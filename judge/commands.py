@@ -10,6 +10,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 
+PROGRAM = os.environ.get("JUDGE_PROGRAM", "judge")  # what the user has typed
+
+
 class UserError(OSError):
     """What the user can mend, in one line that says what to do. Lines above it are the output of a program
     that failed. It is an OSError, because every command prints those in the same way."""
@@ -61,10 +64,10 @@ def did_you_mean(word: str, names: Collection[str]) -> str:
 
 
 def command_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """The parser of a command of run.sh, whose --help shows the description as it is."""
+    """The parser of a command, whose --help shows the description as it is, but for the program's name."""
     parser = argparse.ArgumentParser(
-        prog=f"./run.sh {command}",
-        description=description,
+        prog=f"{PROGRAM} {command}",
+        description=description.replace("    judge ", f"    {PROGRAM} "),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,8 +1,11 @@
-"""What other programs say about the machine: what they print, and whether it has a GPU."""
+"""Other programs: what they print, whether they see a GPU, and when they end."""
 
 import contextlib
+import ctypes
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 DEVICES = Path("/dev")  # where the driver puts its files
@@ -22,3 +25,9 @@ def has_nvidia_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return "GPU " in (output_of("nvidia-smi", "-L") or "") or any(DEVICES.glob("nvidia[0-9]*"))
+
+
+def end_with_parent() -> None:
+    """Runs in a child process before its program: on Linux, it gets SIGTERM if its parent is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -270,15 +270,15 @@ def sides_of(words):
 def check_comparison(words):
     """Gets the data of a comparison's runs. Returns what they need. Raises InputError."""
     for module, options in sides_of(words):
-        with contextlib.suppress(
-            ImportError, AttributeError
-        ):  # no training script: compare will say so
+        with contextlib.suppress(ImportError, AttributeError):  # compare will say that it isn't there
             _, hp = importlib.import_module(module).parse_arguments(options)
             get_data(sys.executable, vars(hp))
     if find_gpus():
         check_gpus(1)  # each run uses one
         return dict(environment={})
-    return dict(environment=check_compiler(1))
+    variables = environment() | check_compiler(1)
+    del variables["OMP_NUM_THREADS"]  # runs share the cores
+    return dict(environment=variables)
 
 
 def meant_option(message):

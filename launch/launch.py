@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import tomllib
 import urllib.error
 import urllib.request
 import venv
@@ -351,6 +352,26 @@ def parse(name, words):
     return args, words
 
 
+def of_our_scripts(words):
+    """What compare and screen need to train train_gpt.py: judge.toml; or --recipe NAME, or several processes:
+    another command than the one in there."""
+    if any(word.startswith(("--command", "--base_logs")) for word in words):
+        return words  # those of others
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe")
+    parser.add_argument("--nproc_per_node", default="1")
+    args, words = parser.parse_known_args(words)
+    command = tomllib.loads((ROOT / "judge.toml").read_text())["command"]
+    ours = ["--project", str(ROOT)]
+    if args.recipe:
+        command = command.replace("-m train_gpt", f"-m recipes.{args.recipe}")
+    if args.nproc_per_node != "1":
+        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={args.nproc_per_node}"
+        command = command.replace("python", f"python {torchrun}")
+        ours += ["--jobs", "1", "--gpus_per_run", args.nproc_per_node]
+    return [*ours, "--command", command, *words]
+
+
 def command_line(name, python, arguments):
     """Returns the command that ./run.sh NAME becomes. Its exit status and signals are its own."""
     if name.startswith("test"):
@@ -358,10 +379,16 @@ def command_line(name, python, arguments):
         os.chdir(ROOT)
         # a process a core; those that run out of tests take some from another; paths replace "tests"
         workers = "-n auto --maxprocesses 8 --dist worksteal".split()
-        paths = ["tests/machines/cases.py"] if name == "test machines" else []
+        machines = ["tests/machines/cases.py", "tests/machines/slurm.py"]
+        paths = machines if name == "test machines" else []
         return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *paths, *arguments]
     script, *words = COMMANDS[name].split()
     os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's
+    # the python of compare's runs
+    os.environ["PATH"] = f"{Path(python).parent}:{os.environ.get('PATH', os.defpath)}"
+    os.environ["JUDGE_PROGRAM"] = "./run.sh"
+    if name in ("compare", "screen"):
+        arguments = of_our_scripts(arguments)
     return [python, "-P", "-m", script, *words, *arguments]
 
 

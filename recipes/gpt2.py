@@ -16,10 +16,11 @@ Shapes in comments: B sequences of S tokens, H heads of D channels, C = n_embd, 
 
 import contextlib
 import itertools
+import json
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import train_gpt  # before torch: it sets variables that torch reads
@@ -408,6 +409,8 @@ def train_runs(argv):
     if checkpoint:
         hp = replace(hp, **checkpoint["settings"])
     checksums = check_inputs(args, hp)
+    if args.print_settings:
+        return print(json.dumps(asdict(hp)))
     train_gpt.init_processes()
     model = build_model(hp)
     for seed in range(hp.seed, args.last_seed + 1):

@@ -39,11 +39,12 @@ H heads, D channels per head, C = model_dim, V = padded vocabulary size.
 import bisect
 import concurrent.futures
 import itertools
+import json
 import math
 import sys
 import time
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import train_gpt  # before torch: it sets variables that torch reads
@@ -1136,6 +1137,8 @@ def train_runs(argv):
     if checkpoint:
         hp = replace(hp, **checkpoint["settings"])
     checksums = check_inputs(args, hp)
+    if args.print_settings:
+        return print(json.dumps(asdict(hp)))
     train_gpt.init_processes()
     model = build_model(hp)
     model.compile(dynamic=False)

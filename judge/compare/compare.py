@@ -1,10 +1,10 @@
 """
 Does an idea help? Trains a base and your ideas with the same seeds until the answer is clear.
 
-    ./run.sh compare                                   the working tree against the last commit
-    ./run.sh compare --idea "--muon_lr 0.03"           a setting against the working tree
-    ./run.sh compare --idea records/mini/ideas/gelu --until 1% --hours 8
-    ./run.sh compare --recipe january2026              your edits of a recipe, or of what it imports
+    judge compare                                   the working tree against the last commit
+    judge compare --idea "--muon_lr 0.03"           a setting against the working tree
+    judge compare --idea records/mini/ideas/gelu --until 1% --hours 8
+    judge compare --recipe january2026              your edits of a recipe, or of what it imports
 
 compare stops at the first of these answers that it can prove:
 
@@ -27,7 +27,7 @@ REVISION:recipes/NAME.py. It runs in a copy of the repository's files, so later 
 
 With --command, compare trains anyone's script, for example the current one of modded-nanogpt:
 
-    ./run.sh compare --no_seed --command "torchrun --standalone --nproc_per_node=1 train_gpt.py"
+    judge compare --no_seed --command "torchrun --standalone --nproc_per_node=1 train_gpt.py"
                      --base ../modded-nanogpt --idea ../modded-nanogpt@my-branch
 
 SOURCE is then PATH, a folder of a git repository, or PATH@REVISION, or a patch to the base, with or
@@ -40,7 +40,7 @@ takes effect. A command without {seed} needs --no_seed.
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:
 
-    ./run.sh compare --base_logs logs/before --idea_logs logs/after
+    judge compare --base_logs logs/before --idea_logs logs/after
 
 A loop of ideas, decided by --gate, ends with --confirm: the first base of the ledger against the working
 tree, with new seeds.
@@ -60,8 +60,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.logs.comparable import judged_in_words, settle_metric, steps_in_words
-from judge.runs import make as compare_runs
+from judge.logs.comparable import judged_in_words, steps_in_words
 from judge.compare.finished_logs import compare_logs
 from judge.compare.ledger import (
     Row,
@@ -82,17 +81,19 @@ from judge.compare.pairs import (
     undecided,
     wanted_runs,
 )
-from judge.runs.make import add_run_options, make_runs, open_pool, show_line
+from judge.project import TEXTS, Settings, add_run_options, read_settings
+from judge.runs.make import Pool, locked_folder, make_runs, open_pool, show_line, why_again
 from judge.runs.sources import (
     Variant,
     check_settings,
     check_validation,
     first_variant,
     read_variant,
+    start_of,
     tell_apart,
     with_steps,
 )
-from judge.compare.step_times import measure_times, read_times, steps_to_time, times_are_in_logs
+from judge.compare.step_times import add_all_times, steps_to_time
 from judge.compare.answer import (
     NO_SEED,
     answer_in_words,
@@ -149,9 +150,10 @@ def make_parser() -> argparse.ArgumentParser:
     runs = 'make N pairs and look once, by a t-test; never says "not worth it". A pair is one run of '
     runs += "the base and one of the idea, with the same seed"
     add("--runs", type=whole_number, metavar="N", help=runs)
+    add("--times", action="store_true", help="measure step times also of ideas that don't help")
     add("--no_times", action="store_true", help="don't measure step times")
     add("--gate", action="store_true", help="print only the verdict; exit status 0 if it helps")
-    ledger = "the table of all ideas that were judged; default: logs/compare/ledger.tsv"
+    ledger = "the table of all ideas that were judged; default: .judge/ledger.tsv"
     add("--ledger", type=output_file, metavar="FILE", help=ledger)
     confirm = "compare the working tree with the first base of the ledger, with seeds that weren't used"
     add("--confirm", action="store_true", help=confirm)
@@ -161,22 +163,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns our options, and the options for all runs. Raises UserError."""
-    args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea")))
+    args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea", *TEXTS)))
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
             refuse(
                 f"unexpected argument: {word}. Say what to compare with --idea or --base, and put several "
                 'words in quotes: --idea "--muon_lr 0.03"'
             )
-    settle_metric(args)
     if args.gate and len(args.idea or []) > 1:
         refuse("--gate judges one idea; give one --idea")
     if args.confirm and (args.base or args.idea):
         refuse(
             "--confirm compares the first base of the ledger with the working tree; leave out --base, --idea"
         )
-    if args.command and (args.recipe or args.nproc_per_node > 1):
-        refuse("--command says what to run; leave out --recipe and --nproc_per_node")
     if bool(args.base_logs) != bool(args.idea_logs):
         refuse("finished runs need both --base_logs and --idea_logs")
     if args.base_logs and (args.command or args.base or args.idea or common):
@@ -186,16 +185,18 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, common
 
 
-def read_variants(args: argparse.Namespace, common: list[str]) -> list[Variant]:
+def sources(args: argparse.Namespace) -> list[str]:
+    """What the base and the ideas are, as far as the user says it."""
+    return [text for text in [args.base, *(args.idea or [])] if text]
+
+
+def read_variants(args: argparse.Namespace, common: list[str], settings: Settings) -> list[Variant]:
     """Returns the base and the ideas, checked. Raises UserError."""
-    texts = [text for text in [args.base, *(args.idea or [])] if text]
-    tree = first_variant(texts, args, compare_runs.scratch())
-    last_commit = "@HEAD" if args.command else "HEAD"
-    default_base = "." if args.idea else last_commit
-    base = read_variant(args.base or default_base, tree, common)
+    tree = first_variant(sources(args), settings)
+    base = read_variant(args.base or ("." if args.idea else "HEAD"), tree, common)
     ideas = [read_variant(text, base, common) for text in args.idea or ["."]]
     variants = [base, *ideas]
-    check_settings(variants, args.nproc_per_node)
+    check_settings(variants)
     check_validation(base, ideas)
     tell_apart(variants)
     return variants
@@ -205,33 +206,33 @@ def check_measures(args: argparse.Namespace, base: Variant, ideas: list[Variant]
     """Lines about ideas that touch what measures. With --gate, raises UserError."""
     found = []
     for idea in ideas:
-        if what := touches_measure(base, idea, args.metric):
+        if what := touches_measure(base, idea):
             found.append(f"{idea.name} changes what measures the loss ({short(what, 80)})")
     if found and args.gate:
         raise UserError(f"{found[0]}, so --gate doesn't judge it")
     return [f"Warning: {text}. Then a lower loss says nothing." for text in found]
 
 
-def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Comparison:
+def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock: int) -> Comparison:
     """Raises UserError."""
-    args.ledger = args.ledger or compare_runs.FOLDER / "ledger.tsv"
+    args.ledger = args.ledger or settings.folder / "ledger.tsv"
     write_ledger(args.ledger, read_ledger(args.ledger))  # what is wrong is said before the runs
     if args.confirm:
-        args.base = f"{'.@' if args.command else ''}{first_base(args.ledger)}"
+        args.base = first_base(args.ledger)
         args.seed = unused_seed(args.ledger)
-    base, *ideas = variants = read_variants(args, common)
-    warnings = [NO_SEED] * args.no_seed + check_measures(args, base, ideas)
+    base, *ideas = variants = read_variants(args, common, settings)
+    warnings = check_measures(args, base, ideas) + [NO_SEED] * settings.no_seed
     fewer = more = None
-    if not args.loss_per_100_steps and not (args.command and base.num_iterations() is None):
+    if not args.loss_per_100_steps and base.num_iterations() is not None:
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
         more = with_steps(base, SLOPE_FACTOR, ideas)
         variants = [*variants, fewer, more]
-    pool = open_pool(variants, lock, args)
-    changed = compare_runs.why_again(variants)
+    pool = open_pool(variants, lock, settings, args.hours)
+    changed = why_again(pool, variants)
     if changed:
         print(f"training again, because {changed}", file=sys.stderr)
-    trained = [base, *ideas] if args.runs else variants
-    check_settings(trained, args.nproc_per_node, check_data=True)
+    if not args.runs:
+        check_settings(variants)
     c = Comparison(args, pool, base, ideas, fewer, more, warnings)
     for idea in ideas:
         idea.before = seeds_of_other_tests(c, idea)
@@ -280,9 +281,6 @@ def test_in_words(c: Comparison, effects: list[Effect]) -> str:
 
 def facts_in_words(c: Comparison, ledger: list[Row]) -> list[str]:
     """Sentences for the end of the answer."""
-    facts = c.pool.facts
-    per = "run" if facts["processes"] == 1 else "process"
-    threads = f"{plural(facts['threads'], 'thread')} per {per}"
     slope = c.slope()
     sentences = [slope_in_words(slope)]
     if clock := steps_in_words({v.name: list(v.runs.values()) for v in [c.base, *c.ideas]}):
@@ -291,7 +289,8 @@ def facts_in_words(c: Comparison, ledger: list[Row]) -> list[str]:
         sentences = ["Steps are unknown: the logs have none."]
     elif c.fewer is None and slope is None:
         sentences = [
-            "Steps are unknown: give --loss_per_100_steps, or --num_iterations N {options} in the command."
+            f"Steps are unknown: give --loss_per_100_steps, or {c.pool.settings.steps_option} N {{options}} in "
+            "the command."
         ]
     sentences.append(judged_in_words(list(c.base.runs.values())))
     if c.base.name != "worktree":
@@ -309,8 +308,19 @@ def facts_in_words(c: Comparison, ledger: list[Row]) -> list[str]:
     if any(log.uncompiled for variant in c.variants for log in variant.runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
     sentences += [*c.notes, *loop_in_words(ledger)]
-    sentences.append(f"{facts['machine']}; {threads}, PyTorch {facts['torch']}.")
-    return sentences
+    return [*sentences, machine_in_words(c.pool)]
+
+
+def machine_in_words(pool: Pool) -> str:
+    """Where the runs were made."""
+    words = [" and ".join(sorted(pool.places)) or pool.facts["machine"]]
+    if pool.facts["threads"]:
+        words.append(f"{plural(pool.facts['threads'], 'thread')} per run")
+    if "torch" in pool.facts:
+        words.append(f"PyTorch {pool.facts['torch']}")
+    again = sum(map(len, pool.lost.values()))
+    more = f" {plural(again, 'run')} were lost and made again." if again else ""
+    return f"{', '.join(words)}.{more}"
 
 
 def comparison_as_json(c: Comparison) -> bytes:
@@ -345,7 +355,7 @@ def answer_lines(c: Comparison, ledger: list[Row]) -> list[str]:
     for idea in c.ideas:
         if c.effect(idea) is None:
             lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
-    if c.args.command:
+    if c.args.target:
         sides = {v.name: list(v.runs.values()) for v in [c.base, *c.ideas] if v.runs}
         pairs = {v.name: [(v.runs[seed], c.base.runs[seed]) for seed in v.timed] for v in c.ideas}
         lines += ["", *record_lines(sides, pairs, c.args.target, looks=not c.args.runs)]
@@ -354,20 +364,22 @@ def answer_lines(c: Comparison, ledger: list[Row]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     args, common = read_arguments(argv)
+    settings = read_settings(args, start_of(sources(args)), needs_command=not args.base_logs)
+    args.metric = settings.name_of_metric
+    args.no_seed = settings.no_seed
+    if args.target and settings.higher_is_better:
+        args.target = -args.target
     if args.base_logs:
-        return compare_logs(args)
+        return compare_logs(args, settings)
     status = 0
-    with compare_runs.locked_folder() as lock:
-        c = set_up(args, common, lock)
+    with locked_folder(settings) as lock:
+        c = set_up(args, common, settings, lock)
         try:
             make_all_runs(c)
-            if steps_to_time(c):
-                measure_times(c)
+            add_all_times(c)
         except KeyboardInterrupt:
             status = 130
             c.notes.append("Interrupted; run the same command again to continue.")
-        if times_are_in_logs(c) and c.pool.jobs == 1 and not args.no_times:
-            read_times(c)
         show_line()
         ledger = with_answers(c)
         lines = answer_lines(c, ledger)

@@ -28,16 +28,17 @@ from judge.stats.decide import add_times, given_slope, look_once
 from judge.logs.taking_turns import log_ratios, turns
 from judge.commands import UserError
 from judge.files import write_file
+from judge.project import Settings
 from judge.text import as_json, wrap
 
 OTHER_SESSION = (
     "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
-    "session. Make runs of both again: ./run.sh compare."
+    "session. Make runs of both again: judge compare."
 )
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
 
 
-def read_sides(args: argparse.Namespace) -> dict[str, list[Log]]:
+def read_sides(args: argparse.Namespace, stops_early: bool) -> dict[str, list[Log]]:
     """The runs of the base, and of the idea. Raises UserError if they can't be compared."""
     sides = {
         "base": read_logs(args.base_logs, args.metric),
@@ -49,7 +50,7 @@ def read_sides(args: argparse.Namespace) -> dict[str, list[Log]]:
     tolerated = set(MACHINE)
     if args.target:
         tolerated.add("target_val_loss")
-    if args.stops_early:
+    if stops_early:
         tolerated.add("stops early")
     if args.no_seed:
         tolerated.add("seed")
@@ -85,12 +86,12 @@ def facts_in_words(sides: dict[str, list[Log]], has_slope: bool) -> list[str]:
     return facts + (clock or other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope))
 
 
-def compare_logs(args: argparse.Namespace) -> int:
+def compare_logs(args: argparse.Namespace, settings: Settings) -> int:
     """Prints the answer, and writes what was asked for. Returns the exit status.
 
     Raises UserError.
     """
-    sides = read_sides(args)
+    sides = read_sides(args, settings.stops_early)
     base, idea = sides.values()
     timed, where = machines([*base, *idea])
     clock = steps_in_words(sides)

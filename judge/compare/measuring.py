@@ -42,13 +42,14 @@ def changed_measure(old: str, new: str, metric: str) -> str:
     return min(filter(None, changes), default="")
 
 
-def touches_measure(base: Variant, idea: Variant, metric: str) -> str:
+def touches_measure(base: Variant, idea: Variant) -> str:
     """Like "train.py: val_loss = 0". "" if the idea leaves alone what measures."""
-    files = [hash_copy(variant.folder, is_command=False) for variant in (base, idea)]
+    metric = base.project.metric
+    files = [hash_copy(variant.folder, variant.project.not_read) for variant in (base, idea)]
     for name, _ in sorted(files[0].items() ^ files[1].items()):
         paths = [variant.folder / name for variant in (base, idea)]
         texts = [path.read_text(errors="replace") if path.is_file() else "" for path in paths]
         if line := changed_measure(*texts, metric):
             return f"{name}: {line}"
     options = ["\n".join(variant.options) for variant in (base, idea)]
-    return base.command and changed_measure(*options, metric)
+    return "" if base.settings else changed_measure(*options, metric)

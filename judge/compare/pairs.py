@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from judge.logs.comparable import by_the_clock
 from judge.runs.make import Pool, runs_a_process
 from judge.runs.sources import Variant
 from judge.stats.decide import (
@@ -69,7 +68,7 @@ class Comparison:
     @property
     def paired(self) -> bool:
         """Whether the runs of a pair share a seed."""
-        return not self.args.command or "{seed}" in self.args.command
+        return "{seed}" in self.base.command
 
     def seeds(self, *variants: Variant) -> list[int]:
         """Those from the first one on, up to the first that one of these variants hasn't run."""
@@ -78,7 +77,7 @@ class Comparison:
 
     def steps(self, variant: Variant) -> int | None:
         """Of each of its runs; None if that isn't known yet, and 1 for runs of a fixed time."""
-        if any(by_the_clock(variant.runs.values()) for variant in self.variants):
+        if self.pool.fixed_time:
             return 1
         for log in variant.runs.values():
             return log.end.step

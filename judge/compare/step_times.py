@@ -1,6 +1,6 @@
 """
-Compares the step times of an idea and the base: on GPUs, with several processes per run, and for commands,
-those in the logs of runs that took turns (read_times); otherwise without whole runs (measure_times).
+Compares the step times of an idea and the base: those in the logs of runs that took turns (read_times), or,
+if several were made at once on a CPU, without whole runs (measure_times).
 
 Both scripts train at the same time, each in a process of its own, but only one of them runs at any
 moment: the other is stopped with SIGSTOP. They take turns in bursts of BURST steps. A round is one
@@ -25,14 +25,14 @@ import sys
 import time
 from pathlib import Path
 
-from judge.runs import make as compare_runs
 from judge.compare.pairs import Comparison
-from judge.runs.make import Pool, last_lines, on_gpu, runs_a_process, show_line, start_script
+from judge.runs.make import Pool, last_lines, no_interrupt, runs_a_process, show_line, start
 from judge.runs.sources import Variant, set_steps
 from judge.compare.answer import step_time
 from judge.commands import UserError
 from judge.environment import usable_cores
 from judge.files import write_file
+from judge.processes import has_nvidia_gpu
 from judge.text import short
 
 BURST = 20  # steps
@@ -51,7 +51,7 @@ class Trainer:
         folder.mkdir(parents=True)
         self.name = variant.name
         self.console = folder / "console.txt"
-        self.child = start_script(pool, variant, [0], folder, usable_cores())
+        self.child = start(pool, variant, [0], folder, pool.slots[0], usable_cores())
 
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -94,7 +94,7 @@ def measure_round(trainers: list[Trainer], number: int) -> float | None:
 
 def times_file(base: Variant, idea: Variant) -> Path:
     """Where their ratios of times are kept."""
-    file = compare_runs.FOLDER / "step_times" / f"{base.key()}_{idea.key()}.json"
+    file = base.project.folder / "step_times" / f"{base.key()}_{idea.key()}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     return file
 
@@ -106,8 +106,8 @@ def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> lis
     ratios = []
     try:
         for i, variant in enumerate([base, idea]):
-            folder = compare_runs.scratch() / f"steps{i}"
-            with compare_runs.no_interrupt():
+            folder = pool.settings.working() / f"steps{i}"
+            with no_interrupt():
                 trainers.append(Trainer(pool, set_steps(variant, steps), folder))
             trainers[i].run(1)
         while len(ratios) < ROUNDS:
@@ -127,16 +127,48 @@ def measure_rounds(pool: Pool, base: Variant, idea: Variant, number: int) -> lis
     return ratios
 
 
+def ideas_to_time(c: Comparison) -> list[Variant]:
+    """Those whose times decide something: a slower idea that helps may be no gain, and an identical one may be
+    faster. With --times, all."""
+    if c.args.no_times or c.args.gate:
+        return []
+    worth = {effect.name for effect in c.effects() if effect.verdict in ("helps", "identical")}
+    return [idea for idea in c.ideas if c.args.times or idea.name in worth]
+
+
+def take_turns(c: Comparison) -> bool:
+    """Runs that are made one at a time take turns, so their logs have times that can be compared."""
+    return len(c.pool.slots) == 1
+
+
+def can_measure(c: Comparison) -> bool:
+    """Whether two runs fit side by side on this machine, and print the times of their steps."""
+    elsewhere = c.pool.settings.launcher or has_nvidia_gpu() or c.base.num_iterations() is None
+    return not elsewhere and any(step_time(log) > 0 for log in c.base.runs.values())
+
+
 def steps_to_time(c: Comparison) -> int:
     """By measure_times; 0 if it isn't needed."""
-    if c.args.no_times or c.args.gate or times_are_in_logs(c):
+    if take_turns(c) or not can_measure(c):
         return 0
-    return len(c.ideas) * 2 * PROCESSES * STEPS
+    return len(ideas_to_time(c)) * 2 * PROCESSES * STEPS
+
+
+def add_all_times(c: Comparison) -> None:
+    """The times of the ideas for which they matter."""
+    if take_turns(c):
+        read_times(c)
+    elif can_measure(c):
+        measure_times(c)
+    elif ideas_to_time(c):
+        c.notes.append(
+            "Step times aren't compared, because the runs didn't take turns; --jobs 1 does that."
+        )
 
 
 def measure_times(c: Comparison) -> None:
-    """Measures the step times of all ideas. If that fails, the answer is about losses only."""
-    for idea in c.ideas:
+    """Measures the step times of ideas. If that fails, the answer is about losses only."""
+    for idea in ideas_to_time(c):
         name = short(idea.name, 30)
         file = times_file(c.base, idea)
         processes = json.loads(file.read_bytes()) if file.exists() else []
@@ -152,17 +184,12 @@ def measure_times(c: Comparison) -> None:
             c.notes.append(f"The steps of {name} could not be timed; the error is above this answer.")
 
 
-def times_are_in_logs(c: Comparison) -> bool:
-    """True where two runs don't fit side by side."""
-    return on_gpu([c.base]) or c.args.nproc_per_node > 1 or bool(c.args.command)
-
-
 def read_times(c: Comparison) -> None:
-    """The step times of all ideas from whole runs: log(idea's / base's) of each pair. Only pairs count
+    """The step times from whole runs: log(idea's / base's) of each pair. Only pairs count
     whose runs took turns. A run that is kept from another comparison met the machine at another time.
 
     Pairs of the same two processes aren't independent, so their mean counts."""
-    for idea in c.ideas:
+    for idea in [] if c.args.no_times else c.ideas:
         file = times_file(c.base, idea)
         ratios = json.loads(file.read_bytes()) if file.exists() else {}
         for seed in idea.new ^ c.base.new:

@@ -1,7 +1,7 @@
 """
 Finds steps and losses in the lines of a log.
 
-A line about a step begins with it: `step:S/N`, `step S`, `Step S |` or `S/N`. A loss has a name before
+A line about a step begins with it: `step:S/N`, `step S`, `Step S |`, `iter S` or `S/N`. A loss has a name before
 it: `NAME:x`, `NAME: x`, `NAME=x`, `NAME | x`, `NAME x`, `"NAME": x`. So `step:9/9 val_loss:3.2` has the
 value step_val_loss, and `final val_loss:3.3 val_bpb:1.2` has final_val_loss and final_val_bpb.
 """
@@ -17,8 +17,8 @@ VALUE = re.compile(rf"(?<![\w.+-])({NUMBER})(?:/(\d{{1,12}}))?(?![\w.%/\r]|,\d|\
 TIME = re.compile(r"\d(?:ms|s)\b")  # a number with a unit, which isn't a value
 WORD = re.compile(r"[^\W\d][\w./-]*")
 NAMED = re.compile(r"\w[\"']?[ \t]*[:=|]?[ \t]*$")  # what stands between a name and its value
-STEP = re.compile(r"\W{0,2}(step)?[\"']?\W{0,3}", re.IGNORECASE)  # what stands before a step
-SCHEDULE = re.compile(r"step[: ] *(\d{1,12})/(\d{1,12})\b", re.IGNORECASE)
+STEP = re.compile(r"\W{0,2}(step|iter(?:ation)?)?[\"']?\W{0,3}", re.IGNORECASE)  # what stands before a step
+SCHEDULE = re.compile(r"(?:step|iter(?:ation)?)[: ] *(\d{1,12})/(\d{1,12})\b", re.IGNORECASE)
 LOSS = re.compile(r"val(?:idation)?_(?:[^\W_]+_)*loss(?:_\w+)?")  # val_loss, val_ema_loss, ...
 COLOR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # What logging, torchrun and others print before a line: "2026-11-28 12:00:00,123 - main - INFO - "
@@ -96,6 +96,19 @@ def read_line(text: str, start: int, metric: str) -> Line:
         if NAMED.search(before) and is_called(label + words, metric) and not is_setting:
             line.losses.append((joined(label + words), value[1]))
     return line
+
+
+def named_numbers(text: str) -> dict[str, list[str]]:
+    """All numbers that have a name, by the name, in the order of the text."""
+    found = {}
+    for line in text.splitlines():
+        end = 0
+        for value in VALUE.finditer(f"{line} "):
+            before = line[end : value.start()]
+            end = value.end()
+            if NAMED.search(before) and not STEP.fullmatch(before):
+                found.setdefault(joined(WORD.findall(before)), []).append(value[1])
+    return found
 
 
 def find_lines(text: str, metric: str) -> list[Line]:

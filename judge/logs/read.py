@@ -9,6 +9,7 @@ times in seconds or no times, `step_avg:nan`, no line with the peak memory, Wind
 Nothing here judges a run, or guesses: what can be read in two ways is an error.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -154,11 +155,14 @@ class Log:
             return "no source above the run"
         return ""
 
-    @property
+    @functools.cached_property
     def steps_made(self) -> int:
         """Also if the loss stands below all steps: then that of the last line that counts them."""
-        steps = re.findall(r"^\W*(?:num_)?steps?[\W_]+(\d+)", self.run, re.MULTILINE | re.IGNORECASE)
-        return int(steps[-1]) if steps and self.last_step == 1 else self.last_step
+        steps = []
+        if self.last_step == 1:
+            count = r"^\W*(?:num_)?steps?[\W_]+(\d+)"
+            steps = re.findall(count, self.run, re.MULTILINE | re.IGNORECASE)
+        return int(steps[-1]) if steps else self.last_step
 
     @property
     def track(self) -> str:

@@ -1,7 +1,7 @@
 """
 Plots the validation losses of runs.
 
-    ./run.sh plot [LABEL=]LOG_OR_FOLDER... [-o curves.png] [--x step|time] [--target 3.28]
+    judge plot [LABEL=]LOG_OR_FOLDER... [-o curves.png] [--x step|time] [--target 3.28]
                     [--metric NAME [--higher_is_better]]
 
 The repetitions of one training in a folder share a label, the name of the folder. Its other runs have their

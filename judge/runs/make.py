@@ -1,24 +1,21 @@
 """
 Makes the runs of compare and screen, and keeps their logs.
 
-A run is kept under all that it could read (see same_run.py). Its log is logs/compare/runs/KEY_TIME/seedN.txt,
+A run is kept under all that it could read (see same_run.py). Its log is .judge/runs/KEY_TIME/seedN.txt,
 where KEY is a hash of all that; facts.json beside it says what it was. Later comparisons use the run if
 what it read elsewhere hasn't changed. You may delete these folders at any time.
 
-A process of our scripts makes several runs, because only the first one has to compile. A command (see
-compare --command) makes one. It runs in a fresh copy of its folder, and its log is the file that it writes
-below logs/, or else its output. watch/sitecustomize.py, which each Python of a run imports, writes down what
-it reads outside of its copy.
+A command runs in a fresh copy of its folder. With {runs}, it makes several runs, because only the first one
+has to compile; otherwise one. Logs are the files that it writes below logs/, or else its output.
+watch/sitecustomize.py, which each Python of a run imports, writes down what it reads outside of its copy.
 """
 
-import argparse
 import contextlib
 import fcntl
+import glob
 import itertools
 import json
-import math
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -30,17 +27,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from judge.logs.comparable import (
-    SEEDS,
-    add_metric,
-    by_the_clock,
-    check_between,
-    check_repeats,
-    not_whole,
-)
+from judge.logs.comparable import SEEDS, by_the_clock, check_between, check_repeats, not_whole
 from judge.runs.same_run import (
     OF_A_JOB,
     SYSTEM,
+    ask_python,
     changes,
     hash_copy,
     hash_file,
@@ -50,24 +41,42 @@ from judge.runs.same_run import (
     machine_facts,
     named_paths,
     packages,
+    python_of,
     run_environment,
 )
+from judge.runs.slots import Slot, find_slots
 from judge.runs.sources import Variant, fill_in, link_data
 from judge.logs.read import SUFFIXES, Log, find_logs, parse_log
-from judge.commands import UserError, output_file, positive, whole_number
+from judge.commands import UserError
 from judge.environment import chosen_threads, matches, usable_cores
-from judge.project import ROOT
 from judge.files import write_file
-from judge.processes import has_nvidia_gpu
+from judge.processes import end_with_parent, has_nvidia_gpu
+from judge.project import Settings, make_folder
 from judge.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
-FOLDER = ROOT / "logs" / "compare"
 MAY_DIFFER = {"hardware", "GPU limits", "compiled", "target_val_loss", "log"}  # between variants
 RUNS_A_PROCESS = 2  # a start costs little, and small chunks decide sooner
 CHANGES = "changes"  # instead of the hash of what a run reads: no later run is the same
 WATCH = Path(__file__).resolve().parent / "watch"
+
+
+# What a slot runs. It says when it began, where it is, and how the command ended: a job that was cancelled
+# says nothing. If it is told to end, it ends the command, too
+START = """\
+cd {copy} || exit
+{exports}
+{{ uname -n; grep -m 1 "model name" /proc/cpuinfo
+nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader; }} >{folder}/place.new 2>/dev/null
+mv {folder}/place.new {folder}/place
+trap 'trap - TERM; kill 0' TERM
+bash -o pipefail -c {command} &
+wait $!
+status=$?
+echo $status >{folder}/status
+exit $status
+"""
 
 
 @dataclass
@@ -76,22 +85,32 @@ class Worker:
 
     variant: Variant
     seeds: list[int]  # without those of finished runs
+    slot: Slot
     child: subprocess.Popen
     folder: Path
-    started: float = field(default_factory=time.time)
+    several: bool  # whether the command was told to make several runs
+    began: float = 0.0  # when the run began, in seconds of the monotonic clock; 0: it waits for a place
+    date: float = field(default_factory=time.time)  # when it was started
 
 
 @dataclass
 class Pool:
     """What the runs of a command have in common, and those under way."""
 
-    args: argparse.Namespace  # see add_run_options
+    settings: Settings
+    hours: float  # the time is over after this many
     facts: dict  # the software and the machine
-    jobs: int  # processes at a time
+    slots: list[Slot]
+    threads: int  # of a run; 0 leaves OMP_NUM_THREADS as it is
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
     workers: list[Worker] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)  # all that may have runs
+    fixed_time: bool = False  # runs take a time, not a number of steps; see check_clock
     made: int = 0  # runs in this session
+    lost: dict[tuple, list] = field(
+        default_factory=dict
+    )  # (variant's key, seed) -> exit statuses; see is_lost
+    places: set[str] = field(default_factory=set)  # machines where a launcher's runs were made
     first: Log | None = None  # with which all runs are compared
     started: float = field(default_factory=time.monotonic)
 
@@ -100,35 +119,17 @@ class Pool:
         return (time.monotonic() - self.started) / 60
 
     def late(self) -> bool:
-        return self.minutes() > 60 * self.args.hours
+        return self.minutes() > 60 * self.hours
 
     def time_left(self, runs: int) -> str:
         """In words, for this many runs to come."""
-        if self.made < 2 * self.jobs:
-            return "time unknown"
+        waiting = sum(not worker.began for worker in self.workers)
+        more = f", {waiting} waiting" if waiting and self.settings.launcher else ""
+        if self.made < 2 * len(self.slots):
+            return f"time unknown{more}"
         hours = self.minutes() / 60
-        left = min(hours / self.made * runs, self.args.hours - hours)
-        return f"{max(0, left):.1f} h left"
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """The options of compare and screen that say how to make runs."""
-    add = parser.add_argument
-    add("--recipe", metavar="NAME", help="train recipes/NAME.py; default: train_gpt.py")
-    add("--command", metavar="COMMAND", help="train with this shell command instead")
-    no_seed = "the runs may have no seed, or all the same one"
-    add("--no_seed", action="store_true", help=no_seed)
-    early = "the runs of --command end before their last step, all at the same one"
-    add("--stops_early", action="store_true", help=early)
-    add_metric(parser)
-    add("--hours", type=float, default=math.inf, metavar="H", help="stop after H hours")
-    timeout = "end the command if a run takes longer than this"
-    add("--run_timeout", type=positive, default=math.inf, metavar="MINUTES", help=timeout)
-    add("--seed", type=int, default=0, metavar="N", help="first seed; default: 0")
-    add("--jobs", type=whole_number, metavar="N", help="runs at a time on a CPU; default: one per core")
-    processes = "processes per run; default: 1"
-    add("--nproc_per_node", type=whole_number, default=1, metavar="N", help=processes)
-    add("--json", type=output_file, metavar="FILE", help="write all numbers")
+        left = min(hours / self.made * runs, self.hours - hours)
+        return f"{max(0, left):.1f} h left{more}"
 
 
 # -----------------------------------------------------------------------------
@@ -148,34 +149,34 @@ def show_line(text: str = "") -> None:
 # The lock
 
 
-def scratch() -> Path:
-    """For the files of this process. Without locks, there may be others."""
-    return FOLDER / "working" / f"{platform.node()}-{os.getpid()}"
-
-
 @contextlib.contextmanager
-def locked_folder() -> Iterator[int]:
-    """Locks FOLDER, so that only one comparison or screen makes runs in this checkout. Gives the lock's
-    file descriptor. scratch() is deleted in the end. Raises UserError and OSError."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with open(FOLDER / "lock", "wb") as lock:
+def locked_folder(settings: Settings) -> Iterator[int]:
+    """Locks the project's folder, so that only one comparison or screen makes runs in it. Gives the lock's
+    file descriptor. Copies are deleted in the end. Raises UserError and OSError."""
+    make_folder(settings)
+    working = settings.working()
+    with open(settings.folder / "lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(FOLDER / "working", ignore_errors=True)  # of processes that were killed
+            node = working.name.rpartition("-")[
+                0
+            ]  # locks of network disks may hold on one machine only
+            for killed in working.parent.glob(f"{glob.escape(node)}-*"):
+                shutil.rmtree(killed, ignore_errors=True)
         except BlockingIOError:
             raise UserError(
-                f"another comparison or screen is running in {FOLDER}; wait for it to finish. If it was "
-                f'killed, end the runs that it left: pkill -KILL -f "{FOLDER}/working"'
+                f"another comparison or screen is running in {settings.folder}; wait for it to finish. If it was "
+                f'killed, end the runs that it left: pkill -KILL -f "{working.parent}"'
             ) from None
         except OSError:
             pass  # some network file systems have no locks
-        load_hashes(FOLDER / "hashes")
+        load_hashes(settings.folder / "hashes")
         try:
             yield lock.fileno()
         finally:
-            shutil.rmtree(scratch(), ignore_errors=True)
+            shutil.rmtree(working, ignore_errors=True)
             with contextlib.suppress(OSError):
-                scratch().parent.rmdir()
+                working.parent.rmdir()
 
 
 # -----------------------------------------------------------------------------
@@ -183,24 +184,18 @@ def locked_folder() -> Iterator[int]:
 
 
 def runs_a_process(variant: Variant) -> int:
-    return 1 if variant.command else RUNS_A_PROCESS
-
-
-def on_gpu(variants: list[Variant]) -> bool:
-    """Commands may always use the machine's GPU."""
-    return any(has_nvidia_gpu() if v.command else v.settings["device"] == "cuda" for v in variants)
+    return RUNS_A_PROCESS if "{runs}" in variant.command else 1
 
 
 def identity(variant: Variant, facts: dict) -> dict[str, dict]:
     """All that a run could read, but for what it reads outside of its copy (see same_run.py)."""
-    is_command = bool(variant.command)
     environment = {}
-    for name, value in run_environment(is_command).items():
+    for name, value in run_environment(variant.project.root).items():
         if not matches(name, OF_A_JOB):
             environment[name] = hash_text(value)  # it may be a secret
     return {
         "run": variant.run(),
-        "files": hash_copy(variant.folder, is_command),
+        "files": hash_copy(variant.folder, variant.project.not_read),
         "environment": environment,
         "software": facts,
     }
@@ -210,7 +205,8 @@ def check_unchanged(pool: Pool, variant: Variant) -> None:
     """Raises UserError if what a run could read has changed. A run may write new files, but not into data/,
     where the next run could find them."""
     before = variant.identity
-    now = identity(variant, pool.facts | packages())
+    python = python_of(pool.settings.command, pool.settings.root)
+    now = identity(variant, pool.facts | packages(ask_python(python)[1]))
     known = before["files"]
     now["files"] = {
         name: value for name, value in now["files"].items() if name in known or name.startswith("data/")
@@ -227,10 +223,10 @@ def code_of(kept: dict) -> list:
     return [kept["run"], [pair for pair in kept["files"].items() if pair[0].endswith(".py")]]
 
 
-def why_again(variants: list[Variant]) -> str:
+def why_again(pool: Pool, variants: list[Variant]) -> str:
     """What has changed since runs were kept of the same code with the same settings, for the first variant
     that has none now. "" if there are no such runs."""
-    facts = [json.loads(file.read_bytes()) for file in FOLDER.glob("runs/*/facts.json")]
+    facts = [json.loads(file.read_bytes()) for file in pool.settings.folder.glob("runs/*/facts.json")]
     for new in [variant.identity for variant in variants if not variant.runs]:
         same = [changes(kept, new | read_now(kept)) for kept in facts if code_of(kept) == code_of(new)]
         if same:
@@ -249,7 +245,7 @@ def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
     pool.variants += variants
     for variant in variants:
-        link_data(variant.folder / "data", variant.origin / "data")
+        link_data(variant)
         variant.identity = identity(variant, pool.facts)
         variant.runs = kept_runs(pool, variant)
         for log in variant.runs.values():
@@ -261,7 +257,8 @@ def check_clock(pool: Pool, variant: Variant) -> None:
     """Runs of a fixed time take turns, and none of another time is used: the machine's speed counts."""
     if not by_the_clock(variant.runs.values()):
         return
-    pool.jobs = 1
+    pool.slots = pool.slots[:1]
+    pool.fixed_time = True
     for other in pool.variants:
         if other.runs.keys() > other.new:
             show_line()
@@ -269,20 +266,19 @@ def check_clock(pool: Pool, variant: Variant) -> None:
         other.runs = {seed: log for seed, log in other.runs.items() if seed in other.new}
 
 
-def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> Pool:
-    """Finds the runs that are kept.
-
-    On a CPU, the default is a job per core, because that gives the most runs an hour, and one job for
-    commands, which may use all cores. On GPUs, and with several processes per run, there is one run at a
-    time. Raises UserError.
-    """
-    processes = args.nproc_per_node
-    jobs = args.jobs or (1 if args.command else usable_cores())
-    if on_gpu(variants) or processes > 1:
-        jobs = 1
-    threads = chosen_threads() or max(1, usable_cores() // (jobs * processes))
-    facts = machine_facts(on_gpu(variants), threads, processes)
-    pool = Pool(args, facts, jobs, lock)
+def open_pool(variants: list[Variant], lock: int, settings: Settings, hours: float) -> Pool:
+    """Finds the slots and the runs that are kept. Runs that share the cores of this machine share its
+    threads. Raises UserError."""
+    slots = find_slots(settings)
+    alone = len(slots) == 1 and not settings.job_per_core
+    threads = 0
+    if not (settings.launcher or alone or has_nvidia_gpu()):
+        threads = chosen_threads() or max(1, usable_cores() // len(slots))
+    python = python_of(settings.command, settings.root)
+    facts = machine_facts(has_nvidia_gpu(), python) | {"threads": threads or chosen_threads()}
+    if settings.launcher:  # runs are made elsewhere
+        facts |= {"machine": settings.launcher, "instruction sets": "", "compiler": []}
+    pool = Pool(settings, hours, facts, slots, threads, lock)
     add_variants(pool, variants)
     return pool
 
@@ -291,14 +287,13 @@ def open_pool(variants: list[Variant], lock: int, args: argparse.Namespace) -> P
 # Kept runs
 
 
-def complete_log(pool: Pool, path: Path, variant: Variant) -> Log | None:
-    """None if it isn't whole. The log of a command needs no times and no source."""
+def complete_log(pool: Pool, path: Path) -> Log | None:
+    """None if it isn't whole."""
     try:
-        log = parse_log(path, pool.args.metric)
+        log = parse_log(path, pool.settings.name_of_metric)
     except UserError:
         return None
-    fault = not_whole(log, pool.args.stops_early) if variant.command else log.incomplete
-    return None if fault else log
+    return None if not_whole(log, pool.settings.stops_early) else log
 
 
 def read_now(kept: dict) -> dict[str, dict]:
@@ -308,7 +303,7 @@ def read_now(kept: dict) -> dict[str, dict]:
 
 def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     """The runs of a variant that are kept, by seed."""
-    for file in FOLDER.glob(f"runs/{variant.key()}_*/facts.json"):
+    for file in pool.settings.folder.glob(f"runs/{variant.key()}_*/facts.json"):
         kept = json.loads(file.read_bytes())
         if kept["read"] == read_now(kept)["read"]:
             variant.read = kept["read"]
@@ -316,7 +311,7 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     found = {}
     for path in variant.place.glob("seed*.txt") if variant.place else []:
         seed = path.stem.removeprefix("seed")
-        log = complete_log(pool, path, variant)
+        log = complete_log(pool, path)
         if log is not None and re.fullmatch(r"-?\d+", seed):  # a copy may be called "seed1 (1).txt"
             found[int(seed)] = log
     return found
@@ -325,7 +320,9 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
 def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
     """Moves the log of a finished run to the kept ones."""
     # runs that read other files with the same code have another folder
-    variant.place = variant.place or FOLDER / "runs" / f"{variant.key()}_{time.time_ns()}"
+    variant.place = (
+        variant.place or variant.project.folder / "runs" / f"{variant.key()}_{time.time_ns()}"
+    )
     variant.place.mkdir(parents=True, exist_ok=True)
     write_file(variant.place / "facts.json", as_json(variant.identity | {"read": variant.read}))
     log.path = log.path.replace(variant.place / f"seed{seed}.txt")
@@ -340,61 +337,45 @@ def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
 # Processes
 
 
-def start_process(
-    pool: Pool, variant: Variant, command: list[str], folder: Path, cwd: Path, env: dict[str, str]
+def start(
+    pool: Pool, variant: Variant, seeds: list[int], folder: Path, slot: Slot, threads: int
 ) -> subprocess.Popen:
-    """Its output goes into a new file of the folder. So does, by each Python, what it reads elsewhere."""
+    """Starts a command in a fresh copy of its folder. Its output goes into a new file of `folder`. So does, by
+    each Python, what it reads elsewhere."""
+    copy = folder / "copy"
+    shutil.copytree(variant.folder, copy, symlinks=True)
+    shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
+    command = variant.command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
+    command = fill_in(command, variant.options, seeds[0], len(seeds), slot.number)
     watch = [str(folder / "opened"), *known_folders(variant)]
+    own = {
+        "PYTHONPATH": str(WATCH),
+        "PYTHONUNBUFFERED": "1",  # otherwise, lines of stderr come between two halves of one of stdout
+        "COMPARE_WATCH": json.dumps(watch),
+    }
+    if threads:
+        own["OMP_NUM_THREADS"] = str(threads)
+    if slot.gpus:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
+    env = run_environment(pool.settings.root)
+    elsewhere = {}  # a job's variables are those that its launcher gives
+    if pool.settings.launcher:
+        elsewhere = {name: value for name, value in env.items() if not matches(name, OF_A_JOB)}
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in (elsewhere | own).items()]
+    quoted = {name: shlex.quote(str(value)) for name, value in dict(copy=copy, folder=folder).items()}
+    script = folder / "start.sh"
+    script.write_text(START.format(**quoted, command=shlex.quote(command), exports="\n".join(exports)))
     with open(folder / "console.txt", "wb") as output:
         return subprocess.Popen(
-            command,
-            cwd=cwd,
-            # unbuffered: otherwise, lines of stderr come between the two halves of one of stdout
-            env=env
-            | {
-                "PYTHONPATH": str(WATCH),
-                "PYTHONUNBUFFERED": "1",
-                "COMPARE_WATCH": json.dumps(watch),
-            },
+            [*shlex.split(pool.settings.launcher), "bash", str(script)],
+            env=env,
             pass_fds=[pool.lock],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
-
-
-def start_script(
-    pool: Pool, variant: Variant, seeds: list[int], folder: Path, threads: int
-) -> subprocess.Popen:
-    """Starts a script that makes the runs of these seeds, one after the other. Its logs and the file
-    console.txt lie in the folder."""
-    command = [sys.executable]
-    processes = pool.facts["processes"]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += ["-m", variant.module(), *variant.options]
-    command += ["--log_dir", str(folder / "logs"), "--seed", str(seeds[0])]
-    if len(seeds) > 1:
-        command += ["--num_runs", str(len(seeds))]
-    if "val_loss_every" in variant.settings:
-        command += ["--val_loss_every", "0"]
-    env = run_environment(is_command=False) | {"OMP_NUM_THREADS": str(threads)}
-    return start_process(pool, variant, command, folder, variant.folder, env)
-
-
-def start_command(pool: Pool, variant: Variant, seed: int, folder: Path) -> subprocess.Popen:
-    """Starts a command in a fresh copy of its folder."""
-    copy = folder / "copy"
-    shutil.copytree(variant.folder, copy, symlinks=True)
-    shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
-    command = variant.command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
-    command = fill_in(command, variant.options, seed)
-    env = run_environment(is_command=True)
-    if pool.jobs > 1:
-        env["OMP_NUM_THREADS"] = str(pool.facts["threads"])
-    # pipefail: a failure of the script counts, even if its output goes on to tee
-    return start_process(pool, variant, ["bash", "-o", "pipefail", "-c", command], folder, copy, env)
 
 
 @contextlib.contextmanager
@@ -415,27 +396,34 @@ def no_interrupt() -> Iterator[None]:
 
 
 def start_worker(pool: Pool, variant: Variant, seeds: list[int]) -> None:
-    folder = scratch() / f"{variant.key()}_seed{seeds[0]}"
+    slot = next(slot for slot in pool.slots if slot not in [worker.slot for worker in pool.workers])
+    folder = pool.settings.working() / f"{variant.key()}_seed{seeds[0]}"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was lost
     folder.mkdir(parents=True)
     with no_interrupt():
-        if variant.command:
-            child = start_command(pool, variant, seeds[0], folder)
-        else:
-            child = start_script(pool, variant, seeds, folder, pool.facts["threads"])
-        pool.workers.append(Worker(variant, seeds, child, folder))
+        child = start(pool, variant, seeds, folder, slot, pool.threads)
+        pool.workers.append(Worker(variant, list(seeds), slot, child, folder, len(seeds) > 1))
+
+
+def group_ended(leader: subprocess.Popen) -> bool:
+    leader.poll()  # otherwise, it would stay in its group
+    try:
+        os.killpg(leader.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def end_worker(pool: Pool, worker: Worker) -> None:
-    """Ends a process at once. Torchrun's workers have sessions of their own, so it must end them. A compiler
-    that a script has started goes on: if it were killed, it could leave half a file in PyTorch's cache, and
-    later runs would fail."""
-    if pool.facts["processes"] > 1 or worker.variant.command:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(worker.child.pid, signal.SIGTERM)
-            worker.child.wait(40)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.child.pid, signal.SIGKILL)
-    worker.child.kill()
+    """Ends a process and all that it started. They get time to clean up: a launcher must end its job,
+    torchrun its workers, and a compiler that was killed could leave half a file in PyTorch's cache."""
+    worker.child.terminate()
+    for _ in range(400):
+        if group_ended(worker.child):
+            break
+        time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.child.pid, signal.SIGKILL)
     worker.child.wait()
     pool.workers.remove(worker)
     shutil.rmtree(worker.folder, ignore_errors=True)
@@ -461,7 +449,7 @@ def known_folders(variant: Variant) -> list[str]:
     """Where a run reads nothing that isn't known before: its copy, the data that the copy links, the system
     and the environment."""
     links = [os.readlink(link) for link in (variant.folder / "data").rglob("*") if link.is_symlink()]
-    return [str(FOLDER), *links, *SYSTEM]
+    return [str(variant.project.folder), *links, *SYSTEM]
 
 
 def opened(worker: Worker) -> dict[str, str] | None:
@@ -505,7 +493,7 @@ def add_reads(worker: Worker) -> None:
             files.setdefault(path, "n")
     written = {os.path.dirname(path) for path, kinds in files.items() if "w" in kinds}
     for path, kinds in files.items():
-        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.started
+        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.date
         if kinds[0] == "w" or kinds == "n" and changed or path in written:
             continue  # output, or a folder for it
         now = hash_read(path)
@@ -526,30 +514,16 @@ def cannot_keep(variant: Variant, reason: str, path: str = "what it reads") -> N
         print(f"runs of {variant.name} aren't kept, because {reason}", file=sys.stderr)
 
 
-def log_of_command(pool: Pool, worker: Worker) -> Log:
-    """The log of a command that has ended with status 0. Raises UserError."""
-    files = sorted((worker.folder / "copy" / "logs").rglob("*"))
-    try:
-        for suffixes in (SUFFIXES, (".jsonl", ".json")):
-            logs, _ = find_logs([file for file in files if file.suffix in suffixes], pool.args.metric)
-            if logs:
-                break
-        logs = logs or [parse_log(worker.folder / "console.txt", pool.args.metric)]
-    except UserError as e:
-        fail(worker, f"no log below logs/, and its output is none: {e}")
-    if len(logs) > 1:
-        fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
-    log = logs[0]
-    if fault := not_whole(log, pool.args.stops_early):
-        fail(worker, fault)
+def check_run(pool: Pool, worker: Worker, log: Log) -> None:
+    """Raises UserError if a finished run can't be one of its variant."""
     earlier = list(worker.variant.runs.values())
+    for repeat in check_repeats([] if pool.settings.no_seed else [*earlier[:1], log], SEEDS):
+        fail(worker, f"{repeat}: does the seed take effect?")
     if earlier and log.scheduled and earlier[0].num_steps != log.num_steps:
         fail(worker, f"it ended at step {log.end.step}, an earlier run at step {earlier[0].end.step}")
     losses = {run.end.val_loss for run in [log, *earlier]}
     if len(earlier) >= 2 and len(losses) == 1:
         fail(worker, "all runs end at the same loss; write {seed} where the command sets its seed")
-    check_edit(worker)
-    return log
 
 
 def check_edit(worker: Worker) -> None:
@@ -565,20 +539,64 @@ def check_edit(worker: Worker) -> None:
     variant.edited = edited
 
 
-def complete_logs(pool: Pool, worker: Worker, status: int | None) -> Iterator[Log]:
+def log_of_command(pool: Pool, worker: Worker) -> Log:
+    """The log of a command that made one run, and has ended with status 0. Raises UserError."""
+    files = sorted((worker.folder / "copy" / "logs").rglob("*"))
+    metric = pool.settings.name_of_metric
+    try:
+        for suffixes in (SUFFIXES, (".jsonl", ".json")):
+            logs, _ = find_logs([file for file in files if file.suffix in suffixes], metric)
+            if logs:
+                break
+        logs = logs or [parse_log(worker.folder / "console.txt", metric)]
+    except UserError as e:
+        fail(worker, f"no log below logs/, and its output is none: {e}")
+    if len(logs) > 1:
+        fail(worker, f"it wrote {len(logs)} logs below logs/, but a command must make one run")
+    if fault := not_whole(logs[0], pool.settings.stops_early):
+        fail(worker, fault)
+    check_edit(worker)
+    return logs[0]
+
+
+def complete_logs(pool: Pool, worker: Worker, status: int | None) -> list[Log]:
     """Those that don't grow any more, in the order of their seeds. Raises UserError."""
-    if worker.variant.command:
-        if status == 0:
-            yield log_of_command(pool, worker)
-        return
-    paths = list((worker.folder / "logs").glob("*.txt"))
-    found = [log for path in paths if (log := complete_log(pool, path, worker.variant))]
+    if not worker.several:
+        return [log_of_command(pool, worker)] if status == 0 else []
+    files = (worker.folder / "copy" / "logs").rglob("*")
+    paths = [path for path in files if path.suffix in SUFFIXES]
+    found = [log for path in paths if (log := complete_log(pool, path))]
     logs = {log.hyperparameters.get("seed"): log for log in found}
     seeds = list(itertools.takewhile(logs.__contains__, worker.seeds))
     if status is None and len(seeds) == len(paths):
         seeds = seeds[:-1]  # no other log is there that could be the one that grows
-    for seed in seeds:
-        yield logs[seed]
+    return [logs[seed] for seed in seeds]
+
+
+def note_place(pool: Pool, worker: Worker) -> None:
+    """Where a run is made, and when it began. In a queue, its time doesn't count."""
+    place = worker.folder / "place"
+    if not worker.began and place.exists():
+        worker.began = time.monotonic()
+    if pool.settings.launcher and place.exists():
+        machine = "; ".join(
+            line.partition(": ")[2] or line for line in place.read_text().splitlines()[1:]
+        )
+        pool.places.add(machine or "an unknown machine")
+
+
+def is_lost(pool: Pool, worker: Worker) -> bool:
+    """Whether a run that has failed is to be made again: its job was cancelled, or lost its machine. A script
+    that fails by itself ends with the same status again."""
+    file = worker.folder / "status"
+    text = file.read_text().strip() if file.exists() else ""
+    status = int(text) if text else None  # None: the job couldn't say how it ended
+    before = pool.lost.setdefault((worker.variant.key(), worker.seeds[0]), [])
+    by_itself = status is not None and status < 128
+    again = len(before) + 1 < pool.settings.tries() and not (by_itself and status in before)
+    if again:
+        before.append(status)
+    return again
 
 
 def collect(pool: Pool, worker: Worker) -> None:
@@ -587,23 +605,22 @@ def collect(pool: Pool, worker: Worker) -> None:
     Raises UserError if runs are missing, or take too long.
     """
     status = worker.child.poll()
-    if status is not None or time.time() - worker.started < 60:  # later, there is much to read
+    if status is not None or time.time() - worker.date < 60:  # later, there is much to read
         check_reading(worker)
-    logs = list(complete_logs(pool, worker, status))
+    note_place(pool, worker)
+    logs = complete_logs(pool, worker, status)
     if logs:
         check_unchanged(pool, worker.variant)
         add_reads(worker)
     for log in logs:
-        earlier = [] if pool.args.no_seed else list(worker.variant.runs.values())[:1]
-        for repeat in check_repeats([*earlier, log], SEEDS):
-            fail(worker, f"{repeat}: does the seed take effect?")
+        check_run(pool, worker, log)
         keep_log(pool, worker.variant, worker.seeds.pop(0), log)
-        worker.started = time.time()
+        worker.began = time.monotonic()
     if status is None:
-        if time.time() - worker.started > 60 * pool.args.run_timeout:
-            fail(worker, f"it took more than --run_timeout {pool.args.run_timeout:g} minutes")
+        if worker.began and time.monotonic() - worker.began > 60 * pool.settings.run_timeout:
+            fail(worker, f"it took more than --run_timeout {pool.settings.run_timeout:g} minutes")
         return
-    if worker.seeds:
+    if worker.seeds and not is_lost(pool, worker):
         fail(worker, f"exit status {status}" if status else "its log is incomplete")
     end_worker(pool, worker)
 
@@ -628,7 +645,7 @@ def make_runs(pool: Pool, wanted: Callable[[], Wanted], show=lambda: None) -> No
     UserError."""
     try:
         while not pool.late():
-            while len(pool.workers) < pool.jobs and (runs := next_runs(pool, wanted())):
+            while len(pool.workers) < len(pool.slots) and (runs := next_runs(pool, wanted())):
                 start_worker(pool, *runs)
             if not pool.workers:
                 return

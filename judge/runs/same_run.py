@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-from judge.environment import child_environment, environment, matches, usable_cores
+from judge.environment import child_environment, matches, usable_cores
 from judge.processes import output_of
 
 # The terminal, the shell's own notes, the desktop, remote logins, the name of a container, where it was
@@ -44,8 +44,6 @@ OF_A_JOB = """
 """.split()
 # Where a run reads nothing of its own
 SYSTEM = ("/usr", "/etc", "/proc", "/sys", "/run", sys.prefix, sys.base_prefix)
-# What is in the repository, and no script of ours reads: a new note isn't a new script
-NOT_READ = ("*.md", "records/*", "tests/*")
 
 HASHES = {}  # file_key -> SHA-256 of a file; folders with times -> their packages
 LARGE = 1 << 20  # bytes of a file whose hash is kept on the disk
@@ -108,24 +106,22 @@ def hash_tree(path: Path, name: str, above: tuple[Path, ...] = ()) -> dict[str, 
     elif path.is_dir() and path.resolve() not in above:  # a link may lead to a folder around it
         above = (*above, path.resolve())
         for entry in sorted(path.iterdir()):
-            if entry.name != "__pycache__":
+            if entry.name not in ("__pycache__", ".venv"):
                 found |= hash_tree(entry, os.path.join(name, entry.name), above)
     return found
 
 
-def hash_copy(folder: Path, is_command: bool) -> dict[str, str]:
-    """Of the copy in which a run is made."""
+def hash_copy(folder: Path, not_read: list[str]) -> dict[str, str]:
+    """Of the copy in which a run is made, without the files that match a pattern of not_read."""
     found = hash_tree(folder, "")
-    if not is_command:
-        found = {name: value for name, value in found.items() if not matches(name, NOT_READ)}
-    return found
+    return {name: value for name, value in found.items() if not matches(name, not_read)}
 
 
 def named_paths(text: str, folder: Path, known: list[Path]) -> set[str]:
     """The files, folders and programs that the words of a command name, which runs in `folder`. Those in
     known folders are left out. With a program of an environment, the packages that are installed there."""
     found = set()
-    path = run_environment(is_command=True)["PATH"]
+    path = run_environment()["PATH"]
     words = re.split(r"['\"=\t]", text)  # may have blanks
     for word in words + re.split(r"[\s'\"=:;,|&<>()]+", text):
         word = os.path.expanduser(os.path.expandvars(word))
@@ -138,8 +134,8 @@ def named_paths(text: str, folder: Path, known: list[Path]) -> set[str]:
     return found
 
 
-def packages(path: list[str] = sys.path) -> dict[str, str]:
-    """Their versions, by name."""
+def packages(path: list[str]) -> dict[str, str]:
+    """Their versions, by name. `path` is sys.path of a Python."""
     folders = [folder for folder in path if os.path.isdir(folder)]
     key = tuple((folder, os.stat(folder).st_mtime_ns) for folder in folders)
     if key in HASHES:  # an installation makes and deletes folders
@@ -148,6 +144,24 @@ def packages(path: list[str] = sys.path) -> dict[str, str]:
     for package in importlib.metadata.distributions(path=folders):
         found.setdefault(str(package.name), package.version)  # the first one is imported
     return found
+
+
+def python_of(command: str, root: Path) -> str:
+    """The Python that a command names, or else the first one of its PATH; "" if there is none."""
+    path = run_environment(root)["PATH"]
+    words = re.split(r"[\s'\";&|=()]+", command)
+    named = [word for word in words if re.fullmatch(r"(.*/)?python[\d.]*", word)]
+    for word in [*named, "python", "python3"]:
+        if found := shutil.which(root / word if "/" in word else word, path=path):
+            return found
+    return ""
+
+
+def ask_python(python: str) -> tuple[str, list[str]]:
+    """The version of a Python, and where its packages are."""
+    code = "import sys, platform; print(platform.python_version(), *sys.path[1:], sep='\\n')"
+    version, *path = (output_of(python, "-c", code) or "").splitlines() or [""]
+    return version, path
 
 
 def cpu_line(name: str) -> str:
@@ -159,7 +173,7 @@ def cpu_line(name: str) -> str:
     return found[1] if found else ""
 
 
-def machine_facts(gpu: bool, threads: int, processes: int) -> dict:
+def machine_facts(gpu: bool, python: str) -> dict:
     """The software and the machine, of which a GPU is the part that counts."""
     machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
     if gpu:
@@ -169,25 +183,24 @@ def machine_facts(gpu: bool, threads: int, processes: int) -> dict:
         machine = "; ".join((gpus or "a GPU").strip().splitlines()[:count])
     compiler = os.environ.get("CXX", "g++").split()[:1]
     version = output_of(*compiler, "--version") or ""
-    return packages() | {
-        "Python": platform.python_version(),
+    python_version, path = ask_python(python)
+    return packages(path) | {
+        "Python": python_version,
         "machine": machine,
         "instruction sets": hash_text(cpu_line("flags|Features")),
         "compiler": version.strip().splitlines()[:1],
-        "threads": threads,
-        "processes": processes,
     }
 
 
-def run_environment(is_command: bool) -> dict[str, str]:
-    """The environment of a run. `python` and `torchrun` of a command are those of our environment."""
+def run_environment(root: Path | None = None) -> dict[str, str]:
+    """The environment of a run. The project's .venv comes first, unless the user has activated another."""
     variables = {
         name: value for name, value in child_environment().items() if not matches(name, IGNORED)
     }
-    if is_command:
-        path = variables.get("PATH", "")
-        return variables | {"PATH": f"{Path(sys.executable).parent}:{path}"}
-    return variables | environment()
+    bin = root / ".venv" / "bin" if root else None
+    if bin and bin.is_dir() and "VIRTUAL_ENV" not in variables:
+        variables["PATH"] = f"{bin}:{variables.get('PATH', '')}"
+    return {"PATH": os.defpath} | variables
 
 
 def changes(old: dict[str, dict], new: dict[str, dict]) -> list[str]:

@@ -54,7 +54,7 @@ def effects_in_words(s: Screen) -> list[str]:
     """Lines of 80 columns."""
     if not len(s.losses()):
         return ["Too early for an answer: no block is finished yet."]
-    lines = wrap(NO_SEED) if s.args.no_seed else []
+    lines = wrap(NO_SEED) if s.pool.settings.no_seed else []
     lines += table_of_parts(s.effects())
     for effect in s.interactions():
         lines += wrap(interaction_in_words(effect))

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from judge.runs.sources import Variant, changed, copy_commit, git, split_source
+from judge.runs.sources import Variant, changed, copy_commit, git, scratch_of, split_source
 from judge.screen.design import MOST_PARTS, Design, factorial, leave_one_out
 from judge.commands import UserError
-from judge.project import ROOT
 from judge.files import write_file
 
 Group = tuple[int, ...]  # numbers of parts that are tried together
@@ -33,7 +32,7 @@ class Part:
 
 def patch_between(old: Path, new: Path, store: Path) -> bytes:
     """The patch from one folder to another. git stores both in a repository of its own."""
-    git("init", "-q", "--bare", str(store))
+    git("init", "-q", "--bare", str(store), cwd=old)
     trees = []
     for folder in (old, new):
         where = dict(GIT_DIR=str(store), GIT_WORK_TREE=str(folder))
@@ -41,7 +40,7 @@ def patch_between(old: Path, new: Path, store: Path) -> bytes:
         git("-c", "core.autocrlf=false", "add", "-A", "-f", ".", cwd=folder, **where)
         trees.append(git("write-tree", cwd=folder, **where).decode().strip())
     options = ["--binary", "--full-index", "--no-renames", "--no-color", "--no-ext-diff"]
-    return git("diff", *options, *trees, GIT_DIR=str(store))
+    return git("diff", *options, *trees, cwd=old, GIT_DIR=str(store))
 
 
 def split_hunks(patch: bytes) -> list[tuple[str, bytes]]:
@@ -61,19 +60,22 @@ def split_hunks(patch: bytes) -> list[tuple[str, bytes]]:
     return found
 
 
-def place_of(text: str, command: str) -> tuple[Path, str]:
-    """The repository of a source, and its last commit."""
+def last_commit(text: str) -> str:
+    """The revision that a source names."""
     kind = split_source(text)[1]
-    if not command:
-        return ROOT, "HEAD" if kind in ("", ".") else kind
-    path, _, revision = kind.partition("@")
-    return Path(path).resolve(), revision or "HEAD"
+    path, at, revision = kind.partition("@")
+    if kind in ("", ".") or Path(kind).is_dir():
+        return "HEAD"
+    return revision if at and Path(path).is_dir() else kind
 
 
-def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[tuple[str, Path]]:
+def commits_between(
+    sides: tuple[Variant, Variant], texts: tuple[str, str], scratch: Path
+) -> list[tuple[str, Path]]:
     """A name and the files of the base's commit, and of each one after it up to idea. Raises UserError."""
-    repository, old = place_of(base, command)
-    other, new = place_of(idea, command)
+    base, idea = texts
+    old, new = map(last_commit, texts)
+    repository, other = [side.origin for side in sides]
     if other != repository:
         raise UserError(f"{base} and {idea} are in different repositories; use --by hunk")
     if git("rev-list", "--max-count=1", old, "--not", new, cwd=repository):
@@ -89,8 +91,8 @@ def commits_between(base: str, idea: str, command: str, scratch: Path) -> list[t
 
 def read_parts(base: Variant, idea: Variant, texts: tuple[str, str], by: str) -> list[Part]:
     """The parts of the difference of two variants, which these texts name. Raises UserError."""
-    scratch = base.folder.parent
-    commits = commits_between(*texts, base.command, scratch) if by == "commit" else []
+    scratch = scratch_of(base, base.origin)
+    commits = commits_between((base, idea), texts, scratch) if by == "commit" else []
     patches = []
     old = base.folder
     for name, new in [*commits, ("edits without a commit", idea.folder)]:
@@ -127,7 +129,7 @@ def given_part(text: str) -> Part:
 def combine(base: Variant, parts: list[Part], chosen: tuple[int, ...]) -> Variant:
     """The base with these parts. Raises UserError if their patches don't apply."""
     some = [parts[i] for i in sorted(chosen)]
-    folder = changed(base.folder, base.script, [part.patch for part in some if part.patch])
+    folder = changed(base.folder, base.script(), [part.patch for part in some if part.patch])
     options = [*base.options, *(word for part in some for word in part.options)]
     name = "+".join(str(i + 1) for i in sorted(chosen))
     name = f"parts {name}" if name else "no part"

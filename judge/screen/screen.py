@@ -1,13 +1,13 @@
 """
 Which parts of a change matter? Trains combinations of them until each part is clear.
 
-    ./run.sh screen --base main --idea my-branch              the commits of a branch
-    ./run.sh screen --base main --idea my-branch --by hunk    the hunks of the whole difference
-    ./run.sh screen --part my.patch --part "--muon_lr 0.03"   patches and options
-    ./run.sh screen --command "python train.py {seed} {options}"
+    judge screen --base main --idea my-branch              the commits of a branch
+    judge screen --base main --idea my-branch --by hunk    the hunks of the whole difference
+    judge screen --part my.patch --part "--muon_lr 0.03"   patches and options
+    judge screen --command "python train.py {seed} {options}"
                     --base ../theirs@main --idea ../theirs@mine
 
---base, --idea and --command are those of compare (./run.sh compare --help). screen first tries the
+--base, --idea and --command are those of compare (judge compare --help). screen first tries the
 combinations that it needs: the patches must apply, and two steps must run. Parts that only work
 together become one. Up to 16 parts share the runs of a two-level design, in which each part is in half
 of the combinations. Where parts can't be combined like that, each is left out of the whole once.
@@ -31,9 +31,8 @@ import shlex
 import sys
 from dataclasses import replace
 
-from judge.logs.comparable import settle_metric
-from judge.runs import make as compare_runs
-from judge.runs.make import add_run_options, add_variants, make_runs, open_pool, show_line
+from judge.project import TEXTS, Settings, add_run_options, read_settings
+from judge.runs.make import add_variants, locked_folder, make_runs, open_pool, show_line
 from judge.runs.sources import (
     Variant,
     check_options,
@@ -42,6 +41,7 @@ from judge.runs.sources import (
     first_variant,
     read_variant,
     set_steps,
+    start_of,
 )
 from judge.screen.blocks import Screen, wanted_blocks
 from judge.screen.effects import effects_as_json, effects_in_words, plot_effects
@@ -85,9 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns our options, and the options for all runs. Raises UserError."""
-    names = ("--base", "--idea", "--part", "--try")
+    names = ("--base", "--idea", "--part", "--try", *TEXTS)
     args, common = make_parser().parse_known_args(join_values(argv, names))
-    settle_metric(args)
     if bool(args.idea) == bool(args.part):
         raise UserError(
             "give --idea, whose difference from --base has the parts, or the parts with --part"
@@ -108,7 +107,7 @@ def trial_of(variant: Variant, options: str) -> Variant | None:
 
 def make_trials(s: Screen, variants: list[Variant]) -> None:
     """Makes a short run of each. Raises UserError if one fails."""
-    check_settings(variants, s.args.nproc_per_node)
+    check_settings(variants)
     trials = [trial for variant in variants if (trial := trial_of(variant, s.args.trial))]
     add_variants(s.pool, trials)
     wanted = [(trial, [s.args.seed]) for trial in trials]
@@ -143,27 +142,29 @@ def choose_combinations(s: Screen) -> None:
         make_trials(s, s.variants)
     except UserError:  # then each is tried alone
         s.choose(functools.cache(lambda chosen: survives(s, chosen)))
-        check_settings(s.variants, s.args.nproc_per_node)
+        check_settings(s.variants)
 
 
-def set_up(args: argparse.Namespace, common: list[str], lock: int) -> Screen:
+def sources(args: argparse.Namespace) -> list[str]:
+    return [text for text in [args.base, *(args.part or []), args.idea] if text]
+
+
+def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock: int) -> Screen:
     """Raises UserError."""
     parts = [given_part(text) for text in args.part or []]
-    texts = [args.base, *(args.part or []), args.idea or ""]
-    tree = first_variant(texts, args, compare_runs.scratch())
+    tree = first_variant(sources(args), settings)
     base = read_variant(args.base, tree, common)
-    check_settings([base], args.nproc_per_node)
+    check_settings([base])
     if args.idea:
         idea = read_variant(args.idea, base, common)
         parts = read_parts(base, idea, (args.base, args.idea), args.by)
-    pool = open_pool([base], lock, args)  # links data, which are no part
-    check_settings([base], args.nproc_per_node, check_data=True)
+    pool = open_pool([base], lock, settings, args.hours)  # links data, which are no part
     if not parts:
         raise UserError(f"{args.base} and {args.idea} are the same, so there are no parts")
     more = [word for part in parts for word in part.options] + shlex.split(args.trial)
-    check_options(args.command, more)
+    check_options(base.command, more)
     whole = combine(base, parts, tuple(range(len(parts))))
-    check_settings([whole], args.nproc_per_node)
+    check_settings([whole])
     check_validation(base, [whole])
     s = Screen(args, pool, base, parts, [(i,) for i in range(len(parts))])
     choose_combinations(s)
@@ -189,8 +190,9 @@ def show_progress(s: Screen) -> None:
 
 def main(argv: list[str]) -> int:
     args, common = read_arguments(argv)
-    with compare_runs.locked_folder() as lock:
-        s = set_up(args, common, lock)
+    settings = read_settings(args, start_of(sources(args)))
+    with locked_folder(settings) as lock:
+        s = set_up(args, common, settings, lock)
         status = 0
         try:
             make_runs(s.pool, lambda: wanted_blocks(s), lambda: show_progress(s))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from judge.runs import make as compare_runs
 from judge.commands import run_command
 
 
@@ -34,9 +33,8 @@ def run_main(main, *words) -> tuple[int, str, str]:
 
 
 def work_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """compare and screen run in this folder, and keep their runs there. The machine has no GPU."""
-    patch.setattr(compare_runs, "FOLDER", folder / "compare")
-    patch.setattr(compare_runs, "has_nvidia_gpu", lambda: False)
+    """compare and screen run in this folder. The machine has no GPU."""
+    patch.setenv("CUDA_VISIBLE_DEVICES", "")
     patch.chdir(folder)
 
 

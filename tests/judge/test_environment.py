@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from judge import environment
+from lib import processes
 
 
 def version_1(quota, period):
@@ -61,7 +62,7 @@ def test_what_could_change_what_runs_is_dropped(monkeypatch, kept, dropped):
     monkeypatch.setattr(
         os, "environ", dict.fromkeys(f"{kept} {dropped} GIT_DIR PYTHONPATH".split(), "junk")
     )
-    assert environment.clean_environment() == sorted(dropped.split())
+    assert processes.clean_environment() == sorted(dropped.split())
     assert os.environ.keys() - environment.FIXED.keys() == set(kept.split())
 
 

@@ -11,14 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from judge.compare import compare
 from judge.runs import make as compare_runs
 from judge.plot.curves import curve
 from judge.plot import plot
 from judge.commands import UserError
+from judge.plot.plot import read_groups
+from judge.project import Settings
 from tests.leaderboard.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
-POOL = compare_runs.Pool(compare.read_arguments([])[0], {}, 1, 0)
+POOL = compare_runs.Pool(Settings(), 1, {}, [], 0, 0)
 COMPARE = ["compare", "--base_logs", "base", "--idea_logs", "idea"]
 PLOT = ["plot", "idea", "-o", "o.png"]
 VERIFY = ["verify", "idea"]
@@ -166,8 +167,16 @@ def collected(path: Path):
     variant = SimpleNamespace(name="idea", command="x", runs={})
     Path("worker/console.txt").touch()
     worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"))
-    kept = compare_runs.complete_log(POOL, path, variant)
+    kept = compare_runs.complete_log(POOL, path)
     return kept, compare_runs.log_of_command(POOL, worker)
+
+
+def plot_mixes(*names):
+    """Whether plot takes some of these logs of the folder idea and others of it for one training."""
+    if call(*PLOT).returncode == 2:
+        return False
+    groups = read_groups(["idea"]).values()
+    return any(len({log.path.name in names for log in logs}) == 2 for logs in groups)
 
 
 @pytest.mark.parametrize("damage", BROKEN)
@@ -176,8 +185,9 @@ def test_broken_logs(damaged, damage):
     accepted = call(*OPTIMIZATION).stdout.partition(b"val_loss at step")[2]
     damaged.write_text(BROKEN[damage](text))
     assert damaged.read_text() != text
-    for words in (COMPARE, PLOT, VERIFY):
+    for words in (COMPARE, VERIFY):
         assert refuses(*words), words
+    assert not plot_mixes("0.txt")
     assert refuses(*OPTIMIZATION) or call(*OPTIMIZATION).stdout.endswith(accepted)
     with pytest.raises(UserError):
         collected(damaged)
@@ -188,9 +198,10 @@ def test_broken_logs(damaged, damage):
 @pytest.mark.parametrize("name", OTHER)
 def test_logs_of_another_training(sides, name):
     for i in range(3):
-        for words in (COMPARE, PLOT, VERIFY, OPTIMIZATION):
+        for words in (COMPARE, VERIFY, OPTIMIZATION):
             if 0 < i < 3:
                 assert refuses(*words, name="0|1|2"), words
+        assert not plot_mixes(*(f"{k}.txt" for k in range(i)))
         write("idea", i, loss=1.490 - i / 1000, **OTHER[name])
     for words in (COMPARE, [*VERIFY, "--against", "base"], ["plot", "base", *PLOT[1:]]):
         done = call(*words)
@@ -227,8 +238,9 @@ def test_logs_that_look_different(damaged, change):
         return  # these lines don't have the times, so they could be of a repetition
     damaged.rename("idea/copy.txt")
     damaged.write_text(text)
-    for words in (COMPARE, PLOT, OPTIMIZATION):
+    for words in (COMPARE, OPTIMIZATION):
         assert refuses(*words, name="copy"), words
+    assert not plot_mixes("copy.txt")
     Path("base/copy.txt").write_bytes(Path("idea/copy.txt").read_bytes())
     Path("idea/copy.txt").unlink()
     assert refuses(*COMPARE, name="0|copy")
@@ -237,10 +249,9 @@ def test_logs_that_look_different(damaged, change):
 def test_seeds_are_those_in_the_logs(sides):
     """Also if the clock goes back. The newest log may still grow."""
     for i in range(3):
-        write("worker/logs", i).rename(f"worker/logs/{9 - i}.txt")
-        os.utime(f"worker/logs/{9 - i}.txt", (0, 9 - i))
-    variant = SimpleNamespace(name="idea", command="")
-    worker = SimpleNamespace(variant=variant, seeds=[0, 1, 2], folder=Path("worker"))
+        write("worker/copy/logs", i).rename(f"worker/copy/logs/{9 - i}.txt")
+        os.utime(f"worker/copy/logs/{9 - i}.txt", (0, 9 - i))
+    worker = SimpleNamespace(several=True, seeds=[0, 1, 2], folder=Path("worker"))
     for status, seeds in ((0, [0, 1, 2]), (None, [0, 1])):
         logs = compare_runs.complete_logs(POOL, worker, status)
         assert [log.hyperparameters["seed"] for log in logs] == seeds

@@ -60,6 +60,7 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setattr(launch, "VENV", machine.root / ".venv")
     monkeypatch.setattr(judge_processes, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(judge_processes, "output_of", output_of)
     monkeypatch.setattr(launch, "version_of", lambda package, path: machine.versions.get(package, ""))
     for module in (launch, processes, datasets):
         monkeypatch.setattr(module, "ROOT", machine.root)
@@ -451,10 +452,23 @@ def test_pytest_runs_in_the_repository(training, words, last):
 
 
 def test_compare_checks_the_machine(training):
-    launch.launch(["compare", "--device", "cpu", "--runs", "2"])
-    assert training.ran == [["python", "-P", "-m", "judge.compare.compare", "--runs", "2"]]
-    assert training.checked == ["compare", "--runs", "2"]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    """It trains by the command in judge.toml, with another script or torchrun if the user says so."""
+    file(launch.ROOT / "judge.toml", 'command = "python -m train_gpt {options}"')
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2"
+    for words, expected in [
+        ([], ["--command", "python -m train_gpt {options}"]),
+        (["--recipe", "gpt2"], ["--command", "python -m recipes.gpt2 {options}"]),
+        (
+            ["--nproc_per_node=2"],
+            "--jobs 1 --gpus_per_run 2 --command".split()
+            + [f"python {torchrun} -m train_gpt {{options}}"],
+        ),
+    ]:
+        launch.launch(["compare", "--device", "cpu", *words, "--runs", "2"])
+        command = ["python", "-P", "-m", "judge.compare.compare", "--project", str(launch.ROOT)]
+        assert training.ran[-1] == [*command, *expected, "--runs", "2"]
+        assert training.checked == ["compare", *words, "--runs", "2"]
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_the_modules_of_all_commands_exist():
@@ -636,9 +650,12 @@ def checked(machine, monkeypatch):
 
     def check(*options, mode="train"):
         machine.ran.clear()
+        before = dict(os.environ)
         needs = processes.check_machine("python", mode, "train_gpt", *options)
         assert needs["text"] == "mini"
         assert os.environ["MALLOC_MMAP_MAX_"] == "0"
+        os.environ.clear()  # each ./run.sh is a process of its own
+        os.environ.update(before)
         return bool(machine.ran)
 
     monkeypatch.setattr(processes, "run", run)
@@ -659,7 +676,7 @@ def test_the_answer_is_remembered(checked):
         lambda machine: machine.answers.update({"nvidia-smi": "GPU 0: NVIDIA H100"}),
         lambda machine: file(machine.root / "train_gpt.py", "2"),
         lambda machine: (machine.root / "data" / "train.bin").unlink(),
-        lambda machine: os.environ.update(TORCH_COMPILE_DISABLE="1"),
+        lambda machine: os.environ.update(TORCHDYNAMO_DISABLE="1"),
         lambda machine: os.environ.update(OMP_NUM_THREADS="77"),
         lambda machine: file(machine.root / "data/.cache/machine-is-checked.json", "{"),
     ],

@@ -43,6 +43,7 @@ def parse_arguments(argv):
     parser.error = fail
     parser.add_argument("--log_dir", default="logs")
     parser.add_argument("--num_runs", type=int, default=1)
+    parser.add_argument("--print_settings", action="store_true")
     for field in dataclasses.fields(Hyperparameters):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default)
     args = parser.parse_args(argv)
@@ -62,7 +63,13 @@ def check_inputs(args, hp):
 
 def final_loss(hp):
     common = random.Random(f"seed {hp.seed}").gauss(0, hp.noise)
-    settings = (hp.seed, hp.num_iterations, hp.effect, hp.slower, os.environ["OMP_NUM_THREADS"])
+    settings = (
+        hp.seed,
+        hp.num_iterations,
+        hp.effect,
+        hp.slower,
+        os.environ.get("OMP_NUM_THREADS", "all"),
+    )
     own = random.Random(repr(settings)).gauss(0, hp.own_noise)
     return 1.5 + hp.effect - 0.123 * math.log(hp.num_iterations / 100) + common + own
 
@@ -100,6 +107,9 @@ def run(hp, log_dir):
 def main(argv):
     args, hp = parse_arguments(argv)
     check_hyperparameters(hp, 1)
+    check_inputs(args, hp)
+    if args.print_settings:
+        return print(json.dumps(dataclasses.asdict(hp)))
     print("the console", file=sys.stderr, flush=True)
     os.makedirs(args.log_dir, exist_ok=True)
     for i in range(args.num_runs):
@@ -107,4 +117,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except InputError as e:
+        sys.exit(f"error: {e}")

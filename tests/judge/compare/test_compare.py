@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import platform
 import pty
 import re
 import shutil
@@ -14,13 +15,16 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from judge import project
 from judge.compare import compare, ledger
+from judge.project import Settings
 from judge.runs import make as compare_runs
 from judge.runs import sources as compare_sources
 from judge.stats import decide as compare_stats
@@ -31,22 +35,18 @@ from tests.judge.helpers import answer_of, bounds, check_refused, commit_files, 
 from tests.util import ROOT, tiny_run
 
 STANDIN = Path(__file__).resolve().parent / "standin.py"
+# As that of the repository
+PROJECT = """
+command = "python -m train_gpt {options} --seed {seed} --num_runs {runs} --val_loss_every 0"
+job_per_core = true
+"""
+RECIPE = "python -m recipes.toy {options} --seed {seed} --num_runs {runs}"
 # A recipe that imports train_gpt.py
 TOY = """
 import sys
-import train_gpt
-from train_gpt import DEVICE
+import train_gpt  # which knows --print_settings
 
 EFFECT = 0.0
-
-
-def parse_arguments(argv):
-    return train_gpt.parse_arguments(argv)
-
-
-def check_hyperparameters(hp, world_size):
-    train_gpt.check_hyperparameters(hp, world_size)
-
 
 if __name__ == "__main__":
     final_loss = train_gpt.final_loss
@@ -63,10 +63,8 @@ def run(*arguments) -> tuple[int, str, str]:
 def place(tmp_path, monkeypatch):
     """A repository with the stand-in as train_gpt.py and with a recipe, which were committed as v1."""
     files = {"train_gpt.py": STANDIN.read_text(), "recipes/toy.py": TOY}
-    commit_files(tmp_path, files | {".gitignore": "logs/\ndata/*/\n"})
+    commit_files(tmp_path, files | {".gitignore": "logs/\ndata/*/\n", "judge.toml": PROJECT})
     git(tmp_path, "tag", "v1")
-    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
-    monkeypatch.setattr(compare_runs, "FOLDER", tmp_path / "logs" / "compare")
     monkeypatch.setattr(compare_steps, "PROCESSES", 3)
     monkeypatch.setattr(compare_steps, "ROUNDS", 2)
     monkeypatch.setattr(compare_steps, "STEPS", 70)
@@ -142,7 +140,7 @@ def test_steps_that_cannot_be_timed(place):
     source = STANDIN.read_text()
     old = "    n = hp.num_iterations\n"
     assert source.count(old) == 1
-    fail = "    if '/steps' in log_dir:\n        sys.exit('no more')\n"
+    fail = "    if '/steps' in os.getcwd():\n        sys.exit('no more')\n"
     (place / "train_gpt.py").write_text(source.replace(old, fail + old))
     status, out, err = run("--idea", "better=--effect -0.01")
     assert status == 0 and out.startswith("better helps.") and "time of a step" not in out
@@ -166,7 +164,7 @@ def test_an_idea_with_the_steps_of_the_slope(place):
 def test_identical_losses(place):
     """No test of losses, but the steps are timed. They take three times as long. The stand-in's sleeps are
     longer than asked for."""
-    source = STANDIN.read_text().replace('hp.slower, os.environ["OMP_NUM_THREADS"]', '"x"')
+    source = STANDIN.read_text().replace('hp.slower, os.environ.get("OMP_NUM_THREADS", "all")', '"x"')
     (place / "train_gpt.py").write_text(source)
     options = ["--slower", "2", "--idea", "same=--slower 6"]
     identical = "same: the losses are identical in all [4-8] pairs."
@@ -176,7 +174,7 @@ def test_identical_losses(place):
     time = found["ideas"][0]["step_time"]
     assert math.log(1.5) < time["value"] < math.log(4)
     assert bounds(time)[0] < math.log(3) and bounds(time)[1] > math.log(1.5)
-    (file,) = (place / "logs/compare/step_times").iterdir()
+    (file,) = (place / ".judge/step_times").iterdir()
     assert [len(rounds) for rounds in json.loads(file.read_text())] == [2, 2, 2]
     found, words = answer(*options)
     assert re.fullmatch(identical, words)
@@ -288,11 +286,13 @@ def test_sources_are_frozen(place):
     edit during the comparison changes nothing. PYTHONPATH names another package `recipes`, which nothing
     imports."""
     script = place / "train_gpt.py"
-    edit = f'\nif len(sys.argv) > 4:\n    open({str(script)!r}, "a").write("broken(")\n'
+    edit = (
+        f'\nif "--print_settings" not in sys.argv:\n    open({str(script)!r}, "a").write("broken(")\n'
+    )
     source = script.read_text().replace("return 1.5 + ", "return 1.7 + ") + edit
     script.write_text(source)  # a run of the script edits it; its check doesn't
     assert os.environ["PYTHONPATH"] == str(ROOT)
-    found, words = answer("--recipe", "toy", "--runs", "3")
+    found, words = answer("--command", RECIPE, "--runs", "3")
     assert script.read_text().endswith("broken(")
     assert (found["base"], found["ideas"][0]["name"]) == ("HEAD", "worktree")
     assert found["ideas"][0]["difference"]["value"] == pytest.approx(0.2, abs=0.005)
@@ -302,7 +302,11 @@ def test_sources_are_frozen(place):
 def test_a_zip_without_git(place, monkeypatch):
     """Options can be compared."""
     shutil.rmtree(place / ".git")
-    monkeypatch.setenv("PATH", "/nowhere")
+    (place / "bin").mkdir()
+    (place / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (place / "bin/python").chmod(0o755)
+    (place / "bin/bash").symlink_to(shutil.which("bash"))
+    monkeypatch.setenv("PATH", str(place / "bin"))
     found, words = answer("--idea", "--effect 0.1")
     assert found["ideas"][0]["verdict"] == "hurts"
 
@@ -320,10 +324,15 @@ def test_what_can_be_compared(place):
     (place / "plain.patch").write_text("diff --git train_gpt.py train_gpt.py\n" + plain)
     (place / "my script.py").write_text("text")
     (place / "train_gpt.py").write_text("now")
-    scratch = place / "logs" / "scratch"
-    compare_sources.copy_tree(scratch, place)
-    folder = compare_sources.copy_commit("v1", scratch)
-    base = compare_sources.Variant("base", folder, "train_gpt.py", ["--noise", "1", "--takes", "0"])
+    project = Settings(root=place, command="python -m train_gpt {options}", scratch="logs")
+    tree = compare_sources.first_variant([], project)
+    base = replace(
+        compare_sources.read_variant("v1", tree, []), options=["--noise", "1", "--takes", "0"]
+    )
+
+    def source_of(variant):
+        return (variant.folder / variant.script()).read_text()
+
     for what, name, expected, options in [
         ("--effect 0.1 --slower=2", "effect_0.1_slower_2", source, ["--effect", "0.1", "--slower=2"]),
         ("p.patch --effect 1", "p_effect_1", patched, ["--effect", "1"]),
@@ -338,12 +347,12 @@ def test_what_can_be_compared(place):
         variant = compare_sources.read_variant(what, base, ["--noise", "1"])
         kept = ["--takes", "0"] if re.match("--|.*patch|ideas|x=--", what) else []
         assert (variant.name, variant.options) == (name, ["--noise", "1", *kept, *options])
-        assert variant.source().decode() == expected, what
-    assert base.source().decode() == source  # copies of the folder are changed, not the folder
+        assert source_of(variant) == expected, what
+    assert source_of(base) == source  # copies of the folder are changed, not the folder
 
 
 def test_several_processes(place):
-    """--nproc_per_node starts torchrun, here one that only says how it was called."""
+    """As ./run.sh starts torchrun, here one that only says how it was called."""
     package = place / "torch" / "distributed"
     package.mkdir(parents=True)
     for folder in (package, package.parent):
@@ -355,26 +364,32 @@ def test_several_processes(place):
         "sys.argv = sys.argv[4:]\n"
         "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
     )
-    status, out, err = run("--idea", "--effect 0.1", "--nproc_per_node", "2", "--runs", "12")
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 -m train_gpt"
+    words = [
+        "--command",
+        f"python {torchrun} {{options}} --seed {{seed}} --num_runs {{runs}}",
+        "--jobs",
+        "1",
+    ]
+    status, out, err = run("--idea", "--effect 0.1", *words, "--runs", "12")
     assert status == 0 and "hurts" in out and "time of a step" in out  # from the runs' own times
-    status, out, err = run("--idea", "--crash 0", "--nproc_per_node", "2", "--runs", "2")
+    status, out, err = run("--idea", "--crash 0", *words, "--runs", "2")
     assert status == 2 and "through torchrun" in err
 
 
 def test_jobs_share_the_cores(place, monkeypatch):
-    """A command may use the GPU, so only one runs at a time."""
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(compare_runs, "usable_cores", lambda: 7)
-    monkeypatch.setattr(compare_runs, "has_nvidia_gpu", lambda: True)
-    other = compare_sources.Variant("x", place, "", [], command="x")
-    for variants, words, *expected in [
-        ([], ["--jobs", "3"], 3, 2),
-        ([], ["--jobs", "3", "--nproc_per_node", "2"], 1, 3),
-        ([other], [], 1, 7),
+    for module in (compare_runs, project):
+        monkeypatch.setattr(module, "usable_cores", lambda: 7)
+    for keys, *expected in [
+        (dict(jobs=3), 3, 2),
+        (dict(job_per_core=True), 7, 1),
+        (dict(job_per_core=True, jobs=1), 1, 7),
+        (dict(), 1, 0),  # the script's own choice
+        (dict(launcher="srun", job_per_core=True, jobs=4), 4, 0),
     ]:
-        args, common = compare.read_arguments(words)
-        pool = compare_runs.open_pool(variants, 0, args)
-        assert [pool.jobs, pool.facts["threads"]] == expected
+        pool = compare_runs.open_pool([], 0, Settings(command="x", root=place, **keys), 1)
+        assert [len(pool.slots), pool.threads] == expected
 
 
 # -----------------------------------------------------------------------------
@@ -402,14 +417,12 @@ BAD = [
     (["--idea", "--effect 0.0"], "effect_0.0 has the same source and settings as worktree"),
     (["--idea", "no.patch"], "no.patch doesn't apply (patch failed: train_gpt.py:1)"),
     (["--idea", "broken.py"], "broken: SyntaxError"),
-    (["--idea", "plain.py"], "plain: the script has no parse_arguments and check_hyperparameters"),
     (["--idea", "wide=--width 3"], "wide: unrecognized arguments: --width 3"),
     (["--idea", "--effect 1", "--num_iterations", "900"], "worktree with 1125 steps: too few data"),
     (
         ["--idea", "x=--val_tokens 256"],
         "x: --val_tokens is 256, but 512 in the base; losses can only be compared on the same",
     ),
-    (["--recipe", "gone"], "HEAD: there is no file recipes/gone.py"),
     (["--idea", "--effect", "1"], "unexpected argument: 1. Say what to compare"),
     (["--idea", "--effect '1"], "No closing quotation"),
     (["--idea", "--seed 4"], "--seed: compare sets this option"),
@@ -420,11 +433,10 @@ BAD = [
 def test_bad_input_is_one_line_before_any_run(place):
     patch = patch_of("train_gpt.py", "never there\n", "x\n")
     (place / "no.patch").write_text(patch)
-    (place / "broken.py").write_text("\ndef parse_arguments(:\ndef check_hyperparameters(\n")
-    (place / "plain.py").write_text("open('was run', 'w')\n")
+    (place / "broken.py").write_text("if '--print_settings':\nopen('was run', 'w')\n")
     for arguments, message in BAD:
         check_refused(compare.main, arguments, message)
-        assert not list(place.glob("logs/compare/runs"))
+        assert not list(place.glob(".judge/runs"))
         assert not (place / "was run").exists()
 
 
@@ -434,7 +446,7 @@ def test_a_run_that_fails(place):
     assert (status, out) == (2, "")
     assert "step 7: the loss is not finite" in err
     assert "error: a run failed: bad, seed 1 (exit status 1)" in err
-    kept = [path.name for path in place.glob("logs/compare/runs/*/seed*")]
+    kept = [path.name for path in place.glob(".judge/runs/*/seed*")]
     assert sorted(kept) == ["seed0.txt", "seed0.txt", "seed1.txt"]
     compile_error = "torch._dynamo.exc.TorchRuntimeError: no such kernel\n\nfrom user code:\n"
     (place / "console").write_text("Traceback ...\n" + compile_error + "  File ...\n" * 20)
@@ -449,31 +461,35 @@ def test_a_run_that_fails(place):
 def test_a_number_of_steps_with_a_dash():
     """As argparse spells it."""
     command = "train --num-iterations=10 {options}"
-    base = compare_sources.Variant("x", Path(), "", [], command=command)
+    base = compare_sources.Variant("x", Path(), command, [], Settings(), Path())
     more = compare_sources.with_steps(base, 1.25, [])
     assert (more.options, more.num_iterations()) == (["--num-iterations", "12"], 12)
 
 
 def test_a_second_comparison_waits_for_the_first(place, monkeypatch):
-    """Without locks, it leaves the files of the first alone."""
-    other = place / "logs" / "compare" / "working" / "other"
-    other.mkdir(parents=True)
-    with open(place / "logs" / "compare" / "lock", "w") as lock:
+    """It leaves the files of one on another machine alone; without locks, also those of one on this machine."""
+    settings = Settings(root=place)
+    mine, other = [place / ".judge" / "working" / name for name in (f"{platform.node()}-1", "other-1")]
+    mine.mkdir(parents=True)
+    other.mkdir()
+    with open(place / ".judge" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         check_refused(
             compare.main, ["--idea", "--effect 0.1"], "another comparison or screen is running"
         )
+    with compare_runs.locked_folder(settings):
+        assert list(other.parent.iterdir()) == [other]  # the lock is free, so mine was killed
+    mine.mkdir()
     monkeypatch.delattr(fcntl, "LOCK_NB")
     monkeypatch.setattr(fcntl, "LOCK_NB", 1 << 20, raising=False)  # an error of flock
-    with compare_runs.locked_folder():
-        compare_runs.scratch().mkdir()
-    assert list(other.parent.iterdir()) == [other]
+    with compare_runs.locked_folder(settings):
+        settings.working().mkdir()
+    assert sorted(other.parent.iterdir()) == sorted([mine, other])
 
 
 def start_on_a_terminal(place, *options) -> tuple[subprocess.Popen, int]:
     """Returns the process of compare, and the terminal's file descriptor."""
-    for folder in ("lib", "judge"):
-        shutil.copytree(ROOT / folder, place / folder)
+    shutil.copytree(ROOT / "judge", place / "judge")
     command = [sys.executable, "-m", "judge.compare.compare", *options]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
@@ -505,21 +521,23 @@ def test_interrupted_on_a_terminal(place):
     assert child.returncode == 130
     assert "undecided" in out and "Interrupted; run the same command again to continue" in out
     assert "\n" not in shown and all(len(line) <= 79 for line in shown.split("\r"))
-    with open(place / "logs/compare/lock") as lock:
+    with open(place / ".judge/lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run that went on would hold it
-    assert not list(place.glob("logs/compare/working/*"))
+    assert not list(place.glob(".judge/working/*"))
 
 
 def test_a_closed_terminal(place):
     """SIGHUP, twice as from a shell, ends the runs and frees the folder. While step times are measured, a
     run is stopped by SIGSTOP, so it would wait forever."""
-    child, ours = start_on_a_terminal(place, "--idea", "--effect 0.1", "--runs", "2", "--slower", "2")
+    child, ours = start_on_a_terminal(
+        place, "--idea", "--effect -0.1", "--times", "--runs", "2", "--slower", "2"
+    )
     read_terminal(ours, "0 of 6 processes")
     child.send_signal(signal.SIGHUP)
     child.send_signal(signal.SIGHUP)
     os.close(ours)
     assert child.wait(60) != 0
-    with open(place / "logs/compare/lock") as lock:
+    with open(place / ".judge/lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run that went on would hold it
 
 

@@ -10,7 +10,7 @@ import pytest
 from judge.compare import compare, ledger
 from judge.compare.pairs import Comparison
 
-POOL = SimpleNamespace(minutes=lambda: 0.0)
+POOL = SimpleNamespace(minutes=lambda: 0.0, fixed_time=False)
 USERS = 1000
 # What they try until the idea helps: first seed, and --runs (0: as many as it takes, at most 20)
 HABITS = {
@@ -41,7 +41,9 @@ def make_variant(rng: np.random.Generator, name: str) -> Variant:
 @functools.cache
 def arguments(seed: int, runs: int):
     words = ["--command", "x {seed}", "--seed", str(seed), "--ledger", "l.tsv"]
-    return compare.read_arguments(words + ["--runs", str(runs)] * (runs > 0))[0]
+    args, _ = compare.read_arguments(words + ["--runs", str(runs)] * (runs > 0))
+    args.metric = ""
+    return args
 
 
 def look(base: Variant, idea: Variant, seed: int, runs: int) -> str:
@@ -57,7 +59,12 @@ def look(base: Variant, idea: Variant, seed: int, runs: int) -> str:
     return rows[-1]["verdict"]
 
 
-@pytest.mark.parametrize("habit", HABITS)
+SOME = ["three seeds", "3, 5, 7, 9 runs"]
+
+
+@pytest.mark.parametrize(
+    "habit", [pytest.param(h, marks=[] if h in SOME else pytest.mark.slow) for h in HABITS]
+)
 def test_users_who_stop_at_helps(tmp_path, monkeypatch, habit):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ledger, "write_file", lambda file, text: Path(file).write_bytes(text))

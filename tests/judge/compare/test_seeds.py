@@ -7,6 +7,7 @@ import pytest
 
 from judge.compare import compare
 from judge.commands import UserError
+from judge.project import read_settings
 from judge.runs import make as compare_runs
 from judge.runs import sources
 from tests.judge.helpers import check_refused, commit_files, run_main, work_in
@@ -109,10 +110,10 @@ def complaint(folder: Path, lines: str, command: str) -> str:
     command, *no_seed = command.partition("--no_seed")[:2] if "--no_seed" in command else [command]
     words = ["--command", command, "--metric", "val_bpb" if "FINAL" in lines else "val_loss", *no_seed]
     args, _ = compare.read_arguments(words)
-    with compare_runs.locked_folder() as lock:
-        first = sources.first_variant([], args, compare_runs.scratch())
-        variant = sources.copy_folder(str(folder), replace(first, name="idea"))
-        pool = compare_runs.open_pool([variant], lock, args)
+    settings = read_settings(args, folder)
+    with compare_runs.locked_folder(settings) as lock:
+        variant = replace(sources.first_variant([], settings), name="idea")
+        pool = compare_runs.open_pool([variant], lock, settings, 1)
         try:
             compare_runs.make_runs(pool, lambda: [(variant, range(40, 43))])
         except UserError as error:
@@ -151,7 +152,9 @@ def test_no_place_for_a_seed(tmp_path, monkeypatch):
         "--runs",
         "3",
     ]
-    check_refused(compare.main, words, "write {seed} where --command sets its seed, or give --no_seed")
+    check_refused(
+        compare.main, words, "write {seed} where the command sets its seed, or give --no_seed"
+    )
     status, out, err = run_main(compare.main, *words, "--no_seed")
     assert status == 0 and out.startswith("With --no_seed, all runs may start from the same weights")
 

@@ -1,16 +1,17 @@
 """What a run is, and what it reads: kept runs, the options of a command, the copy in which it runs."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from judge.commands import UserError
 from judge.compare import compare
+from judge.project import Settings, read_settings
 from judge.runs import make as compare_runs
 from judge.runs import same_run, sources
 from judge.screen import screen
@@ -75,9 +76,11 @@ def kept(tmp_path_factory):
 
         def count() -> tuple[list[int], str]:
             args, common = compare.read_arguments([*arguments, *first, "--idea", "b=--lr 2"])
-            with compare_runs.locked_folder() as lock:
-                variants = compare.set_up(args, common, lock).variants
-            return [len(variant.runs) for variant in variants], compare_runs.why_again(variants)
+            settings = read_settings(args, place / "base")
+            with compare_runs.locked_folder(settings) as lock:
+                c = compare.set_up(args, common, settings, lock)
+            found = [len(variant.runs) for variant in c.variants]
+            return found, compare_runs.why_again(c.pool, c.variants)
 
         yield count
 
@@ -96,6 +99,10 @@ def link(name: str, target: str):
         Path(name).symlink_to(target)
 
     return change
+
+
+def another_path(python: str) -> tuple[str, list[str]]:
+    return "", ["outside/site"]
 
 
 CHANGES = [
@@ -130,8 +137,8 @@ CHANGES = [
     ("threads 1 -> 3", lambda patch: patch.setenv("OMP_NUM_THREADS", "3")),
     ("compiler", lambda patch: patch.setenv("CXX", "another")),
     ("machine", lambda patch: patch.setattr(same_run, "cpu_line", lambda name: "Z80")),
-    ("Python", lambda patch: patch.setattr("platform.python_version", lambda: "3.99")),
-    ("dream None -> 0.1", lambda patch: patch.syspath_prepend("outside/site")),
+    ("Python", lambda patch: patch.setattr(same_run, "ask_python", lambda python: ("3.99", []))),
+    ("dream None -> 0.1", lambda patch: patch.setattr(same_run, "ask_python", another_path)),
     # No reason to make runs again
     ("", lambda patch: None),
     ("", lambda patch: os.utime("base/config.json", (1, 1))),
@@ -296,10 +303,11 @@ def test_copies_have_all_files(tmp_path, monkeypatch):
     commit_files(place, {})
     monkeypatch.setenv("GIT_INDEX_FILE", "/nowhere/index")
     (place / "run.log").write_text("not copied")
-    tree = sources.copy_tree(tmp_path / "copies", place)
+    tree = tmp_path / "copies" / "worktree"
+    sources.copy_tree(tree, place)
     commit = sources.copy_commit("HEAD", tmp_path / "copies", place)
-    found = same_run.hash_copy(tree, is_command=True)
-    assert found == same_run.hash_copy(commit, is_command=True)
+    found = same_run.hash_copy(tree, [])
+    assert found == same_run.hash_copy(commit, [])
     names = {*files, ".gitattributes", "sub/link", "folder/b.py", "far/inner.py", "lib/m/inner.py"}
     assert names <= set(found) and "run.log" not in found
     for copy in (tree, commit):
@@ -378,21 +386,21 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     commit_files(place, files | {"train.py": script})
     work_in(tmp_path, monkeypatch)
     text = command.format(place=place, options="{options}", seed="{seed}")
-    idea = sources.Variant("idea", tmp_path, "", ["--env", "PYTHONPATH=1"], command=text)
+    settings = Settings(command=text, root=place, no_seed=True)
+    settings.run_timeout = 0.1 if "sleep" in code else math.inf
+    idea = sources.Variant("idea", place, text, ["--env", "PYTHONPATH=1"], settings, place)
     said = ""
-    with compare_runs.locked_folder() as lock:
-        idea = sources.copy_folder(str(place), replace(idea, folder=compare_runs.scratch() / "none"))
-        words = ["--command", text, *["--run_timeout", "0.1"] * ("sleep" in code)]
-        args, common = compare.read_arguments(words)
-        pool = compare_runs.open_pool([idea], lock, args)
+    with compare_runs.locked_folder(settings) as lock:
+        idea = sources.copy_folder(place, idea)
+        pool = compare_runs.open_pool([idea], lock, settings, math.inf)
         try:
             compare_runs.make_runs(pool, lambda: [(idea, range(1, 4))])
         except UserError as error:
             said = str(error)
     assert message in said
-    assert pool.made == len(list((tmp_path / "compare").rglob("seed*")))
+    assert pool.made == len(list((place / ".judge").rglob("seed*")))
     if not message:
         assert said == "" and pool.made == 3
     elif "while idea trained" not in message:
         assert f"\na run failed: idea, seed {1 + pool.made} (" in said
-    assert not (tmp_path / "compare" / "working").exists()
+    assert not (place / ".judge" / "working").exists()

@@ -11,11 +11,14 @@ from scipy import stats
 
 from tests.util import ROOT
 from tests.judge.helpers import answer_of, check_refused, commit_files, git, patch_of, work_in
-from judge.runs import sources as compare_sources
 from judge.runs.sources import changed
 from judge.screen import screen
 from judge.screen.design import factorial, find_part_effect, fit, leave_one_out
 from judge.screen.parts import choose_design, patch_between, split_hunks
+
+PROJECT = (
+    'command = "python -m train_gpt {options} --seed {seed} --num_runs {runs}"\njob_per_core = true\n'
+)
 
 # -----------------------------------------------------------------------------
 # Designs
@@ -206,9 +209,9 @@ def test_commits(theirs):
     assert Path("o.png").read_bytes()[:4] == b"\x89PNG"
     found = answer(*source)
     assert set(verdicts(found).values()) == {"needed", "hurts", "barnacle"}
-    before = set(Path("compare/runs").rglob("seed*"))
+    before = set(Path("theirs/.judge/runs").rglob("seed*"))
     assert answer(*source) == found
-    assert set(Path("compare/runs").rglob("seed*")) == before
+    assert set(Path("theirs/.judge/runs").rglob("seed*")) == before
 
 
 def test_hunks_and_edits(theirs):
@@ -253,9 +256,8 @@ def test_a_script_of_ours(tmp_path, monkeypatch):
     standin = (ROOT / "tests/judge/compare/standin.py").read_text()
     refuse = "    if hp.effect > 1 and hp.slower == 1:\n        raise InputError('too fast')\n"
     head = "def check_hyperparameters(hp, world_size):\n"
-    files = {"train_gpt.py": standin.replace(head, head + refuse), ".gitignore": "compare/\n"}
+    files = {"train_gpt.py": standin.replace(head, head + refuse), "judge.toml": PROJECT}
     commit_files(tmp_path, files)
-    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
     work_in(tmp_path, monkeypatch)
     parts = ["--part", "--own_noise 0.002", "--part", "--slower 1.1", "--part", "--effect 1.1"]
     found, words = answer_of(screen.main, *parts, "--num_iterations", "10", "--blocks", "2")

@@ -1,0 +1,222 @@
+"""
+Finds out how a project trains, by two short runs with different seeds, and writes judge.toml.
+
+    judge init --command "python train.py --seed {seed} {options}"
+    judge init --command "make train SEED={seed}" --metric accuracy --higher_is_better
+
+Other options are passed to both runs, to make them short: --max_iters 50. A run is ended after --seconds;
+what it has printed until then counts. With a judge.toml that is there already, judge init only shows what
+it finds.
+
+Exit status: 0 both runs were read, 2 an error, 130 interrupted.
+"""
+
+import argparse
+import json
+import math
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from judge.commands import (
+    UserError,
+    command_parser,
+    join_values,
+    positive,
+    run_command,
+    stop_on_signals,
+)
+from judge.logs.lines import named_numbers, plain
+from judge.logs.read import SUFFIXES, NoLog, parse_log
+from judge.project import KEYS, TEXTS, Settings, add_settings, read_settings
+from judge.runs.make import (
+    Pool,
+    Worker,
+    end_worker,
+    fail,
+    last_lines,
+    locked_folder,
+    open_pool,
+    opened,
+    show_line,
+    start_worker,
+)
+from judge.runs.sources import check_options, first_variant, read_variant
+from judge.text import plural, short, wrap
+
+MEASURES = re.compile(r"loss|bpb|acc|ppl|perplexity|error|score|reward|mse|auc|f1(?![a-z0-9])")
+HELD_OUT = re.compile(r"val|test|eval|dev")
+FEW_RUNS, MANY_RUNS = 6, 70  # of an answer: a large effect; none
+
+
+@dataclass
+class Trial:
+    """A short run."""
+
+    numbers: dict[str, list[str]]  # all that have a name, in the order in which they came
+    file: str  # that it wrote, or its console
+    steps: int  # 0 if the log names none
+    seconds: float
+    ended: bool  # by itself
+    outside: list[str]  # files that it read outside of the project
+    rivals: str  # why the metric isn't clear
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("init", __doc__)
+    limit = "end each run after S seconds; default: 60"
+    parser.add_argument("--seconds", type=positive, default=60, metavar="S", help=limit)
+    add_settings(parser)
+    return parser
+
+
+def log_of(worker: Worker) -> Path:
+    """The newest log that a run has written, or else its console."""
+    copy = worker.folder / "copy"
+    logs = [path for path in (copy / "logs").rglob("*") if path.suffix in SUFFIXES]
+    logs = logs or list(copy.rglob("*.jsonl"))
+    return max(logs, key=lambda path: path.stat().st_mtime, default=worker.folder / "console.txt")
+
+
+def read_trial(pool: Pool, worker: Worker, seconds: float) -> Trial:
+    """Raises UserError if the run has failed, or if it said nothing."""
+    status = worker.child.poll()
+    if status:
+        fail(worker, f"exit status {status}")
+    file = log_of(worker)
+    numbers = named_numbers(plain(file.read_text("utf-8", "replace")))
+    if not numbers:
+        limit = "" if status == 0 else f" in {seconds:.0f} s; give it more --seconds"
+        raise UserError(f"{last_lines(worker.folder / 'console.txt')}\nthe run names no number{limit}")
+    steps, rivals = 0, ""
+    try:
+        steps = parse_log(file, pool.settings.name_of_metric).num_steps
+    except NoLog:
+        pass
+    except UserError as e:
+        rivals = str(e).partition(": ")[2]
+    read = opened(worker) or {}
+    outside = [path for path, kinds in read.items() if kinds[0] == "r" and Path(path).is_file()]
+    inside = f"{pool.settings.root}/"
+    outside = [path for path in outside if not path.startswith(inside)]
+    name = str(file.relative_to(worker.folder / "copy")) if "copy" in file.parts else ""
+    return Trial(numbers, name, steps, seconds, status == 0, outside, rivals)
+
+
+def make_trial(pool: Pool, variant, seed: int, limit: float) -> Trial:
+    """Raises UserError."""
+    start_worker(pool, variant, [seed])
+    worker = pool.workers[-1]
+    began = time.monotonic()
+    show_line(f"a run with seed {seed}, for at most {limit:.0f} s")
+    try:
+        while worker.child.poll() is None and time.monotonic() - began < limit:
+            time.sleep(0.1)
+        return read_trial(pool, worker, time.monotonic() - began)
+    finally:
+        show_line()
+        end_worker(pool, worker)
+
+
+def choose_metric(settings: Settings, trial: Trial) -> tuple[str, list[str]]:
+    """The number that counts, and others that could. Raises UserError if there is none."""
+    found = [name for name in trial.numbers if MEASURES.search(name)]
+    held_out = [name for name in found if HELD_OUT.search(name)]
+    wanted = "_".join(settings.metric.lower().split())
+    named = [name for name in trial.numbers if wanted and name.endswith(wanted)]
+    if wanted and not named:
+        raise UserError(f"no number is called {settings.metric}; there are {', '.join(trial.numbers)}")
+    chosen = (named or held_out or found or [""])[0]
+    if not chosen:
+        names = short(", ".join(trial.numbers), 200)
+        raise UserError(f"which number counts? give --metric NAME; there are {names}")
+    return chosen, [name for name in held_out or found if name != chosen]
+
+
+def seed_in_words(command: str, metric: str, trials: list[Trial]) -> str:
+    """Whether the seed takes effect."""
+    first, second = [trial.numbers.get(metric, []) for trial in trials]
+    if "{seed}" not in command:
+        return "none: write {seed} where the command sets its seed"
+    if first[: len(second)] == second[: len(first)]:
+        return f"HAS NO EFFECT: {metric} is {first[-1] if first else '?'} with both; does the script use it?"
+    return f"takes effect: {metric} is {first[-1]} with seed 1, {second[-1]} with seed 2"
+
+
+def time_in_words(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 6000 else f"{seconds / 3600:.1f} hours"
+
+
+def report(
+    settings: Settings, metric: str, others: list[str], trials: list[Trial], jobs: int
+) -> list[str]:
+    """Six lines, some of which may be wrapped."""
+    first = trials[0]
+    option = settings.steps_option
+    sets = (
+        f"{option} sets them"
+        if option in settings.command
+        else f"{option} isn't in the command; see steps_option"
+    )
+    outside = sorted({path for trial in trials for path in trial.outside})
+    longest = max(trial.seconds for trial in trials)
+    each = (
+        time_in_words(longest)
+        if first.ended
+        else f"more than {time_in_words(longest)}, when it was ended"
+    )
+    few, many = [time_in_words(longest * math.ceil(runs / jobs)) for runs in (FEW_RUNS, MANY_RUNS)]
+    words = {
+        "metric": f"{metric}, of {first.file or 'the output'}"
+        + f"; also there: {', '.join(others)}" * bool(others),
+        "steps": f"{first.steps}; {sets}" if first.steps > 1 else f"unknown; {sets}",
+        "seed": seed_in_words(settings.command, metric, trials),
+        "data": f"outside the project: {short(', '.join(outside), 150)}"
+        if outside
+        else "none outside the project",
+        "a run": f"takes {each}; {plural(jobs, 'run')} at a time",
+        "an answer": f"takes {few} if the effect is large, {many} if there is none",
+    }
+    return [
+        line
+        for name, text in words.items()
+        for line in wrap(f"{name + ':':11}{text}", later_indent=" " * 11)
+    ]
+
+
+def write_project(settings: Settings, metric: str) -> str:
+    """Writes judge.toml, unless there is one. Returns what it did."""
+    file = settings.root / "judge.toml"
+    if file.exists():
+        return "judge.toml stays as it is"
+    given = {name: getattr(settings, name) for name in KEYS}
+    usual = Settings()
+    lines = [f"command = {json.dumps(settings.command)}", f"metric = {json.dumps(metric)}"]
+    for name, value in given.items():
+        if name not in ("command", "metric") and value != getattr(usual, name):
+            lines.append(f"{name} = {json.dumps(value)}")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 'wrote judge.toml; next: judge compare --idea "OPTIONS, a patch or a branch"'
+
+
+def main(argv: list[str]) -> int:
+    args, common = make_parser().parse_known_args(join_values(argv, TEXTS))
+    settings = read_settings(args, Path.cwd())
+    check_options(settings.command, common)
+    with locked_folder(settings) as lock:
+        first = first_variant([], replace(settings, no_seed=True))  # a missing seed is reported below
+        base = read_variant(".", first, common)
+        pool = open_pool([base], lock, settings, math.inf)
+        trials = [make_trial(pool, base, seed, args.seconds) for seed in (1, 2)]
+    metric, others = choose_metric(settings, trials[0])
+    print("\n".join(report(settings, metric, others, trials, len(pool.slots))))
+    print(write_project(settings, settings.metric or metric))
+    return 0
+
+
+if __name__ == "__main__":
+    stop_on_signals()
+    run_command(main)
