@@ -524,7 +524,7 @@ def test_an_idea_that_touches_what_measures(theirs):
     check_refused(compare.main, [*words, "--gate"], "cheat changes what measures the loss (train.py: ")
     assert not list(Path("theirs/.judge").rglob("seed*"))
     found, said = answer(*words, "--runs", "2")
-    assert said.startswith("Warning: cheat changes what measures the loss (train.py: ")
+    assert "Warning: cheat changes what measures the loss (train.py: " in said.partition("undecided")[0]
 
 
 def test_what_an_ended_run_has_started(tmp_path):

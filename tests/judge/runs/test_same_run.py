@@ -101,8 +101,12 @@ def link(name: str, target: str):
     return change
 
 
+ask_python = same_run.ask_python
+
+
 def another_path(python: str) -> tuple[str, list[str]]:
-    return "", ["outside/site"]
+    version, path = ask_python(python)
+    return version, [*path, "outside/site"]
 
 
 CHANGES = [
@@ -161,9 +165,9 @@ CHANGES = [
 
 
 def keep_facts_of_an_older_judge(patch):
-    facts = json.loads(next(Path("compare/runs").glob("*/facts.json")).read_text())
+    facts = json.loads(next(Path("base/.judge/runs").glob("*/facts.json")).read_text())
     del facts["read"]
-    write("compare/runs/old/facts.json", json.dumps(facts))(patch)
+    write("base/.judge/runs/old/facts.json", json.dumps(facts))(patch)
 
 
 CHANGES.append(("", keep_facts_of_an_older_judge))
