@@ -140,7 +140,7 @@ def test_a_wrong_mask_or_muon_is_noticed(monkeypatch):
     mask = train_gpt.portable_mask
     newton_schulz = train_gpt.zeropower_via_newtonschulz5
     monkeypatch.setattr(
-        train_gpt, "portable_mask", lambda docs, first_key, span: mask(docs, first_key + 128, span)
+        train_gpt, "portable_mask", lambda docs, window, span: mask(docs, window - 1, span)
     )
     assert "512 tokens, window 2, output" in failed(small_attention())
     monkeypatch.setattr(

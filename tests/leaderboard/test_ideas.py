@@ -40,8 +40,8 @@ def test_ideas_train(tmp_path):
     without = {}  # commit -> the head of its script
     heads = []
     for patch in sorted((ROOT / "records/mini/ideas").glob("*/idea.patch")):
-        last_change = git("log", "-1", "--format=%H", "--", str(patch)).decode().strip()
-        before = copy_commit(last_change, tmp_path)
+        last_change = git("log", "-1", "--format=%H", "--", str(patch), cwd=ROOT).decode().strip()
+        before = copy_commit(last_change, tmp_path, ROOT)
         after = changed(before, "train_gpt.py", [patch])
         heads.append(final_head(after / "train_gpt.py", tmp_path / patch.parent.name))
         if last_change not in without:
