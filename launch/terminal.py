@@ -111,8 +111,10 @@ class Screen(io.TextIOBase):
 def watched():
     """Gives the Screen that shows what is printed in the `with` block."""
     screen = Screen(sys.stdout)
+    # warnings and errors, too, are shown above the bar
+    errors = DummyTqdmFile(screen.terminal) if sys.stderr.isatty() else sys.stderr
     try:
-        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(DummyTqdmFile(sys.stderr)):
+        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(errors):
             yield screen
     finally:
         screen.end()

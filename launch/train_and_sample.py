@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from launch import terminal
@@ -29,6 +30,7 @@ def write_sample(script, options):
 
 
 def main(argv):
+    warnings.simplefilter("ignore", FutureWarning)  # of PyTorch, about names that will change
     name, *options = argv
     watched = sys.stdout.isatty() and int(os.getenv("RANK") or 0) == 0
     with terminal.watched() if watched else contextlib.nullcontext() as screen:
