@@ -231,8 +231,8 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
     changed = why_again(pool, variants)
     if changed:
         print(f"training again, because {changed}", file=sys.stderr)
-    if not args.runs:
-        check_settings(variants)
+    if fewer and not args.runs:
+        check_settings([fewer, more], again=True)  # there may be too few data
     c = Comparison(args, pool, base, ideas, fewer, more, warnings)
     for idea in ideas:
         idea.before = seeds_of_other_tests(c, idea)

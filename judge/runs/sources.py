@@ -437,7 +437,7 @@ def settings_in(printed: str) -> dict | None:
     return None
 
 
-def check_settings(variants: list[Variant]) -> None:
+def check_settings(variants: list[Variant], again: bool = False) -> None:
     """Lets scripts that can print their settings check their options and their data. Fills in the settings.
     Raises UserError with what a script says is wrong.
 
@@ -445,19 +445,14 @@ def check_settings(variants: list[Variant]) -> None:
     asked = []
     for variant in variants:
         script = variant.script()
-        if (
-            not variant.settings
-            and script
-            and PRINTS in (variant.folder / script).read_text("utf-8", "replace")
-        ):
+        known = variant.settings and not again
+        if script and not known and PRINTS in (variant.folder / script).read_text("utf-8", "replace"):
             link_data(variant)
             command = fill_in(variant.command, [*variant.options, f"--{PRINTS}"], 0)
             how = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             env = run_environment(variant.project.root)
-            words = ["bash", "-c", command]
-            child = subprocess.Popen(
-                words, cwd=variant.folder, env=env, **how, text=True, errors="replace"
-            )
+            how |= dict(cwd=variant.folder, env=env, text=True, errors="replace")
+            child = subprocess.Popen(["bash", "-c", command], **how)
             asked.append((variant, child))
     for variant, child in asked:
         printed, errors = child.communicate()
