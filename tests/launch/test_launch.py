@@ -439,7 +439,7 @@ def test_the_command_line_of_a_command(training, tmp_path, words, folders, comma
     "words, last",
     [
         ("test tests/x.py --slow", ["tests/x.py", "--slow"]),
-        ("test machines -k network", ["tests/machines/cases.py", "-k", "network"]),
+        ("test machines -k network", ["tests/machines/slurm.py", "-k", "network"]),
     ],
 )
 def test_pytest_runs_in_the_repository(training, words, last):
