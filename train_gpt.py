@@ -1325,7 +1325,7 @@ def load_checkpoint(args, source):
     source and these options."""
     path = args.resume
     if not path:
-        return None
+        return
     require(not is_finished(path), f"--resume: the run of {path} is finished")
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     run = checkpoint["run"]
