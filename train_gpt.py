@@ -235,6 +235,10 @@ def wide(matrices):
     return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
 
 
+# its name since PyTorch 2.13, and before
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
 def rank_share(items):
     """Returns this rank's share of a list, or of a tensor's first dimension. An all-gather needs shares
     of one length, so the last item may be in it again (5 items, 2 ranks: 0 1 2, 3 4 4)."""
@@ -249,7 +253,7 @@ def all_gather(share, count):
     if WORLD_SIZE == 1:
         return share, None
     whole = share.new_empty(WORLD_SIZE * len(share), *share.shape[1:])
-    handle = dist.all_gather_into_tensor(whole, share, async_op=True)
+    handle = all_gather_single(whole, share, async_op=True)
     return whole[:count], handle
 
 

@@ -7,6 +7,7 @@ with a plain loop.
 
 import copy
 import math
+import warnings
 from unittest import mock
 
 import pytest
@@ -191,6 +192,7 @@ def check_state(world_size):
 
 
 def muon_child(rank, world_size, folder):
+    warnings.simplefilter("error", FutureWarning)  # PyTorch renames functions
     train_gpt.DTYPE = torch.float32
     check_state(world_size)
     torch.save(run_muon(beta2=0.9), f"{folder}/{rank}.pt")
