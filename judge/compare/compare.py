@@ -27,9 +27,7 @@ below logs/, or else its output. Its losses stand in lines like step:S/N val_los
 train_time:Tms in the same lines. --metric judges another number than the validation loss. A run counts only
 with a seed of its own, which takes effect. A command without {seed} needs --no_seed.
 
-./run.sh compare trains train_gpt.py, or recipes/NAME.py with --recipe NAME, and with --nproc_per_node N by
-several processes. The track is the script's default (fineweb with a GPU, otherwise mini), unless you pass
---track. With --command, it compares the scripts of others:
+With --command, it compares the scripts of others, in any folder:
 
     judge compare --no_seed --command "torchrun --standalone --nproc_per_node=1 train_gpt.py"
                   --base ../modded-nanogpt --idea ../modded-nanogpt@my-branch
