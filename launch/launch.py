@@ -309,6 +309,8 @@ def train_and_sample(command, needs, same):
     try:
         status = run_ranks(words, needs["processes"], cwd=ROOT)
     except Stopped as stopped:
+        if sys.stdout.isatty():
+            print()  # the bar has begun this line
         saved = checkpoints(needs["log_dir"]) - before
         stopped.advice = "nothing is saved yet; run the same command again"
         if saved:
