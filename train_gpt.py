@@ -119,8 +119,9 @@ def as_scale(value, like):
 
 def fp8_matmul(a, b, a_scale, b_scale, dtype, fast=False):
     """a (m, k) @ b (k, n), both divided by their scales. a must be row-major, b column-major."""
-    scales = dict(scale_a=a_scale, scale_b=b_scale)
-    return torch._scaled_mm(a, b, **scales, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(
+        a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 def scale_and_softcap(logits, model_dim):
@@ -173,12 +174,11 @@ def head_loss_backward_op(
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
     x_s = model_dim**0.5 / 448
     grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
-    w_columns = w_f8.T.contiguous().T  # column-major
-    x_columns = x_f8.T.contiguous().T
-    grad_x = fp8_matmul(grad_f8, w_columns, grad_scale, as_scale(W_SCALE, grad), torch.bfloat16)
-    grad_w = fp8_matmul(
-        grad_f8.T.contiguous(), x_columns, grad_scale, as_scale(x_s, grad), torch.float32
-    )
+    grad_T = grad_f8.T.contiguous()
+    w_T = w_f8.T.contiguous()  # w_T.T is w, column-major
+    x_T = x_f8.T.contiguous()
+    grad_x = fp8_matmul(grad_f8, w_T.T, grad_scale, as_scale(W_SCALE, grad), torch.bfloat16)
+    grad_w = fp8_matmul(grad_T, x_T.T, grad_scale, as_scale(x_s, grad), torch.float32)
     return grad_x, grad_w
 
 
@@ -204,8 +204,8 @@ head_loss_op.register_autograd(head_loss_gradients, setup_context=save_for_backw
 
 def uses_fp8(hp: "Hyperparameters"):
     """FP8 needs compute capability 8.9. AMD GPUs (torch.version.hip) may have another format."""
-    can = ON_GPU and not torch.version.hip and torch.cuda.get_device_capability(DEVICE) >= (8, 9)
-    return hp.fp8 and can
+    nvidia = ON_GPU and not torch.version.hip
+    return hp.fp8 and nvidia and torch.cuda.get_device_capability(DEVICE) >= (8, 9)
 
 
 # -----------------------------------------------------------------------------
@@ -253,8 +253,7 @@ def all_gather(share, count):
     if WORLD_SIZE == 1:
         return share, None
     whole = share.new_empty(WORLD_SIZE * len(share), *share.shape[1:])
-    handle = all_gather_single(whole, share, async_op=True)
-    return whole[:count], handle
+    return whole[:count], all_gather_single(whole, share, async_op=True)
 
 
 def all_gather_now(share, count):
@@ -872,9 +871,13 @@ def check_hyperparameters(hp: Hyperparameters, world_size):
             f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
         )
     require(hp.num_iterations > 0, "--num_iterations must be more than 0")
-    heads, tables = 4 * hp.num_heads, 2 * hp.num_value_embeds
-    require(hp.model_dim % heads == 0, "--model_dim must be a multiple of 4 times --num_heads")
-    require(tables <= hp.num_layers, "--num_value_embeds must be at most half of --num_layers")
+    require(
+        hp.model_dim % (4 * hp.num_heads) == 0, "--model_dim must be a multiple of 4 times --num_heads"
+    )
+    require(
+        2 * hp.num_value_embeds <= hp.num_layers,
+        "--num_value_embeds must be at most half of --num_layers",
+    )
     last = hp.num_layers - 1
     named = {*hp.attn_free_layers, *hp.long_window_layers}
     require(
@@ -1072,9 +1075,7 @@ def summed_gradients(model, bucket_bytes=25 * 2**20):
 def refuse_unused(model, unused):
     """Raises InputError for a parameter on which the loss doesn't depend."""
     for name, p in model.named_parameters():
-        require(
-            p not in unused, f"no gradient for {name}: use it, or freeze it (requires_grad_(False))"
-        )
+        require(p not in unused, f"no gradient for {name}: use it, or call requires_grad_(False)")
 
 
 # -----------------------------------------------------------------------------
@@ -1094,18 +1095,16 @@ def add_gradients(model, tokens, step, hp: Hyperparameters):
     window = get_window_blocks(step, hp)
     inputs, targets = to_batch(tokens, hp.train_seq_len)
     per_pass = math.gcd(hp.sequences_per_pass, len(inputs))  # passes of one size, for one compilation
-    num_sequences = hp.batch_tokens // hp.train_seq_len
     passes = list(zip(inputs.split(per_pass), targets.split(per_pass)))
     total = 0
     model.train()
     for i, (x, y) in enumerate(passes, start=1):
         loss = model(x, y, window)
-        is_last = i == len(passes)
-        with summed_gradients(model) if is_last else contextlib.nullcontext():
+        with summed_gradients(model) if i == len(passes) else contextlib.nullcontext():
             # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
             # sequences. Muon ignores its scale, and so does Adam, up to its epsilon. Its norm is about
             # train_seq_len times that of the mean loss: clipping at 1.0 would clip each step.
-            (loss / num_sequences).backward()
+            (loss / (hp.batch_tokens // hp.train_seq_len)).backward()
         total += loss.detach()
     return total / inputs.numel()
 
@@ -1154,11 +1153,10 @@ def warm_up(model, hp: Hyperparameters):
     memory. The weights must then be set again; its optimizers aren't used again."""
     optimizers = build_optimizers(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
-    last = hp.num_iterations  # has the longest window
-    add_gradients(model, tokens, last, hp)
+    add_gradients(model, tokens, hp.num_iterations, hp)  # this step has the longest window
     refuse_unused(model, {p for p in model.parameters() if p.requires_grad and p.grad is None})
     for _ in range(hp.warmup_steps):
-        train_step(model, optimizers, tokens, last, hp)
+        train_step(model, optimizers, tokens, hp.num_iterations, hp)
     model.zero_grad()
 
 
@@ -1196,14 +1194,13 @@ def describe_machine():
         )  # of GPUs, and of processes
         return software + tables[0]  # a process may have a user's name in its path
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
-    march = os.getenv("TORCHINDUCTOR_CPP_MARCH", "native")
     # run.sh says why where compiled code is wrong
     reason = os.getenv("SPEEDRUN_COMPILE_REASON", "(torch.compile is turned off)")
     compiled = "yes" if COMPILED else f"no {reason}"
     return (
         f"{software}CPU: {CPU_MODEL}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process, "
         f"instruction sets: {' '.join(sorted(CPU_FLAGS))}\n"
-        f"Compiler: {compiler}; flags: -march={march}; model compiled: {compiled}"
+        f"Compiler: {compiler}; flags: -march={os.getenv('TORCHINDUCTOR_CPP_MARCH', 'native')}; model compiled: {compiled}"
     )
 
 
@@ -1331,12 +1328,12 @@ def load_checkpoint(args, source):
         return None
     require(not is_finished(path), f"--resume: the run of {path} is finished")
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    same = checkpoint["run"]["log"].startswith(source)
-    require(same, f"--resume: {path} is from another source; use that one")
+    run = checkpoint["run"]
+    require(run["log"].startswith(source), f"--resume: {path} is from another source; use that one")
     for name, value in args.given.items():
         saved = checkpoint["settings"][name]
         require(value == saved, f"--resume: --{name} is {saved} in {path}; leave it out")
-    args.last_seed = checkpoint["run"]["last_seed"]
+    args.last_seed = run["last_seed"]
     args.log_dir = Path(path).parent
     return checkpoint
 

@@ -198,7 +198,7 @@ REFUSED = {
     "an unused parameter": (
         MLP_UP,
         f"{MLP_UP}\n        self.spare = CastedLinear(8, 8)",
-        "no gradient for blocks.0.mlp.spare.weight: use it, or freeze it",
+        "no gradient for blocks.0.mlp.spare.weight: use it, or call",
     ),
     "a parameter in two optimizers": (
         MUON,
