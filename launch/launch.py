@@ -58,6 +58,7 @@ usage: ./run.sh [OPTIONS]            train; first, install packages and get data
        ./run.sh --recipe NAME        train recipes/NAME.py instead of train_gpt.py
        ./run.sh prepare              do all of that but the training
        ./run.sh compare | screen     does an idea help? which parts of it matter?
+                                     (--recipe NAME, --nproc_per_node N: of our scripts)
        ./run.sh verify | submit      check the logs of a record; file it
        ./run.sh replay | plot        extract a run's sources; draw loss curves
        ./run.sh sample | hellaswag   let a trained model write text; score it
@@ -308,6 +309,8 @@ def train_and_sample(command, needs, same):
     try:
         status = run_ranks(words, needs["processes"], cwd=ROOT)
     except Stopped as stopped:
+        if sys.stdout.isatty():
+            print()  # the bar has begun this line
         saved = checkpoints(needs["log_dir"]) - before
         stopped.advice = "nothing is saved yet; run the same command again"
         if saved:

@@ -91,7 +91,7 @@ def tiny_options(**changes):
 
 def tiny_run(folder, *more, **changes):
     """Writes shards to `folder`, for 12 steps of the tiny model. Returns the options of a run there."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_shard(folder / "tiny_train_000000.bin", random_tokens(4 * 512 + 300, seed=1, vocab=33))
     write_shard(folder / "tiny_train_000001.bin", random_tokens(8 * 512 + 1, seed=2, vocab=33))
     write_shard(folder / "tiny_val_000000.bin", random_tokens(7 * 128 + 50, seed=3, vocab=33))

@@ -1,10 +1,9 @@
 """
 Does an idea help? Trains a base and your ideas with the same seeds until the answer is clear.
 
-    judge compare                                   the working tree against the last commit
-    judge compare --idea "--muon_lr 0.03"           a setting against the working tree
-    judge compare --idea records/mini/ideas/gelu --until 1% --hours 8
-    judge compare --recipe january2026              your edits of a recipe, or of what it imports
+    judge compare                              the working tree against the last commit
+    judge compare --idea "--lr 0.03"           an option against the working tree
+    judge compare --idea my.patch --idea my-branch --until 1% --hours 8
 
 compare stops at the first of these answers that it can prove:
 
@@ -15,28 +14,23 @@ compare stops at the first of these answers that it can prove:
 
 The answer is "undecided" if --hours, --runs or Ctrl-C ends it earlier.
 
---base and --idea take [NAME=]SOURCE. SOURCE is options of the script in quotes, a .patch or .diff to
-the base, which may change several files, a folder of records/mini/ideas/, a .py script that takes the
-place of the base's script, a git revision, or . for the working tree. Options may also follow any of
-these but options: "gelu.patch --muon_lr 0.03". Options and patches change the base, so its options stay.
-compare passes all options that it doesn't know to the runs: --num_iterations 200. The track is the
-script's default (fineweb with a GPU, otherwise mini), unless you pass --track.
+--base and --idea take [NAME=]SOURCE. SOURCE is options of the command in quotes ("--lr 0.03", "lr=0.03"), a
+.patch or .diff to the base, a folder with idea.patch, a .py script that takes the place of the base's script,
+a git revision, REVISION:SCRIPT, a folder of any git repository, FOLDER@REVISION, or . for the working tree.
+More options may follow: "gelu.patch --lr 0.03". Options and patches change the base, so its options stay.
+compare passes all options that it doesn't know to the runs: --num_iterations 200.
 
-The script is train_gpt.py, --recipe NAME, or what the base names: recipes/NAME.py, or
-REVISION:recipes/NAME.py. It runs in a copy of the repository's files, so later edits change no run.
+The command is that of judge.toml, which judge init writes, or --command. {seed} in it becomes the seed, and
+{options} those of the base or the idea. It runs in a copy of the folder, so later edits change no run. What
+git ignores in data/ is linked. A run is one command, or one of {runs}. Its log is the file that it writes
+below logs/, or else its output. Its losses stand in lines like step:S/N val_loss:L, and its times are
+train_time:Tms in the same lines. --metric judges another number than the validation loss. A run counts only
+with a seed of its own, which takes effect. A command without {seed} needs --no_seed.
 
-With --command, compare trains anyone's script, for example the current one of modded-nanogpt:
+With --command, it compares the scripts of others, in any folder:
 
     judge compare --no_seed --command "torchrun --standalone --nproc_per_node=1 train_gpt.py"
-                     --base ../modded-nanogpt --idea ../modded-nanogpt@my-branch
-
-SOURCE is then PATH, a folder of a git repository, or PATH@REVISION, or a patch to the base, with or
-without options. The command runs in a copy of that folder. What git ignores in data/ is linked. A run
-is one command. Its log is the file that it writes below logs/, or else its output. Its losses stand in
-lines like step:S/N val_loss:L, and its times are train_time:Tms in the same lines. --metric judges
-another number than the validation loss; docs/compare.md says which lines are read. {seed} in the command
-becomes the seed, and {options} those of the base or the idea. A run counts only with a seed of its own, which
-takes effect. A command without {seed} needs --no_seed.
+                  --base ../modded-nanogpt --idea ../modded-nanogpt@my-branch
 
 --base_logs and --idea_logs compare finished runs, with Welch's t-test:
 
@@ -48,7 +42,7 @@ tree, with new seeds.
 Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
 You may look as often as you like: that doesn't make a wrong answer more likely. Other tests of the same
 idea, with another --seed or --runs, share its error, as long as they have the same ledger. Finished runs are
-kept in logs/compare/runs/, which you may delete. Later comparisons reuse a run if all that it could
+kept in .judge/runs/, which you may delete. Later comparisons reuse a run if all that it could
 read is still the same.
 
 Exit status: 0 the comparison was made (with --gate: helps), 1 another answer with --gate, 2 an error,

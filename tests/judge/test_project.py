@@ -144,6 +144,7 @@ def test_the_package_stands_alone(tmp_path):
     ]
     subprocess.run(pip, check=True, env=os.environ | {"PYTHONPATH": ""})
     names = [str(path.relative_to(ROOT)) for path in (ROOT / "judge").rglob("*.py")]
+    names = [name for name in names if not name.startswith("judge/build/")]  # which pip leaves
     assert not [name for name in names if not (target / name).is_file()]
     env = {**os.environ, "PYTHONPATH": str(target)}
     for command in ("compare", "screen", "plot", "init"):

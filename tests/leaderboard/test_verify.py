@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 import train_gpt
-from judge.logs.read import comparable
+from judge.logs import comparable
 from judge.stats.decide import log_e_values
 from leaderboard import rules
 from leaderboard.compiler_rule import compiler_settings
