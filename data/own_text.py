@@ -16,6 +16,7 @@ command again: shards that are as they should be stay, and the others are made a
 """
 
 import glob
+import hashlib
 import json
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ from data.gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
 from data.shards import check_shard, read_shard, split_tokens, write_shard
 from judge.commands import UserError, command_parser, run_command, stop_on_signals, whole_number
 from judge.environment import usable_cores
+from judge.text import plural
 from lib.processes import ROOT
 
 BATCH = 64  # documents sent to a process at a time
@@ -62,6 +64,23 @@ def find_files(patterns):
             raise UserError(f"no file matches {pattern}")
         paths.update(map(os.path.realpath, matches))
     return sorted(paths)
+
+
+def without_repeats(texts):
+    """Yields each text once, also if copies differ in white space: a copy in the training text would make the
+    validation loss too low. Prints how many it leaves out."""
+    seen = set()
+    repeats = 0
+    for text in texts:
+        words = " ".join(text.split())
+        digest = hashlib.blake2b(words.encode(errors="replace"), digest_size=16).digest()
+        if digest in seen:
+            repeats += 1
+        else:
+            seen.add(digest)
+            yield text
+    if repeats:
+        tqdm.write(f"left out {plural(repeats, 'document')} that the text has already")
 
 
 def stream_files(paths):
@@ -295,7 +314,7 @@ def main(argv):
         val_tokens = args.val_tokens
     out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is noticed now
     # with disable=None, there is no bar unless on a terminal
-    texts = tqdm(stream_files(paths), unit=" documents", disable=None)
+    texts = without_repeats(tqdm(stream_files(paths), unit=" documents", disable=None))
     if args.bytes:
         arrays = byte_tokens(texts)
     else:

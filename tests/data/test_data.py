@@ -254,6 +254,14 @@ def make(tmp_path, monkeypatch):
     return main
 
 
+def once(texts):
+    """Each text at its first place. Copies may have other white space."""
+    found = {}
+    for text in texts:
+        found.setdefault(tuple(text.split()), text)
+    return found.values()
+
+
 def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
     """Half of the lines of JSON are ASCII, and the others are UTF-8."""
     corpus = tmp_path / "corpus" / "deep"
@@ -267,7 +275,7 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
     (corpus / "100.JSONL").write_bytes("\ufeff".encode() + "\r\n\n".join(rows).encode())
     make(tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--shard_size=5000", "--val_tokens=700")
     # the .JSONL file comes last
-    expected = expected_tokens(text.removeprefix("\ufeff") for text in TEXTS)
+    expected = expected_tokens(once(text.removeprefix("\ufeff") for text in TEXTS))
     found = read_folder(tmp_path / "out")
     assert list(itertools.chain(*found)) == expected
     assert [len(part) for part in found[:-1]] == [700] + [5000] * (len(found) - 2)
@@ -298,6 +306,20 @@ def test_the_default_validation_shard(make, tmp_path):
     make("a.txt")
     # 30,000 bytes / 40; end-of-text comes before the 10,000 words
     assert [len(part) for part in read_folder(tmp_path / "out")] == [750, 9251]
+
+
+def test_a_document_that_stands_twice_is_used_once(make, tmp_path, capsys):
+    """Else the validation text would be in the training text."""
+    documents = [f"{i} was here.\n" * 900 for i in range(20)]
+    lines = [json.dumps({"text": text}) for text in documents]
+    copies = [json.dumps({"text": text.replace(" ", "  ")}) for text in documents[:7]]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, *copies]))
+    (tmp_path / "b.txt").write_text(documents[3])
+    make("a.jsonl", "b.txt", "--bytes", "--val_tokens=20000")
+    assert "left out 8 documents that the text has already" in capsys.readouterr().out
+    tokens = np.concatenate(read_folder(tmp_path / "out"))
+    content = bytes(tokens[tokens < 256].astype(np.uint8)).decode()
+    assert content == "".join(documents)
 
 
 def test_shards_that_are_there_stay(make, tmp_path):
@@ -342,7 +364,7 @@ def test_parquet(make, tmp_path):
     table = pyarrow.Table.from_pylist([{"id": i, "text": text} for i, text in enumerate(texts)])
     pyarrow.parquet.write_table(table, tmp_path / "a.PARQUET", row_group_size=4)
     make("a.PARQUET", "--val_tokens=30")
-    assert list(itertools.chain(*read_folder(tmp_path / "out"))) == expected_tokens(texts)
+    assert list(itertools.chain(*read_folder(tmp_path / "out"))) == expected_tokens(once(texts))
 
 
 @pytest.mark.parametrize("column", [dict(words=["a"]), dict(text=["a", None]), dict(text=[1]), None])
