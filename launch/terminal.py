@@ -66,7 +66,7 @@ class Screen(io.TextIOBase):
 
     def write(self, text):
         self.begun += text
-        if text.endswith(("\n", "\r")):  # train_gpt.py ends the line of a step with \r
+        if text.endswith(("\n", "\r")):  # a script may replace the line of a step
             line, self.begun = self.begun.rstrip(), ""
             self.show(line)
 

@@ -107,9 +107,8 @@ class Pool:
     variants: list[Variant] = field(default_factory=list)  # all that may have runs
     fixed_time: bool = False  # runs take a time, not a number of steps; see check_clock
     made: int = 0  # runs in this session
-    lost: dict[tuple, list] = field(
-        default_factory=dict
-    )  # (variant's key, seed) -> exit statuses; see is_lost
+    # (variant's key, seed) -> exit statuses; see is_lost
+    lost: dict[tuple, list] = field(default_factory=dict)
     places: set[str] = field(default_factory=set)  # machines where a launcher's runs were made
     first: Log | None = None  # with which all runs are compared
     started: float = field(default_factory=time.monotonic)
@@ -158,9 +157,8 @@ def locked_folder(settings: Settings) -> Iterator[int]:
     with open(settings.folder / "lock", "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            node = working.name.rpartition("-")[
-                0
-            ]  # locks of network disks may hold on one machine only
+            # locks of network disks may hold on one machine only
+            node = working.name.rpartition("-")[0]
             for killed in working.parent.glob(f"{glob.escape(node)}-*"):
                 shutil.rmtree(killed, ignore_errors=True)
         except BlockingIOError:
@@ -576,12 +574,12 @@ def complete_logs(pool: Pool, worker: Worker, status: int | None) -> list[Log]:
 def note_place(pool: Pool, worker: Worker) -> None:
     """Where a run is made, and when it began. In a queue, its time doesn't count."""
     place = worker.folder / "place"
-    if not worker.began and place.exists():
-        worker.began = time.monotonic()
-    if pool.settings.launcher and place.exists():
-        machine = "; ".join(
-            line.partition(": ")[2] or line for line in place.read_text().splitlines()[1:]
-        )
+    if worker.began or not place.exists():
+        return
+    worker.began = time.monotonic()
+    if pool.settings.launcher:
+        lines = place.read_text().splitlines()[1:]
+        machine = "; ".join(line.partition(": ")[2] or line for line in lines)
         pool.places.add(machine or "an unknown machine")
 
 
