@@ -377,6 +377,8 @@ def of_our_scripts(words):
 
 def command_line(name, python, arguments):
     """Returns the command that ./run.sh NAME becomes. Its exit status and signals are its own."""
+    # the python of the runs that it starts
+    os.environ["PATH"] = f"{Path(python).parent}:{os.environ.get('PATH', os.defpath)}"
     if name.startswith("test"):
         get_data(python, dict(train_files="data/shakespeare/*", num_iterations=1))
         os.chdir(ROOT)
@@ -387,8 +389,6 @@ def command_line(name, python, arguments):
         return [python, "-m", "pytest", "-o", "testpaths=tests", *workers, *paths, *arguments]
     script, *words = COMMANDS[name].split()
     os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's
-    # the python of compare's runs
-    os.environ["PATH"] = f"{Path(python).parent}:{os.environ.get('PATH', os.defpath)}"
     os.environ["JUDGE_PROGRAM"] = "./run.sh"
     if name in ("compare", "screen"):
         arguments = of_our_scripts(arguments)

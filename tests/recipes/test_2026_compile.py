@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+import train_gpt
 from recipes import january2026
 from tests.recipes.test_2026_runs import start, tiny_run
 from tests.util import in_float32, read_log, succeeds, val_losses
@@ -31,6 +32,7 @@ def compiled():
     """A hook. The warm-up compiles both graphs of the training. It doesn't validate."""
     os.environ["TORCH_COMPILE_DISABLE"] = "0"
     torch._dynamo.config.disable = False  # PyTorch has read the variable before the process was forked
+    train_gpt.COMPILED = True  # and so has the script
     january2026.DTYPE = torch.float32
     plain = january2026.train
     counts = torch._dynamo.utils.counters["stats"]
