@@ -71,9 +71,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 # torchrun sets these variables
-RANK = int(os.getenv("RANK") or 0)
-LOCAL_RANK = int(os.getenv("LOCAL_RANK") or 0)  # among the processes of this machine
-WORLD_SIZE = int(os.getenv("WORLD_SIZE") or 1)
+RANK = int(os.getenv("RANK", 0))
+LOCAL_RANK = int(os.getenv("LOCAL_RANK", 0))  # among the processes of this machine
+WORLD_SIZE = int(os.getenv("WORLD_SIZE", 1))
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device(f"cuda:{LOCAL_RANK}" if ON_GPU else "cpu")
 BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence lengths
@@ -84,8 +84,6 @@ CPU_MODEL = MODEL_NAME[1] if MODEL_NAME else platform.machine()
 CPU_FLAGS = set(re.findall(r"\b(?:avx|amx|fma|asimd|sve|bf16|i8mm)\w*", CPUINFO))
 # The dtype of activations: bf16 where there are bf16 matmuls (#10, @kellerjordan0)
 DTYPE = torch.bfloat16 if ON_GPU or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
-
-
 # PyTorch's two switches
 COMPILED = "1" not in (os.getenv("TORCH_COMPILE_DISABLE"), os.getenv("TORCHDYNAMO_DISABLE"))
 
@@ -106,10 +104,10 @@ def require(condition, message):
 # (2 bits, up to 57,344) for gradients. GPUs multiply them twice as fast as bf16. A tensor is divided
 # by a scale and rounded to FP8, so that it fits the range; the matmul multiplies by both scales.
 
-# The scales are @YouJiacheng's. Weights were seen to stay below 24, and the gradients of the logits are
-# below 1 if the gradient of the loss is 1. So after the division, both stay below 448.
-W_SCALE = 24 / 448
-GRAD_SCALE = 1 / 448
+# The scales are the record's. After the division, both tensors stay below 448. That is the limit of e4m3;
+# in e5m2, which holds far larger numbers, 448 is merely a safe place.
+W_SCALE = 24 / 448  # weights were seen to stay below 24
+GRAD_SCALE = 1 / 448  # gradients of the logits are below 1 if the gradient of the loss is 1
 
 
 def as_scale(value, like):
@@ -117,8 +115,13 @@ def as_scale(value, like):
     return torch.full((), value, device=like.device)
 
 
+def column_major(t):
+    """Copies t (m, n), so that the numbers of a column are neighbours in memory."""
+    return t.T.contiguous().T
+
+
 def fp8_matmul(a, b, a_scale, b_scale, dtype, fast=False):
-    """a (m, k) @ b (k, n), both divided by their scales. a must be row-major, b column-major."""
+    """a (m, k) @ b (k, n), both divided by their scales. a must be contiguous, b column-major."""
     return torch._scaled_mm(
         a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
     )
@@ -174,11 +177,11 @@ def head_loss_backward_op(
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
     x_s = model_dim**0.5 / 448
     grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
+    # logits = x @ w.T, so grad_x = grad_logits @ w, and grad_w = grad_logits.T @ x
+    w_scale = as_scale(W_SCALE, grad)
+    grad_x = fp8_matmul(grad_f8, column_major(w_f8), grad_scale, w_scale, torch.bfloat16)
     grad_T = grad_f8.T.contiguous()
-    w_T = w_f8.T.contiguous()  # w_T.T is w, column-major
-    x_T = x_f8.T.contiguous()
-    grad_x = fp8_matmul(grad_f8, w_T.T, grad_scale, as_scale(W_SCALE, grad), torch.bfloat16)
-    grad_w = fp8_matmul(grad_T, x_T.T, grad_scale, as_scale(x_s, grad), torch.float32)
+    grad_w = fp8_matmul(grad_T, column_major(x_f8), grad_scale, as_scale(x_s, grad), torch.float32)
     return grad_x, grad_w
 
 
@@ -397,13 +400,15 @@ def document_ids(input_seq, eot_token):
 
 def block_lists(kind, visible):
     """Converts a matrix of blocks, bool (N, N), to two of BlockMask's arguments: for each row the number
-    of True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
+    of True entries, int32 (1, 1, N), and a list of their columns, int32 (1, 1, N, N). The row True False
+    True has the count 2 and the list 0 2 0, of which FlexAttention reads two."""
     n = len(visible)
     counts = visible.sum(-1, dtype=torch.int32)
-    # Row True False True has count 2 and columns 0 2 0. Its True entries go to places 0 and 1 of the
-    # list, the False one to place n = 3, which is cut off. (Sorting does the same, but compiles for minutes.)
-    places = torch.where(visible, visible.cumsum(-1) - 1, n)
     columns = torch.arange(n, dtype=torch.int32, device=visible.device).expand(n, n)
+    # Sorting would do, but compiles for minutes. Instead, the column of a True entry is written to the
+    # place in the list that is the number of True entries before it; others to place n, which is cut off.
+    true_before = visible.cumsum(-1) - 1
+    places = torch.where(visible, true_before, n)
     lists = visible.new_zeros(n, n + 1, dtype=torch.int32).scatter(-1, places, columns)
     lists = lists[:, :n].contiguous()  # FlexAttention's kernels read rows as contiguous memory
     return {f"{kind}_num_blocks": counts[None, None], f"{kind}_indices": lists[None, None]}
@@ -416,15 +421,15 @@ def flex_block_mask(docs, window_blocks):
     def document_causal(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
 
-    first_doc = docs[::BLOCK_SIZE]  # of each block: (N,)
-    last_doc = docs[BLOCK_SIZE - 1 :: BLOCK_SIZE]
+    first_doc = docs[::BLOCK_SIZE]  # the document of each block's first token: (N,)
+    last_doc = docs[BLOCK_SIZE - 1 :: BLOCK_SIZE]  # and of its last token
     block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
-    # Matrices (N, N): rows are query blocks, columns key blocks. Documents are numbered in order, so
-    # of an earlier key block only the last document matters, of the query block the first. Two blocks
-    # are one document if the first key and the last query are in the same.
+    # Matrices (N, N): rows are query blocks, with [:, None], and columns key blocks. Documents are numbered in
+    # order, and a visible key block isn't later than the query block. So a key and a query are in one
+    # document if the last key's isn't before the first query's; all are if the first key's is the last query's.
+    share_a_document = last_doc >= first_doc[:, None]
+    are_one_document = first_doc == last_doc[:, None]
     distance = block[:, None] - block
-    share_a_document = first_doc[:, None] <= last_doc
-    are_one_document = last_doc[:, None] == first_doc
     in_window = distance < window_blocks
     visible = in_window & (distance >= 0) & share_a_document
     # not made from `visible`, because PyTorch 2.11 can't compile that
@@ -542,10 +547,9 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE)
         # Value embeddings: tables that are added to V in attention, a second embedding of each token
         # (https://arxiv.org/abs/2410.17897; #14, @KoszarskyB; #17, @YouJiacheng)
-        tables = [
-            nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE) for _ in range(hp.num_value_embeds)
-        ]
-        self.value_embeds = nn.ModuleList(tables)
+        self.value_embeds = nn.ModuleList()
+        for _ in range(hp.num_value_embeds):
+            self.value_embeds.append(nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE))
         if hp.smear:
             self.smear_gate = nn.Parameter(torch.zeros(12))
             self.smear_scale = nn.Parameter(torch.zeros(1))
@@ -625,12 +629,12 @@ class GPT(nn.Module):
 def normalize_channels(updates, state, beta2):
     """NorMuon (https://arxiv.org/abs/2510.05491; #41, @li_zichong): divides each channel of Muon's
     updates (n, ..., rows, cols), rows <= cols, by its running RMS, and keeps the norm of each matrix.
-    A channel is a column: of c_fc and c_proj, one of the 4 C hidden ones. In a square matrix (Q, K, V,
-    the output of attention) it is a row."""
+    In a matrix (C, 4 C) of the MLP, a channel is a column: the C weights of a hidden unit. In a
+    square one (Q, K, V, the output of attention), it is a row: the C weights of an output."""
     rows, cols = updates.shape[-2:]
-    along_channel = -1 if rows == cols else -2
+    within_channel = -1 if rows == cols else -2  # the dimension over which to take the mean
     updates = updates.float()
-    mean_squares = updates.square().mean(along_channel, keepdim=True)
+    mean_squares = updates.square().mean(within_channel, keepdim=True)
     running = state.setdefault("mean_squares", torch.zeros_like(mean_squares))
     running.lerp_(mean_squares, 1 - beta2)
     scaled = updates * running.clamp_min(1e-10).rsqrt()
@@ -667,9 +671,8 @@ def split_blocks(t):
     return t.reshape(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)
 
 
-def with_previous_blocks(t, span):
-    """(B, S, H, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier blocks."""
-    blocks = split_blocks(t)
+def with_previous_blocks(blocks, span):
+    """(N, H, 128, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier ones or zeros."""
     # compiled, F.pad would copy number by number, with a division for each
     padded = torch.cat([blocks.new_zeros(span - 1, *blocks.shape[1:]), blocks])
     shifted = [padded[i : i + len(blocks)] for i in range(span)]
@@ -680,13 +683,13 @@ def portable_mask(docs, window_blocks, span):
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
     visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
     before it. window_blocks () is a tensor and span a constant, so that a growing window doesn't recompile."""
-    docs = docs.view(1, -1, 1, 1)  # (B, S, H, D) with B = H = D = 1
-    key_docs = with_previous_blocks(docs, span).mT  # (N, 1, 1, span * 128); 0 before the first token
+    query_docs = docs.view(-1, 1, BLOCK_SIZE, 1)  # (N, 1, 128, 1)
+    key_docs = with_previous_blocks(query_docs, span).mT  # (N, 1, 1, span * 128); documents begin at 1
     # positions, counted from the start of the query's block; int32 is compared faster than int64
     key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
     query = key[-BLOCK_SIZE:, None]
     first_key = (1 - window_blocks) * BLOCK_SIZE
-    return (split_blocks(docs) == key_docs) & (first_key <= key) & (key <= query)
+    return (query_docs == key_docs) & (first_key <= key) & (key <= query)
 
 
 def portable_attention(q, k, v, mask, scale):
@@ -694,10 +697,12 @@ def portable_attention(q, k, v, mask, scale):
     scaled_dot_product_attention with a mask. q, k, v (B, S, H, D) -> (B, S, H, D)."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
+    keys = with_previous_blocks(split_blocks(k), span)  # (N, H, span * 128, D)
+    values = with_previous_blocks(split_blocks(v), span)
     # no need to subtract the maximum: with QK norm, scores are at most scale * D, about 15
-    scores = split_blocks(q * scale) @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
+    scores = split_blocks(q * scale) @ keys.mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()
-    y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
+    y = weights @ values  # (N, H, 128, D)
     y = y / weights.sum(-1, keepdim=True, dtype=torch.float32)
     return y.type_as(v).transpose(1, 2).reshape(q.shape)
 
@@ -719,9 +724,7 @@ def shard_length(file):
     size = os.path.getsize(file)
     expected = [20240520, 1, (size - 1024) // 2]
     whole = header == expected and size % 2 == 0
-    require(
-        whole, f"{file} is cut off, or no shard: it begins with {header}, not {expected}; copy it again"
-    )
+    require(whole, f"{file} is cut off, or no shard; copy it again")
     return header[2]
 
 
@@ -744,12 +747,9 @@ def token_checksum(pattern, batch_size, steps, vocab_size):
     """Reads and checks the tokens that all ranks will read: better an error now than hours later."""
     batches = distributed_data_generator(pattern, batch_size)
     count = checksum = 0
+    change = f"change --vocab_size {vocab_size} and --eot_token, or the data"
     for tokens in itertools.islice(batches, steps):
-        last = tokens.max()
-        require(
-            last < vocab_size,
-            f"{pattern} has token {last}: change --vocab_size {vocab_size} and --eot_token, or the data",
-        )
+        require(tokens.max() < vocab_size, f"{pattern} has token {tokens.max()}: {change}")
         count += 1
         checksum = zlib.crc32(tokens.numpy(), checksum)
     require(
@@ -773,9 +773,7 @@ def setting(default, text):
 class Hyperparameters:
     track: str = setting("fineweb", "set of defaults: fineweb or mini")
     # data
-    train_files: str = setting(
-        "data/fineweb10B/fineweb_train_*.bin", "training shards, read in this order"
-    )
+    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards, in order")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
     val_tokens: int = setting(10_485_760, "validation tokens; fixed, to compare losses")
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, summed over all processes")
@@ -787,9 +785,6 @@ class Hyperparameters:
     # model
     num_layers: int = setting(12, "number of blocks")
     num_heads: int = setting(6, "attention heads per block")
-    # A head has model_dim / num_heads channels: 128 in fineweb, 64 in mini. At another width, learning rates
-    # may stay: mini trains well at widths 64 to 256 with the same ones (docs/log.md). FP8 needs a
-    # multiple of 16.
     model_dim: int = setting(768, "channels of the residual stream, shared by the heads")
     num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7 or none")
@@ -865,25 +860,18 @@ def check_hyperparameters(hp: Hyperparameters, world_size):
     """Refuses sizes that don't fit together."""
     for tokens, seq_len in [("batch_tokens", "train_seq_len"), ("val_tokens", "val_seq_len")]:
         total, length = getattr(hp, tokens), getattr(hp, seq_len)
-        require(
-            total > 0 and length > 0 and length % BLOCK_SIZE == total % (world_size * length) == 0,
-            f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
-            f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
-        )
+        multiple = f"a multiple of {world_size} (processes) times --{seq_len} {length}"
+        require(length % BLOCK_SIZE == 0, f"--{seq_len} {length}: must be a multiple of {BLOCK_SIZE}")
+        require(total % (world_size * length) == 0, f"--{tokens} {total}: must be {multiple}")
     require(hp.num_iterations > 0, "--num_iterations must be more than 0")
-    require(
-        hp.model_dim % (4 * hp.num_heads) == 0, "--model_dim must be a multiple of 4 times --num_heads"
-    )
-    require(
-        2 * hp.num_value_embeds <= hp.num_layers,
-        "--num_value_embeds must be at most half of --num_layers",
-    )
+    pairs = hp.model_dim % (4 * hp.num_heads) == 0  # half of the channels of a head rotate, in pairs
+    require(pairs, "--model_dim must be a multiple of 4 times --num_heads")
+    enough_layers = 2 * hp.num_value_embeds <= hp.num_layers
+    require(enough_layers, "--num_value_embeds must be at most half of --num_layers")
     last = hp.num_layers - 1
-    named = {*hp.attn_free_layers, *hp.long_window_layers}
-    require(
-        max(named, default=-1) == last and last in hp.long_window_layers,
-        f"layers are 0 to {last}, and {last} must be in --long_window_layers",
-    )
+    exist = {*hp.attn_free_layers, *hp.long_window_layers} <= {*range(hp.num_layers)}
+    message = f"layers are 0 to {last}, and {last} must be in --long_window_layers"
+    require(exist and last in hp.long_window_layers, message)
 
 
 def true_or_false(text):  # bool("false") is True
@@ -919,7 +907,7 @@ def parse_arguments(argv, tracks=TRACKS):
             f"--{entry.name}",
             type=PARSERS[entry.type],
             metavar=entry.type.__name__,
-            help=f"{entry.metadata.get('text', '')}; {', '.join(defaults)}".replace("%", "%%"),
+            help=f"{entry.metadata.get('text', '')}; {', '.join(defaults)}",
             default=argparse.SUPPRESS,
         )
     args = parser.parse_args(argv)
@@ -978,10 +966,8 @@ def parameter_table(model, optimizers):
                     found.append(f"{type(optimizer).__name__}, lr {group['lr']:g}")
         text = " and ".join(found) or "no optimizer"
         expected = 1 if p.requires_grad else 0
-        require(
-            len(found) == expected,
-            f"{name} has {text}; it needs one, or none if it is frozen: change build_optimizers",
-        )
+        needed = "it needs one, or none if it is frozen: change build_optimizers"
+        require(len(found) == expected, f"{name} has {text}; {needed}")
         lines.append(f"{re.sub('[0-9]+', '*', name):34} {list(p.shape)} {text}")
     return "\n".join(dict.fromkeys(lines))  # each once
 
@@ -1021,19 +1007,20 @@ def set_schedules(optimizers, step, hp: Hyperparameters):
 
 
 def gradient_buckets(model, bucket_bytes):
-    """Returns {parameter: its bucket}. A bucket is a list of parameters of one dtype, of at most bucket_bytes
-    together, or a single larger one. The order is about that in which a backward pass reaches them."""
-    bucket_of = {}
-    filling = {}  # dtype -> the bucket that isn't full yet
+    """Returns lists of parameters. Those of a bucket have one dtype, and at most bucket_bytes together; a
+    larger one is alone. The order is about that in which a backward pass reaches them."""
+    buckets = []
+    newest = {}  # of each dtype, the bucket that may have room
     for p in reversed(list(model.parameters())):
         if not p.requires_grad:
             continue
-        bucket = filling.get(p.dtype, [])
-        if not bucket or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
-            bucket = filling[p.dtype] = []
+        bucket = newest.get(p.dtype)
+        if bucket is None or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
+            bucket = []
+            buckets.append(bucket)
+            newest[p.dtype] = bucket
         bucket.append(p)
-        bucket_of[p] = bucket
-    return bucket_of
+    return buckets
 
 
 def start_all_reduce(bucket):
@@ -1054,7 +1041,7 @@ def summed_gradients(model, bucket_bytes=25 * 2**20):
     if WORLD_SIZE == 1:
         yield
         return
-    bucket_of = gradient_buckets(model, bucket_bytes)
+    bucket_of = {p: bucket for bucket in gradient_buckets(model, bucket_bytes) for p in bucket}
     missing = set(bucket_of)
     handles = []
 
@@ -1171,7 +1158,7 @@ def init_processes():
     else:  # without this, threads sum gradients of embeddings in varying order
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    if WORLD_SIZE > 1 or RANK > 0:
+    if WORLD_SIZE > 1:
         dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=DEVICE if ON_GPU else None)
 
 
@@ -1185,14 +1172,12 @@ def describe_machine():
     variables = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if TIMING.match(k))
     software = (
         f"Running Python {sys.version}\n"
-        f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}\n"
+        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}\n"
         f"Variables: {re.sub('[^ =:]*/', '', variables)}\n"  # without folders
     )
     if ON_GPU:
-        tables = re.split(
-            r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi")
-        )  # of GPUs, and of processes
-        return software + tables[0]  # a process may have a user's name in its path
+        # tables of GPUs and, after an empty line, of processes, which may have a user's name in their path
+        return software + re.split(r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi"))[0]
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
     # run.sh says why where compiled code is wrong
     reason = os.getenv("SPEEDRUN_COMPILE_REASON", "(torch.compile is turned off)")
@@ -1307,11 +1292,9 @@ def save_and_log(run, model, optimizers, val_loss, train_losses):
         run.train_loss = mean_of_ranks(train_losses)
         train_losses.clear()
     train_loss = "" if run.train_loss is None else f" train_loss:{run.train_loss:.4f}"
-    try:
-        if run.saves:  # before the line in the log: a resumed run validates again, and writes it
-            save_checkpoint(run, model, optimizers)
-    finally:  # the disk may be full
-        run.write_step(f" val_loss:{val_loss:.4f}", train_loss)
+    if run.saves:  # before the line in the log: a resumed run validates again, and writes it
+        save_checkpoint(run, model, optimizers)
+    run.write_step(f" val_loss:{val_loss:.4f}", train_loss)
 
 
 def is_finished(path):
@@ -1399,9 +1382,8 @@ def train(run, model, optimizers):
 
 def check_files(hp: Hyperparameters):
     both = {*find_shards(hp.train_files)} & {*find_shards(hp.val_files)}
-    require(
-        not both, f"{min(both, default='')} is a training and a validation shard; change --train_files"
-    )
+    if both:
+        raise InputError(f"{min(both)} is a training and a validation shard; change --train_files")
 
 
 def check_inputs(args, hp: Hyperparameters):
@@ -1456,7 +1438,7 @@ def main(argv, work=train_runs):
         work(argv)
         return 0
     except InputError as e:
-        if LOCAL_RANK and WORLD_SIZE > 1:
+        if LOCAL_RANK:
             return 2  # every rank raises it; one on each machine prints it
         message = str(e)
     except OSError as e:

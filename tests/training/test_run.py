@@ -308,24 +308,9 @@ def test_errors_are_one_line(name, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.parametrize(
-    "environment, words",
-    [
-        (dict(WORLD_SIZE="3"), "multiple of 3 (processes)"),
-        # RANK is as good as unset
-        (dict(RANK="", LOCAL_RANK="1", WORLD_SIZE=""), "multiple of 1 (processes)"),
-    ],
-)
-def test_impossible_processes_are_one_line(environment, words, tmp_path):
-    job = Job(tiny_run(tmp_path, train_seq_len=384), tmp_path, **environment)
-    assert_one_line(job.wait(), job.err, words)
-    assert job.out == ""
-
-
-def test_a_rank_without_torchrun_ends_with_the_line_of_pytorch(tmp_path):
-    job = Job(tiny_run(tmp_path), tmp_path, RANK="1")
-    assert job.wait() == 1
-    assert "environment variable WORLD_SIZE expected, but not set" in job.err.splitlines()[-1]
+def test_impossible_processes_are_one_line(tmp_path):
+    job = Job(tiny_run(tmp_path, train_seq_len=384), tmp_path, WORLD_SIZE="3")
+    assert_one_line(job.wait(), job.err, "multiple of 3 (processes)")
     assert job.out == ""
 
 
