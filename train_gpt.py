@@ -482,7 +482,7 @@ class CausalSelfAttention(nn.Module):
         k = self.rotary(norm(k))
         v = self.value_lambdas[0] * v
         if ve is not None:
-            v = v + self.value_lambdas[1] * ve.view_as(v)
+            v = v + self.value_lambdas[1] * ve.view_as(v)  # tables have as many channels as V
         y = attention(q, k, v, mask)
         if self.xsa_weights is not None:
             y = exclusive_self_attention(y, v, self.xsa_weights)
@@ -1111,7 +1111,7 @@ def train_step(model, optimizers, tokens, step, hp: Hyperparameters):
     mean_loss = add_gradients(model, tokens, step, hp)
     for optimizer in optimizers:
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # p.grad is now None
     return mean_loss
 
 
