@@ -176,7 +176,8 @@ def read_settings(args: argparse.Namespace, start: Path, needs_command: bool = T
     settings = Settings(root=root, **(keys | given))
     if not settings.command and needs_command:
         raise UserError(
-            f"{root} has no judge.toml that says how to train; give --command, or write it by: judge init"
+            f"{root} has no judge.toml that says how to train; give --command, or write it by: "
+            'judge init --command "python train.py --seed {seed} {options}"'
         )
     if settings.higher_is_better and not settings.metric:
         raise UserError("--higher_is_better needs --metric NAME")

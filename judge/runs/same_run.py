@@ -112,9 +112,10 @@ def hash_tree(path: Path, name: str, above: tuple[Path, ...] = ()) -> dict[str, 
 
 
 def hash_copy(folder: Path, not_read: list[str]) -> dict[str, str]:
-    """Of the copy in which a run is made, without the files that match a pattern of not_read."""
+    """Of the copy in which a run is made, without judge.toml and the files that match a pattern of not_read."""
     found = hash_tree(folder, "")
-    return {name: value for name, value in found.items() if not matches(name, not_read)}
+    patterns = ["judge.toml", *not_read]
+    return {name: value for name, value in found.items() if not matches(name, patterns)}
 
 
 def named_paths(text: str, folder: Path, known: list[Path]) -> set[str]:

@@ -115,6 +115,7 @@ def test_init(tmp_path, monkeypatch, name):
     before = Path("judge.toml").read_text()
     status, out, err = run_main(init.main)
     assert "stays as it is" in out and Path("judge.toml").read_text() == before
+    check_refused(compare.main, [], "nothing to compare")  # judge.toml, which is new, is no change
 
 
 def test_init_of_a_project_that_fails(tmp_path, monkeypatch):
