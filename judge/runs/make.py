@@ -100,6 +100,8 @@ class Pool:
     settings: Settings
     hours: float  # the time is over after this many
     facts: dict  # the software and the machine
+    environment: dict[str, str]  # of runs
+    python_path: list[str]  # where the runs' Python finds its packages
     slots: list[Slot]
     threads: int  # of a run; 0 leaves OMP_NUM_THREADS as it is
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
@@ -185,36 +187,18 @@ def runs_a_process(variant: Variant) -> int:
     return RUNS_A_PROCESS if "{runs}" in variant.command else 1
 
 
-def identity(variant: Variant, facts: dict) -> dict[str, dict]:
+def identity(pool: Pool, variant: Variant) -> dict[str, dict]:
     """All that a run could read, but for what it reads outside of its copy (see same_run.py)."""
     environment = {}
-    for name, value in run_environment(variant.project.root).items():
+    for name, value in pool.environment.items():
         if not matches(name, OF_A_JOB):
             environment[name] = hash_text(value)  # it may be a secret
     return {
         "run": variant.run(),
         "files": hash_copy(variant.folder, variant.project.not_read),
         "environment": environment,
-        "software": facts,
+        "software": pool.facts,
     }
-
-
-def check_unchanged(pool: Pool, variant: Variant) -> None:
-    """Raises UserError if what a run could read has changed. A run may write new files, but not into data/,
-    where the next run could find them."""
-    before = variant.identity
-    python = python_of(pool.settings.command, pool.settings.root)
-    now = identity(variant, pool.facts | packages(ask_python(python)[1]))
-    known = before["files"]
-    now["files"] = {
-        name: value for name, value in now["files"].items() if name in known or name.startswith("data/")
-    }
-    changed = short(", ".join(changes(before, now)), 200)
-    if changed:
-        raise UserError(
-            f"{changed} while {variant.name} trained, so this run isn't kept; run the same "
-            "command again (a run may write files, but not change those that it finds)"
-        )
 
 
 def code_of(kept: dict) -> list:
@@ -244,7 +228,7 @@ def add_variants(pool: Pool, variants: list[Variant]) -> None:
     pool.variants += variants
     for variant in variants:
         link_data(variant)
-        variant.identity = identity(variant, pool.facts)
+        variant.identity = identity(pool, variant)
         variant.runs = kept_runs(pool, variant)
         for log in variant.runs.values():
             check_measured(pool, log)
@@ -272,11 +256,13 @@ def open_pool(variants: list[Variant], lock: int, settings: Settings, hours: flo
     threads = 0
     if not (settings.launcher or alone or has_nvidia_gpu()):
         threads = chosen_threads() or max(1, usable_cores() // len(slots))
-    python = python_of(settings.command, settings.root)
-    facts = machine_facts(has_nvidia_gpu(), python) | {"threads": threads or chosen_threads()}
+    environment = run_environment(settings.root)
+    version, path = ask_python(python_of(settings.command, settings.root, environment["PATH"]))
+    facts = packages(path) | {"Python": version} | machine_facts(has_nvidia_gpu())
+    facts["threads"] = threads or chosen_threads()
     if settings.launcher:  # runs are made elsewhere
         facts |= {"machine": settings.launcher, "instruction sets": "", "compiler": []}
-    pool = Pool(settings, hours, facts, slots, threads, lock)
+    pool = Pool(settings, hours, facts, environment, path, slots, threads, lock)
     add_variants(pool, variants)
     return pool
 
@@ -341,8 +327,13 @@ def start(
     """Starts a command in a fresh copy of its folder. Its output goes into a new file of `folder`. So does, by
     each Python, what it reads elsewhere."""
     copy = folder / "copy"
-    shutil.copytree(variant.folder, copy, symlinks=True)
-    shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
+
+    def not_read(path: str, names: list[str]) -> list[str]:
+        inner = os.path.relpath(path, variant.folder)
+        patterns = [*variant.project.not_read, "logs"]  # those that are in the repository
+        return [name for name in names if matches(os.path.normpath(f"{inner}/{name}"), patterns)]
+
+    shutil.copytree(variant.folder, copy, symlinks=True, ignore=not_read)
     command = variant.command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
     command = fill_in(command, variant.options, seeds[0], len(seeds), slot.number)
     watch = [str(folder / "opened"), *known_folders(variant)]
@@ -355,7 +346,7 @@ def start(
         own["OMP_NUM_THREADS"] = str(threads)
     if slot.gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
-    env = run_environment(pool.settings.root)
+    env = pool.environment
     elsewhere = {}  # a job's variables are those that its launcher gives
     if pool.settings.launcher:
         elsewhere = {name: value for name, value in env.items() if not matches(name, OF_A_JOB)}
@@ -379,18 +370,12 @@ def start(
 @contextlib.contextmanager
 def no_interrupt() -> Iterator[None]:
     """Signals wait until the end, for example until a process that was started is in the pool."""
-    waiting = []
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if callable(signal.getsignal(number)):  # not ignored
-            before[number] = signal.signal(number, lambda number, _: waiting.append(number))
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if waiting:
-            before[waiting[0]](waiting[0], None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_worker(pool: Pool, variant: Variant, seeds: list[int]) -> None:
@@ -444,10 +429,8 @@ def fail(worker: Worker, reason: str):
 
 
 def known_folders(variant: Variant) -> list[str]:
-    """Where a run reads nothing that isn't known before: its copy, the data that the copy links, the system
-    and the environment."""
-    links = [os.readlink(link) for link in (variant.folder / "data").rglob("*") if link.is_symlink()]
-    return [str(variant.project.folder), *links, *SYSTEM]
+    """Where a run reads nothing of its own: its copy, the system and the environment."""
+    return [str(variant.project.folder), *SYSTEM]
 
 
 def opened(worker: Worker) -> dict[str, str] | None:
@@ -466,42 +449,50 @@ def opened(worker: Worker) -> dict[str, str] | None:
 def check_reading(worker: Worker) -> None:
     """Raises UserError if a run reads a file of which it has a copy. Hidden folders hold caches and
     environments."""
-    origin = f"{worker.variant.origin}/"
+    origin = worker.variant.origin
     for path, kinds in (opened(worker) or {}).items():
-        inner = path.removeprefix(origin)
-        hidden = "/." in f"/{os.path.dirname(inner)}"
-        if inner != path and kinds[0] == "r" and not hidden and os.path.isfile(path):
+        inner = os.path.relpath(path, origin)
+        hidden = "/." in f"/{os.path.dirname(inner)}"  # or elsewhere
+        copy = os.path.realpath(worker.folder / "copy" / inner)
+        if kinds[0] == "r" and not hidden and copy != path and os.path.isfile(path):
             fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
 
 
-def add_reads(worker: Worker) -> None:
-    """Adds what a run has read outside of its copy to what is known of its variant. Raises UserError if it
-    has changed since an earlier run."""
+def add_reads(pool: Pool, worker: Worker) -> None:
+    """Adds what a run has read outside of its copy to what is known of its variant. Raises UserError if that
+    has changed since an earlier run, or the installed packages."""
     variant = worker.variant
+    software = pool.facts | packages(pool.python_path)
+    changed = changes({"software": pool.facts}, {"software": software})
     files = opened(worker)
     if files is None:
-        return cannot_keep(variant, "no Python ran that shows what it reads")
+        cannot_keep(variant, "no Python ran that shows what it reads")
+        files = {}
     data = f"{os.environ.get('DATA_PATH', '.')}/data"  # where modded-nanogpt's scripts find theirs
     started = ["\t".join([str(variant.folder), variant.command, *variant.options, data])]
     started += [text for text, kind in files.items() if kind == "s"]
     known = [variant.folder, variant.origin, *map(Path, known_folders(variant))]
+    # links that lead out of the copy are absolute
+    named = {target for target in variant.identity["files"].values() if os.path.isabs(target)}
     for text in started:
         files.pop(text, None)
-        for path in named_paths(text, Path(text.split("\t")[0]), known):
-            files.setdefault(path, "n")
+        named |= named_paths(text, known, pool.environment["PATH"])
+    files = dict.fromkeys(named, "n") | files
     written = {os.path.dirname(path) for path, kinds in files.items() if "w" in kinds}
     for path, kinds in files.items():
-        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.date
-        if kinds[0] == "w" or kinds == "n" and changed or path in written:
+        new = os.path.exists(path) and os.stat(path).st_ctime > worker.date
+        if kinds[0] == "w" or kinds == "n" and new or path in written:
             continue  # output, or a folder for it
         now = hash_read(path)
         if variant.read.setdefault(path, now) not in (now, CHANGES):
-            raise UserError(
-                f"{path} changed while {variant.name} trained, so this run isn't kept; run the same "
-                "command again"
-            )
-        if changed:
+            changed.append(f"{path} changed")
+        elif new:
             cannot_keep(variant, f"it reads {path}, which changed meanwhile", path)
+    if changed:
+        raise UserError(
+            f"{short(', '.join(changed), 200)} while {variant.name} trained, so this run isn't kept; run the "
+            "same command again"
+        )
 
 
 def cannot_keep(variant: Variant, reason: str, path: str = "what it reads") -> None:
@@ -608,8 +599,7 @@ def collect(pool: Pool, worker: Worker) -> None:
     note_place(pool, worker)
     logs = complete_logs(pool, worker, status)
     if logs:
-        check_unchanged(pool, worker.variant)
-        add_reads(worker)
+        add_reads(pool, worker)
     for log in logs:
         check_run(pool, worker, log)
         keep_log(pool, worker.variant, worker.seeds.pop(0), log)
@@ -637,6 +627,13 @@ def next_runs(pool: Pool, wanted: Wanted) -> tuple[Variant, list[int]] | None:
     return None
 
 
+def wait_for_a_run(pool: Pool) -> None:
+    """Until a process has ended, or a second has passed."""
+    end = time.monotonic() + 1
+    while time.monotonic() < end and all(worker.child.poll() is None for worker in pool.workers):
+        time.sleep(0.1)
+
+
 def make_runs(pool: Pool, wanted: Callable[[], Wanted], show=lambda: None) -> None:
     """Makes the runs of wanted() until all are there, nothing is wanted any more, or the time is over.
     After other new runs, it calls show(). Processes that are still at work in the end are stopped. Raises
@@ -647,7 +644,7 @@ def make_runs(pool: Pool, wanted: Callable[[], Wanted], show=lambda: None) -> No
                 start_worker(pool, *runs)
             if not pool.workers:
                 return
-            time.sleep(0.1)
+            wait_for_a_run(pool)
             made = pool.made
             for worker in list(pool.workers):
                 collect(pool, worker)
