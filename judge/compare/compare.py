@@ -75,9 +75,9 @@ from judge.compare.pairs import (
     undecided,
     wanted_runs,
 )
-from judge.project import TEXTS, Settings, add_run_options, read_settings
+from judge.settings import TEXTS, Settings, add_run_options, read_settings
 from judge.runs.make import Pool, locked_folder, make_runs, open_pool, show_line, why_again
-from judge.runs.sources import (
+from judge.runs.variants import (
     Variant,
     check_settings,
     check_validation,
@@ -87,14 +87,14 @@ from judge.runs.sources import (
     tell_apart,
     with_steps,
 )
-from judge.compare.step_times import add_all_times, steps_to_time
+from judge.compare.step_times import add_all_times
 from judge.compare.answer import (
     NO_SEED,
     answer_in_words,
     end_as_json,
     other_steps,
-    record_lines,
     slope_in_words,
+    target_table,
     warnings_in_words,
 )
 from judge.stats.decide import SLOPE_FACTOR, Effect
@@ -123,8 +123,7 @@ def refuse(message: str):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("compare", __doc__)
-    parser.error = refuse
+    parser = command_parser("compare", __doc__, refuse)
     add = parser.add_argument
     source = "[NAME=]SOURCE"
     base = "what to compare with; default: the working tree, or the last commit without --idea"
@@ -136,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the "
     slope += "number of steps can be set by --num_iterations"
     add("--loss_per_100_steps", type=positive, metavar="LOSS", help=slope)
-    target = "the loss that a record needs; default: that of the logs, or 3.28"
+    target = "shows whether the mean losses are below this; default: that of the logs, or 3.28"
     add("--target", type=positive, metavar="LOSS", help=target)
     for side in ("base", "idea"):
         logs = f"logs of finished runs of the {side}, or folders of them"
@@ -242,7 +241,7 @@ def make_all_runs(c: Comparison) -> None:
     UserError."""
 
     def show():
-        show_line(progress(c, steps_to_time(c)))
+        show_line(progress(c))
 
     show()
     make_runs(c.pool, lambda: wanted_runs(c), show)
@@ -351,8 +350,7 @@ def answer_lines(c: Comparison, ledger: list[Row]) -> list[str]:
             lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
     if c.args.target:
         sides = {v.name: list(v.runs.values()) for v in [c.base, *c.ideas] if v.runs}
-        pairs = {v.name: [(v.runs[seed], c.base.runs[seed]) for seed in v.timed] for v in c.ideas}
-        lines += ["", *record_lines(sides, pairs, c.args.target, looks=not c.args.runs)]
+        lines += ["", *target_table(sides, c.args.target, looks=not c.args.runs)]
     return lines
 
 

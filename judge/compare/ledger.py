@@ -15,7 +15,8 @@ from operator import itemgetter
 from pathlib import Path
 
 from judge.compare.pairs import Comparison
-from judge.runs.sources import Variant, git
+from judge.runs.copies import git
+from judge.runs.variants import Variant
 from judge.stats.decide import P_VALUE
 from judge.commands import UserError
 from judge.files import without_windows, write_file

@@ -9,7 +9,7 @@ name, such as the print of the loss. Only files that the idea changes are looked
 import re
 
 from judge.runs.same_run import hash_copy
-from judge.runs.sources import Variant
+from judge.runs.variants import Variant
 
 WORD = r"(?<![a-z])(?:e?val|evaluate|evaluation|validat\w*)(?![a-z])"
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from judge.runs.make import Pool, runs_a_process
-from judge.runs.sources import Variant
+from judge.runs.variants import Variant
 from judge.stats.decide import (
     FEWEST_SLOPES,
     LARGEST_SLOPE_ERROR,
@@ -223,24 +223,18 @@ def runs_left(c: Comparison) -> int:
     return sum(max(0, len(seeds) - len(c.seeds(variant))) for variant, seeds in wanted)
 
 
-def progress(c: Comparison, steps_to_time: int) -> str:
-    """The idea with the fewest pairs of those that are still undecided, and what is left of everything.
-    `steps_to_time` are those that will be timed after the runs."""
+def progress(c: Comparison) -> str:
+    """The idea with the fewest pairs of those that are still undecided, and what is left of everything."""
     runs = runs_left(c)
-    steps = c.steps(c.base) or steps_to_time or 1
-    times = " and times" if steps_to_time else ""
-    left = f"{c.pool.time_left(runs + round(steps_to_time / steps))}: {plural(runs, 'run')}{times}"
+    left = f"{c.pool.time_left(runs)}: {plural(runs, 'run')}"
     waiting = undecided(c)
     if not waiting:
         return f"what a step is worth, {left}"
-    idea = min(waiting, key=lambda idea: c.count(idea))
-    known = f"{short(idea.name, 14)}: {c.count(idea)}"
+    idea = min(waiting, key=c.count)
+    pairs = f"{c.count(idea)} of about {pairs_expected(c, idea)} pairs"
     if goal_if_known(c) is None and not c.args.runs:  # it may go on forever
+        pairs = f"{c.count(idea)} pairs"
         left = f"{c.pool.minutes() / 60:.1f} h so far"
-    else:
-        known += f" of about {pairs_expected(c, idea)}"
-    known += " pairs"
     effect = c.effect(idea)
-    if effect is not None:
-        known += f", loss {effect.difference.value:+.4f}"
-    return f"{known}, {left}"
+    loss = f"loss {effect.difference.value:+.4f}, " if effect else ""
+    return f"{short(idea.name, 14)}: {pairs}, {loss}{left}"

@@ -18,14 +18,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from judge.logs.lines import NUMBER, Line, find_lines, joined, plain
+from judge.logs.lines import NUMBER, Line, find_lines, joined, named_numbers, plain
 from judge.commands import UserError
 from judge.files import without_windows
 from judge.text import short
 
 SUFFIXES = (".txt", ".log", ".out")  # of the logs in a folder
-# What is often in a folder of logs, and never a log
-BESIDE_LOGS = (".md", ".png", ".json", ".py", ".pt")
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
 TIMES = re.compile(rf" train_time:({NUMBER})(ms|s)\b(?: step_avg:({NUMBER})ms)?")
@@ -55,6 +53,14 @@ SEPARATOR = re.compile(rb"^={100,} *(?:\n|\Z)", re.MULTILINE)  # below each sour
 HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
 # The heading of a source with its name. A log of a single script has none.
 NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# ([\w./-]+)\n-{20,}\n\n")
+
+
+def signed(metric: str, higher_is_better: bool) -> str:
+    """What parse_log reads, whose lower numbers are better: "-NAME" is the negative of a metric. Raises
+    UserError."""
+    if higher_is_better and not metric:
+        raise UserError("--higher_is_better needs --metric NAME")
+    return f"-{metric}" if higher_is_better else metric
 
 
 class NoLog(UserError):
@@ -172,12 +178,6 @@ class Log:
     def target(self) -> float | None:
         default = DEFAULT_TARGET if "loss" in self.metric or not self.metric else None
         return self.hyperparameters.get("target_val_loss", default)
-
-    def negate(self) -> None:
-        """Makes lower numbers better."""
-        self.metric = f"-{self.metric}"
-        for validation in self.validations:
-            validation.val_loss *= -1
 
 
 def contradicts_itself(v: Validation) -> bool:
@@ -402,19 +402,16 @@ def find_validations(path: Path, lines: list[Line], name: str) -> list[Validatio
 def find_units(lines: list[Line], name: str) -> dict[str, float]:
     """The loss divided by other numbers in its lines, where that is the same at the first and at the last
     loss: nats per token divided by bits per byte, for example."""
-    found = []
-    for line in lines:
-        numbers = re.findall(rf"(\w*[a-z])[\"']?[:= |]+({NUMBER})\b", line.text, re.IGNORECASE)
-        for loss in [float(number) for other, number in line.losses if other == name]:
-            found.append({"": loss} | {other: loss / float(x) for other, x in numbers if float(x)})
-    first, last = [*found[:1], *found[-1:]] or [{}, {}]
-    if first.get("") == last.get(""):
+    losses = [(float(dict(line.losses)[name]), line) for line in lines if name in dict(line.losses)]
+    if not losses or losses[0][0] == losses[-1][0]:
         return {}
-    return {
-        other: first[other]
-        for other in first
-        if math.isclose(first[other], last.get(other, 0), rel_tol=0.005)
-    }
+    found = []
+    for loss, line in (losses[0], losses[-1]):
+        numbers = {other: float(first) for other, (first, *_) in named_numbers(line.text).items()}
+        found.append({other: loss / number for other, number in numbers.items() if number})
+    first, last = found
+    common = first.keys() & last.keys()
+    return {other: first[other] for other in common if math.isclose(first[other], last[other], rel_tol=0.005)}
 
 
 def parse_trials(path: Path, metric: str = "") -> list[Log]:
@@ -440,7 +437,9 @@ def parse_trials(path: Path, metric: str = "") -> list[Log]:
         if len(starts) > 1:
             logs[-1].trial = len(logs)
         if metric.startswith("-"):
-            logs[-1].negate()
+            logs[-1].metric = metric[0] + logs[-1].metric
+            for validation in logs[-1].validations:
+                validation.val_loss *= -1
     return logs
 
 
@@ -520,14 +519,13 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
         if not path.is_dir():
             logs += parse_trials(path, metric)
             continue
-        files = sorted(path.iterdir())
-        found, others = find_logs([file for file in files if file.suffix in SUFFIXES], metric)
+        files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
+        found, others = find_logs(files, metric)
         if others and not found:
             parse_trials(others[0], metric)  # its error shows what is there
-        ignored = others + [file for file in files if file.suffix not in SUFFIXES + BESIDE_LOGS]
-        if ignored:
-            names = ", ".join(file.name + "/" * file.is_dir() for file in ignored)
-            print(f"{path}: ignored, because they aren't logs: {short(names, 200)}", file=sys.stderr)
+        if others:
+            names = short(", ".join(file.name for file in others), 200)
+            print(f"{path}: ignored, because they aren't logs: {names}", file=sys.stderr)
         if not found:
             raise UserError(f"{path}: no log in this folder (.txt, .log or .out)")
         logs += found

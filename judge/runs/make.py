@@ -45,13 +45,14 @@ from judge.runs.same_run import (
     run_environment,
 )
 from judge.runs.slots import Slot, find_slots
-from judge.runs.sources import Variant, fill_in, link_data
+from judge.runs.copies import link_data
+from judge.runs.variants import Variant, fill_in
 from judge.logs.read import SUFFIXES, Log, find_logs, parse_log
 from judge.commands import UserError
 from judge.environment import chosen_threads, matches, usable_cores
 from judge.files import write_file
 from judge.processes import end_with_parent, has_nvidia_gpu
-from judge.project import Settings, make_folder
+from judge.settings import Settings, make_folder
 from judge.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
@@ -187,12 +188,16 @@ def runs_a_process(variant: Variant) -> int:
     return RUNS_A_PROCESS if "{runs}" in variant.command else 1
 
 
+def not_of_a_job(pool: Pool) -> list[str]:
+    """The variables that could change a loss."""
+    return [name for name in pool.environment if not matches(name, OF_A_JOB)]
+
+
 def identity(pool: Pool, variant: Variant) -> dict[str, dict]:
     """All that a run could read, but for what it reads outside of its copy (see same_run.py)."""
-    environment = {}
-    for name, value in pool.environment.items():
-        if not matches(name, OF_A_JOB):
-            environment[name] = hash_text(value)  # it may be a secret
+    environment = {
+        name: hash_text(pool.environment[name]) for name in not_of_a_job(pool)
+    }  # of secrets, too
     return {
         "run": variant.run(),
         "files": hash_copy(variant.folder, variant.project.not_read),
@@ -227,7 +232,7 @@ def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
     pool.variants += variants
     for variant in variants:
-        link_data(variant)
+        link_data(variant.folder, variant.origin, variant.project.data)
         variant.identity = identity(pool, variant)
         variant.runs = kept_runs(pool, variant)
         for log in variant.runs.values():
@@ -296,7 +301,7 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     for path in variant.place.glob("seed*.txt") if variant.place else []:
         seed = path.stem.removeprefix("seed")
         log = complete_log(pool, path)
-        if log is not None and re.fullmatch(r"-?\d+", seed):  # a copy may be called "seed1 (1).txt"
+        if log is not None:
             found[int(seed)] = log
     return found
 
@@ -321,19 +326,14 @@ def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
 # Processes
 
 
-def start(
-    pool: Pool, variant: Variant, seeds: list[int], folder: Path, slot: Slot, threads: int
-) -> subprocess.Popen:
+def start(pool: Pool, variant: Variant, seeds: list[int], folder: Path, slot: Slot) -> subprocess.Popen:
     """Starts a command in a fresh copy of its folder. Its output goes into a new file of `folder`. So does, by
     each Python, what it reads elsewhere."""
     copy = folder / "copy"
-
-    def not_read(path: str, names: list[str]) -> list[str]:
-        inner = os.path.relpath(path, variant.folder)
-        patterns = [*variant.project.not_read, "logs"]  # those that are in the repository
-        return [name for name in names if matches(os.path.normpath(f"{inner}/{name}"), patterns)]
-
-    shutil.copytree(variant.folder, copy, symlinks=True, ignore=not_read)
+    for name in variant.identity["files"]:
+        if not name.startswith("logs/"):  # those that are in the repository
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(variant.folder / name, copy / name, follow_symlinks=False)
     command = variant.command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
     command = fill_in(command, variant.options, seeds[0], len(seeds), slot.number)
     watch = [str(folder / "opened"), *known_folders(variant)]
@@ -342,22 +342,22 @@ def start(
         "PYTHONUNBUFFERED": "1",  # otherwise, lines of stderr come between two halves of one of stdout
         "COMPARE_WATCH": json.dumps(watch),
     }
-    if threads:
-        own["OMP_NUM_THREADS"] = str(threads)
+    if pool.threads:
+        own["OMP_NUM_THREADS"] = str(pool.threads)
     if slot.gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
-    env = pool.environment
-    elsewhere = {}  # a job's variables are those that its launcher gives
-    if pool.settings.launcher:
-        elsewhere = {name: value for name, value in env.items() if not matches(name, OF_A_JOB)}
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in (elsewhere | own).items()]
-    quoted = {name: shlex.quote(str(value)) for name, value in dict(copy=copy, folder=folder).items()}
+    if pool.settings.launcher:  # a job's variables are those that its launcher gives
+        own = {name: pool.environment[name] for name in not_of_a_job(pool)} | own
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in own.items()]
+    copy, place, command = [shlex.quote(str(value)) for value in (copy, folder, command)]
     script = folder / "start.sh"
-    script.write_text(START.format(**quoted, command=shlex.quote(command), exports="\n".join(exports)))
+    script.write_text(
+        START.format(copy=copy, folder=place, command=command, exports="\n".join(exports))
+    )
     with open(folder / "console.txt", "wb") as output:
         return subprocess.Popen(
             [*shlex.split(pool.settings.launcher), "bash", str(script)],
-            env=env,
+            env=pool.environment,
             pass_fds=[pool.lock],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -384,7 +384,7 @@ def start_worker(pool: Pool, variant: Variant, seeds: list[int]) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was lost
     folder.mkdir(parents=True)
     with no_interrupt():
-        child = start(pool, variant, seeds, folder, slot, pool.threads)
+        child = start(pool, variant, seeds, folder, slot)
         pool.workers.append(Worker(variant, list(seeds), slot, child, folder, len(seeds) > 1))
 
 
@@ -468,8 +468,7 @@ def add_reads(pool: Pool, worker: Worker) -> None:
     if files is None:
         cannot_keep(variant, "no Python ran that shows what it reads")
         files = {}
-    data = f"{os.environ.get('DATA_PATH', '.')}/data"  # where modded-nanogpt's scripts find theirs
-    started = ["\t".join([str(variant.folder), variant.command, *variant.options, data])]
+    started = ["\t".join([str(variant.folder), variant.command, *variant.options])]
     started += [text for text, kind in files.items() if kind == "s"]
     known = [variant.folder, variant.origin, *map(Path, known_folders(variant))]
     # links that lead out of the copy are absolute
@@ -528,15 +527,24 @@ def check_edit(worker: Worker) -> None:
     variant.edited = edited
 
 
+def files_of_logs(worker: Worker) -> list[Path]:
+    """What may be the log of a run: what it has written below logs/, or else its newest file of JSON lines, or
+    else its output."""
+    copy = worker.folder / "copy"
+    written = [
+        path for path in copy.rglob("*") if path.is_file() and path.stat().st_ctime > worker.date
+    ]
+    logs = [path for path in written if path.is_relative_to(copy / "logs") and path.suffix in SUFFIXES]
+    lines = [path for path in written if path.suffix == ".jsonl"]
+    lines.sort(key=lambda path: path.stat().st_mtime)
+    return logs or lines[-1:] or [worker.folder / "console.txt"]
+
+
 def log_of_command(pool: Pool, worker: Worker) -> Log:
     """The log of a command that made one run, and has ended with status 0. Raises UserError."""
-    files = sorted((worker.folder / "copy" / "logs").rglob("*"))
     metric = pool.settings.name_of_metric
     try:
-        for suffixes in (SUFFIXES, (".jsonl", ".json")):
-            logs, _ = find_logs([file for file in files if file.suffix in suffixes], metric)
-            if logs:
-                break
+        logs, others = find_logs(files_of_logs(worker), metric)
         logs = logs or [parse_log(worker.folder / "console.txt", metric)]
     except UserError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")
@@ -578,10 +586,9 @@ def is_lost(pool: Pool, worker: Worker) -> bool:
     """Whether a run that has failed is to be made again: its job was cancelled, or lost its machine. A script
     that fails by itself ends with the same status again."""
     file = worker.folder / "status"
-    text = file.read_text().strip() if file.exists() else ""
-    status = int(text) if text else None  # None: the job couldn't say how it ended
+    status = int(file.read_text()) if file.exists() else 128  # the job couldn't say how it ended
     before = pool.lost.setdefault((worker.variant.key(), worker.seeds[0]), [])
-    by_itself = status is not None and status < 128
+    by_itself = status < 128
     again = len(before) + 1 < pool.settings.tries() and not (by_itself and status in before)
     if again:
         before.append(status)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from judge.runs.make import Pool, runs_a_process
-from judge.runs.sources import Variant
+from judge.runs.variants import Variant
 from judge.screen.design import Design, PartEffect, find_part_effect
 from judge.screen.parts import Group, Part, Works, choose_design, combine, members
 

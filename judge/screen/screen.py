@@ -31,9 +31,9 @@ import shlex
 import sys
 from dataclasses import replace
 
-from judge.project import TEXTS, Settings, add_run_options, read_settings
+from judge.settings import TEXTS, Settings, add_run_options, read_settings
 from judge.runs.make import add_variants, locked_folder, make_runs, open_pool, show_line
-from judge.runs.sources import (
+from judge.runs.variants import (
     Variant,
     check_options,
     check_settings,

@@ -7,9 +7,9 @@ import pytest
 
 from judge.compare import compare
 from judge.commands import UserError
-from judge.project import read_settings
+from judge.settings import read_settings
 from judge.runs import make as compare_runs
-from judge.runs import sources
+from judge.runs import variants
 from tests.judge.helpers import check_refused, commit_files, run_main, work_in
 
 # Runs of one seed differ a little in the end, as on a GPU; all runs begin with the same loss
@@ -112,7 +112,7 @@ def complaint(folder: Path, lines: str, command: str) -> str:
     args, _ = compare.read_arguments(words)
     settings = read_settings(args, folder)
     with compare_runs.locked_folder(settings) as lock:
-        variant = replace(sources.first_variant([], settings), name="idea")
+        variant = replace(variants.first_variant([], settings), name="idea")
         pool = compare_runs.open_pool([variant], lock, settings, 1)
         try:
             compare_runs.make_runs(pool, lambda: [(variant, range(40, 43))])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from judge.commands import UserError
-from judge.project import Settings
-from judge.runs import make, slots, sources
+from judge.settings import Settings
+from judge.runs import make, slots, variants
 from tests.judge.helpers import commit_files
 
 # Says which GPUs it has, and waits for as many runs as there are slots
@@ -48,7 +48,7 @@ def place(tmp_path, monkeypatch):
 
 def make_runs(settings: Settings, seeds: range) -> make.Pool:
     with make.locked_folder(settings) as lock:
-        base = sources.first_variant([], settings)
+        base = variants.first_variant([], settings)
         pool = make.open_pool([base], lock, settings, math.inf)
         make.make_runs(pool, lambda: [(base, seeds)])
     return pool
@@ -116,7 +116,7 @@ def test_lost_runs_are_made_again(place, launcher, monkeypatch):
     (place / "theirs/train.py").write_text("import sys, time\ntime.sleep(3)\n" + SCRIPT)
     settings = Settings(command="python train.py {seed} 1", launcher=launcher, root=Path.cwd())
     pool = make_runs(settings, range(2))
-    assert (pool.made, list(pool.lost.values())) == (2, [[None, None]])
+    assert (pool.made, list(pool.lost.values())) == (2, [[128, 128]])
     assert len((place / "calls").read_text().splitlines()) == 4
     assert len(pool.places) == 1
     (place / "calls").unlink()
