@@ -112,10 +112,7 @@ def positive(text: str) -> float:
 
 def fraction(text: str) -> float:
     """A percentage as an option's value: "2%" or "2" as 0.02. Raises ArgumentTypeError."""
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        value = 0.0
+    value = float(text.removesuffix("%")) / 100
     if not 0 < value <= 0.5:
         raise argparse.ArgumentTypeError(f"{text}: must be a percentage of at most 50%, like 2%")
     return value

@@ -97,7 +97,7 @@ from judge.compare.answer import (
     target_table,
     warnings_in_words,
 )
-from judge.stats.decide import SLOPE_FACTOR, Effect
+from judge.stats.decide import SLOPE_FACTOR, Effect, rounding
 from judge.commands import (
     UserError,
     command_parser,
@@ -226,9 +226,10 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
         print(f"training again, because {changed}", file=sys.stderr)
     if fewer and not args.runs:
         check_settings([fewer, more], again=True)  # there may be too few data
-    c = Comparison(args, pool, base, ideas, fewer, more, warnings)
+    asked = (args.seed, args.runs, args.until, args.loss_per_100_steps)
+    c = Comparison(pool, base, ideas, *asked, fewer, more, warnings)
     for idea in ideas:
-        idea.before = seeds_of_other_tests(c, idea)
+        idea.before = seeds_of_other_tests(c, args, idea)
     return c
 
 
@@ -236,7 +237,7 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
 # Runs
 
 
-def make_all_runs(c: Comparison) -> None:
+def make_all_runs(c: Comparison, gate: bool) -> None:
     """Makes runs until all ideas are decided, and those for the slope if the answer needs them. Raises
     UserError."""
 
@@ -245,10 +246,10 @@ def make_all_runs(c: Comparison) -> None:
 
     show()
     make_runs(c.pool, lambda: wanted_runs(c), show)
-    if answer_needs_slope(c):
+    if answer_needs_slope(c) and not gate:
         make_runs(c.pool, lambda: slope_runs(c), show)
     if c.pool.late() and undecided(c):
-        c.notes.append(f"Stopped after --hours {c.args.hours:g}.")
+        c.notes.append(f"Stopped after --hours {c.pool.hours:g}.")
 
 
 # -----------------------------------------------------------------------------
@@ -258,7 +259,7 @@ def make_all_runs(c: Comparison) -> None:
 def test_in_words(c: Comparison, effects: list[Effect]) -> str:
     other_tests = any(idea.before for idea in c.ideas)
     bounds = "In parentheses: bounds, each of them wrong at most 1 time in 100"
-    if c.args.runs and not other_tests:
+    if c.runs and not other_tests:
         bounds = "In parentheses: 99% confidence intervals"
     if len(c.ideas) > 1:
         pairs = ", ".join(f"{short(effect.name, 30)} {effect.n}" for effect in effects)
@@ -267,7 +268,7 @@ def test_in_words(c: Comparison, effects: list[Effect]) -> str:
     test = f"one-sided p = {p_text(effect.p)}, however often you look"
     if other_tests:
         test += ", after other tests of this idea, so all its pairs count, and p must be below 0.005"
-    elif c.args.runs:
+    elif c.runs:
         test = f"p = {p_text(effect.p)} by a {'paired' if c.paired else 'Welch'} t-test, for one look"
     return f"{effect.n} pairs of runs, {test}. {bounds}."
 
@@ -323,7 +324,7 @@ def comparison_as_json(c: Comparison) -> bytes:
         runs[variant.name] = [{"seed": seed, **end_as_json(log)} for seed, log in logs]
     slope = c.slope()
     found = {
-        "until": c.args.until,
+        "until": c.until,
         "base": c.base.name,
         "slope": slope and asdict(slope),
         "ideas": [asdict(effect) for effect in c.effects()],
@@ -334,23 +335,24 @@ def comparison_as_json(c: Comparison) -> bytes:
     return as_json(found)
 
 
-def answer_lines(c: Comparison, ledger: list[Row]) -> list[str]:
+def answer_lines(c: Comparison, args: argparse.Namespace, ledger: list[Row]) -> list[str]:
     effects = c.effects()
-    if c.args.gate:
+    if args.gate:
         verdict = effects[0].verdict if effects else "undecided"
         return [verdict, *loop_in_words(ledger)]
     if not effects:
         return [TOO_EARLY.capitalize(), *c.notes]
     lines = [line for text in c.warnings for line in wrap(text)]
-    lines += answer_in_words(
-        effects, c.args.until, test_in_words(c, effects), facts_in_words(c, ledger)
-    )
+    losses = [log.end.val_loss for v in [c.base, *c.ideas] for log in v.runs.values()]
+    if rounding(losses) >= 0.01 and "identical" in [effect.verdict for effect in effects]:
+        lines += wrap("Warning: the logs show two decimals or fewer, so small differences don't show.")
+    lines += answer_in_words(effects, c.until, test_in_words(c, effects), facts_in_words(c, ledger))
     for idea in c.ideas:
         if c.effect(idea) is None:
             lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
-    if c.args.target:
+    if args.target:
         sides = {v.name: list(v.runs.values()) for v in [c.base, *c.ideas] if v.runs}
-        lines += ["", *target_table(sides, c.args.target, looks=not c.args.runs)]
+        lines += ["", *target_table(sides, args.target, looks=not c.runs)]
     return lines
 
 
@@ -367,14 +369,14 @@ def main(argv: list[str]) -> int:
     with locked_folder(settings) as lock:
         c = set_up(args, common, settings, lock)
         try:
-            make_all_runs(c)
-            add_all_times(c)
+            make_all_runs(c, args.gate)
+            add_all_times(c, args)
         except KeyboardInterrupt:
             status = 130
             c.notes.append("Interrupted; run the same command again to continue.")
         show_line()
-        ledger = with_answers(c)
-        lines = answer_lines(c, ledger)
+        ledger = with_answers(c, args)
+        lines = answer_lines(c, args, ledger)
         try:
             print("\n".join(lines), flush=True)
         finally:

@@ -9,6 +9,7 @@ Processes of one script differ, too, for example in where their memory lies. So 
 of the processes: pairs of the same two aren't independent, and would make it too narrow.
 """
 
+import argparse
 import json
 import math
 import statistics
@@ -27,27 +28,27 @@ SHORT_SEEDS = range(100_000, 100_006)  # of short runs; no other runs have them
 STEPS = 110  # of a short run
 
 
-def ideas_to_time(c: Comparison) -> list[Variant]:
+def ideas_to_time(c: Comparison, args: argparse.Namespace) -> list[Variant]:
     """Those whose times decide something: a slower idea that helps may be no gain, and an identical one may be
     faster. With --times, all."""
-    if c.args.no_times or c.args.gate:
+    if args.no_times or args.gate:
         return []
     worth = {effect.name for effect in c.effects() if effect.verdict in ("helps", "identical")}
-    return [idea for idea in c.ideas if c.args.times or idea.name in worth]
+    return [idea for idea in c.ideas if args.times or idea.name in worth]
 
 
-def add_all_times(c: Comparison) -> None:
+def add_all_times(c: Comparison, args: argparse.Namespace) -> None:
     """The times of the ideas for which they matter, if the logs have times. Runs that are made one at a time take
     turns; others need short ones, on this machine."""
     elsewhere = c.pool.settings.launcher or has_nvidia_gpu() or c.base.num_iterations() is None
     timed = any(step_time(log) > 0 for log in c.base.runs.values())
     if len(c.pool.slots) == 1:
-        for idea in [] if c.args.no_times else c.ideas:
+        for idea in [] if args.no_times else c.ideas:
             idea.log_ratios, idea.timed = read_times(c.base, idea, runs_a_process(c.base))
     elif timed and not elsewhere:
-        for idea in ideas_to_time(c):
+        for idea in ideas_to_time(c, args):
             measure_times(c, idea)
-    elif ideas_to_time(c):
+    elif ideas_to_time(c, args):
         c.notes.append(
             "Step times aren't compared, because the runs didn't take turns; --jobs 1 does that."
         )

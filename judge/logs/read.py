@@ -203,33 +203,23 @@ def named_sources(text: bytes, name: str) -> list[tuple[str, bytes]]:
 
 
 def split_sources(data: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
-    """Splits a log into its sources, as in Log.sources, and the rest.
-
-    Without a line of `=` there is no source.
-    """
-    start = 0
-    newline = 1  # logs print the source, and print adds a newline
-    ends = list(SEPARATOR.finditer(data))
-    if ends and ends[0].start() == 0:
-        # The oldest logs start with a separator and write the source without a newline
-        start = ends.pop(0).end()
-        newline = 0
-    if not ends:
+    """Splits a log into its sources, as in Log.sources, and the rest: the sources stand above lines of `=`, and
+    the header below the last one."""
+    first = SEPARATOR.match(data)  # the oldest logs begin with one
+    data = data[first.end() :] if first else data
+    parts = SEPARATOR.split(data)
+    headers = [i for i, part in enumerate(parts) if HEADER.match(part)]
+    count = [*headers, min(1, len(parts) - 1)][0]
+    if count == 0:
         return [], data
-    # If the header comes below a later separator, there are several sources above it
-    first_step = data.find(b"\nstep:", ends[0].end())
-    last = 0
-    for i, end in enumerate(ends):
-        if end.end() <= first_step and HEADER.match(data, end.end()):
-            last = i
-            break
+    *texts, rest = SEPARATOR.split(data, count)
     sources = []
-    for end in ends[: last + 1]:
+    for text in texts:
         # Without a heading, all that is known of a name is the order
         name = f"source_{len(sources) + 1}.py" if sources else "train_gpt.py"
-        sources += named_sources(data[start : end.start() - newline], name)
-        start = end.end()
-    return sources, data[start:]
+        # logs print the source, and print adds a newline, but in the oldest ones
+        sources += named_sources(text if first else text[:-1], name)
+    return sources, rest
 
 
 # -----------------------------------------------------------------------------

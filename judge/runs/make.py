@@ -33,7 +33,6 @@ from judge.runs.same_run import (
     SYSTEM,
     ask_python,
     changes,
-    hash_copy,
     hash_file,
     hash_read,
     hash_text,
@@ -200,7 +199,7 @@ def identity(pool: Pool, variant: Variant) -> dict[str, dict]:
     }  # of secrets, too
     return {
         "run": variant.run(),
-        "files": hash_copy(variant.folder, variant.project.not_read),
+        "files": variant.files(),
         "environment": environment,
         "software": pool.facts,
     }

@@ -62,6 +62,10 @@ class Variant:
     def key(self) -> str:
         return hash_text(json.dumps(self.identity, sort_keys=True))
 
+    def files(self) -> dict[str, str]:
+        """Hashes of those in the copy."""
+        return hash_copy(self.folder, self.project.not_read)
+
     def script(self) -> str:
         """The Python script of the command, as a path in the folder; "" if there is none."""
         words = re.split(r"[\s'\";&|]+", self.command)
@@ -299,8 +303,8 @@ def tell_apart(variants: list[Variant]) -> None:
     earlier = {}
     names = set()
     for variant in variants:
-        files = hash_copy(variant.folder, variant.project.not_read)
-        other = earlier.setdefault(json.dumps([files, variant.run()], sort_keys=True), variant)
+        key = json.dumps([variant.files(), variant.run()], sort_keys=True)
+        other = earlier.setdefault(key, variant)
         if other is not variant:
             raise UserError(
                 f"{variant.name} has the same source and settings as {other.name}, so there is "

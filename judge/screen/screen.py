@@ -108,9 +108,9 @@ def trial_of(variant: Variant, options: str) -> Variant | None:
 def make_trials(s: Screen, variants: list[Variant]) -> None:
     """Makes a short run of each. Raises UserError if one fails."""
     check_settings(variants)
-    trials = [trial for variant in variants if (trial := trial_of(variant, s.args.trial))]
+    trials = [trial for variant in variants if (trial := trial_of(variant, s.trial))]
     add_variants(s.pool, trials)
-    wanted = [(trial, [s.args.seed]) for trial in trials]
+    wanted = [(trial, [s.seed]) for trial in trials]
     make_runs(s.pool, lambda: wanted)
 
 
@@ -166,7 +166,8 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
     whole = combine(base, parts, tuple(range(len(parts))))
     check_settings([whole])
     check_validation(base, [whole])
-    s = Screen(args, pool, base, parts, [(i,) for i in range(len(parts))])
+    asked = (args.seed, args.until, args.blocks, args.trial)
+    s = Screen(pool, base, parts, [(i,) for i in range(len(parts))], *asked)
     choose_combinations(s)
     add_variants(pool, s.variants)
     return s

@@ -19,7 +19,7 @@ from judge.plot.plot import read_groups
 from judge.settings import Settings
 from tests.leaderboard.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
-POOL = compare_runs.Pool(Settings(), 1, {}, [], 0, 0)
+POOL = compare_runs.Pool(Settings(), 1, {}, {}, [], [], 0, 0)
 COMPARE = ["compare", "--base_logs", "base", "--idea_logs", "idea"]
 PLOT = ["plot", "idea", "-o", "o.png"]
 VERIFY = ["verify", "idea"]
@@ -162,7 +162,7 @@ def collected(path: Path):
     (folder / "run.txt").write_bytes(path.read_bytes())
     variant = SimpleNamespace(name="idea", command="x", runs={})
     Path("worker/console.txt").touch()
-    worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"))
+    worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"), date=0)
     kept = compare_runs.complete_log(POOL, path)
     return kept, compare_runs.log_of_command(POOL, worker)
 

@@ -134,6 +134,15 @@ def test_a_fixed_seed_and_two_runs(theirs):
     assert "undecided" in words and found["ideas"][0]["p"] == 1
 
 
+@pytest.mark.parametrize("digits", [2, 4])
+def test_identical_losses_with_few_decimals(theirs, digits):
+    code = f"import sys\nprint(f'val_loss: {{3 + int(sys.argv[1]) / 10:.{digits}f}}')"
+    (theirs / "train.py").write_text(code)
+    words = ["--command", "python train.py {seed} {options}", "--base", "theirs", "--runs", "2"]
+    found, said = answer(*words, "--idea", "x=--lr 1", "--seed", "2")
+    assert "x: the losses are identical" in said and ("two decimals" in said) == (digits == 2)
+
+
 def test_a_command_with_seeds(theirs):
     """Its output is the log. The number of steps can be set, so steps are measured."""
     script = """
