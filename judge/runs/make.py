@@ -6,7 +6,8 @@ where KEY is a hash of all that; facts.json beside it says what it was. Later co
 what it read elsewhere hasn't changed. You may delete these folders at any time.
 
 A command runs in a fresh copy of its folder. With {runs}, it makes several runs, because only the first one
-has to compile; otherwise one. Logs are the files that it writes below logs/, or else its output.
+has to compile; otherwise one. Logs are the files that it writes below logs/, or else its newest file of JSON
+lines, or else its output.
 watch/sitecustomize.py, which each Python of a run imports, writes down what it reads outside of its copy.
 """
 

@@ -136,7 +136,7 @@ def test_a_fixed_seed_and_two_runs(theirs):
 
 @pytest.mark.parametrize("digits", [2, 4])
 def test_identical_losses_with_few_decimals(theirs, digits):
-    code = f"import sys\nprint(f'val_loss: {{3 + int(sys.argv[1]) / 10:.{digits}f}}')"
+    code = f"import sys\nprint(f'val_loss: {{3.0011 + int(sys.argv[1]) / 10:.{digits}f}}')"
     (theirs / "train.py").write_text(code)
     words = ["--command", "python train.py {seed} {options}", "--base", "theirs", "--runs", "2"]
     found, said = answer(*words, "--idea", "x=--lr 1", "--seed", "2")

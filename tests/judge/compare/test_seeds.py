@@ -1,16 +1,12 @@
 """A replicate is a run whose seed took effect: ways to have one seed, which are refused, and ways that are fine."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from judge.compare import compare
-from judge.commands import UserError
 from judge.settings import read_settings
-from judge.runs import make as compare_runs
-from judge.runs import variants
-from tests.judge.helpers import check_refused, commit_files, run_main, work_in
+from tests.judge.helpers import check_refused, commit_files, make_runs, run_main, work_in
 
 # Runs of one seed differ a little in the end, as on a GPU; all runs begin with the same loss
 SCRIPT = """
@@ -90,14 +86,7 @@ def complaint(folder: Path, lines: str, command: str) -> str:
     words = ["--command", command, "--metric", "val_bpb" if "FINAL" in lines else "val_loss", *no_seed]
     args, _ = compare.read_arguments(words)
     settings = read_settings(args, folder)
-    with compare_runs.locked_folder(settings) as lock:
-        variant = replace(variants.first_variant([], settings), name="idea")
-        pool = compare_runs.open_pool([variant], lock, settings, 1)
-        try:
-            compare_runs.make_runs(pool, lambda: [(variant, range(40, 43))])
-        except UserError as error:
-            return str(error).splitlines()[-1]
-    return ""
+    return make_runs(settings, range(40, 43))[1].split("\n")[-1]
 
 
 @pytest.mark.parametrize("way", ONE_SEED)

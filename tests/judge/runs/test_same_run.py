@@ -15,7 +15,7 @@ from judge.settings import Settings, read_settings
 from judge.runs import make as compare_runs
 from judge.runs import copies, same_run, variants
 
-from tests.judge.helpers import commit_files, git, run_main, work_in
+from tests.judge.helpers import commit_files, git, make_runs, run_main, work_in
 
 # -----------------------------------------------------------------------------
 # Kept runs
@@ -387,15 +387,7 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     text = command.format(place=place, options="{options}", seed="{seed}")
     settings = Settings(command=text, root=place, no_seed=True)
     settings.run_timeout = 0.1 if "sleep" in code else math.inf
-    idea = variants.Variant("idea", place, text, ["--env", "PYTHONPATH=1"], settings, place)
-    said = ""
-    with compare_runs.locked_folder(settings) as lock:
-        idea = variants.copy_folder(place, idea)
-        pool = compare_runs.open_pool([idea], lock, settings, math.inf)
-        try:
-            compare_runs.make_runs(pool, lambda: [(idea, range(1, 4))])
-        except UserError as error:
-            said = str(error)
+    pool, said = make_runs(settings, range(1, 4), ["--env", "PYTHONPATH=1"])
     assert message in said
     assert pool.made == len(list((place / ".judge").rglob("seed*")))
     if not message:
