@@ -37,7 +37,7 @@ CPU_KINDS = {
     "avx2": "AVX2",
     "bf16": "bf16",  # ARM
 }
-PROCESSES = re.compile(r"^(\d+) process(?:es)? on cuda", re.MULTILINE)
+PROCESSES = re.compile(r"^(?:resume: .*\bon )?(\d+) process", re.MULTILINE)
 RESUME = re.compile(r"^(resume: .*)", re.MULTILINE)
 GPU_ROW = re.compile(
     r"^\|? *(\d+) +((?:NVIDIA|Tesla|GeForce|Quadro)\b\S*(?: \S+)*?)(?: {2,}| +(?:On|Off)\b)",
@@ -264,10 +264,7 @@ def find_later_machines(run: str, first: str, torch: list[str]) -> list[str]:
     later = []
     parts = RESUME.split(run)
     for part, resume in zip(parts[::2], parts[1::2]):
-        hardware = find_hardware(part) or first
-        processes = re.search(r"\bon (\d+) process", resume)
-        if processes:
-            hardware = re.sub(r"^\d+x ", f"{processes[1]}x ", hardware)
+        hardware = find_hardware(part + resume) or first
         versions = [version for version in TORCH.findall(part + resume) if version not in torch]
         later += [hardware] * (hardware != first) + [f"PyTorch {version}" for version in versions]
     return list(dict.fromkeys(later))

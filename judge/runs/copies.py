@@ -40,10 +40,8 @@ def lines_of_git(*arguments: str, **more) -> list[str]:
 
 def link_data(folder: Path, origin: Path, data: Sequence[str]) -> None:
     """Links what git ignores, and the runs need: data, and an environment."""
-    for name in data:
+    for name in [*data, ".venv"]:
         link_missing(folder / name, origin / name)
-    if (origin / ".venv").is_dir() and not (folder / ".venv").exists():
-        (folder / ".venv").symlink_to(origin / ".venv")
 
 
 def link_missing(copy: Path, data: Path) -> None:

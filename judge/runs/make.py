@@ -206,16 +206,16 @@ def identity(pool: Pool, variant: Variant) -> dict[str, dict]:
     }
 
 
-def code_of(kept: dict) -> list:
-    return [kept["run"], [pair for pair in kept["files"].items() if pair[0].endswith(".py")]]
-
-
 def why_again(pool: Pool, variants: list[Variant]) -> str:
     """What has changed since runs were kept of the same code with the same settings, for the first variant
     that has none now. "" if there are no such runs."""
+
+    def code(facts: dict) -> list:
+        return [facts["run"], [pair for pair in facts["files"].items() if pair[0].endswith(".py")]]
+
     facts = [json.loads(file.read_bytes()) for file in pool.settings.folder.glob("runs/*/facts.json")]
     for new in [variant.identity for variant in variants if not variant.runs]:
-        same = [changes(kept, new | read_now(kept)) for kept in facts if code_of(kept) == code_of(new)]
+        same = [changes(kept, new | read_now(kept)) for kept in facts if code(kept) == code(new)]
         if same:
             return short(", ".join(min(same, key=len)), 200)
     return ""
