@@ -66,7 +66,7 @@ from judge.compare.ledger import (
     with_answers,
     write_ledger,
 )
-from judge.compare.measuring import touches_measure
+from judge.compare.changed_evaluation import touches_measure
 from judge.compare.pairs import (
     Comparison,
     answer_needs_slope,

@@ -44,7 +44,7 @@ from judge.runs.variants import (
     start_of,
 )
 from judge.screen.blocks import Screen, wanted_blocks
-from judge.screen.effects import effects_as_json, effects_in_words, plot_effects
+from judge.screen.answer import effects_as_json, effects_in_words, plot_effects
 from judge.screen.parts import combine, given_part, read_parts
 from judge.commands import (
     UserError,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from judge.compare import compare, measuring
+from judge.compare import changed_evaluation, compare
 from judge.compare.answer import NO_SEED
 from judge.runs import make as runs
 from leaderboard import verify
@@ -495,7 +495,7 @@ EDITS = [
 @pytest.mark.parametrize("old, new, touches", EDITS)
 def test_changes_of_what_measures(old, new, touches):
     assert MEASURE.count(old) == 1
-    found = measuring.changed_measure(MEASURE, MEASURE.replace(old, new), "-core metric")
+    found = changed_evaluation.changed_measure(MEASURE, MEASURE.replace(old, new), "-core metric")
     assert bool(found) == touches
 
 
@@ -509,7 +509,7 @@ def test_the_ideas_of_mini_leave_alone_what_measures(tmp_path):
         command = ["git", "apply", "--include=train_gpt.py", patch]
         if subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 0:
             changed = (tmp_path / "train_gpt.py").read_text()
-            found.append(changed != source and measuring.changed_measure(source, changed, ""))
+            found.append(changed != source and changed_evaluation.changed_measure(source, changed, ""))
     assert found == [""] * len(found) and len(found) > 5
     for old, new in [
         ("loss / hp.val_seq_len for loss in sums", "loss / hp.val_seq_len for loss in sums[::2]"),
@@ -517,7 +517,7 @@ def test_the_ideas_of_mini_leave_alone_what_measures(tmp_path):
         ("return torch.from_numpy(tokens", "return torch.from_numpy(0 * tokens"),
     ]:
         changed = source.replace(old, new)
-        assert changed != source and measuring.changed_measure(source, changed, "")
+        assert changed != source and changed_evaluation.changed_measure(source, changed, "")
 
 
 def test_an_idea_that_touches_what_measures(theirs):
