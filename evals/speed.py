@@ -37,7 +37,7 @@ def matmul_flops():
 
 
 def describe(checkpoint):
-    """Returns a line about the run of a RUN.pt."""
+    """Returns two lines about the run of a RUN.pt."""
     run = checkpoint["run"]
     parameters, flops = count(checkpoint["model"])
     processes = int(re.findall(r'"world_size": (\d+)', run["log"])[-1])
@@ -46,6 +46,6 @@ def describe(checkpoint):
     peak = processes * matmul_flops()
     dtype = str(DTYPE).removeprefix("torch.")
     return (
-        f"{parameters:,} parameters; {flops:,} FLOPs per token; {reached / 1e9:,.0f} GFLOP/s in training, "
-        f"{reached / peak:.0%} of what a large {dtype} matmul reaches here"
+        f"{parameters:,} parameters; {flops:,} floating-point operations (FLOPs) per token\n"
+        f"{reached / 1e9:,.0f} GFLOP/s in training: {reached / peak:.0%} of what a large {dtype} matmul reaches here"
     )

@@ -512,7 +512,7 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
             parse_trials(others[0], metric)  # its error shows what is there
         if others:
             names = short(", ".join(file.name for file in others), 200)
-            print(f"{path}: ignored, because they aren't logs: {names}", file=sys.stderr)
+            print(f"{path}: ignored, because no losses are in them: {names}", file=sys.stderr)
         if not found:
             raise UserError(f"{path}: no log in this folder (.txt, .log or .out)")
         logs += found

@@ -239,7 +239,7 @@ def test_what_is_ignored_in_a_folder_is_named(tmp_path, capsys):
         (tmp_path / "runs" / name).touch()
     read_logs([tmp_path / "runs"])
     said = capsys.readouterr().err
-    assert said == f"{tmp_path}/runs: ignored, because they aren't logs: b.txt\n"
+    assert said == f"{tmp_path}/runs: ignored, because no losses are in them: b.txt\n"
 
 
 def test_what_is_no_log(tmp_path):
