@@ -79,11 +79,13 @@ def read_trial(pool: Pool, worker: Worker, seconds: float) -> Trial:
     status = worker.child.poll()
     if status:
         fail(worker, f"exit status {status}")
-    file = max(files_of_logs(worker), key=lambda path: path.stat().st_mtime)
+    logs, lines = files_of_logs(worker)
+    console = worker.folder / "console.txt"
+    file = max(logs or lines, key=lambda path: path.stat().st_mtime, default=console)
     numbers = named_numbers(plain(file.read_text("utf-8", "replace")))
     if not numbers:
         limit = "" if status == 0 else f" in {seconds:.0f} s; give it more --seconds"
-        raise UserError(f"{last_lines(worker.folder / 'console.txt')}\nthe run names no number{limit}")
+        raise UserError(f"{last_lines(console)}\nthe run names no number{limit}")
     steps = 0
     with contextlib.suppress(UserError):  # several numbers could be the metric
         steps = parse_log(file, pool.settings.name_of_metric).num_steps

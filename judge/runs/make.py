@@ -195,9 +195,8 @@ def not_of_a_job(pool: Pool) -> list[str]:
 
 def identity(pool: Pool, variant: Variant) -> dict[str, dict]:
     """All that a run could read, but for what it reads outside of its copy (see same_run.py)."""
-    environment = {
-        name: hash_text(pool.environment[name]) for name in not_of_a_job(pool)
-    }  # of secrets, too
+    # of hashes, because a value may be a secret
+    environment = {name: hash_text(pool.environment[name]) for name in not_of_a_job(pool)}
     return {
         "run": variant.run(),
         "files": variant.files(),
@@ -527,24 +526,27 @@ def check_edit(worker: Worker) -> None:
     variant.edited = edited
 
 
-def files_of_logs(worker: Worker) -> list[Path]:
-    """What may be the log of a run: what it has written below logs/, or else its newest file of JSON lines, or
-    else its output."""
+def files_of_logs(worker: Worker) -> tuple[list[Path], list[Path]]:
+    """What may be the log of a run, if its output isn't: what it has written below logs/, or else its newest file
+    of JSON lines, or with one JSON object."""
     copy = worker.folder / "copy"
-    written = [
-        path for path in copy.rglob("*") if path.is_file() and path.stat().st_ctime > worker.date
-    ]
+    files = [path for path in copy.rglob("*") if path.is_file()]
+    known = worker.variant.identity["files"]
+    written = [path for path in files if str(path.relative_to(copy)) not in known]
     logs = [path for path in written if path.is_relative_to(copy / "logs") and path.suffix in SUFFIXES]
-    lines = [path for path in written if path.suffix == ".jsonl"]
-    lines.sort(key=lambda path: path.stat().st_mtime)
-    return logs or lines[-1:] or [worker.folder / "console.txt"]
+    lines = [path for path in written if path.suffix in (".json", ".jsonl")]
+    lines.sort(key=lambda path: (path.suffix, path.stat().st_mtime))
+    return logs, lines[-1:]
 
 
 def log_of_command(pool: Pool, worker: Worker) -> Log:
     """The log of a command that made one run, and has ended with status 0. Raises UserError."""
     metric = pool.settings.name_of_metric
     try:
-        logs, others = find_logs(files_of_logs(worker), metric)
+        for files in files_of_logs(worker):
+            logs, _ = find_logs(files, metric)
+            if logs:
+                break
         logs = logs or [parse_log(worker.folder / "console.txt", metric)]
     except UserError as e:
         fail(worker, f"no log below logs/, and its output is none: {e}")

@@ -160,9 +160,9 @@ def collected(path: Path):
     folder = Path("worker/copy/logs")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.txt").write_bytes(path.read_bytes())
-    variant = SimpleNamespace(name="idea", command="x", runs={})
+    variant = SimpleNamespace(name="idea", command="x", runs={}, identity={"files": {}})
     Path("worker/console.txt").touch()
-    worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"), date=0)
+    worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"))
     kept = compare_runs.complete_log(POOL, path)
     return kept, compare_runs.log_of_command(POOL, worker)
 

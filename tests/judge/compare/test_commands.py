@@ -187,8 +187,8 @@ for step in range(3):
 print(f"Minimum validation bpb: {x + 1:.6f}")
 """,
     "a file of JSON lines": """
-os.mkdir("logs")
-open("logs/metrics.jsonl", "w").write(f'{{"step": 2, "top-1": {x + 1}}}')
+os.makedirs("out")
+open("out/metrics.jsonl", "w").write(f'{{"step": 2, "top-1": {x + 1}}}')
 """,
 }
 
