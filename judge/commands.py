@@ -63,21 +63,22 @@ def did_you_mean(word: str, names: Collection[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def command_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """The parser of a command, whose --help shows the description as it is, but for the program's name."""
+def command_parser(command: str, description: str, refuse=None) -> argparse.ArgumentParser:
+    """The parser of a command, whose --help shows the description as it is, but for the program's name. It calls
+    refuse(message) instead of argparse's own way to end with an error."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {command}",
         description=description.replace("    judge ", f"    {PROGRAM} "),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    fail = parser.error
+    refuse = refuse or parser.error
 
     def error(message):
         _, _, unknown = message.partition("unrecognized arguments: ")
         if unknown.startswith("--"):
-            message += did_you_mean(unknown.split()[0], parser._option_string_actions)
-        fail(message)
+            message += did_you_mean(unknown.split("=")[0].split()[0], parser._option_string_actions)
+        refuse(message)
 
     parser.error = error
     return parser
@@ -111,10 +112,7 @@ def positive(text: str) -> float:
 
 def fraction(text: str) -> float:
     """A percentage as an option's value: "2%" or "2" as 0.02. Raises ArgumentTypeError."""
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        value = 0.0
+    value = float(text.removesuffix("%")) / 100
     if not 0 < value <= 0.5:
         raise argparse.ArgumentTypeError(f"{text}: must be a percentage of at most 50%, like 2%")
     return value

@@ -23,17 +23,12 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def cgroup_quota(folder: Path) -> float:
-    """How many cores a container may use; infinity without a limit or without its files."""
+    """How many cores a container may use, by version 2 of cgroups; infinity without a limit."""
     try:
-        if (folder / "cpu.max").exists():  # version 2
-            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            quota = (folder / "cpu/cpu.cfs_quota_us").read_text(encoding="utf-8")
-            period = (folder / "cpu/cpu.cfs_period_us").read_text(encoding="utf-8")
-        cores = int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # ValueError: "max", which is no limit
+        quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # ValueError: "max", which is no limit
         return math.inf
-    return cores if cores > 0 else math.inf  # -1 is no limit in version 1
 
 
 def chosen_threads() -> int:

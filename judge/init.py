@@ -12,8 +12,11 @@ Exit status: 0 both runs were read, 2 an error, 130 interrupted.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
+import os
 import re
 import time
 from dataclasses import dataclass, replace
@@ -27,14 +30,15 @@ from judge.commands import (
     run_command,
     stop_on_signals,
 )
-from judge.logs.lines import named_numbers, plain
-from judge.logs.read import SUFFIXES, NoLog, parse_log
-from judge.project import KEYS, TEXTS, Settings, add_settings, read_settings
+from judge.logs.lines import joined, named_numbers, plain
+from judge.logs.read import parse_log
+from judge.settings import KEYS, TEXTS, Settings, add_settings, read_settings
 from judge.runs.make import (
     Pool,
     Worker,
     end_worker,
     fail,
+    files_of_logs,
     last_lines,
     locked_folder,
     open_pool,
@@ -42,7 +46,7 @@ from judge.runs.make import (
     show_line,
     start_worker,
 )
-from judge.runs.sources import check_options, first_variant, read_variant
+from judge.runs.variants import check_options, first_variant, read_variant
 from judge.text import plural, short, wrap
 
 MEASURES = re.compile(r"loss|bpb|acc|ppl|perplexity|error|score|reward|mse|auc|f1(?![a-z0-9])")
@@ -55,12 +59,11 @@ class Trial:
     """A short run."""
 
     numbers: dict[str, list[str]]  # all that have a name, in the order in which they came
-    file: str  # that it wrote, or its console
+    file: str  # that it wrote; "" for its output
     steps: int  # 0 if the log names none
     seconds: float
     ended: bool  # by itself
     outside: list[str]  # files that it read outside of the project
-    rivals: str  # why the metric isn't clear
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -71,37 +74,29 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def log_of(worker: Worker) -> Path:
-    """The newest log that a run has written, or else its console."""
-    copy = worker.folder / "copy"
-    logs = [path for path in (copy / "logs").rglob("*") if path.suffix in SUFFIXES]
-    logs = logs or list(copy.rglob("*.jsonl"))
-    return max(logs, key=lambda path: path.stat().st_mtime, default=worker.folder / "console.txt")
-
-
 def read_trial(pool: Pool, worker: Worker, seconds: float) -> Trial:
     """Raises UserError if the run has failed, or if it said nothing."""
     status = worker.child.poll()
     if status:
         fail(worker, f"exit status {status}")
-    file = log_of(worker)
+    logs, lines = files_of_logs(worker)
+    console = worker.folder / "console.txt"
+    file = max(logs or lines, key=lambda path: path.stat().st_mtime, default=console)
     numbers = named_numbers(plain(file.read_text("utf-8", "replace")))
     if not numbers:
         limit = "" if status == 0 else f" in {seconds:.0f} s; give it more --seconds"
-        raise UserError(f"{last_lines(worker.folder / 'console.txt')}\nthe run names no number{limit}")
-    steps, rivals = 0, ""
-    try:
+        raise UserError(f"{last_lines(console)}\nthe run names no number{limit}")
+    steps = 0
+    with contextlib.suppress(UserError):  # several numbers could be the metric
         steps = parse_log(file, pool.settings.name_of_metric).num_steps
-    except NoLog:
-        pass
-    except UserError as e:
-        rivals = str(e).partition(": ")[2]
-    read = opened(worker) or {}
-    outside = [path for path, kinds in read.items() if kinds[0] == "r" and Path(path).is_file()]
-    inside = f"{pool.settings.root}/"
-    outside = [path for path in outside if not path.startswith(inside)]
+    read = [path for path, kinds in (opened(worker) or {}).items() if kinds[0] == "r"]
+    outside = [
+        path
+        for path in read
+        if os.path.isfile(path) and not Path(path).is_relative_to(pool.settings.root)
+    ]
     name = str(file.relative_to(worker.folder / "copy")) if "copy" in file.parts else ""
-    return Trial(numbers, name, steps, seconds, status == 0, outside, rivals)
+    return Trial(numbers, name, steps, seconds, status == 0, outside)
 
 
 def make_trial(pool: Pool, variant, seed: int, limit: float) -> Trial:
@@ -119,19 +114,17 @@ def make_trial(pool: Pool, variant, seed: int, limit: float) -> Trial:
         end_worker(pool, worker)
 
 
-def choose_metric(settings: Settings, trial: Trial) -> tuple[str, list[str]]:
+def choose_metric(wanted: str, names: list[str]) -> tuple[str, list[str]]:
     """The number that counts, and others that could. Raises UserError if there is none."""
-    found = [name for name in trial.numbers if MEASURES.search(name)]
-    held_out = [name for name in found if HELD_OUT.search(name)]
-    wanted = "_".join(settings.metric.lower().split())
-    named = [name for name in trial.numbers if wanted and name.endswith(wanted)]
-    if wanted and not named:
-        raise UserError(f"no number is called {settings.metric}; there are {', '.join(trial.numbers)}")
-    chosen = (named or held_out or found or [""])[0]
-    if not chosen:
-        names = short(", ".join(trial.numbers), 200)
-        raise UserError(f"which number counts? give --metric NAME; there are {names}")
-    return chosen, [name for name in held_out or found if name != chosen]
+    measures = [name for name in names if MEASURES.search(name)]
+    measures = [name for name in measures if HELD_OUT.search(name)] or measures
+    if wanted:
+        measures = [name for name in names if name.endswith(joined(wanted.split()))]
+    if not measures:
+        raise UserError(
+            f"which number counts? give --metric NAME; there are {short(', '.join(names), 200)}"
+        )
+    return measures[0], measures[1:]
 
 
 def seed_in_words(command: str, metric: str, trials: list[Trial]) -> str:
@@ -145,9 +138,7 @@ def seed_in_words(command: str, metric: str, trials: list[Trial]) -> str:
 
 
 def time_in_words(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 6000 else f"{seconds / 3600:.1f} hours"
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
 def report(
@@ -156,35 +147,28 @@ def report(
     """Six lines, some of which may be wrapped."""
     first = trials[0]
     option = settings.steps_option
-    sets = (
-        f"{option} sets them"
-        if option in settings.command
-        else f"{option} isn't in the command; see steps_option"
-    )
-    outside = sorted({path for trial in trials for path in trial.outside})
+    steps = f"{first.steps if first.steps > 1 else 'unknown'}; {option} sets them"
+    if option not in settings.command:
+        steps = steps.replace("sets them", "isn't in the command; see steps_option")
+    outside = ", ".join(sorted({path for trial in trials for path in trial.outside}))
     longest = max(trial.seconds for trial in trials)
-    each = (
-        time_in_words(longest)
-        if first.ended
-        else f"more than {time_in_words(longest)}, when it was ended"
-    )
+    each = f"takes {time_in_words(longest)}"
+    if not first.ended:
+        each = f"takes more than {time_in_words(longest)}, when it was ended"
     few, many = [time_in_words(longest * math.ceil(runs / jobs)) for runs in (FEW_RUNS, MANY_RUNS)]
     words = {
         "metric": f"{metric}, of {first.file or 'the output'}"
         + f"; also there: {', '.join(others)}" * bool(others),
-        "steps": f"{first.steps}; {sets}" if first.steps > 1 else f"unknown; {sets}",
+        "steps": steps,
         "seed": seed_in_words(settings.command, metric, trials),
-        "data": f"outside the project: {short(', '.join(outside), 150)}"
+        "data": f"outside the project: {short(outside, 150)}"
         if outside
         else "none outside the project",
-        "a run": f"takes {each}; {plural(jobs, 'run')} at a time",
+        "a run": f"{each}; {plural(jobs, 'run')} at a time",
         "an answer": f"takes {few} if the effect is large, {many} if there is none",
     }
-    return [
-        line
-        for name, text in words.items()
-        for line in wrap(f"{name + ':':11}{text}", later_indent=" " * 11)
-    ]
+    lines = [wrap(f"{name + ':':11}{text}", later_indent=" " * 11) for name, text in words.items()]
+    return list(itertools.chain(*lines))
 
 
 def write_project(settings: Settings, metric: str) -> str:
@@ -192,11 +176,11 @@ def write_project(settings: Settings, metric: str) -> str:
     file = settings.root / "judge.toml"
     if file.exists():
         return "judge.toml stays as it is"
-    given = {name: getattr(settings, name) for name in KEYS}
     usual = Settings()
-    lines = [f"command = {json.dumps(settings.command)}", f"metric = {json.dumps(metric)}"]
-    for name, value in given.items():
-        if name not in ("command", "metric") and value != getattr(usual, name):
+    lines = []
+    for name in KEYS:
+        value = metric if name == "metric" else getattr(settings, name)
+        if value != getattr(usual, name):
             lines.append(f"{name} = {json.dumps(value)}")
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 'wrote judge.toml; next: judge compare --idea "OPTIONS, a patch or a branch"'
@@ -211,7 +195,7 @@ def main(argv: list[str]) -> int:
         base = read_variant(".", first, common)
         pool = open_pool([base], lock, settings, math.inf)
         trials = [make_trial(pool, base, seed, args.seconds) for seed in (1, 2)]
-    metric, others = choose_metric(settings, trials[0])
+    metric, others = choose_metric(settings.metric, list(trials[0].numbers))
     print("\n".join(report(settings, metric, others, trials, len(pool.slots))))
     print(write_project(settings, settings.metric or metric))
     return 0

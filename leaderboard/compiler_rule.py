@@ -2,9 +2,9 @@
 
 import ast
 import re
+import warnings
 
-from judge.logs.comparable import parse_source
-
+FLAGS = ("backend", "mode", "options", "dynamic", "fullgraph", None)  # of torch.compile; None: **flags
 # fullgraph=True only turns a graph break into an error
 ALLOWED_FLAGS = {"dynamic=False", "fullgraph=True"}
 # Environment variables of the compiler set torch._inductor.config, so they are forbidden too. There
@@ -24,7 +24,8 @@ def compiler_settings(source: bytes) -> list[str]:
     tree is searched. If this Python can't parse it, the only line says so.
     """
     try:
-        tree = parse_source(source)
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(source.decode("utf-8", "replace"))
     except SyntaxError as e:
         return [f"syntax that this Python can't parse in source line {e.lineno}"]
     lines = {}  # one message for all lines that do the same
@@ -33,62 +34,23 @@ def compiler_settings(source: bytes) -> list[str]:
     return [f"{what} in source line {', '.join(numbers)}" for what, numbers in lines.items()]
 
 
-def imports(tree: ast.AST):
-    """Yields (line, what is imported, its name in the source)."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            for alias in node.names:
-                yield node.lineno, module + alias.name, alias.asname or alias.name
-
-
-def full_name(node: ast.AST, names: dict[str, str]) -> str:
-    """What an expression like t.compile stands for: "torch.compile". "" if it isn't a name.
-
-    `names` maps names in the source to what they stand for.
-    """
-    if isinstance(node, ast.Attribute):
-        name = f"{full_name(node.value, names)}.{node.attr}"
-    else:
-        name = getattr(node, "id", "")
-    return names.get(name, name)
-
-
-def is_compile(name: str, imported: set[str]) -> bool:
-    """Whether it is torch.compile, or a method like model.compile. What a module that isn't PyTorch
-    calls compile, like re.compile, is neither."""
-    owner, _, attribute = name.rpartition(".")
-    return attribute == "compile" and (owner == "torch" or not {owner, name} & imported)
-
-
-def forbidden_flags(call: ast.Call, functions: list[str], imported: set[str]):
-    """Yields (line, flag) for flags of torch.compile that are not allowed.
-
-    `functions` are what a call like torch.compile(f, ...), partial(torch.compile, ...) or
-    model.compile(...) calls or passes on.
-    """
-    if not any(is_compile(name, imported) for name in functions if "." in name):
-        return
-    for keyword in call.keywords:
-        flag = f"{keyword.arg or '**'}={ast.unparse(keyword.value)}"
-        if flag not in ALLOWED_FLAGS:
-            yield keyword.value.lineno, f"torch.compile({flag})"
-
-
 def forbidden_settings(tree: ast.AST):
-    """Yields (line, what): uses of torch._inductor.config, and flags of torch.compile."""
-    names = {}
-    for line, imported, name in imports(tree):
-        names[name] = imported
-        if imported.startswith("torch._inductor.config"):
-            yield line, "torch._inductor.config"
-    modules = set(names.values())
+    """Yields (line, what): uses of torch._inductor.config, and flags of torch.compile(f, ...),
+    partial(torch.compile, ...) or model.compile(...)."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and full_name(node, names) == "torch._inductor.config":
+        # of an attribute, and of what is imported
+        names = [getattr(node, kind, None) or "" for kind in ("attr", "name", "module")]
+        if "_inductor" in ".".join(names).split("."):
             yield node.lineno, "torch._inductor.config"
-        elif isinstance(node, ast.Call):
-            functions = [full_name(function, names) for function in (node.func, *node.args)]
-            yield from forbidden_flags(node, functions, modules)
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            if "compile" in [alias.name for alias in node.names]:
+                yield node.lineno, "from torch import compile"
+        if isinstance(node, ast.Call):
+            called = [getattr(function, "attr", "") for function in (node.func, *node.args)]
+            for keyword in node.keywords if "compile" in called else []:
+                flag = f"{keyword.arg or '**'}={ast.unparse(keyword.value)}"
+                if keyword.arg in FLAGS and flag not in ALLOWED_FLAGS:
+                    yield keyword.value.lineno, f"torch.compile({flag})"
 
 
 def harmless_nodes(tree: ast.AST):
@@ -101,10 +63,6 @@ def harmless_nodes(tree: ast.AST):
             text = ast.unparse(node)
             if text == ALLOWED_CALL or text.startswith(READS):
                 yield from node.args
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-            yield node.slice  # os.environ["NAME"]
-        elif isinstance(node, ast.Compare):
-            yield node.left  # "NAME" in os.environ
         elif isinstance(node, ast.Expr):
             yield node.value
 

@@ -96,7 +96,9 @@ def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
     """
     runs = read_logs(paths, metric)
     check_sides([runs], ALLOWED)
-    losses = [finite_losses(run) for run in runs]
+    losses = [
+        {v.step: v.val_loss for v in run.validations if math.isfinite(v.val_loss)} for run in runs
+    ]
     results = []
     for step in sorted(set.intersection(*map(set, losses))):
         results.append(LossesAtStep(step, [found[step] for found in losses]))
@@ -107,11 +109,6 @@ def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
                 f"{run.name}: no finite val_loss at step {end}, the last of these runs; let it finish"
             )
     return Recipe(name, runs, results)
-
-
-def finite_losses(run: Log) -> dict[int, float]:
-    """By step."""
-    return {v.step: v.val_loss for v in run.validations if math.isfinite(v.val_loss)}
 
 
 # -----------------------------------------------------------------------------

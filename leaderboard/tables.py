@@ -6,7 +6,7 @@ import math
 import statistics
 
 from judge.logs.read import Log
-from leaderboard.rules import TimeSaved, Verdict
+from leaderboard.rules import Verdict
 from judge.stats.decide import P_VALUE
 from judge.text import p_text, plural, short, table, wrap
 
@@ -65,22 +65,16 @@ def summary_lines(verdict: Verdict) -> list[tuple[str, str]]:
         ("p-value", p_value),
         ("time", time),
     ]
-    if verdict.comparison:
-        lines += comparison_lines(verdict.comparison)
+    if comparison := verdict.comparison:
+        mean = statistics.fmean(comparison.prior)
+        saved = f"{comparison.saved:.3f} s ({comparison.saved / mean:.2%})"
+        test = "other session: not comparable"
+        if comparison.pairs:
+            p = p_text(comparison.p_value)
+            test = f"p {p} (t-test of {plural(comparison.pairs, 'pair')} that took turns)"
+        lines.append(("prior", f"mean {mean:.3f} s, {plural(len(comparison.prior), 'run')}"))
+        lines.append(("saved", f"{saved}, {test}"))
     return lines
-
-
-def comparison_lines(comparison: TimeSaved) -> list[tuple[str, str]]:
-    """The prior record's time and the time saved, as pairs (name, value)."""
-    mean = statistics.fmean(comparison.prior)
-    saved = f"{comparison.saved:.3f} s ({comparison.saved / mean:.2%})"
-    test = "other session: not comparable"
-    if comparison.pairs:
-        test = f"p {p_text(comparison.p_value)} (t-test of {plural(comparison.pairs, 'pair')} that took turns)"
-    return [
-        ("prior", f"mean {mean:.3f} s, {plural(len(comparison.prior), 'run')}"),
-        ("saved", f"{saved}, {test}"),
-    ]
 
 
 def print_summary(verdict: Verdict) -> None:

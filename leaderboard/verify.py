@@ -24,8 +24,8 @@ Exit status: 0 valid, 1 not valid, or not faster than the --against record (the 
 import argparse
 from pathlib import Path
 
-from judge.logs.comparable import add_metric, settle_metric
-from judge.logs.read import read_logs
+from judge.logs.comparable import add_metric
+from judge.logs.read import read_logs, signed
 from leaderboard import optimization
 from leaderboard.rules import judge_runs
 from leaderboard.tables import print_reasons, print_summary, print_table
@@ -49,7 +49,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.rule == "optimization" and args.target is not None:
         parser.error("--rule optimization has its own target; drop --target")
-    settle_metric(args)
+    args.metric = signed(args.metric, args.higher_is_better)
+    if args.higher_is_better and args.target:
+        args.target = -args.target
     if args.metric and args.rule == "record" and args.target is None:
         parser.error("--metric needs --target")
     return args

@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 from judge.logs.read import Log
 from judge.stats.decide import (
-    P_VALUE,
     P_WORTHLESS,
     Effect,
     Estimate,
@@ -14,8 +13,7 @@ from judge.stats.decide import (
     far_from_others,
     p_if_looked,
 )
-from judge.stats.summary import Summary, p_below, summarize
-from judge.logs.taking_turns import p_faster
+from judge.stats.summary import Summary, summarize
 from judge.text import p_text, short, table, wrap
 
 NO_INTERVAL = "no interval yet"
@@ -145,7 +143,7 @@ def slope_in_words(slope: Slope | None) -> str:
 
 
 # -----------------------------------------------------------------------------
-# What a record needs
+# Losses against a target
 
 
 def end_losses(logs: list[Log]) -> list[float]:
@@ -181,64 +179,22 @@ def target_of(given: float | None, logs: list[Log]) -> float | None:
     return given or logs[0].target
 
 
-def p_of_losses(logs: list[Log], target: float | None, looks: bool) -> float | None:
-    """Of a mean below the target; with `looks`, however often one looks."""
-    if target is None or not looks:
-        return p_below(end_losses(logs), target)
-    return p_if_looked(end_losses(logs), target)
-
-
-def record_table(sides: dict[str, list[Log]], target: float | None, looks: bool) -> list[str]:
-    """A row for each side, with its p-value for a mean loss below the target."""
+def target_table(sides: dict[str, list[Log]], given: float | None, looks: bool) -> list[str]:
+    """A row for each side, with the p-value for a mean loss below the target; with `looks`, however often one
+    looks. The first side is the base."""
+    base = next(iter(sides.values()))
+    target = target_of(given, base)
     p = "p" if target is None else f"p (below {target:g})"
     rows = [("", "runs", "mean loss", "sd", p, "time")]
     for name, logs in sides.items():
         found = summary_of(logs, target)
         sd = "-" if found.loss_std is None else f"{found.loss_std:.4f}"
         time = "-" if found.time_mean is None else f"{found.time_mean:.3f} s"
-        p = p_text(p_of_losses(logs, target, looks))
-        rows.append((f"  {short(name, 16)}", str(found.n), f"{found.loss_mean:.4f}", sd, p, time))
-    return table(rows, "<>>>>>")
-
-
-def record_in_words(
-    name: str, logs: list[Log], target: float, pairs: list[tuple[Log, Log]], looks: bool
-) -> str:
-    """Whether the runs show what a record needs. `pairs` are runs of the idea and of the base that took
-    turns; [] if there are none, so that times can't be compared. `looks`: the runs came one by one, and
-    somebody looked."""
-    p_loss = p_of_losses(logs, target, looks)
-    reached = p_loss is not None and p_loss < P_VALUE
-    test = f"p = {p_text(p_loss)}"
-    if not looks:
-        test += f"; if you looked more than once, p <= {p_text(p_of_losses(logs, target, True))}"
-    loss = f"the mean loss is {'' if reached else 'not shown to be '}below {target:g} ({test})"
-    timed, timed_base = [[pair[side] for pair in pairs] for side in (0, 1)]
-    times, base_times = end_times(timed), end_times(timed_base)
-    if not (times and base_times):
-        return f"{name}: {loss}."
-    saved = statistics.fmean(base_times) - statistics.fmean(times)
-    p_time = p_faster(pairs)
-    faster = p_time is not None and p_time < P_VALUE
-    valid = reached and faster and count_sources(logs) == 1
-    record = "has what a record needs" if valid else "isn't a record"
-    time = f"a run takes {abs(saved):.3f} s {'less' if saved > 0 else 'more'} (p = {p_text(p_time)})"
-    return f"{name} {record}: {loss}, and {time}."
-
-
-def record_lines(
-    sides: dict[str, list[Log]],
-    pairs: dict[str, list[tuple[Log, Log]]],
-    given_target: float | None,
-    looks: bool,
-) -> list[str]:
-    """Whether ideas would be records, and a table. The first side is the base. See record_in_words."""
-    base, *ideas = sides
-    target = target_of(given_target, sides[base])
-    lines = []
-    for name in ideas if target is not None else []:
-        lines += wrap(record_in_words(name, sides[name], target, pairs[name], looks))
-    lines += record_table(sides, target, looks)
-    if not (given_target or target is None or "target_val_loss" in sides[base][0].hyperparameters):
+        p = p_if_looked(end_losses(logs), target) if target and looks else found.p_value
+        rows.append(
+            (f"  {short(name, 16)}", str(found.n), f"{found.loss_mean:.4f}", sd, p_text(p), time)
+        )
+    lines = table(rows, "<>>>>>")
+    if not (given or target is None or "target_val_loss" in base[0].hyperparameters):
         lines.append(f"The target {target:g} is assumed; --target changes it.")
     return lines

@@ -23,7 +23,7 @@ compare passes all options that it doesn't know to the runs: --num_iterations 20
 The command is that of judge.toml, which judge init writes, or --command. {seed} in it becomes the seed, and
 {options} those of the base or the idea. It runs in a copy of the folder, so later edits change no run. What
 git ignores in data/ is linked. A run is one command, or one of {runs}. Its log is the file that it writes
-below logs/, or else its output. Its losses stand in lines like step:S/N val_loss:L, and its times are
+below logs/, or else its newest file of JSON lines, or else its output. Its losses stand in lines like step:S/N val_loss:L, and its times are
 train_time:Tms in the same lines. --metric judges another number than the validation loss. A run counts only
 with a seed of its own, which takes effect. A command without {seed} needs --no_seed.
 
@@ -66,7 +66,7 @@ from judge.compare.ledger import (
     with_answers,
     write_ledger,
 )
-from judge.compare.measuring import touches_measure
+from judge.compare.changed_evaluation import touches_measure
 from judge.compare.pairs import (
     Comparison,
     answer_needs_slope,
@@ -75,9 +75,9 @@ from judge.compare.pairs import (
     undecided,
     wanted_runs,
 )
-from judge.project import TEXTS, Settings, add_run_options, read_settings
+from judge.settings import TEXTS, Settings, add_run_options, read_settings
 from judge.runs.make import Pool, locked_folder, make_runs, open_pool, show_line, why_again
-from judge.runs.sources import (
+from judge.runs.variants import (
     Variant,
     check_settings,
     check_validation,
@@ -87,17 +87,17 @@ from judge.runs.sources import (
     tell_apart,
     with_steps,
 )
-from judge.compare.step_times import add_all_times, steps_to_time
+from judge.compare.step_times import add_all_times
 from judge.compare.answer import (
     NO_SEED,
     answer_in_words,
     end_as_json,
     other_steps,
-    record_lines,
     slope_in_words,
+    target_table,
     warnings_in_words,
 )
-from judge.stats.decide import SLOPE_FACTOR, Effect
+from judge.stats.decide import SLOPE_FACTOR, Effect, rounding
 from judge.commands import (
     UserError,
     command_parser,
@@ -123,8 +123,7 @@ def refuse(message: str):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("compare", __doc__)
-    parser.error = refuse
+    parser = command_parser("compare", __doc__, refuse)
     add = parser.add_argument
     source = "[NAME=]SOURCE"
     base = "what to compare with; default: the working tree, or the last commit without --idea"
@@ -136,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the "
     slope += "number of steps can be set by --num_iterations"
     add("--loss_per_100_steps", type=positive, metavar="LOSS", help=slope)
-    target = "the loss that a record needs; default: that of the logs, or 3.28"
+    target = "shows whether the mean losses are below this; default: that of the logs, or 3.28"
     add("--target", type=positive, metavar="LOSS", help=target)
     for side in ("base", "idea"):
         logs = f"logs of finished runs of the {side}, or folders of them"
@@ -227,9 +226,10 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
         print(f"training again, because {changed}", file=sys.stderr)
     if fewer and not args.runs:
         check_settings([fewer, more], again=True)  # there may be too few data
-    c = Comparison(args, pool, base, ideas, fewer, more, warnings)
+    asked = (args.seed, args.runs, args.until, args.loss_per_100_steps)
+    c = Comparison(pool, base, ideas, *asked, fewer, more, warnings)
     for idea in ideas:
-        idea.before = seeds_of_other_tests(c, idea)
+        idea.before = seeds_of_other_tests(c, args, idea)
     return c
 
 
@@ -237,19 +237,19 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
 # Runs
 
 
-def make_all_runs(c: Comparison) -> None:
+def make_all_runs(c: Comparison, gate: bool) -> None:
     """Makes runs until all ideas are decided, and those for the slope if the answer needs them. Raises
     UserError."""
 
     def show():
-        show_line(progress(c, steps_to_time(c)))
+        show_line(progress(c))
 
     show()
     make_runs(c.pool, lambda: wanted_runs(c), show)
-    if answer_needs_slope(c):
+    if answer_needs_slope(c) and not gate:
         make_runs(c.pool, lambda: slope_runs(c), show)
     if c.pool.late() and undecided(c):
-        c.notes.append(f"Stopped after --hours {c.args.hours:g}.")
+        c.notes.append(f"Stopped after --hours {c.pool.hours:g}.")
 
 
 # -----------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def make_all_runs(c: Comparison) -> None:
 def test_in_words(c: Comparison, effects: list[Effect]) -> str:
     other_tests = any(idea.before for idea in c.ideas)
     bounds = "In parentheses: bounds, each of them wrong at most 1 time in 100"
-    if c.args.runs and not other_tests:
+    if c.runs and not other_tests:
         bounds = "In parentheses: 99% confidence intervals"
     if len(c.ideas) > 1:
         pairs = ", ".join(f"{short(effect.name, 30)} {effect.n}" for effect in effects)
@@ -268,7 +268,7 @@ def test_in_words(c: Comparison, effects: list[Effect]) -> str:
     test = f"one-sided p = {p_text(effect.p)}, however often you look"
     if other_tests:
         test += ", after other tests of this idea, so all its pairs count, and p must be below 0.005"
-    elif c.args.runs:
+    elif c.runs:
         test = f"p = {p_text(effect.p)} by a {'paired' if c.paired else 'Welch'} t-test, for one look"
     return f"{effect.n} pairs of runs, {test}. {bounds}."
 
@@ -324,7 +324,7 @@ def comparison_as_json(c: Comparison) -> bytes:
         runs[variant.name] = [{"seed": seed, **end_as_json(log)} for seed, log in logs]
     slope = c.slope()
     found = {
-        "until": c.args.until,
+        "until": c.until,
         "base": c.base.name,
         "slope": slope and asdict(slope),
         "ideas": [asdict(effect) for effect in c.effects()],
@@ -335,24 +335,24 @@ def comparison_as_json(c: Comparison) -> bytes:
     return as_json(found)
 
 
-def answer_lines(c: Comparison, ledger: list[Row]) -> list[str]:
+def answer_lines(c: Comparison, args: argparse.Namespace, ledger: list[Row]) -> list[str]:
     effects = c.effects()
-    if c.args.gate:
+    if args.gate:
         verdict = effects[0].verdict if effects else "undecided"
         return [verdict, *loop_in_words(ledger)]
     if not effects:
         return [TOO_EARLY.capitalize(), *c.notes]
     lines = [line for text in c.warnings for line in wrap(text)]
-    lines += answer_in_words(
-        effects, c.args.until, test_in_words(c, effects), facts_in_words(c, ledger)
-    )
+    losses = [log.end.val_loss for v in [c.base, *c.ideas] for log in v.runs.values()]
+    if rounding(losses) >= 0.01 and "identical" in [effect.verdict for effect in effects]:
+        lines += wrap("Warning: the logs show two decimals or fewer, so small differences don't show.")
+    lines += answer_in_words(effects, c.until, test_in_words(c, effects), facts_in_words(c, ledger))
     for idea in c.ideas:
         if c.effect(idea) is None:
             lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
-    if c.args.target:
+    if args.target:
         sides = {v.name: list(v.runs.values()) for v in [c.base, *c.ideas] if v.runs}
-        pairs = {v.name: [(v.runs[seed], c.base.runs[seed]) for seed in v.timed] for v in c.ideas}
-        lines += ["", *record_lines(sides, pairs, c.args.target, looks=not c.args.runs)]
+        lines += ["", *target_table(sides, args.target, looks=not c.runs)]
     return lines
 
 
@@ -369,14 +369,14 @@ def main(argv: list[str]) -> int:
     with locked_folder(settings) as lock:
         c = set_up(args, common, settings, lock)
         try:
-            make_all_runs(c)
-            add_all_times(c)
+            make_all_runs(c, args.gate)
+            add_all_times(c, args)
         except KeyboardInterrupt:
             status = 130
             c.notes.append("Interrupted; run the same command again to continue.")
         show_line()
-        ledger = with_answers(c)
-        lines = answer_lines(c, ledger)
+        ledger = with_answers(c, args)
+        lines = answer_lines(c, args, ledger)
         try:
             print("\n".join(lines), flush=True)
         finally:

@@ -18,9 +18,9 @@ from judge.compare.answer import (
     end_losses,
     end_times,
     other_steps,
-    record_lines,
     summary_of,
     target_of,
+    target_table,
     warnings_in_words,
 )
 from judge.logs.read import Log, read_logs
@@ -28,7 +28,7 @@ from judge.stats.decide import add_times, given_slope, look_once
 from judge.logs.taking_turns import log_ratios, turns
 from judge.commands import UserError
 from judge.files import write_file
-from judge.project import Settings
+from judge.settings import Settings
 from judge.text import as_json, wrap
 
 OTHER_SESSION = (
@@ -47,14 +47,8 @@ def read_sides(args: argparse.Namespace, stops_early: bool) -> dict[str, list[Lo
     for side, logs in sides.items():
         if len(logs) < 2:
             raise UserError(f"the {side} has one run; give two or more")
-    tolerated = set(MACHINE)
-    if args.target:
-        tolerated.add("target_val_loss")
-    if stops_early:
-        tolerated.add("stops early")
-    if args.no_seed:
-        tolerated.add("seed")
-    check_sides(list(sides.values()), tolerated)
+    given = {"target_val_loss": args.target, "stops early": stops_early, "seed": args.no_seed}
+    check_sides(list(sides.values()), MACHINE.union(name for name in given if given[name]))
     for side, logs in sides.items():
         if len(set(end_losses(logs))) < 2:
             raise UserError(f"the losses of the {side} are all equal, so there is no test")
@@ -109,7 +103,7 @@ def compare_logs(args: argparse.Namespace, settings: Settings) -> int:
     if args.gate:
         print(effect.verdict)
     else:
-        lines = record_lines(sides, {"idea": pairs}, args.target, looks=False)
+        lines = target_table(sides, args.target, looks=False)
         facts = [*facts_in_words(sides, slope is not None), where, ONE_LOOK]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
         lines = [*wrap(NO_SEED if args.no_seed else ""), *lines]

@@ -5,6 +5,7 @@ A loop that tries ideas all night needs it: it says how often the loop errs, and
 first line.
 """
 
+import argparse
 import contextlib
 import csv
 import io
@@ -15,7 +16,8 @@ from operator import itemgetter
 from pathlib import Path
 
 from judge.compare.pairs import Comparison
-from judge.runs.sources import Variant, git
+from judge.runs.copies import git
+from judge.runs.variants import Variant
 from judge.stats.decide import P_VALUE
 from judge.commands import UserError
 from judge.files import without_windows, write_file
@@ -63,12 +65,12 @@ def commit_of(variant: Variant, text: str) -> str:
     return commit if re.fullmatch("[0-9a-f]{40}", commit) else ""
 
 
-def seeds_of_other_tests(c: Comparison, idea: Variant) -> list[int]:
+def seeds_of_other_tests(c: Comparison, args: argparse.Namespace, idea: Variant) -> list[int]:
     """The seeds of the tests of this idea that began with another seed, or had another --runs."""
     seeds = []
-    key = (c.base.key(), idea.key(), c.args.metric)
-    for row in read_ledger(c.args.ledger):
-        same = IDEA(row) == key and (row["text"] == CONFIRMATION) == c.args.confirm
+    key = (c.base.key(), idea.key(), args.metric)
+    for row in read_ledger(args.ledger):
+        same = IDEA(row) == key and (row["text"] == CONFIRMATION) == args.confirm
         if same and TEST(row) != test_of(c):
             first = int(row["seed"])
             seeds += range(first, first + int(row["pairs"]))
@@ -76,25 +78,25 @@ def seeds_of_other_tests(c: Comparison, idea: Variant) -> list[int]:
 
 
 def test_of(c: Comparison) -> tuple[str, str]:
-    return str(c.args.seed), str(c.args.runs or "")
+    return str(c.seed), str(c.runs or "")
 
 
-def with_answers(c: Comparison) -> list[Row]:
+def with_answers(c: Comparison, args: argparse.Namespace) -> list[Row]:
     """The ledger with a line for each idea that has an answer, unless it says that already. Raises UserError."""
-    rows = read_ledger(c.args.ledger)
-    for idea, text in zip(c.ideas, c.args.idea or ["."]):
+    rows = read_ledger(args.ledger)
+    for idea, text in zip(c.ideas, args.idea or ["."]):
         effect = c.effect(idea)
-        goes_on = c.args.confirm and not c.args.runs  # with the same seeds, by the same command
+        goes_on = args.confirm and not c.runs  # with the same seeds, by the same command
         if effect is None or goes_on and effect.verdict == "undecided":
             continue
         values = [
             date.today(),
             c.base.key(),
-            commit_of(c.base, c.args.base or ""),
+            commit_of(c.base, args.base or ""),
             idea.key(),
-            CONFIRMATION if c.args.confirm else " ".join(text.split()),
-            c.args.metric,
-            c.args.until,
+            CONFIRMATION if args.confirm else " ".join(text.split()),
+            args.metric,
+            c.until,
             effect.verdict,
             *(f"{number:.5f}" for number in asdict(effect.difference).values()),
             *test_of(c),

@@ -10,14 +10,13 @@ A command makes one run, so its chunks have one. Which variant is first alternat
 that slow drifts of the machine cancel in the times.
 """
 
-import argparse
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from judge.runs.make import Pool, runs_a_process
-from judge.runs.sources import Variant
+from judge.runs.variants import Variant
 from judge.stats.decide import (
     FEWEST_SLOPES,
     LARGEST_SLOPE_ERROR,
@@ -33,9 +32,6 @@ from judge.stats.decide import (
 )
 from judge.text import plural, short
 
-# Before the first pairs: of mini's losses with two seeds' differences, and what 1% of its steps is worth
-USUAL_SD = 0.005
-USUAL_SLOPE = Slope(-0.123, error=0.0, n=0)
 FIRST_PAIRS = 4  # as many decide whether losses are identical, and whether a slope may be needed
 MOST_SLOPES = 24  # seeds
 UNLIMITED = 1_000_000  # pairs
@@ -50,10 +46,13 @@ def losses(variant: Variant, seeds: list[int]) -> list[float]:
 class Comparison:
     """What is compared, and what is known so far."""
 
-    args: argparse.Namespace
     pool: Pool
     base: Variant
     ideas: list[Variant]
+    seed: int  # the first one
+    runs: int | None  # exactly so many pairs, and one look
+    until: float  # the smallest saving of steps that matters
+    loss_per_100_steps: float | None
     fewer: Variant | None = None  # the base with fewer steps; None if its runs don't measure the slope
     more: Variant | None = None
     warnings: list[str] = field(default_factory=list)  # before the answer
@@ -72,7 +71,7 @@ class Comparison:
 
     def seeds(self, *variants: Variant) -> list[int]:
         """Those from the first one on, up to the first that one of these variants hasn't run."""
-        seeds = itertools.count(self.args.seed)
+        seeds = itertools.count(self.seed)
         return list(itertools.takewhile(lambda seed: all(seed in v.runs for v in variants), seeds))
 
     def steps(self, variant: Variant) -> int | None:
@@ -88,8 +87,8 @@ class Comparison:
         return len(self.seeds(self.fewer, self.more))
 
     def slope(self) -> Slope | None:
-        if self.args.loss_per_100_steps:
-            return given_slope(self.args.loss_per_100_steps, self.steps(self.base) or 1)
+        if self.loss_per_100_steps:
+            return given_slope(self.loss_per_100_steps, self.steps(self.base) or 1)
         if self.fewer is None or self.slopes() < FEWEST_SLOPES:
             return None
         width = math.log(self.more.num_iterations() / self.fewer.num_iterations())
@@ -98,7 +97,7 @@ class Comparison:
 
     def count(self, idea: Variant) -> int:
         """How many pairs of runs, of the idea and of the base at the same seeds."""
-        return min(len(self.seeds(idea, self.base)), self.args.runs or UNLIMITED)
+        return min(len(self.seeds(idea, self.base)), self.runs or UNLIMITED)
 
     def effect(self, idea: Variant) -> Effect | None:
         """None if it takes more runs to say anything.
@@ -107,7 +106,7 @@ class Comparison:
         --runs may be wrong half as often as allowed, and so may what comes after it.
         """
         n = self.count(idea)
-        if n < max(2, self.args.runs or 0):
+        if n < max(2, self.runs or 0):
             return None
         before = [seed for seed in idea.before if seed in idea.runs and seed in self.base.runs]
         seeds = list(dict.fromkeys([*before, *self.seeds(idea, self.base)[:n]]))
@@ -115,13 +114,13 @@ class Comparison:
         slope = self.slope()
         own_steps = self.steps(idea) / self.steps(self.base)
         ideas = len(self.ideas)
-        if self.args.runs and not idea.before:
+        if self.runs and not idea.before:
             effect = look_once(idea.name, *pairs, self.paired, slope, ideas, own_steps)
         elif own_steps != 1 and slope is None and slope_runs(self):
             return None
         else:
             tests = 2 if idea.before else 1
-            effect = analyse(idea.name, *pairs, slope, self.args.until, tests * ideas, own_steps)
+            effect = analyse(idea.name, *pairs, slope, self.until, tests * ideas, own_steps)
         if idea.log_ratios:
             add_times(effect, idea.log_ratios, ideas)
         return effect
@@ -139,8 +138,8 @@ def undecided(c: Comparison) -> list[Variant]:
     """The ideas that need more runs."""
     waiting = []
     for idea in c.ideas:
-        if c.args.runs:
-            needed = c.count(idea) < c.args.runs
+        if c.runs:
+            needed = c.count(idea) < c.runs
         else:
             effect = c.effect(idea)
             identical = effect and effect.verdict == "identical"
@@ -153,14 +152,14 @@ def undecided(c: Comparison) -> list[Variant]:
 
 def slope_runs(c: Comparison) -> list[tuple[Variant, range]]:
     """The runs of the base with fewer and with more steps that the slope still needs. With --runs, none."""
-    if c.fewer is None or c.args.runs:
+    if c.fewer is None or c.runs:
         return []
     n = c.slopes()
     slope = c.slope()
     if n >= MOST_SLOPES or (slope is not None and slope.error <= LARGEST_SLOPE_ERROR):
         return []
     wanted = n - n % FEWEST_SLOPES + FEWEST_SLOPES  # some of them may be under way
-    seeds = range(c.args.seed, c.args.seed + wanted)
+    seeds = range(c.seed, c.seed + wanted)
     return [(c.fewer, seeds), (c.more, seeds)]
 
 
@@ -169,8 +168,8 @@ def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
     waiting = undecided(c)
     if not waiting:
         return
-    first = c.args.seed
-    last = first + (c.args.runs or UNLIMITED)
+    first = c.seed
+    last = first + (c.runs or UNLIMITED)
     done = min(c.count(idea) for idea in waiting)
     if done >= FIRST_PAIRS or any(c.steps(idea) != c.steps(c.base) for idea in waiting):
         yield from slope_runs(c)
@@ -187,60 +186,42 @@ def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
 
 def answer_needs_slope(c: Comparison) -> bool:
     """To say what a difference in loss is worth in steps."""
-    return not c.args.gate and any(effect.verdict in ("helps", "hurts") for effect in c.effects())
+    return any(effect.verdict in ("helps", "hurts") for effect in c.effects())
 
 
 # -----------------------------------------------------------------------------
 # In words
 
 
-def goal_if_known(c: Comparison) -> float | None:
-    """The loss that --until is worth, about; None if nothing turns losses into steps."""
-    if c.fewer is None and not c.args.loss_per_100_steps:
-        return None
-    return goal_in_loss(c.slope() or USUAL_SLOPE, c.args.until)
-
-
-def pairs_expected(c: Comparison, idea: Variant) -> int:
-    """About how many pairs it takes in all, if the losses go on like this, or if the idea does nothing."""
-    if c.args.runs:
-        return c.args.runs
-    mean, sd = 0.0, USUAL_SD
+def pairs_expected(c: Comparison, idea: Variant) -> int | None:
+    """About how many pairs it takes in all, if the losses go on like this; None as long as nobody can know."""
+    if c.runs:
+        return c.runs
     effect = c.effect(idea)
-    if effect is not None and effect.n >= FIRST_PAIRS:
-        mean, sd = effect.difference.value, max(effect.sd, 1e-6)
-    return max(c.count(idea) + 1, pairs_for(mean, sd, goal_if_known(c), len(c.ideas)))
+    slope = c.slope()
+    if slope is None or effect is None or effect.n < FIRST_PAIRS:
+        return None
+    goal = goal_in_loss(slope, c.until)
+    expected = pairs_for(effect.difference.value, max(effect.sd, 1e-6), goal, len(c.ideas))
+    return max(c.count(idea) + 1, expected)
 
 
-def runs_left(c: Comparison) -> int:
-    """About how many runs are missing, those for the slope included."""
+def progress(c: Comparison) -> str:
+    """The idea with the fewest pairs of those that are still undecided, and what is left of everything, the runs
+    for the slope included."""
     waiting = undecided(c)
-    pairs = [pairs_expected(c, idea) for idea in waiting]
-    wanted = [(idea, range(n)) for idea, n in zip(waiting, pairs)]
-    wanted.append((c.base, range(max(pairs, default=0))))
-    if waiting or answer_needs_slope(c):
-        wanted += slope_runs(c)
-    return sum(max(0, len(seeds) - len(c.seeds(variant))) for variant, seeds in wanted)
-
-
-def progress(c: Comparison, steps_to_time: int) -> str:
-    """The idea with the fewest pairs of those that are still undecided, and what is left of everything.
-    `steps_to_time` are those that will be timed after the runs."""
-    runs = runs_left(c)
-    steps = c.steps(c.base) or steps_to_time or 1
-    times = " and times" if steps_to_time else ""
-    left = f"{c.pool.time_left(runs + round(steps_to_time / steps))}: {plural(runs, 'run')}{times}"
-    waiting = undecided(c)
+    expected = [pairs_expected(c, idea) for idea in waiting]
+    left = f"{c.pool.minutes() / 60:.1f} h so far"
+    if None not in expected:
+        wanted = [*zip(waiting, expected), (c.base, max(expected, default=0))]
+        wanted += [(variant, len(seeds)) for variant, seeds in slope_runs(c)]
+        runs = sum(max(0, n - len(c.seeds(variant))) for variant, n in wanted)
+        left = f"{c.pool.time_left(runs)}: {plural(runs, 'run')}"
     if not waiting:
         return f"what a step is worth, {left}"
-    idea = min(waiting, key=lambda idea: c.count(idea))
-    known = f"{short(idea.name, 14)}: {c.count(idea)}"
-    if goal_if_known(c) is None and not c.args.runs:  # it may go on forever
-        left = f"{c.pool.minutes() / 60:.1f} h so far"
-    else:
-        known += f" of about {pairs_expected(c, idea)}"
-    known += " pairs"
+    idea = min(waiting, key=c.count)
     effect = c.effect(idea)
-    if effect is not None:
-        known += f", loss {effect.difference.value:+.4f}"
-    return f"{known}, {left}"
+    loss = f"loss {effect.difference.value:+.4f}, " if effect else ""
+    about = pairs_expected(c, idea)
+    of = f" of about {about}" if about else ""
+    return f"{short(idea.name, 14)}: {c.count(idea)}{of} pairs, {loss}{left}"

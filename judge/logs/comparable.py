@@ -5,11 +5,8 @@ All commands that read logs use this. Each says only which differences it tolera
 """
 
 import argparse
-import ast
-import functools
 import math
 import re
-import warnings
 from collections.abc import Collection, Iterator
 
 from judge.logs.read import Log, what_is_there
@@ -47,16 +44,6 @@ def add_metric(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--higher_is_better", action="store_true", help=higher)
 
 
-def settle_metric(args: argparse.Namespace) -> None:
-    """Makes lower numbers better: with --higher_is_better, metric and target are negative."""
-    if args.higher_is_better and not args.metric:
-        raise UserError("--higher_is_better needs --metric NAME")
-    if args.higher_is_better:
-        args.metric = f"-{args.metric}"
-        if "target" in args and args.target:
-            args.target = -args.target
-
-
 def judged_in_words(logs: list[Log]) -> str:
     """Which number counts."""
     steps = sorted({log.end.step for log in logs} - {1})
@@ -76,47 +63,14 @@ def not_whole(log: Log, stops_early: bool = False) -> str:
 
 def val_tokens(log: Log) -> int | None:
     """Tokens in a validation. Other programs have no hyperparameters, so their source counts."""
-    if "val_tokens" in log.hyperparameters:
-        return log.hyperparameters["val_tokens"]
-    return val_tokens_of_source(log.source or b"")
+    return log.hyperparameters.get("val_tokens", val_tokens_of_source(log.source or b""))
 
 
-def parse_source(source: bytes) -> ast.AST:
-    with warnings.catch_warnings(action="ignore"):
-        return ast.parse(source.decode("utf-8", "replace"))
-
-
-def assignments(tree: ast.AST):
-    """Yields (name, value) of c = value, self.c: int = value, f(c=value) and the like."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword):
-            yield node.arg, node.value
-        elif isinstance(node, ast.Assign):
-            yield from ((ast.unparse(target), node.value) for target in node.targets)
-        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
-            yield ast.unparse(node.target), node.value
-
-
-@functools.cache
 def val_tokens_of_source(source: bytes) -> int | None:
     """None if it assigns no number to val_tokens, or several. Products like 20 * 524288 are computed."""
-    try:
-        assigned = list(assignments(parse_source(source)))
-    except SyntaxError:
-        return None
-    values = [value for name, value in assigned if name and name.split(".")[-1] == "val_tokens"]
-    found = {*map(constant_value, values)} - {None}
+    assigned = re.findall(rb"^[^#\n]*\bval_tokens\b[^=\n]*=\s*([\d_* ]+?)\s*[,)#\n]", source + b"\n", re.MULTILINE)
+    found = {math.prod(map(int, numbers.split(b"*"))) for numbers in assigned}
     return found.pop() if len(found) == 1 else None
-
-
-def constant_value(node: ast.AST) -> int | None:
-    """The value of a number or of a product. None for others."""
-    match node:
-        case ast.Constant(int(number)):
-            return number
-        case ast.BinOp(left, ast.Mult(), right):
-            factors = [constant_value(left), constant_value(right)]
-            return None if None in factors else math.prod(factors)
 
 
 def traits(log: Log) -> dict:

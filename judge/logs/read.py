@@ -18,14 +18,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from judge.logs.lines import NUMBER, Line, find_lines, joined, plain
+from judge.logs.lines import NUMBER, Line, find_lines, joined, named_numbers, plain
 from judge.commands import UserError
 from judge.files import without_windows
 from judge.text import short
 
 SUFFIXES = (".txt", ".log", ".out")  # of the logs in a folder
-# What is often in a folder of logs, and never a log
-BESIDE_LOGS = (".md", ".png", ".json", ".py", ".pt")
 DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
 TIMES = re.compile(rf" train_time:({NUMBER})(ms|s)\b(?: step_avg:({NUMBER})ms)?")
@@ -39,7 +37,7 @@ CPU_KINDS = {
     "avx2": "AVX2",
     "bf16": "bf16",  # ARM
 }
-PROCESSES = re.compile(r"^(\d+) process(?:es)? on cuda", re.MULTILINE)
+PROCESSES = re.compile(r"^(?:resume: .*\bon )?(\d+) process", re.MULTILINE)
 RESUME = re.compile(r"^(resume: .*)", re.MULTILINE)
 GPU_ROW = re.compile(
     r"^\|? *(\d+) +((?:NVIDIA|Tesla|GeForce|Quadro)\b\S*(?: \S+)*?)(?: {2,}| +(?:On|Off)\b)",
@@ -55,6 +53,14 @@ SEPARATOR = re.compile(rb"^={100,} *(?:\n|\Z)", re.MULTILINE)  # below each sour
 HEADER = re.compile(rb"Running py(?:thon|torch) ", re.IGNORECASE)
 # The heading of a source with its name. A log of a single script has none.
 NEXT_SOURCE = re.compile(rb"\n\n-{20,}\n# ([\w./-]+)\n-{20,}\n\n")
+
+
+def signed(metric: str, higher_is_better: bool) -> str:
+    """What parse_log reads, whose lower numbers are better: "-NAME" is the negative of a metric. Raises
+    UserError."""
+    if higher_is_better and not metric:
+        raise UserError("--higher_is_better needs --metric NAME")
+    return f"-{metric}" if higher_is_better else metric
 
 
 class NoLog(UserError):
@@ -173,12 +179,6 @@ class Log:
         default = DEFAULT_TARGET if "loss" in self.metric or not self.metric else None
         return self.hyperparameters.get("target_val_loss", default)
 
-    def negate(self) -> None:
-        """Makes lower numbers better."""
-        self.metric = f"-{self.metric}"
-        for validation in self.validations:
-            validation.val_loss *= -1
-
 
 def contradicts_itself(v: Validation) -> bool:
     """Whether the time isn't that of the steps, by far. In 1,700 runs of modded-nanogpt it is 0.9 to 1.4
@@ -203,33 +203,23 @@ def named_sources(text: bytes, name: str) -> list[tuple[str, bytes]]:
 
 
 def split_sources(data: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
-    """Splits a log into its sources, as in Log.sources, and the rest.
-
-    Without a line of `=` there is no source.
-    """
-    start = 0
-    newline = 1  # logs print the source, and print adds a newline
-    ends = list(SEPARATOR.finditer(data))
-    if ends and ends[0].start() == 0:
-        # The oldest logs start with a separator and write the source without a newline
-        start = ends.pop(0).end()
-        newline = 0
-    if not ends:
+    """Splits a log into its sources, as in Log.sources, and the rest: the sources stand above lines of `=`, and
+    the header below the last one."""
+    first = SEPARATOR.match(data)  # the oldest logs begin with one
+    data = data[first.end() :] if first else data
+    parts = SEPARATOR.split(data)
+    headers = [i for i, part in enumerate(parts) if HEADER.match(part)]
+    count = [*headers, min(1, len(parts) - 1)][0]
+    if count == 0:
         return [], data
-    # If the header comes below a later separator, there are several sources above it
-    first_step = data.find(b"\nstep:", ends[0].end())
-    last = 0
-    for i, end in enumerate(ends):
-        if end.end() <= first_step and HEADER.match(data, end.end()):
-            last = i
-            break
+    *texts, rest = SEPARATOR.split(data, count)
     sources = []
-    for end in ends[: last + 1]:
+    for text in texts:
         # Without a heading, all that is known of a name is the order
         name = f"source_{len(sources) + 1}.py" if sources else "train_gpt.py"
-        sources += named_sources(data[start : end.start() - newline], name)
-        start = end.end()
-    return sources, data[start:]
+        # logs print the source, and print adds a newline, but in the oldest ones
+        sources += named_sources(text if first else text[:-1], name)
+    return sources, rest
 
 
 # -----------------------------------------------------------------------------
@@ -274,10 +264,7 @@ def find_later_machines(run: str, first: str, torch: list[str]) -> list[str]:
     later = []
     parts = RESUME.split(run)
     for part, resume in zip(parts[::2], parts[1::2]):
-        hardware = find_hardware(part) or first
-        processes = re.search(r"\bon (\d+) process", resume)
-        if processes:
-            hardware = re.sub(r"^\d+x ", f"{processes[1]}x ", hardware)
+        hardware = find_hardware(part + resume) or first
         versions = [version for version in TORCH.findall(part + resume) if version not in torch]
         later += [hardware] * (hardware != first) + [f"PyTorch {version}" for version in versions]
     return list(dict.fromkeys(later))
@@ -402,19 +389,16 @@ def find_validations(path: Path, lines: list[Line], name: str) -> list[Validatio
 def find_units(lines: list[Line], name: str) -> dict[str, float]:
     """The loss divided by other numbers in its lines, where that is the same at the first and at the last
     loss: nats per token divided by bits per byte, for example."""
-    found = []
-    for line in lines:
-        numbers = re.findall(rf"(\w*[a-z])[\"']?[:= |]+({NUMBER})\b", line.text, re.IGNORECASE)
-        for loss in [float(number) for other, number in line.losses if other == name]:
-            found.append({"": loss} | {other: loss / float(x) for other, x in numbers if float(x)})
-    first, last = [*found[:1], *found[-1:]] or [{}, {}]
-    if first.get("") == last.get(""):
+    losses = [(float(dict(line.losses)[name]), line) for line in lines if name in dict(line.losses)]
+    if not losses or losses[0][0] == losses[-1][0]:
         return {}
-    return {
-        other: first[other]
-        for other in first
-        if math.isclose(first[other], last.get(other, 0), rel_tol=0.005)
-    }
+    found = []
+    for loss, line in (losses[0], losses[-1]):
+        numbers = {other: float(first) for other, (first, *_) in named_numbers(line.text).items()}
+        found.append({other: loss / number for other, number in numbers.items() if number})
+    first, last = found
+    common = first.keys() & last.keys()
+    return {other: first[other] for other in common if math.isclose(first[other], last[other], rel_tol=0.005)}
 
 
 def parse_trials(path: Path, metric: str = "") -> list[Log]:
@@ -440,7 +424,9 @@ def parse_trials(path: Path, metric: str = "") -> list[Log]:
         if len(starts) > 1:
             logs[-1].trial = len(logs)
         if metric.startswith("-"):
-            logs[-1].negate()
+            logs[-1].metric = metric[0] + logs[-1].metric
+            for validation in logs[-1].validations:
+                validation.val_loss *= -1
     return logs
 
 
@@ -520,14 +506,13 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
         if not path.is_dir():
             logs += parse_trials(path, metric)
             continue
-        files = sorted(path.iterdir())
-        found, others = find_logs([file for file in files if file.suffix in SUFFIXES], metric)
+        files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
+        found, others = find_logs(files, metric)
         if others and not found:
             parse_trials(others[0], metric)  # its error shows what is there
-        ignored = others + [file for file in files if file.suffix not in SUFFIXES + BESIDE_LOGS]
-        if ignored:
-            names = ", ".join(file.name + "/" * file.is_dir() for file in ignored)
-            print(f"{path}: ignored, because no losses are in them: {short(names, 200)}", file=sys.stderr)
+        if others:
+            names = short(", ".join(file.name for file in others), 200)
+            print(f"{path}: ignored, because no losses are in them: {names}", file=sys.stderr)
         if not found:
             raise UserError(f"{path}: no log in this folder (.txt, .log or .out)")
         logs += found

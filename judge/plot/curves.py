@@ -99,9 +99,7 @@ def set_losses(axes, losses: list[float]) -> None:
 def set_limits(whole, end, curves: list[Curve], targets: list[float]) -> None:
     """Zooms in on the losses after the steep fall at the start, and on the end."""
     lows = [min(c.mean - c.spread) for c in curves]
-    second = max(c.mean[:2][-1] for c in curves)  # at the first validation after the start
-    tenth = max(c.loss_at(0.1) for c in curves)
-    set_losses(whole, [*targets, *lows, min(second, tenth)])
+    set_losses(whole, [*targets, *lows, max(c.loss_at(0.1) for c in curves)])
     set_losses(end, [*targets, *lows, max(c.loss_at(END) for c in curves)])
     start = min(c.at(END) for c in curves)
     last = max(c.x[-1] for c in curves)

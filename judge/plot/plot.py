@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 
 from judge.commands import UserError, command_parser, output_file, positive, run_command
-from judge.logs.comparable import MACHINE, add_metric, check_sides, difference, settle_metric
-from judge.logs.read import Log, parse_log, read_logs
+from judge.logs.comparable import MACHINE, add_metric, check_sides, difference
+from judge.logs.read import Log, parse_log, read_logs, signed
 from judge.plot.curves import X_LABELS, plot_curves
 
 
@@ -80,10 +80,10 @@ def main(argv: list[str]) -> int:
     add("--target", type=positive, help="draw the target at this loss (default: that of the logs)")
     add_metric(parser)
     args = parser.parse_args(argv)
-    settle_metric(args)
+    metric = signed(args.metric, args.higher_is_better)
     if args.output and args.output.suffix != ".png":
         parser.error(f"-o {args.output}: the name must end in .png")
-    groups = read_groups(args.logs, args.metric)
+    groups = read_groups(args.logs, metric)
     tolerated = {"stops early", "log", "seed"}
     if args.x != "time":
         tolerated |= MACHINE
@@ -91,9 +91,9 @@ def main(argv: list[str]) -> int:
         tolerated.add("target_val_loss")
     check_sides(list(groups.values()), tolerated)
     first, *others = itertools.chain(*groups.values())
-    target = args.target
-    if target is None:
-        target = first.target
+    target = first.target
+    if args.target:
+        target = -args.target if args.higher_is_better else args.target
     output = args.output
     if output is None:
         output = first.path.with_name("curves.png") if others else first.path.with_suffix(".png")

@@ -6,7 +6,8 @@ where KEY is a hash of all that; facts.json beside it says what it was. Later co
 what it read elsewhere hasn't changed. You may delete these folders at any time.
 
 A command runs in a fresh copy of its folder. With {runs}, it makes several runs, because only the first one
-has to compile; otherwise one. Logs are the files that it writes below logs/, or else its output.
+has to compile; otherwise one. Logs are the files that it writes below logs/, or else its newest file of JSON
+lines, or else its output.
 watch/sitecustomize.py, which each Python of a run imports, writes down what it reads outside of its copy.
 """
 
@@ -33,7 +34,6 @@ from judge.runs.same_run import (
     SYSTEM,
     ask_python,
     changes,
-    hash_copy,
     hash_file,
     hash_read,
     hash_text,
@@ -45,13 +45,14 @@ from judge.runs.same_run import (
     run_environment,
 )
 from judge.runs.slots import Slot, find_slots
-from judge.runs.sources import Variant, fill_in, link_data
+from judge.runs.copies import link_data
+from judge.runs.variants import Variant, fill_in
 from judge.logs.read import SUFFIXES, Log, find_logs, parse_log
 from judge.commands import UserError
 from judge.environment import chosen_threads, matches, usable_cores
 from judge.files import write_file
 from judge.processes import end_with_parent, has_nvidia_gpu
-from judge.project import Settings, make_folder
+from judge.settings import Settings, make_folder
 from judge.text import as_json, short
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
@@ -100,6 +101,8 @@ class Pool:
     settings: Settings
     hours: float  # the time is over after this many
     facts: dict  # the software and the machine
+    environment: dict[str, str]  # of runs
+    python_path: list[str]  # where the runs' Python finds its packages
     slots: list[Slot]
     threads: int  # of a run; 0 leaves OMP_NUM_THREADS as it is
     lock: int  # file descriptor that runs inherit: the folder stays locked while one is alive
@@ -185,48 +188,33 @@ def runs_a_process(variant: Variant) -> int:
     return RUNS_A_PROCESS if "{runs}" in variant.command else 1
 
 
-def identity(variant: Variant, facts: dict) -> dict[str, dict]:
+def not_of_a_job(pool: Pool) -> list[str]:
+    """The variables that could change a loss."""
+    return [name for name in pool.environment if not matches(name, OF_A_JOB)]
+
+
+def identity(pool: Pool, variant: Variant) -> dict[str, dict]:
     """All that a run could read, but for what it reads outside of its copy (see same_run.py)."""
-    environment = {}
-    for name, value in run_environment(variant.project.root).items():
-        if not matches(name, OF_A_JOB):
-            environment[name] = hash_text(value)  # it may be a secret
+    # of hashes, because a value may be a secret
+    environment = {name: hash_text(pool.environment[name]) for name in not_of_a_job(pool)}
     return {
         "run": variant.run(),
-        "files": hash_copy(variant.folder, variant.project.not_read),
+        "files": variant.files(),
         "environment": environment,
-        "software": facts,
+        "software": pool.facts,
     }
-
-
-def check_unchanged(pool: Pool, variant: Variant) -> None:
-    """Raises UserError if what a run could read has changed. A run may write new files, but not into data/,
-    where the next run could find them."""
-    before = variant.identity
-    python = python_of(pool.settings.command, pool.settings.root)
-    now = identity(variant, pool.facts | packages(ask_python(python)[1]))
-    known = before["files"]
-    now["files"] = {
-        name: value for name, value in now["files"].items() if name in known or name.startswith("data/")
-    }
-    changed = short(", ".join(changes(before, now)), 200)
-    if changed:
-        raise UserError(
-            f"{changed} while {variant.name} trained, so this run isn't kept; run the same "
-            "command again (a run may write files, but not change those that it finds)"
-        )
-
-
-def code_of(kept: dict) -> list:
-    return [kept["run"], [pair for pair in kept["files"].items() if pair[0].endswith(".py")]]
 
 
 def why_again(pool: Pool, variants: list[Variant]) -> str:
     """What has changed since runs were kept of the same code with the same settings, for the first variant
     that has none now. "" if there are no such runs."""
+
+    def code(facts: dict) -> list:
+        return [facts["run"], [pair for pair in facts["files"].items() if pair[0].endswith(".py")]]
+
     facts = [json.loads(file.read_bytes()) for file in pool.settings.folder.glob("runs/*/facts.json")]
     for new in [variant.identity for variant in variants if not variant.runs]:
-        same = [changes(kept, new | read_now(kept)) for kept in facts if code_of(kept) == code_of(new)]
+        same = [changes(kept, new | read_now(kept)) for kept in facts if code(kept) == code(new)]
         if same:
             return short(", ".join(min(same, key=len)), 200)
     return ""
@@ -243,8 +231,8 @@ def add_variants(pool: Pool, variants: list[Variant]) -> None:
     """Links their data, and finds their kept runs. Raises UserError."""
     pool.variants += variants
     for variant in variants:
-        link_data(variant)
-        variant.identity = identity(variant, pool.facts)
+        link_data(variant.folder, variant.origin, variant.project.data)
+        variant.identity = identity(pool, variant)
         variant.runs = kept_runs(pool, variant)
         for log in variant.runs.values():
             check_measured(pool, log)
@@ -272,11 +260,13 @@ def open_pool(variants: list[Variant], lock: int, settings: Settings, hours: flo
     threads = 0
     if not (settings.launcher or alone or has_nvidia_gpu()):
         threads = chosen_threads() or max(1, usable_cores() // len(slots))
-    python = python_of(settings.command, settings.root)
-    facts = machine_facts(has_nvidia_gpu(), python) | {"threads": threads or chosen_threads()}
+    environment = run_environment(settings.root)
+    version, path = ask_python(python_of(settings.command, settings.root, environment["PATH"]))
+    facts = packages(path) | {"Python": version} | machine_facts(has_nvidia_gpu())
+    facts["threads"] = threads or chosen_threads()
     if settings.launcher:  # runs are made elsewhere
         facts |= {"machine": settings.launcher, "instruction sets": "", "compiler": []}
-    pool = Pool(settings, hours, facts, slots, threads, lock)
+    pool = Pool(settings, hours, facts, environment, path, slots, threads, lock)
     add_variants(pool, variants)
     return pool
 
@@ -310,7 +300,7 @@ def kept_runs(pool: Pool, variant: Variant) -> dict[int, Log]:
     for path in variant.place.glob("seed*.txt") if variant.place else []:
         seed = path.stem.removeprefix("seed")
         log = complete_log(pool, path)
-        if log is not None and re.fullmatch(r"-?\d+", seed):  # a copy may be called "seed1 (1).txt"
+        if log is not None:
             found[int(seed)] = log
     return found
 
@@ -335,14 +325,14 @@ def keep_log(pool: Pool, variant: Variant, seed: int, log: Log) -> None:
 # Processes
 
 
-def start(
-    pool: Pool, variant: Variant, seeds: list[int], folder: Path, slot: Slot, threads: int
-) -> subprocess.Popen:
+def start(pool: Pool, variant: Variant, seeds: list[int], folder: Path, slot: Slot) -> subprocess.Popen:
     """Starts a command in a fresh copy of its folder. Its output goes into a new file of `folder`. So does, by
     each Python, what it reads elsewhere."""
     copy = folder / "copy"
-    shutil.copytree(variant.folder, copy, symlinks=True)
-    shutil.rmtree(copy / "logs", ignore_errors=True)  # those that are in the repository
+    for name in variant.identity["files"]:
+        if not name.startswith("logs/"):  # those that are in the repository
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(variant.folder / name, copy / name, follow_symlinks=False)
     command = variant.command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
     command = fill_in(command, variant.options, seeds[0], len(seeds), slot.number)
     watch = [str(folder / "opened"), *known_folders(variant)]
@@ -351,22 +341,22 @@ def start(
         "PYTHONUNBUFFERED": "1",  # otherwise, lines of stderr come between two halves of one of stdout
         "COMPARE_WATCH": json.dumps(watch),
     }
-    if threads:
-        own["OMP_NUM_THREADS"] = str(threads)
+    if pool.threads:
+        own["OMP_NUM_THREADS"] = str(pool.threads)
     if slot.gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
-    env = run_environment(pool.settings.root)
-    elsewhere = {}  # a job's variables are those that its launcher gives
-    if pool.settings.launcher:
-        elsewhere = {name: value for name, value in env.items() if not matches(name, OF_A_JOB)}
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in (elsewhere | own).items()]
-    quoted = {name: shlex.quote(str(value)) for name, value in dict(copy=copy, folder=folder).items()}
+    if pool.settings.launcher:  # a job's variables are those that its launcher gives
+        own = {name: pool.environment[name] for name in not_of_a_job(pool)} | own
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in own.items()]
+    copy, place, command = [shlex.quote(str(value)) for value in (copy, folder, command)]
     script = folder / "start.sh"
-    script.write_text(START.format(**quoted, command=shlex.quote(command), exports="\n".join(exports)))
+    script.write_text(
+        START.format(copy=copy, folder=place, command=command, exports="\n".join(exports))
+    )
     with open(folder / "console.txt", "wb") as output:
         return subprocess.Popen(
             [*shlex.split(pool.settings.launcher), "bash", str(script)],
-            env=env,
+            env=pool.environment,
             pass_fds=[pool.lock],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -379,18 +369,12 @@ def start(
 @contextlib.contextmanager
 def no_interrupt() -> Iterator[None]:
     """Signals wait until the end, for example until a process that was started is in the pool."""
-    waiting = []
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if callable(signal.getsignal(number)):  # not ignored
-            before[number] = signal.signal(number, lambda number, _: waiting.append(number))
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if waiting:
-            before[waiting[0]](waiting[0], None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_worker(pool: Pool, variant: Variant, seeds: list[int]) -> None:
@@ -399,7 +383,7 @@ def start_worker(pool: Pool, variant: Variant, seeds: list[int]) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was lost
     folder.mkdir(parents=True)
     with no_interrupt():
-        child = start(pool, variant, seeds, folder, slot, pool.threads)
+        child = start(pool, variant, seeds, folder, slot)
         pool.workers.append(Worker(variant, list(seeds), slot, child, folder, len(seeds) > 1))
 
 
@@ -444,10 +428,8 @@ def fail(worker: Worker, reason: str):
 
 
 def known_folders(variant: Variant) -> list[str]:
-    """Where a run reads nothing that isn't known before: its copy, the data that the copy links, the system
-    and the environment."""
-    links = [os.readlink(link) for link in (variant.folder / "data").rglob("*") if link.is_symlink()]
-    return [str(variant.project.folder), *links, *SYSTEM]
+    """Where a run reads nothing of its own: its copy, the system and the environment."""
+    return [str(variant.project.folder), *SYSTEM]
 
 
 def opened(worker: Worker) -> dict[str, str] | None:
@@ -466,42 +448,49 @@ def opened(worker: Worker) -> dict[str, str] | None:
 def check_reading(worker: Worker) -> None:
     """Raises UserError if a run reads a file of which it has a copy. Hidden folders hold caches and
     environments."""
-    origin = f"{worker.variant.origin}/"
+    origin = worker.variant.origin
     for path, kinds in (opened(worker) or {}).items():
-        inner = path.removeprefix(origin)
-        hidden = "/." in f"/{os.path.dirname(inner)}"
-        if inner != path and kinds[0] == "r" and not hidden and os.path.isfile(path):
+        inner = os.path.relpath(path, origin)
+        hidden = "/." in f"/{os.path.dirname(inner)}"  # or elsewhere
+        copy = os.path.realpath(worker.folder / "copy" / inner)
+        if kinds[0] == "r" and not hidden and copy != path and os.path.isfile(path):
             fail(worker, f"it read {path}, not its copy: use relative paths, and put data into data/")
 
 
-def add_reads(worker: Worker) -> None:
-    """Adds what a run has read outside of its copy to what is known of its variant. Raises UserError if it
-    has changed since an earlier run."""
+def add_reads(pool: Pool, worker: Worker) -> None:
+    """Adds what a run has read outside of its copy to what is known of its variant. Raises UserError if that
+    has changed since an earlier run, or the installed packages."""
     variant = worker.variant
+    software = pool.facts | packages(pool.python_path)
+    changed = changes({"software": pool.facts}, {"software": software})
     files = opened(worker)
     if files is None:
-        return cannot_keep(variant, "no Python ran that shows what it reads")
-    data = f"{os.environ.get('DATA_PATH', '.')}/data"  # where modded-nanogpt's scripts find theirs
-    started = ["\t".join([str(variant.folder), variant.command, *variant.options, data])]
+        cannot_keep(variant, "no Python ran that shows what it reads")
+        files = {}
+    started = ["\t".join([str(variant.folder), variant.command, *variant.options])]
     started += [text for text, kind in files.items() if kind == "s"]
     known = [variant.folder, variant.origin, *map(Path, known_folders(variant))]
+    # links that lead out of the copy are absolute
+    named = {target for target in variant.identity["files"].values() if os.path.isabs(target)}
     for text in started:
         files.pop(text, None)
-        for path in named_paths(text, Path(text.split("\t")[0]), known):
-            files.setdefault(path, "n")
+        named |= named_paths(text, known, pool.environment["PATH"])
+    files = dict.fromkeys(named, "n") | files
     written = {os.path.dirname(path) for path, kinds in files.items() if "w" in kinds}
     for path, kinds in files.items():
-        changed = os.path.exists(path) and os.stat(path).st_ctime > worker.date
-        if kinds[0] == "w" or kinds == "n" and changed or path in written:
+        new = os.path.exists(path) and os.stat(path).st_ctime > worker.date
+        if kinds[0] == "w" or kinds == "n" and new or path in written:
             continue  # output, or a folder for it
         now = hash_read(path)
         if variant.read.setdefault(path, now) not in (now, CHANGES):
-            raise UserError(
-                f"{path} changed while {variant.name} trained, so this run isn't kept; run the same "
-                "command again"
-            )
-        if changed:
+            changed.append(f"{path} changed")
+        elif new:
             cannot_keep(variant, f"it reads {path}, which changed meanwhile", path)
+    if changed:
+        raise UserError(
+            f"{short(', '.join(changed), 200)} while {variant.name} trained, so this run isn't kept; run the "
+            "same command again"
+        )
 
 
 def cannot_keep(variant: Variant, reason: str, path: str = "what it reads") -> None:
@@ -537,13 +526,25 @@ def check_edit(worker: Worker) -> None:
     variant.edited = edited
 
 
+def files_of_logs(worker: Worker) -> tuple[list[Path], list[Path]]:
+    """What may be the log of a run, if its output isn't: what it has written below logs/, or else its newest file
+    of JSON lines, or with one JSON object."""
+    copy = worker.folder / "copy"
+    files = [path for path in copy.rglob("*") if path.is_file()]
+    known = worker.variant.identity["files"]
+    written = [path for path in files if str(path.relative_to(copy)) not in known]
+    logs = [path for path in written if path.is_relative_to(copy / "logs") and path.suffix in SUFFIXES]
+    lines = [path for path in written if path.suffix in (".json", ".jsonl")]
+    lines.sort(key=lambda path: (path.suffix, path.stat().st_mtime))
+    return logs, lines[-1:]
+
+
 def log_of_command(pool: Pool, worker: Worker) -> Log:
     """The log of a command that made one run, and has ended with status 0. Raises UserError."""
-    files = sorted((worker.folder / "copy" / "logs").rglob("*"))
     metric = pool.settings.name_of_metric
     try:
-        for suffixes in (SUFFIXES, (".jsonl", ".json")):
-            logs, _ = find_logs([file for file in files if file.suffix in suffixes], metric)
+        for files in files_of_logs(worker):
+            logs, _ = find_logs(files, metric)
             if logs:
                 break
         logs = logs or [parse_log(worker.folder / "console.txt", metric)]
@@ -587,10 +588,9 @@ def is_lost(pool: Pool, worker: Worker) -> bool:
     """Whether a run that has failed is to be made again: its job was cancelled, or lost its machine. A script
     that fails by itself ends with the same status again."""
     file = worker.folder / "status"
-    text = file.read_text().strip() if file.exists() else ""
-    status = int(text) if text else None  # None: the job couldn't say how it ended
+    status = int(file.read_text()) if file.exists() else 128  # the job couldn't say how it ended
     before = pool.lost.setdefault((worker.variant.key(), worker.seeds[0]), [])
-    by_itself = status is not None and status < 128
+    by_itself = status < 128
     again = len(before) + 1 < pool.settings.tries() and not (by_itself and status in before)
     if again:
         before.append(status)
@@ -608,8 +608,7 @@ def collect(pool: Pool, worker: Worker) -> None:
     note_place(pool, worker)
     logs = complete_logs(pool, worker, status)
     if logs:
-        check_unchanged(pool, worker.variant)
-        add_reads(worker)
+        add_reads(pool, worker)
     for log in logs:
         check_run(pool, worker, log)
         keep_log(pool, worker.variant, worker.seeds.pop(0), log)
@@ -637,6 +636,13 @@ def next_runs(pool: Pool, wanted: Wanted) -> tuple[Variant, list[int]] | None:
     return None
 
 
+def wait_for_a_run(pool: Pool) -> None:
+    """Until a process has ended, or a second has passed."""
+    end = time.monotonic() + 1
+    while time.monotonic() < end and all(worker.child.poll() is None for worker in pool.workers):
+        time.sleep(0.1)
+
+
 def make_runs(pool: Pool, wanted: Callable[[], Wanted], show=lambda: None) -> None:
     """Makes the runs of wanted() until all are there, nothing is wanted any more, or the time is over.
     After other new runs, it calls show(). Processes that are still at work in the end are stopped. Raises
@@ -647,7 +653,7 @@ def make_runs(pool: Pool, wanted: Callable[[], Wanted], show=lambda: None) -> No
                 start_worker(pool, *runs)
             if not pool.workers:
                 return
-            time.sleep(0.1)
+            wait_for_a_run(pool)
             made = pool.made
             for worker in list(pool.workers):
                 collect(pool, worker)

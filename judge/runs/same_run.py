@@ -2,13 +2,14 @@
 What makes two runs the same run: all that a run could read. That is
 
     run           the script or the command, and its settings
-    files         of the copy in which it runs, also behind the copy's links (such as data/)
+    files         of the copy in which it runs
     environment   all variables but those in IGNORED, which the run doesn't get, and in OF_A_JOB
     software      all installed packages, Python, the machine, the compiler, threads and processes
-    read          what it read elsewhere, which only the run can show (see watch/sitecustomize.py), and the
-                  files and programs that the command, the options or the settings name
+    read          what it read elsewhere, which only the run can show (see watch/sitecustomize.py); where the
+                  links of its copy lead, such as data/; and the files and programs that the command and the
+                  options name
 
-A run is kept under a hash of the first four, which are found out before a run and again after it.
+A run is kept under a hash of the first four, which are found out before a run.
 """
 
 import contextlib
@@ -95,34 +96,26 @@ def hash_read(name: str) -> str | None:
         return hash_text(str(sorted((name, s and (s.st_size, s.st_mtime_ns)) for name, s in files)))
 
 
-def hash_tree(path: Path, name: str, above: tuple[Path, ...] = ()) -> dict[str, str]:
-    """The file at this path, or all files below it, by name. A link counts with what is behind it, and
-    with its target: but if that is absolute, the same folder elsewhere has another one."""
+def hash_copy(folder: Path, not_read: list[str]) -> dict[str, str]:
+    """Of the files of a copy, by name, without judge.toml and those that match a pattern of not_read. A link
+    counts with where it leads: what is there counts if a run reads it."""
+    patterns = ["judge.toml", *not_read]
     found = {}
-    if path.is_symlink() and not os.path.isabs(os.readlink(path)):
-        found[f"{name} (link)"] = os.readlink(path)
-    if path.is_file():
-        found[name] = hash_file(path)
-    elif path.is_dir() and path.resolve() not in above:  # a link may lead to a folder around it
-        above = (*above, path.resolve())
-        for entry in sorted(path.iterdir()):
-            if entry.name not in ("__pycache__", ".venv"):
-                found |= hash_tree(entry, os.path.join(name, entry.name), above)
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        elif path.is_file() and path.parent.name != "__pycache__" and not matches(name, patterns):
+            found[name] = hash_file(path)
     return found
 
 
-def hash_copy(folder: Path, not_read: list[str]) -> dict[str, str]:
-    """Of the copy in which a run is made, without judge.toml and the files that match a pattern of not_read."""
-    found = hash_tree(folder, "")
-    patterns = ["judge.toml", *not_read]
-    return {name: value for name, value in found.items() if not matches(name, patterns)}
-
-
-def named_paths(text: str, folder: Path, known: list[Path]) -> set[str]:
-    """The files, folders and programs that the words of a command name, which runs in `folder`. Those in
-    known folders are left out. With a program of an environment, the packages that are installed there."""
+def named_paths(text: str, known: list[Path], path: str) -> set[str]:
+    """The files, folders and programs that a command names: its folder and its words, with tabs between them.
+    Those in known folders are left out. `path` is its PATH. With a program of an environment, the packages that
+    are installed there."""
     found = set()
-    path = run_environment()["PATH"]
+    folder = Path(text.split("\t")[0])
     words = re.split(r"['\"=\t]", text)  # may have blanks
     for word in words + re.split(r"[\s'\"=:;,|&<>()]+", text):
         word = os.path.expanduser(os.path.expandvars(word))
@@ -147,9 +140,8 @@ def packages(path: list[str]) -> dict[str, str]:
     return found
 
 
-def python_of(command: str, root: Path) -> str:
+def python_of(command: str, root: Path, path: str) -> str:
     """The Python that a command names, or else the first one of its PATH; "" if there is none."""
-    path = run_environment(root)["PATH"]
     words = re.split(r"[\s'\";&|=()]+", command)
     named = [word for word in words if re.fullmatch(r"(.*/)?python[\d.]*", word)]
     for word in [*named, "python", "python3"]:
@@ -174,8 +166,8 @@ def cpu_line(name: str) -> str:
     return found[1] if found else ""
 
 
-def machine_facts(gpu: bool, python: str) -> dict:
-    """The software and the machine, of which a GPU is the part that counts."""
+def machine_facts(gpu: bool) -> dict:
+    """The machine, of which a GPU is the part that counts, and its compiler."""
     machine = f"{cpu_line('model name') or platform.machine()}, {usable_cores()} cores"
     if gpu:
         gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
@@ -184,9 +176,7 @@ def machine_facts(gpu: bool, python: str) -> dict:
         machine = "; ".join((gpus or "a GPU").strip().splitlines()[:count])
     compiler = os.environ.get("CXX", "g++").split()[:1]
     version = output_of(*compiler, "--version") or ""
-    python_version, path = ask_python(python)
-    return packages(path) | {
-        "Python": python_version,
+    return {
         "machine": machine,
         "instruction sets": hash_text(cpu_line("flags|Features")),
         "compiler": version.strip().splitlines()[:1],

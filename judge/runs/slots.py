@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from judge.commands import UserError
 from judge.processes import has_nvidia_gpu, output_of
-from judge.project import Settings
+from judge.settings import Settings
 from judge.text import plural
 
 

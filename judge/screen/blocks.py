@@ -2,7 +2,6 @@
 What screen.py knows so far, and what it runs next: blocks, each of them one seed in all combinations.
 """
 
-import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from judge.runs.make import Pool, runs_a_process
-from judge.runs.sources import Variant
+from judge.runs.variants import Variant
 from judge.screen.design import Design, PartEffect, find_part_effect
 from judge.screen.parts import Group, Part, Works, choose_design, combine, members
 
@@ -19,11 +18,14 @@ from judge.screen.parts import Group, Part, Works, choose_design, combine, membe
 class Screen:
     """What is screened, and the runs so far."""
 
-    args: argparse.Namespace
     pool: Pool
     base: Variant
     parts: list[Part]
     groups: list[Group]
+    seed: int  # the first one
+    until: float  # the loss below which a part is a barnacle
+    blocks: int  # at most
+    trial: str  # options of a short run
     design: Design | None = None
     variants: list[Variant] = field(default_factory=list)  # in the order of the design's rows
 
@@ -36,7 +38,7 @@ class Screen:
     def losses(self) -> np.ndarray:
         """Of the blocks that are whole, from the first seed on. Shape (blocks, combinations)."""
         runs = [variant.runs for variant in self.variants]
-        seeds = itertools.count(self.args.seed)
+        seeds = itertools.count(self.seed)
         whole = itertools.takewhile(lambda seed: all(seed in logs for logs in runs), seeds)
         losses = [[logs[seed].end.val_loss for logs in runs] for seed in whole]
         return np.array(losses).reshape(-1, len(runs))
@@ -46,7 +48,7 @@ class Screen:
         losses = self.losses()
         found = []
         for name, contrast in zip(names, contrasts):
-            found.append(find_part_effect(name, losses, contrast, self.args.until, len(names)))
+            found.append(find_part_effect(name, losses, contrast, self.until, len(names)))
         return sorted(found, key=lambda effect: -effect.without.value)
 
     def names(self) -> list[str]:
@@ -72,8 +74,8 @@ class Screen:
 def wanted_blocks(s: Screen) -> list[tuple[Variant, range]]:
     """Runs of all combinations, until each part is decided."""
     done = len(s.losses())
-    if done >= s.args.blocks or not s.undecided():
+    if done >= s.blocks or not s.undecided():
         return []
-    blocks = min(done + runs_a_process(s.base), s.args.blocks)
-    seeds = range(s.args.seed, s.args.seed + blocks)
+    blocks = min(done + runs_a_process(s.base), s.blocks)
+    seeds = range(s.seed, s.seed + blocks)
     return [(variant, seeds) for variant in s.variants]

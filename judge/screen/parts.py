@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from judge.runs.sources import Variant, changed, copy_commit, git, scratch_of, split_source
+from judge.runs.copies import changed, copy_commit, git
+from judge.runs.variants import Variant, scratch_of, split_source
 from judge.screen.design import MOST_PARTS, Design, factorial, leave_one_out
 from judge.commands import UserError
 from judge.files import write_file

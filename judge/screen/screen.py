@@ -31,9 +31,9 @@ import shlex
 import sys
 from dataclasses import replace
 
-from judge.project import TEXTS, Settings, add_run_options, read_settings
+from judge.settings import TEXTS, Settings, add_run_options, read_settings
 from judge.runs.make import add_variants, locked_folder, make_runs, open_pool, show_line
-from judge.runs.sources import (
+from judge.runs.variants import (
     Variant,
     check_options,
     check_settings,
@@ -44,7 +44,7 @@ from judge.runs.sources import (
     start_of,
 )
 from judge.screen.blocks import Screen, wanted_blocks
-from judge.screen.effects import effects_as_json, effects_in_words, plot_effects
+from judge.screen.answer import effects_as_json, effects_in_words, plot_effects
 from judge.screen.parts import combine, given_part, read_parts
 from judge.commands import (
     UserError,
@@ -108,9 +108,9 @@ def trial_of(variant: Variant, options: str) -> Variant | None:
 def make_trials(s: Screen, variants: list[Variant]) -> None:
     """Makes a short run of each. Raises UserError if one fails."""
     check_settings(variants)
-    trials = [trial for variant in variants if (trial := trial_of(variant, s.args.trial))]
+    trials = [trial for variant in variants if (trial := trial_of(variant, s.trial))]
     add_variants(s.pool, trials)
-    wanted = [(trial, [s.args.seed]) for trial in trials]
+    wanted = [(trial, [s.seed]) for trial in trials]
     make_runs(s.pool, lambda: wanted)
 
 
@@ -166,7 +166,8 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
     whole = combine(base, parts, tuple(range(len(parts))))
     check_settings([whole])
     check_validation(base, [whole])
-    s = Screen(args, pool, base, parts, [(i,) for i in range(len(parts))])
+    asked = (args.seed, args.until, args.blocks, args.trial)
+    s = Screen(pool, base, parts, [(i,) for i in range(len(parts))], *asked)
     choose_combinations(s)
     add_variants(pool, s.variants)
     return s

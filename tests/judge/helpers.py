@@ -4,13 +4,17 @@ import contextlib
 import difflib
 import io
 import json
+import math
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from judge.commands import run_command
+from judge.commands import UserError, run_command
+from judge.runs import make, variants
+from judge.settings import Settings
 
 
 def run_main(main, *words) -> tuple[int, str, str]:
@@ -79,3 +83,16 @@ def check_refused(main, words: list[str], message: str) -> None:
 def bounds(estimate: dict) -> tuple[float, float]:
     """Of an estimate in JSON."""
     return estimate["low"], estimate["high"]
+
+
+def make_runs(settings: Settings, seeds: range, options=()) -> tuple[make.Pool, str]:
+    """Of the working tree. Returns the error with which they end, too; "" if all are made."""
+    with make.locked_folder(settings) as lock:
+        idea = variants.first_variant([], settings)
+        idea = replace(idea, name="idea", options=list(options))
+        pool = make.open_pool([idea], lock, settings, math.inf)
+        try:
+            make.make_runs(pool, lambda: [(idea, seeds)])
+        except UserError as error:
+            return pool, str(error)
+    return pool, ""

@@ -16,10 +16,10 @@ from judge.plot.curves import curve
 from judge.plot import plot
 from judge.commands import UserError
 from judge.plot.plot import read_groups
-from judge.project import Settings
+from judge.settings import Settings
 from tests.leaderboard.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
-POOL = compare_runs.Pool(Settings(), 1, {}, [], 0, 0)
+POOL = compare_runs.Pool(Settings(), 1, {}, {}, [], [], 0, 0)
 COMPARE = ["compare", "--base_logs", "base", "--idea_logs", "idea"]
 PLOT = ["plot", "idea", "-o", "o.png"]
 VERIFY = ["verify", "idea"]
@@ -29,10 +29,6 @@ SETTINGS = {"muon_lr": 0.1, "batch_tokens": 8192, "num_iterations": 700, "new_id
 LAST = "step:600/600 val_loss:1.4900 train_time:100000ms step_avg:166.67ms"
 AGAIN = f"{cpu('Intel Xeon', 8)}\nresume: from step 200, on 1 processes"
 TORCH = f"{cpu()}\nRunning PyTorch 2.14.0 compiled\nresume: from step 200, on 1 processes"
-
-
-def change(pattern: str, new: str):
-    return lambda text: re.sub(pattern, new, text)
 
 
 def end(new: str):
@@ -164,7 +160,7 @@ def collected(path: Path):
     folder = Path("worker/copy/logs")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.txt").write_bytes(path.read_bytes())
-    variant = SimpleNamespace(name="idea", command="x", runs={})
+    variant = SimpleNamespace(name="idea", command="x", runs={}, identity={"files": {}})
     Path("worker/console.txt").touch()
     worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"))
     kept = compare_runs.complete_log(POOL, path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from judge.runs.sources import changed, copy_commit, git
+from judge.runs.copies import changed, copy_commit, git
 from tests.util import ROOT, Job, random_tokens, read_checkpoint, succeeds, write_shard
 
 # The data are small, but the model is that of mini: patches depend on its layers and heads.

@@ -48,14 +48,15 @@ def arguments(seed: int, runs: int):
 
 def look(base: Variant, idea: Variant, seed: int, runs: int) -> str:
     """The verdict of one command, which makes what is missing and writes the ledger."""
-    c = Comparison(arguments(seed, runs), POOL, base, [idea])
-    idea.before = ledger.seeds_of_other_tests(c, idea)
+    args = arguments(seed, runs)
+    c = Comparison(POOL, base, [idea], seed, args.runs, args.until, None)
+    idea.before = ledger.seeds_of_other_tests(c, args, idea)
     for i in range(seed, seed + (runs or 20)):
         for variant in (base, idea):
             end = SimpleNamespace(val_loss=float(variant.losses[i]), step=1)
             variant.runs[i] = SimpleNamespace(end=end)
-    rows = ledger.with_answers(c)
-    ledger.write_ledger(c.args.ledger, rows)
+    rows = ledger.with_answers(c, args)
+    ledger.write_ledger(args.ledger, rows)
     return rows[-1]["verdict"]
 
 

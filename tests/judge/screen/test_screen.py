@@ -11,7 +11,7 @@ from scipy import stats
 
 from tests.util import ROOT
 from tests.judge.helpers import answer_of, check_refused, commit_files, git, patch_of, work_in
-from judge.runs.sources import changed
+from judge.runs.copies import changed
 from judge.screen import screen
 from judge.screen.design import factorial, find_part_effect, fit, leave_one_out
 from judge.screen.parts import choose_design, patch_between, split_hunks
@@ -254,8 +254,8 @@ def test_given_parts(theirs):
 def test_a_script_of_ours(tmp_path, monkeypatch):
     """A script that can be asked. Options that it refuses together are one part."""
     standin = (ROOT / "tests/judge/compare/standin.py").read_text()
-    refuse = "    if hp.effect > 1 and hp.slower == 1:\n        raise InputError('too fast')\n"
-    head = "def check_hyperparameters(hp, world_size):\n"
+    refuse = "    if hp.effect > 1 and hp.slower == 1:\n        fail('too fast')\n"
+    head = "def check_hyperparameters(hp):\n"
     files = {"train_gpt.py": standin.replace(head, head + refuse), "judge.toml": PROJECT}
     commit_files(tmp_path, files)
     work_in(tmp_path, monkeypatch)

@@ -1,38 +1,39 @@
 """
-What is compared: a command in a folder, with its options. It is read from options, an idea's folder, a
-patch, a script, a folder, a revision or the working tree, and checked before anything runs.
+What is compared: a command in a copy of a folder, with its options. It is read from options, an idea's folder,
+a patch, a script, a folder, a revision or the working tree, and checked before anything runs.
 
-The command runs in a copy of the project's files, so that no later edit changes a run. Copies lie in
-one scratch folder. An idea's folder has idea.patch; idea.json, in words, is for people.
+An idea's folder has idea.patch; idea.json, in words, is for people.
 """
 
-import contextlib
-import hashlib
+import itertools
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from judge.runs.copies import changed, copy_commit, copy_tree, link_data
 from judge.runs.same_run import hash_copy, hash_text, run_environment
 from judge.logs.read import Log
 from judge.commands import UserError
 from judge.processes import output_of
-from judge.project import Settings
-from judge.files import without_windows
+from judge.settings import Settings
 
 # Settings that don't change the final loss
 NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoint")
-# Of files that git doesn't know, those with these endings aren't copied
-NO_SOURCES = (".diff", ".log", ".out", ".patch", ".png", ".tsv", ".txt")
 # Settings that the final loss is measured with
 VALIDATION = ("track", "val_files", "val_tokens", "val_seq_len")
 # A script whose source has this word prints its settings when it gets this option, and ends
 PRINTS = "print_settings"
+
+
+def unknown(kind: type):
+    """A field that isn't copied."""
+    return field(default_factory=kind, init=False)
 
 
 @dataclass
@@ -48,20 +49,22 @@ class Variant:
     leave_out: Sequence[Path] = ()  # see copy_tree
     settings: dict = field(default_factory=dict)  # those that the script prints; {} if it doesn't
     # What is known of it
-    identity: dict = field(
-        default_factory=dict, init=False
-    )  # all that its runs could read in their copy
-    read: dict = field(default_factory=dict, init=False)  # hashes of what they read elsewhere
-    place: Path | None = field(default=None, init=False)  # where its runs are kept
-    runs: dict[int, Log] = field(default_factory=dict, init=False)  # those that are there, by seed
-    edited: dict[str, str] = field(default_factory=dict, init=False)  # see check_edit
-    before: list[int] = field(default_factory=list, init=False)  # seeds of its other tests
-    new: set[int] = field(default_factory=set, init=False)  # seeds of the runs of this session
-    log_ratios: list[float] = field(default_factory=list, init=False)  # of step times; see add_times
-    timed: list[int] = field(default_factory=list, init=False)  # seeds of pairs; see read_times
+    identity: dict = unknown(dict)  # all that its runs could read in their copy
+    read: dict = unknown(dict)  # hashes of what they read elsewhere
+    place: Path | None = unknown(type(None))  # where its runs are kept
+    runs: dict[int, Log] = unknown(dict)  # those that are there, by seed
+    edited: dict[str, str] = unknown(dict)  # see check_edit
+    before: list[int] = unknown(list)  # seeds of its other tests
+    new: set[int] = unknown(set)  # seeds of the runs of this session
+    log_ratios: list[float] = unknown(list)  # of step times; see add_all_times
+    timed: list[int] = unknown(list)  # seeds of pairs; see read_times
 
     def key(self) -> str:
         return hash_text(json.dumps(self.identity, sort_keys=True))
+
+    def files(self) -> dict[str, str]:
+        """Hashes of those in the copy."""
+        return hash_copy(self.folder, self.project.not_read)
 
     def script(self) -> str:
         """The Python script of the command, as a path in the folder; "" if there is none."""
@@ -97,178 +100,6 @@ class Variant:
             return None
         given = self.given_steps()
         return int(given[-1][1]) if given else None
-
-
-# -----------------------------------------------------------------------------
-# Folders
-
-
-def git(*arguments: str, cwd: Path, input: bytes = b"", **variables: str) -> bytes:
-    """Returns what git prints. Raises UserError with the first line of its error, and OSError."""
-    if not shutil.which("git"):
-        raise FileNotFoundError("there is no git in PATH, which copies the files; install git")
-    command = ["git", *arguments]
-    env = run_environment() | variables  # without GIT_DIR, which a hook of git sets
-    done = subprocess.run(command, cwd=cwd, input=input, capture_output=True, env=env)
-    if done.returncode != 0:
-        lines = done.stderr.decode("utf-8", "replace").splitlines() or ["git failed"]
-        raise UserError(re.sub("^(error|fatal): ", "", lines[0]))
-    return done.stdout
-
-
-def lines_of_git(*arguments: str, **more) -> list[str]:
-    """What git prints with its option -z."""
-    return os.fsdecode(git(*arguments, **more)).split("\0")[:-1]
-
-
-def link_data(variant: Variant) -> None:
-    """Links what git ignores, and the runs need: data, and an environment."""
-    for name in variant.project.data:
-        link_missing(variant.folder / name, variant.origin / name)
-    environment = variant.folder / ".venv"
-    if (variant.origin / ".venv").is_dir() and not environment.exists():
-        environment.symlink_to(variant.origin / ".venv")
-
-
-def link_missing(copy: Path, data: Path) -> None:
-    """Links what the folder `data` has and its copy lacks."""
-    if data.is_file() and not copy.exists():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.symlink_to(data.resolve())
-    for entry in data.glob("[!_.]*"):
-        link = copy / entry.name
-        if entry.is_dir() and link.is_dir() and not link.is_symlink():
-            link_missing(link, entry)
-        elif not link.exists():
-            copy.mkdir(exist_ok=True)
-            link.symlink_to(entry.resolve())
-
-
-def mend_links(folder: Path, repository: Path) -> None:
-    """Links that lead out of the repository still lead there from its copy."""
-    for link in folder.rglob("*"):
-        if not link.is_symlink():
-            continue
-        target = os.path.normpath(link.relative_to(folder).parent / os.readlink(link))
-        if target.startswith(".."):
-            link.unlink()
-            link.symlink_to(os.path.normpath(repository / target))
-
-
-def check_submodule(path: Path) -> None:
-    """Raises UserError."""
-    if not (path / ".git").exists():
-        raise UserError(f"the submodule {path} isn't checked out; run git submodule update --init")
-
-
-def has_git(folder: Path) -> bool:
-    return any((above / ".git").exists() for above in [folder, *folder.parents])
-
-
-def without_git(folder: str, names: list[str]) -> list[str]:
-    """What isn't copied of a folder that git doesn't know, such as a ZIP of a repository: hidden folders, and
-    folders of data, which are linked."""
-    skipped = names if os.path.basename(folder) == "data" else {"logs", "__pycache__"}
-    folders = [name for name in names if os.path.isdir(os.path.join(folder, name))]
-    return [name for name in folders if name.startswith(".") or name in skipped]
-
-
-def comes_and_goes(name: str, path: Path) -> bool:
-    """A file that git doesn't know, and no run needs: patches, logs and the like, and answers of --json."""
-    if name.split("/")[0] == "logs" or path.suffix in NO_SOURCES:
-        return True
-    return path.suffix == ".json" and b'\n "until": ' in path.read_bytes()
-
-
-def copy_files(folder: Path, repository: Path, leave_out: Sequence[Path]) -> None:
-    """See copy_tree."""
-    if not has_git(repository):
-        shutil.copytree(repository, folder, symlinks=True, ignore=without_git, dirs_exist_ok=True)
-        return
-    options = ["-t", "-z", "--cached", "--others", "--exclude-standard"]
-    for line in lines_of_git("ls-files", *options, cwd=repository):
-        tag, name = line.split(" ", 1)
-        path = repository / name
-        new = tag == "?"  # git doesn't know it
-        if new and (path.resolve() in leave_out or comes_and_goes(name, path)):
-            continue
-        copy = folder / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink() or path.is_file():
-            shutil.copy(path, copy, follow_symlinks=False)
-        elif path.is_dir() and not new:
-            check_submodule(path)
-            copy_files(copy, path, leave_out)
-
-
-def copy_tree(folder: Path, repository: Path, leave_out: Sequence[Path] = ()) -> None:
-    """The working tree's files as they are now, but those that git ignores. Of files that git doesn't
-    know, patches, logs and the like aren't copied, nor answers of compare, nor those to leave out: they
-    come and go, and no run needs them. Raises UserError."""
-    copy_files(folder, repository, leave_out)
-    mend_links(folder, repository)
-
-
-def checkout(commit: str, folder: Path, repository: Path, index: Path) -> None:
-    """Writes all files of a commit, those of its submodules too. `index` is a file for git. Raises
-    UserError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    variables = {"GIT_INDEX_FILE": str(index), "GIT_WORK_TREE": str(folder)}
-    git("read-tree", commit, cwd=repository, **variables)
-    git("checkout-index", "--all", cwd=repository, **variables)
-    for line in lines_of_git("ls-tree", "-r", "-z", "--full-tree", commit, cwd=repository):
-        kind, name = line.split("\t", 1)
-        mode, _, submodule = kind.split()
-        if mode == "160000":
-            check_submodule(repository / name)
-            checkout(submodule, folder / name, repository / name, index)
-
-
-def copy_commit(revision: str, scratch: Path, repository: Path) -> Path:
-    """The files of a commit. Raises UserError."""
-    try:
-        name = f"{revision}^{{commit}}"
-        commit = git("rev-parse", "--verify", "--end-of-options", name, cwd=repository).decode().strip()
-    except UserError as e:
-        hint = "in a shallow clone, run git fetch --unshallow"
-        raise UserError(f"no file, folder or commit is called {revision} ({e}); {hint}") from None
-    above = git("rev-parse", "--show-cdup", cwd=repository).decode().strip()
-    root = Path(os.path.normpath(repository / above))
-    folder = scratch / commit
-    inner = folder / repository.relative_to(root)
-    if not folder.exists():
-        checkout(commit, folder, root, scratch / "index")
-        mend_links(folder, root)
-        mend_links(inner, inner)
-    return inner
-
-
-def changed(folder: Path, script: str, files: list[Path]) -> Path:
-    """A copy in which patches are applied, and a .py file takes the place of the script. The same
-    changes give the same folder. Raises UserError and OSError."""
-    if not files:
-        return folder
-    contents = b"".join(file.read_bytes() for file in files)
-    copy = folder.with_name(f"{folder.name}_{hashlib.sha256(contents).hexdigest()[:16]}")
-    if copy.exists():
-        return copy
-    # Hard links are fast. A changed file is a new one, here and in git apply
-    shutil.copytree(folder, copy, symlinks=True, copy_function=os.link)
-    for file in files:
-        if file.suffix == ".py":
-            (copy / script).unlink(missing_ok=True)
-            shutil.copy(file, copy / script)
-            continue
-        # Otherwise git finds the repository, and looks for the patch's paths from there
-        ceiling = str(copy.parent)
-        patch = without_windows(file.read_bytes())
-        has_prefix = not re.search(rb"^diff --git (.+) \1$", patch, re.MULTILINE)  # see diff.noprefix
-        try:
-            git("apply", f"-p{has_prefix:d}", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
-        except UserError as e:
-            shutil.rmtree(copy)  # otherwise it would be found as the changed one
-            raise UserError(f"{file.name} doesn't apply ({e})") from None
-    return copy
 
 
 # -----------------------------------------------------------------------------
@@ -428,52 +259,43 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
 # Checks
 
 
-def settings_in(printed: str) -> dict | None:
-    """The JSON object in the last line; None if there is none."""
-    with contextlib.suppress(ValueError, IndexError):
-        found = json.loads(printed.splitlines()[-1])
-        if isinstance(found, dict):
-            return found
-    return None
+def ask_settings(variant: Variant) -> dict:
+    """Those that its script prints. Raises UserError with what the script says is wrong."""
+    command = fill_in(variant.command, [*variant.options, f"--{PRINTS}"], 0)
+    env = run_environment(variant.project.root)
+    how = dict(cwd=variant.folder, env=env, stdin=subprocess.DEVNULL, capture_output=True)
+    done = subprocess.run(["bash", "-c", command], text=True, errors="replace", **how)
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        line = (done.stderr.splitlines() or ["the script doesn't run"])[-1]
+        raise UserError(f"{variant.name}: {line.removeprefix('error: ')}") from None
 
 
 def check_settings(variants: list[Variant], again: bool = False) -> None:
     """Lets scripts that can print their settings check their options and their data. Fills in the settings.
-    Raises UserError with what a script says is wrong.
-
-    Others can't be asked: their runs show whether they know the options."""
+    Raises UserError. Others can't be asked: their runs show whether they know the options."""
     asked = []
     for variant in variants:
-        script = variant.script()
-        known = variant.settings and not again
-        if script and not known and PRINTS in (variant.folder / script).read_text("utf-8", "replace"):
-            link_data(variant)
-            command = fill_in(variant.command, [*variant.options, f"--{PRINTS}"], 0)
-            how = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            env = run_environment(variant.project.root)
-            how |= dict(cwd=variant.folder, env=env, text=True, errors="replace")
-            child = subprocess.Popen(["bash", "-c", command], **how)
-            asked.append((variant, child))
-    for variant, child in asked:
-        printed, errors = child.communicate()
-        found = settings_in(printed)
-        if found is None:
-            line = (errors.splitlines() or ["the script doesn't run"])[-1]
-            raise UserError(f"{variant.name}: {line.removeprefix('error: ')}")
-        variant.settings = found
+        script = variant.folder / variant.script()
+        if script.is_file() and PRINTS in script.read_text("utf-8", "replace"):
+            if again or not variant.settings:
+                link_data(variant.folder, variant.origin, variant.project.data)
+                asked.append(variant)
+    with ThreadPoolExecutor() as threads:
+        for variant, settings in zip(asked, threads.map(ask_settings, asked)):
+            variant.settings = settings
 
 
 def check_validation(base: Variant, others: list[Variant]) -> None:
     """Raises UserError if a variant measures its loss in another way than the base."""
-    for variant in others if base.settings else []:
-        for option in VALIDATION if variant.settings else []:
-            value = variant.settings.get(option)
-            expected = base.settings.get(option)
-            if value != expected:
-                raise UserError(
-                    f"{variant.name}: --{option} is {value}, but {expected} in the base; losses can only "
-                    "be compared on the same validation tokens and sequence length, so give both the same"
-                )
+    for variant, option in itertools.product(others, VALIDATION):
+        expected, value = [side.settings.get(option) for side in (base, variant)]
+        if value != expected and base.settings and variant.settings:
+            raise UserError(
+                f"{variant.name}: --{option} is {value}, but {expected} in the base; losses can only "
+                "be compared on the same validation tokens and sequence length, so give both the same"
+            )
 
 
 def tell_apart(variants: list[Variant]) -> None:
@@ -481,8 +303,8 @@ def tell_apart(variants: list[Variant]) -> None:
     earlier = {}
     names = set()
     for variant in variants:
-        files = hash_copy(variant.folder, variant.project.not_read)
-        other = earlier.setdefault(json.dumps([files, variant.run()], sort_keys=True), variant)
+        key = json.dumps([variant.files(), variant.run()], sort_keys=True)
+        other = earlier.setdefault(key, variant)
         if other is not variant:
             raise UserError(
                 f"{variant.name} has the same source and settings as {other.name}, so there is "
@@ -493,27 +315,10 @@ def tell_apart(variants: list[Variant]) -> None:
         names.add(variant.name)
 
 
-def open_quote(text: str) -> str:
-    """The quote that is still open at the end of this part of a shell command, or ""."""
-    for quote in ("", "'", '"'):
-        with contextlib.suppress(ValueError):
-            shlex.split(text + quote)
-            return quote
-    return ""
-
-
 def fill_in(command: str, options: list[str], seed: int, runs: int = 1, slot: int = 0) -> str:
     """The command with its options, its seed, how many runs it makes, and the slot in which it runs."""
-    text, *parts = command.split("{options}")
-    for part in parts:
-        words = shlex.join(options)
-        quote = open_quote(text)
-        if quote == "'":
-            words = words.replace("'", "'\\''")
-        if quote == '"':
-            words = re.sub(r'([\\"$`])', r"\\\1", words)
-        text += words + part
-    return text.replace("{seed}", str(seed)).replace("{runs}", str(runs)).replace("{slot}", str(slot))
+    text = command.replace("{options}", shlex.join(options)).replace("{seed}", str(seed))
+    return text.replace("{runs}", str(runs)).replace("{slot}", str(slot))
 
 
 def check_options(command: str, options: list[str]) -> None:

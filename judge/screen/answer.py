@@ -43,7 +43,7 @@ def facts_in_words(s: Screen) -> str:
             f"{plural(blocks, 'block')} of {combinations} combinations.",
             f"Without it: how much higher the loss is then, {average}.",
             "Each bound of an interval is wrong at most 1 time in 100, for all parts together, however often you look.",
-            f"Barnacle: we are 95% sure that the part changes the loss by less than {s.args.until:g}.",
+            f"Barnacle: we are 95% sure that the part changes the loss by less than {s.until:g}.",
             judged_in_words(list(s.variants[0].runs.values())),
             f"{s.pool.facts['machine']}, PyTorch {s.pool.facts['torch']}.",
         ]
@@ -63,7 +63,7 @@ def effects_in_words(s: Screen) -> list[str]:
 
 def effects_as_json(s: Screen) -> bytes:
     found = {
-        "until": s.args.until,
+        "until": s.until,
         "parts": list(map(asdict, s.effects())),
         "interactions": list(map(asdict, s.interactions())),
         "combinations": s.design.rows.tolist(),
@@ -90,7 +90,7 @@ def plot_effects(s: Screen, path: Path) -> None:
     ax.set_yticks(range(len(effects)), [f"{short(e.name, 40)}: {e.verdict}" for e in effects])
     ax.set_ylim(len(effects) - 0.5, -0.5)
     ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
-    until = s.args.until
+    until = s.until
     ax.axvspan(-until, until, color="0.9", zorder=0, label=f"less than {until:g}")
     ax.set_xlabel("loss without the part, minus with it")
     ax.legend(fontsize=9)

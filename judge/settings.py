@@ -5,7 +5,6 @@ Each key is an option of compare and of screen, too, which wins. What the judge 
 """
 
 import argparse
-import difflib
 import math
 import os
 import platform
@@ -13,20 +12,14 @@ import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from judge.commands import UserError, output_file, positive, whole_number
+from judge.commands import UserError, command_parser, output_file, positive, whole_number
 from judge.environment import usable_cores
+from judge.logs.read import signed
 
-IGNORE = "*\n"  # git ignores .judge/
 
-
-def setting(default, text: str, metavar: str = ""):
+def setting(default, text: str, metavar: str | None = None):
     """A field of Settings with its line of --help."""
-    made = (
-        {"default_factory": lambda: list(default)}
-        if isinstance(default, list)
-        else {"default": default}
-    )
-    return field(**made, metadata={"help": text, "metavar": metavar})
+    return field(default=default, metadata={"help": text, "metavar": metavar})
 
 
 @dataclass
@@ -45,8 +38,10 @@ class Settings:
     steps_option: str = setting(
         "--num_iterations", "the option of the command that sets its steps", "OPTION"
     )
-    data: list[str] = setting(["data"], "folders that git ignores, and the runs need; default: data")
-    not_read: list[str] = setting([], "patterns of files that no run reads")
+    data: tuple[str, ...] = setting(
+        ("data",), "folders that git ignores, and the runs need; default: data"
+    )
+    not_read: tuple[str, ...] = setting((), "patterns of files that no run reads")
     jobs: int = setting(0, "runs at a time; default: one per gpus_per_run, or 1 without a GPU", "N")
     job_per_core: bool = setting(False, "without a GPU, as many runs at a time as cores")
     gpus_per_run: int = setting(0, "GPUs of a run; default: all that are visible", "N")
@@ -60,7 +55,7 @@ class Settings:
     scratch: str = setting(
         ".judge", "where copies and runs lie; with a launcher, on a shared disk", "FOLDER"
     )
-    root: Path = field(default_factory=Path.cwd, metadata={})
+    root: Path = field(default_factory=Path.cwd)
 
     @property
     def folder(self) -> Path:
@@ -73,8 +68,8 @@ class Settings:
 
     @property
     def name_of_metric(self) -> str:
-        """For parse_log, which negates "-NAME"."""
-        return f"-{self.metric}" if self.higher_is_better else self.metric
+        """For parse_log."""
+        return signed(self.metric, self.higher_is_better)
 
     def tries(self) -> int:
         """How often a run may be started."""
@@ -86,18 +81,10 @@ class Settings:
 
 
 KEYS = {entry.name: entry for entry in fields(Settings) if entry.metadata}
-WORDS = {
-    str: "a string",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list[str]: "a list of strings",
-}
-# What a number must be
-CHECKS = {"jobs": whole_number, "gpus_per_run": whole_number, "run_timeout": positive}
-
-
 TEXTS = tuple(f"--{name}" for name, entry in KEYS.items() if entry.type is str)  # see join_values
+# How numbers and lists are read. Others are what their type says
+KINDS = {"jobs": whole_number, "gpus_per_run": whole_number, "run_timeout": positive}
+KINDS |= {"data": str, "not_read": str}
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -106,13 +93,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "--project", type=Path, metavar="FOLDER", help="where judge.toml is; default: found"
     )
     for name, entry in KEYS.items():
-        how = {"default": None, "help": entry.metadata["help"].replace("%", "%%")}
+        how = {"default": None, "help": entry.metadata["help"]}
         if entry.type is bool:
-            how |= {"action": "store_true"}
-        elif entry.type == list[str]:
-            how |= {"action": "append", "metavar": "PATH"}
+            how["action"] = "store_true"
         else:
-            how |= {"type": CHECKS.get(name, entry.type), "metavar": entry.metadata["metavar"] or None}
+            how |= {"type": KINDS.get(name, entry.type), "metavar": entry.metadata["metavar"]}
+        if isinstance(entry.default, tuple):
+            how |= {"action": "append", "metavar": "PATH"}
         parser.add_argument(f"--{name}", **how)
 
 
@@ -125,34 +112,31 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
 
 
-def read_keys(file: Path) -> dict | None:
-    """The keys of judge.toml or of [tool.judge] in pyproject.toml; None if there are none. Raises UserError."""
+def given(args: argparse.Namespace) -> dict:
+    """The keys that have a value."""
+    return {name: value for name in KEYS if (value := getattr(args, name)) is not None}
+
+
+def read_keys(file: Path) -> dict:
+    """The keys of judge.toml or of [tool.judge] in pyproject.toml, read as options are. Raises UserError."""
+
+    def refuse(message: str):
+        raise UserError(f"{file}: {message}")
+
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
     except ValueError as e:
-        raise UserError(f"{file}: {e}") from None
+        refuse(str(e))
     if file.name == "pyproject.toml":
-        found = found.get("tool", {}).get("judge")
-    return found
-
-
-def check_key(file: Path, name: str, value) -> None:
-    """Raises UserError."""
-    if name not in KEYS:
-        near = difflib.get_close_matches(name, KEYS, 1) or [", ".join(KEYS)]
-        raise UserError(f"{file}: there is no key {name}; do you mean {near[0]}?")
-    kind = KEYS[name].type
-    strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    number = kind is float and type(value) is int
-    if not (strings if kind == list[str] else type(value) is kind or number):
-        raise UserError(f"{file}: {name} = {value!r} must be {WORDS[kind]}")
-    if name in CHECKS:
-        try:
-            CHECKS[name](str(value))
-        except argparse.ArgumentTypeError as e:
-            raise UserError(f"{file}: {name}: {e}") from None
+        found = found.get("tool", {}).get("judge", {})
+    words = []
+    for name, value in found.items():
+        for item in value if isinstance(value, list) else [value]:
+            if item is not False:
+                words.append(f"--{name}" if item is True else f"--{name}={item}")
+    parser = command_parser("", "", refuse)
+    add_settings(parser)
+    return given(parser.parse_args(words))
 
 
 def find_project(start: Path) -> tuple[Path, dict]:
@@ -160,10 +144,7 @@ def find_project(start: Path) -> tuple[Path, dict]:
     UserError."""
     for folder in [start, *start.parents]:
         for file in (folder / "judge.toml", folder / "pyproject.toml"):
-            keys = read_keys(file)
-            if keys is not None:
-                for name, value in keys.items():
-                    check_key(file, name, value)
+            if file.exists() and (keys := read_keys(file)):
                 return folder, keys
     return start, {}
 
@@ -172,22 +153,18 @@ def read_settings(args: argparse.Namespace, start: Path, needs_command: bool = T
     """The settings of the project around `start`, or in --project, with the options of the command line.
     Raises UserError."""
     root, keys = find_project((args.project or start).resolve())
-    given = {name: value for name in KEYS if (value := getattr(args, name)) is not None}
-    settings = Settings(root=root, **(keys | given))
+    settings = Settings(root=root, **(keys | given(args)))
     if not settings.command and needs_command:
         raise UserError(
             f"{root} has no judge.toml that says how to train; give --command, or write it by: "
             'judge init --command "python train.py --seed {seed} {options}"'
         )
-    if settings.higher_is_better and not settings.metric:
-        raise UserError("--higher_is_better needs --metric NAME")
+    signed(settings.metric, settings.higher_is_better)
     return settings
 
 
 def make_folder(settings: Settings) -> None:
     """Makes the folder of the judge, which git ignores."""
-    if (settings.root / "logs" / "compare").is_dir() and not settings.folder.exists():
-        print(f"runs are kept in {settings.folder} now; those in logs/compare aren't read any more")
     settings.folder.mkdir(parents=True, exist_ok=True)
     if settings.folder.is_relative_to(settings.root) and settings.folder != settings.root:
-        (settings.folder / ".gitignore").write_text(IGNORE)
+        (settings.folder / ".gitignore").write_text("*\n")

@@ -8,8 +8,7 @@ name, such as the print of the loss. Only files that the idea changes are looked
 
 import re
 
-from judge.runs.same_run import hash_copy
-from judge.runs.sources import Variant
+from judge.runs.variants import Variant
 
 WORD = r"(?<![a-z])(?:e?val|evaluate|evaluation|validat\w*)(?![a-z])"
 
@@ -45,8 +44,7 @@ def changed_measure(old: str, new: str, metric: str) -> str:
 def touches_measure(base: Variant, idea: Variant) -> str:
     """Like "train.py: val_loss = 0". "" if the idea leaves alone what measures."""
     metric = base.project.metric
-    files = [hash_copy(variant.folder, variant.project.not_read) for variant in (base, idea)]
-    for name, _ in sorted(files[0].items() ^ files[1].items()):
+    for name, _ in sorted(base.files().items() ^ idea.files().items()):
         paths = [variant.folder / name for variant in (base, idea)]
         texts = [path.read_text(errors="replace") if path.is_file() else "" for path in paths]
         if line := changed_measure(*texts, metric):
