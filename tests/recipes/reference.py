@@ -9,17 +9,14 @@ from ctypes import c_int32
 import torch
 import torch.nn.functional as F
 
-from tests.training.test_model import reference_smear, rms_norm
+from tests.training.test_model import reference_smear, rms_norm, rotate
 
 
 # --------------------------------------------------------------- model
-def rotate(x, positions, freqs):
-    """Rotates one head, x (S, D): channel i with channel i + D/4, by -position * frequency."""
-    n = len(freqs)
-    theta = positions[:, None] * freqs.double()
-    x1, x2, still = x.split([n, n, 2 * n], dim=-1)
-    y = torch.complex(x1, x2) * torch.exp(-1j * theta)
-    return torch.cat([y.real, y.imag, still], dim=-1)
+def rotate_half(x, positions, freqs):
+    """Rotates the first half of the channels of one head, x (S, D)."""
+    turning, still = x.chunk(2, dim=-1)
+    return torch.cat([rotate(turning, positions[:, None], freqs), still], dim=-1)
 
 
 def visible(docs, window):
@@ -69,12 +66,11 @@ def attention(p, hp, layer, x, seq, masks, freqs, scale):
     heads = []  # q, k and v of each head, (S, D)
     for h in range(hp.num_heads):
         positions = 2 * t + h % 2 if paired else t
-        query = rotate(rms_norm(q[:, h]), positions, freqs)
-        key = rotate(rms_norm(k[:, h]), positions, freqs)
+        query = rotate_half(rms_norm(q[:, h]), positions, freqs)
+        key = rotate_half(rms_norm(k[:, h]), positions, freqs)
         if long:
             half = key.size(1) // 2
-            key = key.clone()
-            key[1:, half:] = key[:-1, half:].clone()
+            key = torch.cat([key[:, :half], key[[0, *range(s - 1)], half:]], dim=1)
         heads.append((query, key, v[:, h]))
     if paired:
         out = paired_attention(heads, masks["paired"], scale)

@@ -1,4 +1,7 @@
-"""Compares rotary embedding, block masks and attention with dense definitions in float64."""
+"""
+Compares block masks and FlexAttention with dense definitions in float64. test_model.py compares the portable
+attention.
+"""
 
 import math
 
@@ -8,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.util import random_tokens
-from train_gpt import Rotary, attention, document_ids, flex_block_mask, portable_mask
+from train_gpt import attention, document_ids, flex_block_mask, portable_mask
 
 EOT = 9
 
@@ -129,30 +132,6 @@ def test_flex_block_mask(case):
     assert torch.equal(mask, dense_mask(tokens, window))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_portable_attention_forward_and_backward(case):
-    num_seqs, length, every, window = case
-    tokens = random_input(num_seqs, length, every, seed=4)
-    inputs = qkv(num_seqs, length, 2, 16, seed=5)
-    for x in inputs:
-        x.requires_grad_()
-    docs = document_ids(tokens, EOT)
-    span = window + num_seqs * length % 3
-    mask = portable_mask(docs, blocks(window), span)
-    out = attention(*inputs, mask)
-    assert out.shape == inputs[0].shape
-    assert out.dtype == inputs[0].dtype
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    want = dense_attention(*exact, dense_mask(tokens, window))
-    assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
-    grad = torch.randn(out.shape)
-    out.backward(grad)
-    want.backward(grad.double())
-    for x, e in zip(inputs, exact):
-        got = x.grad.double()
-        assert_close(got, e.grad, rtol=1e-4, atol=2e-5)
-
-
 class Largest(TorchDispatchMode):
     """Records the largest tensor that any operator returns."""
 
@@ -200,42 +179,3 @@ def test_flex_attention_with_our_block_mask(compiled):
             want = dense_attention(*exact, dense)
             got = masked(q, k, v, docs, blocks(window))
             assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
-
-
-def rotate(x, head_dim):
-    """Rotary embedding in float64, with complex numbers.
-
-    The pair (x_i, x_{i + D/2}) is rotated by -position * frequency.
-    """
-    exponents = torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-    rotated = (1 / 1024) ** exponents
-    not_rotated = torch.zeros_like(rotated)
-    freq = torch.cat([rotated, not_rotated])
-    pos = torch.arange(x.shape[1], dtype=torch.float64)
-    theta = pos[:, None] * freq
-    turn = torch.exp(-1j * theta)[:, None]
-    x1, x2 = x.double().chunk(2, dim=-1)
-    y = torch.complex(x1, x2) * turn
-    parts = [y.real, y.imag]
-    return torch.cat(parts, dim=-1)
-
-
-@pytest.mark.parametrize(
-    "head_dim,length",
-    [(128, 300), (64, 1), (32, 2048)],
-)
-def test_rotary(head_dim, length):
-    rotary = Rotary(head_dim, 2048)
-    x = torch.randn(2, length, 3, head_dim)
-    y = rotary(x)
-    assert y.dtype == x.dtype
-    want = rotate(x, head_dim)
-    atol = 2e-3 * length / 2048 + 1e-6
-    assert_close(y.double(), want, rtol=0, atol=atol)
-    assert torch.equal(y[:, 0], x[:, 0])  # position 0 is not rotated
-    # Half of the pairs are never rotated
-    pairs = (2, 2, head_dim // 4)
-    before = x.unflatten(-1, pairs)
-    after = y.unflatten(-1, pairs)
-    assert torch.equal(before[..., 1, :], after[..., 1, :])
-    assert rotary(x.bfloat16()).dtype == torch.bfloat16

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from tests.training.test_attention import blocks, dense_attention, dense_mask, rotate
+from tests.training.test_attention import blocks, dense_attention, dense_mask
 from tests.util import random_tokens, randomized
 from train_gpt import GPT, TRACKS
 
@@ -48,6 +48,13 @@ def rms_norm(x):
     return x / (mean_square + torch.finfo(torch.float32).eps).sqrt()
 
 
+def rotate(x, positions, freqs):
+    """Rotates each pair (x_i, x_{i + D/2}) of x (..., D) by -position * frequency (D/2,)."""
+    x1, x2 = x.chunk(2, dim=-1)
+    y = torch.complex(x1, x2) * torch.exp(-1j * positions * freqs)
+    return torch.cat([y.real, y.imag], dim=-1)
+
+
 def reference_attention(params, hp, i, x, ve, mask):
     """x: (S, dim). ve: the value embeddings of this layer, or None."""
     weights = params[f"blocks.{i}.attn.qkv_w"]  # (3, H * D, dim)
@@ -58,8 +65,12 @@ def reference_attention(params, hp, i, x, ve, mask):
     v = lambdas[0] * (x @ weights[2].T).view(heads)
     if ve is not None:
         v = v + lambdas[1] * ve.view(heads)
-    q = rotate(rms_norm(q), q.size(-1))
-    k = rotate(rms_norm(k), k.size(-1))
+    quarter = q.size(-1) // 4
+    turning = (1 / 1024) ** torch.linspace(0, 1, quarter, dtype=torch.float64)
+    freqs = F.pad(turning, (0, quarter))  # half of the pairs stay
+    positions = torch.arange(len(x))[:, None, None]
+    q = rotate(rms_norm(q), positions, freqs)
+    k = rotate(rms_norm(k), positions, freqs)
     y = dense_attention(q, k, v, mask)
     if hp.xsa:
         dot = torch.einsum("bshd,bshd->bsh", y, v)
@@ -132,7 +143,7 @@ SINGLE = dict(num_layers=1, attn_free_layers=(), num_value_embeds=0, long_window
         (TINY, 3, 512, 3),  # half a window is one block
         (TINY, 1, 512, 4),
         (replace(TINY, num_layers=9, **IDEAS), 3, 256, 2),
-        (replace(TINY, **SINGLE), 2, 256, 2),
+        (replace(TINY, **SINGLE), 5, 128, 3),
         (TRACKS["mini"], 2, 256, 2),
     ],
 )
