@@ -33,7 +33,7 @@ from judge.commands import did_you_mean, join_values
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from judge.environment import environment
 from judge.processes import output_of
-from lib.processes import ROOT, cache_folder, say, show_seconds, start, wait
+from lib.processes import ROOT, cache_folder, checkpoints, say, show_seconds, start, wait
 from train_gpt import DTYPE, TRACKS, InputError
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
@@ -189,13 +189,9 @@ def most_processes(script, hp, gpus):
 
 
 def latest_checkpoint(folder):
-    """Returns the newest unfinished run's, or None. A checkpoint of ours is beside its log."""
-    unfinished = [
-        path
-        for path in Path(folder).glob("*.pt")
-        if path.with_suffix(".txt").exists() and not train_gpt.is_finished(path)
-    ]
-    return max(unfinished, key=os.path.getmtime, default=None)
+    """Returns that of the newest unfinished run, or None."""
+    unfinished = [path for _, path in checkpoints(folder) if not train_gpt.is_finished(path)]
+    return unfinished[-1] if unfinished else None
 
 
 def saved_settings(args):

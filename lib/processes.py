@@ -93,6 +93,12 @@ def clean_environment() -> list[str]:
     return [name for name in dropped if not name.startswith(("GIT_", "PYTHON"))]
 
 
+def checkpoints(folder):
+    """Returns the time and the path of each RUN.pt of a folder, which is beside its log. The newest is last."""
+    found = [path for path in Path(folder).glob("*.pt") if path.with_suffix(".txt").exists()]
+    return sorted((path.stat().st_mtime_ns, path) for path in found)
+
+
 @contextlib.contextmanager
 def setup_lock():
     """Packages and data are shared by all runs of this checkout. The lock is on its folder."""

@@ -261,7 +261,7 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
         json.dumps({"id": i, "text": text}, ensure_ascii=i % 2 == 0)
         for i, text in enumerate(TEXTS[20:])
     ]
-    rows += [json.dumps({"text": text.replace(" ", "  ")}) for text in TEXTS[5:30]]  # copies
+    rows += [json.dumps({"text": text.replace(" ", "  ")}) for text in TEXTS[6:31]]  # copies
     (corpus / "100.JSONL").write_bytes("\ufeff".encode() + "\r\n\n".join(rows).encode())
     make(tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--shard_size=5000", "--val_tokens=700")
     # the .JSONL file comes last

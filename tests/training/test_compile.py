@@ -4,29 +4,14 @@ test_run.py trains it.
 """
 
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 import train_gpt
-from tests.util import ROOT, env, randomized
+from tests.util import randomized
 from tests.training.test_model import SINGLE, TINY, build
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("switch", ["", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
-def test_the_log_says_whether_the_model_is_compiled(switch):
-    """Whichever variable turns it off."""
-    variables = {"TORCH_COMPILE_DISABLE": "0", switch or "UNUSED": "1"}
-    code = "import train_gpt; print(train_gpt.describe_machine())"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=env(**variables), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    says = "no (torch.compile is turned off)" if switch else "yes"
-    assert done.stdout.endswith(f"model compiled: {says}\n")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
