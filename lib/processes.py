@@ -8,7 +8,6 @@ import fcntl
 import glob
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -66,16 +65,6 @@ def wait(children):
         say(f"process {failed} was ended by signal {-status}")
         status = 128 - status
     return failed, status
-
-
-def show_seconds(text, ended):
-    """Says the text and, on a terminal, how many seconds have passed until `ended` is set."""
-    for seconds in itertools.count():
-        if not sys.stderr.isatty():
-            return say(text)
-        print(f"\rrun.sh: {text}: {seconds} s ", end="", file=sys.stderr, flush=True)
-        if ended.wait(1):
-            return print(file=sys.stderr)
 
 
 def run(command, **options):

@@ -181,6 +181,13 @@ def test_an_environment_that_is_not_ours_stays(machine):
     assert [path.name for path in launch.VENV.iterdir()] == ["theirs"]
 
 
+def test_packages_that_pip_puts_elsewhere_are_noticed(machine, monkeypatch):
+    monkeypatch.setattr(launch, "version_of", lambda package, path: "")
+    with pytest.raises(UserError, match="packages elsewhere; remove target"):
+        launch.install([])
+    assert not (launch.VENV / "ready").exists()
+
+
 def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
     monkeypatch.setenv("CONDA_PREFIX", "/theirs")
     machine.versions["torch"] = "2.11.0+cu130"
@@ -199,13 +206,6 @@ def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(launch.VENV))  # ours may be active, too
     file(launch.VENV / "ours")
     assert launch.install([]) == launch.VENV / "bin" / "python"
-
-
-def test_packages_that_pip_puts_elsewhere_are_noticed(machine, monkeypatch):
-    monkeypatch.setattr(launch, "version_of", lambda package, path: "")
-    with pytest.raises(UserError, match="packages elsewhere; remove target"):
-        launch.install([])
-    assert not (launch.VENV / "ready").exists()
 
 
 def test_which_packages_are_installed():

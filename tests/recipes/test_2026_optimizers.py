@@ -1,7 +1,6 @@
 """Muon, Adam and the training step, beside their definitions in float64 (reference.py), and bf16 weights
 beside the bits of float32 ones."""
 
-import math
 from dataclasses import replace
 
 import torch
@@ -44,7 +43,6 @@ def test_muon():
     for bank in scales:
         matrices = bank.detach().flatten(0, -3)
         want[bank] = [PlainMuon(matrix, 0.95, **POLAR) for matrix in matrices]
-    assert list(map(len, want.values())) == [40, 11, 11]
     for step in range(4):
         lr, mu = 0.023 / (1 + step), 0.85 + 0.02 * step
         for group in muon.param_groups:
@@ -107,22 +105,17 @@ def test_adam():
 
 # --------------------------------------------------------------- bf16 weights, truncated
 def test_truncation():
-    """Three steps in bf16. The upper 16 bits of float32 are the parameter, bit for bit."""
-    bank = torch.nn.Parameter(gradient(1, (3, 8, 16)).bfloat16())
-    muon = Muon([dict(params=[bank], scale=1.0)], 0.01, 0.9, 0.95, 1.2)
-    kept = bank.detach().float()  # the lower bits start at zero
+    """After three steps, bf16 weights are the upper 16 bits of float32 ones. The lower bits start at zero."""
+    bf16 = torch.nn.Parameter(gradient(1, (3, 8, 16)).bfloat16())
+    exact = torch.nn.Parameter(bf16.detach().float())
+    banks = (bf16, exact)
+    muons = [Muon([dict(params=[bank], scale=1.0)], 0.01, 0.9, 0.95, 1.2) for bank in banks]
     for step in range(3):
-        before = bank.detach().clone()
-        bank.grad = gradient(step, bank.shape).bfloat16()
-        muon.step()
-        weights = muon.state[bank]["weights"]
-        assert weights.dtype == torch.float32
-        upper = weights.view(torch.int32) >> 16
-        assert torch.equal(bank.view(torch.int16), upper.short())
-        assert not torch.equal(bank, before)
-        moved = (weights - kept).norm()
-        assert 0.005 < moved / math.sqrt(3 * 8) < 0.02  # bits are not lost between the steps
-        kept = weights.clone()
+        for bank, muon in zip(banks, muons):
+            bank.grad = gradient(step, bank.shape).bfloat16().to(bank.dtype)
+            muon.step()
+    upper = exact.view(torch.int32) >> 16
+    assert torch.equal(bf16.view(torch.int16), upper.short())
 
 
 def test_adams_tables_are_rounded_to_nearest():

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,46 +81,25 @@ CASES = [
 ]
 
 
-def read_lists(counts, columns):
-    """The matrix of blocks (N, N), bool, that one kind of a BlockMask's lists describes.
+def check_block_mask(found, mask):
+    """A BlockMask must have the lists of PyTorch's own for this mask (T, T).
 
-    The lists must be contiguous, because FlexAttention's kernels ignore the strides of a row. With
+    They must be contiguous, because FlexAttention's kernels ignore the strides of a row. With
     those of a transposed matrix, gradients of k and v were off by up to 18% on an H200.
     """
-    n = counts.numel()
-    for t in (counts, columns):
-        assert t.is_contiguous()
-        assert t.dtype == torch.int32
-    found = torch.zeros(n, n, dtype=torch.bool)
-    for row in range(n):
-        count = counts[0, 0, row]
-        listed = columns[0, 0, row].long()
-        assert 0 <= listed.min() <= listed.max() < n
-        found[row, listed[:count]] = True
-    assert found.sum() == counts.sum(), "a block is in a list twice"
-    return found
-
-
-def read_block_mask(bm):
-    """The (T, T) mask that a BlockMask describes. Entirely visible blocks must be full blocks, which
-    take the fast path. The lists of queries, for the backward pass, must agree with those of keys."""
-    assert bm.BLOCK_SIZE == (128, 128)
-    partial = read_lists(bm.kv_num_blocks, bm.kv_indices)
-    full = read_lists(bm.full_kv_num_blocks, bm.full_kv_indices)
-    partial_t = read_lists(bm.q_num_blocks, bm.q_indices)
-    full_t = read_lists(bm.full_q_num_blocks, bm.full_q_indices)
-    assert torch.equal(partial_t, partial.T)
-    assert torch.equal(full_t, full.T)
-    assert not (partial & full).any()
-    n = len(full)
-    tiles = torch.ones(128, 128, dtype=torch.bool)
-    pos = torch.arange(128 * n)
-    visible = bm.mask_mod(0, 0, pos[:, None], pos)
-    visible &= torch.kron(partial, tiles)
-    mask = torch.kron(full, tiles) | visible
-    by_block = mask.view(n, 128, n, 128)
-    assert torch.equal(full, by_block.all(3).all(1))
-    return mask
+    n = len(mask)
+    want = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, n, n, device="cpu")
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, columns = getattr(found, f"{kind}_num_blocks"), getattr(found, f"{kind}_indices")
+        assert counts.is_contiguous() and columns.is_contiguous()
+        assert torch.equal(counts, getattr(want, f"{kind}_num_blocks"))
+        listed = torch.arange(n // 128) < counts[..., None]
+        assert torch.equal(columns[listed], getattr(want, f"{kind}_indices")[listed])
+        assert 0 <= columns.min() <= columns.max() < n // 128
+    assert found.BLOCK_SIZE == (128, 128)
+    position = torch.arange(n)
+    blocks = torch.kron(found.to_dense()[0, 0], torch.ones(128, 128)).bool()
+    assert torch.equal(blocks & found.mask_mod(0, 0, position[:, None], position), mask)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -128,8 +108,7 @@ def test_flex_block_mask(case):
     tokens = random_input(num_seqs, length, every, seed=2)
     tokens[0, -1] = EOT  # right before the start of a sequence
     docs = document_ids(tokens, EOT)
-    mask = read_block_mask(flex_block_mask(docs, blocks(window)))
-    assert torch.equal(mask, dense_mask(tokens, window))
+    check_block_mask(flex_block_mask(docs, blocks(window)), dense_mask(tokens, window))
 
 
 class Largest(TorchDispatchMode):
