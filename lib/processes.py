@@ -3,7 +3,6 @@ The repository's folder, child processes, and the check before a run, for the la
 """
 
 import contextlib
-import ctypes
 import fcntl
 import glob
 import hashlib
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from judge.environment import child_environment, usable_cores
 from judge.files import write_file
-from judge.processes import has_nvidia_gpu, output_of
+from judge.processes import end_with_parent, has_nvidia_gpu, output_of
 
 ROOT = Path(__file__).resolve().parent.parent  # the repository
 
@@ -36,8 +35,7 @@ def say(text):
 def set_up_child():
     """Runs in a child process before its program: it ignores Ctrl-C, and on Linux ends with the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    end_with_parent()
 
 
 def start(command, **options):

@@ -1,6 +1,6 @@
 """
-The recipe of January 2026 by its definition: plain loops in float64, one sequence, one layer, one head
-at a time. Nothing here calls the script.
+The recipe of January 2026 by its definition, in float64, one sequence and one layer at a time. Nothing here
+calls the script.
 """
 
 import math
@@ -9,14 +9,15 @@ from ctypes import c_int32
 import torch
 import torch.nn.functional as F
 
+from tests.training.test_attention import dense_attention
 from tests.training.test_model import reference_smear, rms_norm, rotate
 
 
 # --------------------------------------------------------------- model
 def rotate_half(x, positions, freqs):
-    """Rotates the first half of the channels of one head, x (S, D)."""
+    """Rotates the first half of the channels of x (S, H, D)."""
     turning, still = x.chunk(2, dim=-1)
-    return torch.cat([rotate(turning, positions[:, None], freqs), still], dim=-1)
+    return torch.cat([rotate(turning, positions, freqs), still], dim=-1)
 
 
 def visible(docs, window):
@@ -24,12 +25,6 @@ def visible(docs, window):
     position = torch.arange(len(docs))
     back = position[:, None] - position
     return (docs[:, None] == docs) & (back >= 0) & (back <= window)
-
-
-def softmax_attention(q, k, v, mask, scale):
-    """One head: q, k, v (N, D)."""
-    scores = (q @ k.T * scale).masked_fill(~mask, -math.inf)
-    return scores.softmax(-1) @ v
 
 
 def bigram_row(seq, t, rows):
@@ -62,36 +57,24 @@ def attention(p, hp, layer, x, seq, masks, freqs, scale):
         ve = p[f"value_embeds.{table}"][seq].view(shape)
         amount = 2 * sigmoid_gate(x, p["value_gates"][n])
         v = v + amount[..., None] * ve
-    t = torch.arange(s)
-    heads = []  # q, k and v of each head, (S, D)
-    for h in range(hp.num_heads):
-        positions = 2 * t + h % 2 if paired else t
-        query = rotate_half(rms_norm(q[:, h]), positions, freqs)
-        key = rotate_half(rms_norm(k[:, h]), positions, freqs)
-        if long:
-            half = key.size(1) // 2
-            key = torch.cat([key[:, :half], key[[0, *range(s - 1)], half:]], dim=1)
-        heads.append((query, key, v[:, h]))
+    positions = torch.arange(s)[:, None, None]
     if paired:
-        out = paired_attention(heads, masks["paired"], scale)
+        positions = 2 * positions + torch.arange(hp.num_heads)[:, None] % 2
+    q = rotate_half(rms_norm(q), positions, freqs)
+    k = rotate_half(rms_norm(k), positions, freqs)
+    if long:
+        turning, still = k.chunk(2, dim=-1)
+        k = torch.cat([turning, still[[0, *range(s - 1)]]], dim=-1)
+    if paired:
+        # two heads are one of twice the length: even slots hold the first one's tokens, odd ones the other's
+        q, k, v = [torch.stack(x.chunk(2, dim=1), dim=1).flatten(0, 1) for x in (q, k, v)]
+        y = dense_attention(q[None], k[None], v[None], masks["paired"], scale)[0]
+        y = torch.cat([y[0::2], y[1::2]], dim=1)
     else:
         mask = masks["long" if long else "short"]
-        out = [softmax_attention(*head, mask, scale) for head in heads]
-    y = torch.stack(out, dim=1)  # (S, H, D)
+        y = dense_attention(q[None], k[None], v[None], mask, scale)[0]
     y = y * sigmoid_gate(x, p["attn_gates"][i])[..., None]
     return p["o_lambdas"][i] * y.flatten(1) @ w[3].T
-
-
-def paired_attention(heads, mask, scale):
-    """Two heads are one of twice the length: even slots hold the first one's tokens, odd ones the other's."""
-    half = len(heads) // 2
-    first, second = [], []
-    for pair in zip(heads, heads[half:]):
-        slots = [torch.stack(both, dim=1).flatten(0, 1) for both in zip(*pair)]
-        y = softmax_attention(*slots, mask, scale)
-        first.append(y[0::2])
-        second.append(y[1::2])
-    return first + second
 
 
 def capped_logits(p, hp, seq, long, short, freqs, scale):
@@ -208,21 +191,17 @@ def momentum(step):
     return 0.95
 
 
-def rotary_and_scale(windows, head_dim, unit=128, beta=32):
-    """Frequencies and attention scale after the windows (in blocks) of the list, in float64."""
-    n = head_dim // 4
-    freqs = [(1 / 1024) ** (j / (n - 1)) for j in range(n)]
+def rotary_and_scale(windows):
+    """Frequencies of heads with 16 channels, and the attention scale, after the windows (in blocks of 16 tokens)
+    of the list."""
+    freqs = (1 / 1024) ** torch.linspace(0, 1, 4, dtype=torch.float64)
     scale = 0.1
     for old, new in zip(windows, windows[1:]):
-        changed = []
-        for f in freqs:
-            turns = unit * old * f / (2 * math.pi)
-            u = min(1, max(0, (turns - 1) / (beta - 1)))
-            ratio = old / new
-            changed.append(f * (ratio + u * (1 - ratio)))
-        freqs = changed
+        turns = 16 * old * freqs / (2 * math.pi)
+        often = ((turns - 1) / 31).clamp(0, 1)
+        freqs = freqs * (often + (1 - often) * old / new)
         scale *= 1 + 0.2 * math.log(new / old)
-    return torch.tensor(freqs, dtype=torch.float64), scale
+    return freqs, scale
 
 
 # --------------------------------------------------------------- optimizers

@@ -43,7 +43,7 @@ def exact_logits(model, step, inputs):
     hp = model.hp
     p = {name: q.detach().double().requires_grad_() for name, q in model.named_parameters()}
     passed = [3, 7, 11, 13][: 1 + step // 520]
-    freqs, scale = reference.rotary_and_scale(passed, 16, unit=16)
+    freqs, scale = reference.rotary_and_scale(passed)
     long, short = (n // 8 for n in reference.windows(step))  # 16 tokens in place of 128
     return p, [reference.capped_logits(p, hp, seq, long, short, freqs, scale) for seq in inputs]
 

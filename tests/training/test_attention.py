@@ -46,12 +46,12 @@ def dense_mask(tokens, window_blocks, eot=EOT):
     return causal & same_document & same_sequence & in_window
 
 
-def dense_attention(q, k, v, mask):
-    """softmax(0.12 q k^T + mask) v, in the dtype of q: q, k, v (B, S, H, D) and a mask (T, T)."""
+def dense_attention(q, k, v, mask, scale=0.12):
+    """softmax(scale q k^T + mask) v, in the dtype of q: q, k, v (B, S, H, D) and a mask (T, T)."""
     q_rows = q.flatten(0, 1)  # (T, H, D)
     k_rows = k.flatten(0, 1)
     v_rows = v.flatten(0, 1)
-    scores = 0.12 * torch.einsum("qhd,khd->hqk", q_rows, k_rows)
+    scores = scale * torch.einsum("qhd,khd->hqk", q_rows, k_rows)
     scores = scores.masked_fill(~mask, -math.inf)
     weights = scores.softmax(-1)
     out = torch.einsum("hqk,khd->qhd", weights, v_rows)
