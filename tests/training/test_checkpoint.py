@@ -118,14 +118,6 @@ def stopped(killed, tmp_path, monkeypatch):
 
 
 # --------------------------------------------------------------- kill -9
-def test_checkpoints_change_nothing_and_the_last_one_is_kept(whole, tmp_path):
-    assert {path.suffix for path in (whole / "logs").iterdir()} == {".txt", ".pt"}
-    assert read_checkpoint(whole)["run"]["step"] == 12
-    job = succeeds(Job(tiny_run(tmp_path, **SETTINGS), tmp_path, hook=in_float32))
-    assert val_losses(job.out) == val_losses(read_log(whole))
-    assert not list(tmp_path.rglob("*.pt"))
-
-
 @pytest.mark.parametrize("kill, step", [(kill_while_writing, 4), (kill_after_renaming, 8)])
 def test_killed_and_resumed_is_the_same_run(kill, step, whole, tmp_path):
     assert start(tmp_path, hook=kill).wait() == -signal.SIGKILL
