@@ -7,7 +7,7 @@ Trains a GPT to a target validation loss in as little time as possible. Everythi
     python train_gpt.py --help                             every hyperparameter and its default
 
 The recipe is record 23 of modded-nanogpt (https://github.com/KellerJordan/modded-nanogpt, May 2025),
-a series of ever faster runs. Numbers with a # are its records. What the recipe changes in GPT-2:
+a series of ever faster runs. Numbers with a # are its records. Changes to GPT-2 (the code explains them):
 - #3, #4, #6   Muon trains the weight matrices of the blocks (@kellerjordan0, @jxbz, @bozavlado)
 - #5           ReLU squared, QK norm, projections that start at zero (@Grad62304977, @kellerjordan0)
 - #8, #9, #18  untied head, soft-capped logits (@Grad62304977, @kellerjordan0, @KoszarskyB)
@@ -22,18 +22,19 @@ The track mini adds four later ideas: NorMuon, XSA and smear (section 5), and a 
 The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train
 the same model.
 
-Plan an hour and a half for reading. Begin with section 4 (the model), then 3 (Muon, its optimizer), 11 (a
-step) and 13 (the loop). Skip at first 1, 6, 7 and 12 (setup, attention on CPUs, files, logs).
+Plan an hour and a half for sections 4 (the model), 3 (Muon, its optimizer), 11 (a step) and 13 (the
+loop), in this order. Then read 5, 8 and 9. Skip at first 1, 2, 6, 7, 10 and 12 (setup, FP8, attention on
+CPUs, files, sums over GPUs, logs).
 
-Shapes in comments: B sequences, S tokens per sequence, T = B * S tokens, N = T / 128 blocks of tokens,
-H heads, D channels per head, C = model_dim, V = padded vocabulary size.
+Shapes in comments: B sequences, S tokens per sequence, T = B * S tokens, N = T / 128 blocks of tokens in
+the attention mask, H heads, D channels per head, C = model_dim, V = padded vocabulary size.
 """
 # -----------------------------------------------------------------------------
 # 1. Preamble
 
 from pathlib import Path
 
-SOURCE = Path(__file__).read_bytes().decode()  # for the log; read now, before an edit can change it
+SOURCE = Path(__file__).read_bytes().decode()  # for the log, byte for byte; read now, before an edit
 
 import argparse
 import collections
@@ -59,8 +60,9 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # Waiting OpenMP threads sleep, not spin: much faster when another process keeps the cores busy
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if platform.machine() == "x86_64":
-    # The compiler gets "-march=" and this value. GCC 11 to 13 make wrong code of PyTorch's bf16 transposes
-    # if they don't know the CPU (similar to https://gcc.gnu.org/PR113255), so -mtune names one they know.
+    # The C++ compiler gets "-march=" and this value, so a second flag fits behind a space. GCC 11 to 13 make
+    # wrong code of bf16 transposes for CPUs that they don't know (similar to
+    # https://gcc.gnu.org/PR113255): -mtune names any that they do.
     os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "native -mtune=icelake-server")
 
 import numpy as np
@@ -71,9 +73,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 # torchrun sets these variables
-RANK = int(os.getenv("RANK") or 0)
-LOCAL_RANK = int(os.getenv("LOCAL_RANK") or 0)  # among the processes of this machine
-WORLD_SIZE = int(os.getenv("WORLD_SIZE") or 1)
+RANK = int(os.getenv("RANK", 0))
+LOCAL_RANK = int(os.getenv("LOCAL_RANK", 0))  # among the processes of this machine
+WORLD_SIZE = int(os.getenv("WORLD_SIZE", 1))
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device(f"cuda:{LOCAL_RANK}" if ON_GPU else "cpu")
 BLOCK_SIZE = 128  # tokens per block of the attention mask; divides sequence lengths
@@ -84,9 +86,7 @@ CPU_MODEL = MODEL_NAME[1] if MODEL_NAME else platform.machine()
 CPU_FLAGS = set(re.findall(r"\b(?:avx|amx|fma|asimd|sve|bf16|i8mm)\w*", CPUINFO))
 # The dtype of activations: bf16 where there are bf16 matmuls (#10, @kellerjordan0)
 DTYPE = torch.bfloat16 if ON_GPU or CPU_FLAGS & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
-
-
-# PyTorch's two switches
+# Is the model compiled? PyTorch has two switches that turn it off
 COMPILED = "1" not in (os.getenv("TORCH_COMPILE_DISABLE"), os.getenv("TORCHDYNAMO_DISABLE"))
 
 
@@ -106,8 +106,9 @@ def require(condition, message):
 # (2 bits, up to 57,344) for gradients. GPUs multiply them twice as fast as bf16. A tensor is divided
 # by a scale and rounded to FP8, so that it fits the range; the matmul multiplies by both scales.
 
-# The scales are @YouJiacheng's. Weights were seen to stay below 24, and the gradients of the logits are
-# below 1 if the gradient of the loss is 1. So after the division, both stay below 448.
+# The scales are the record's. Weights were seen to stay below 24, and gradients of the logits are below
+# |probability - 1| <= 1 if that of the loss is 1. So after the division, both stay below 448. That is the
+# limit of e4m3; in e5m2, which holds far larger numbers, 448 is merely a safe place.
 W_SCALE = 24 / 448
 GRAD_SCALE = 1 / 448
 
@@ -117,29 +118,29 @@ def as_scale(value, like):
     return torch.full((), value, device=like.device)
 
 
+def column_major(t):
+    """Copies t (m, n), so that the numbers of a column are neighbours in memory."""
+    return t.T.contiguous().T
+
+
 def fp8_matmul(a, b, a_scale, b_scale, dtype, fast=False):
-    """a (m, k) @ b (k, n), both divided by their scales. a must be row-major, b column-major."""
+    """a (m, k) @ b (k, n), both divided by their scales. a must be contiguous, b column-major. `fast` adds
+    up less exactly."""
     return torch._scaled_mm(
         a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
     )
 
 
-def scale_and_softcap(logits, model_dim):
-    """Returns 15 tanh(z / 15) + 15 for z = logits / sqrt(model_dim): z soft-capped at 15 (Gemma 2,
-    https://arxiv.org/abs/2408.00118; #18, @KoszarskyB). Adding 15 doesn't change the softmax."""
-    # tanh(u) = 2 sigmoid(2 u) - 1, so 15 tanh(z / 15) + 15 = 30 sigmoid(z / 7.5)
-    return 30 * torch.sigmoid(logits.float() / (7.5 * model_dim**0.5))
-
-
+# Compiling the model doesn't look into a custom op, so the op is compiled here.
 @torch.library.custom_op("nanogpt::head_loss", mutates_args=())
-@torch.compile(dynamic=False)  # compiling the model doesn't compile the body of a custom op
+@torch.compile(dynamic=False)
 def head_loss_op(
     x: Tensor, w: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the cross-entropy of softcap(x @ w.T) in nats, summed over tokens. x (T, C) is
     RMS-normed; w is (V, C), targets (T,). Returns the loss in float32, and for the backward pass
     the logits (T, V) in bf16, their logsumexp (T,) and both FP8 operands. Head and loss are one op,
-    so that the gradient of the logits is never stored in bf16."""
+    so that the backward pass can make the gradient of the logits in FP8 at once."""
     x_s = x.size(1) ** 0.5 / 448  # elements of RMS-normed inputs are at most sqrt(C)
     x_f8 = (x / x_s).to(torch.float8_e4m3fn)
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
@@ -162,23 +163,22 @@ def _(x, w, targets):
 def head_loss_backward_op(
     grad: Tensor, logits: Tensor, lse: Tensor, x_f8: Tensor, w_f8: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns grad_x (T, C) in bf16 and grad_w (V, C) in float32, given the loss's scalar gradient.
-    When compiled, it stores the gradient of the logits only in FP8."""
+    """Returns grad_x (T, C) in bf16 and grad_w (V, C) in float32, given the loss's scalar gradient."""
     model_dim = w_f8.size(1)
     capped = scale_and_softcap(logits, model_dim)
     probabilities = (capped - lse[:, None]).exp()
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
     grad_capped = probabilities - one_hot.float()
-    # d capped / d logits = capped (1 - capped / 30) / (7.5 sqrt(model_dim)), see scale_and_softcap
+    # capped = 30 s for the sigmoid s of scale_and_softcap, whose derivative is s (1 - s)
     grad_logits = grad_capped * capped * (1 - capped / 30) / (7.5 * model_dim**0.5)
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
     x_s = model_dim**0.5 / 448
     grad_scale = GRAD_SCALE * grad  # multiplies by the gradient of the loss without another pass
+    # logits = x @ w.T, so grad_x = grad_logits @ w, and grad_w = grad_logits.T @ x
+    w, x = column_major(w_f8), column_major(x_f8)
+    grad_x = fp8_matmul(grad_f8, w, grad_scale, as_scale(W_SCALE, grad), torch.bfloat16)
     grad_T = grad_f8.T.contiguous()
-    w_T = w_f8.T.contiguous()  # w_T.T is w, column-major
-    x_T = x_f8.T.contiguous()
-    grad_x = fp8_matmul(grad_f8, w_T.T, grad_scale, as_scale(W_SCALE, grad), torch.bfloat16)
-    grad_w = fp8_matmul(grad_T, x_T.T, grad_scale, as_scale(x_s, grad), torch.float32)
+    grad_w = fp8_matmul(grad_T, x, grad_scale, as_scale(x_s, grad), torch.float32)
     return grad_x, grad_w
 
 
@@ -194,7 +194,7 @@ def save_for_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # creates no zero gradients for the other outputs
 
 
-def head_loss_gradients(ctx, grad, *unused):
+def head_loss_gradients(ctx, grad, *unused):  # grad is that of the loss; the other outputs have none
     grad_x, grad_w = head_loss_backward_op(grad, *ctx.saved_tensors)
     return grad_x, grad_w, None  # targets have no gradient
 
@@ -219,11 +219,11 @@ def zeropower_via_newtonschulz5(G, steps=5):
     converge: singular values end between about 0.5 and 1.5, which doesn't hurt the optimizer."""
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G.to(DTYPE)
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the spectral norm is now at most 1
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # now no singular value is above 1
     X = X.reshape(-1, *G.shape[-2:])  # baddbmm needs exactly one batch dimension
     for _ in range(steps):
         A = X @ X.mT
-        # baddbmm multiplies and adds in one kernel
+        # baddbmm(M, P, Q, beta=s, alpha=t) is s M + t P @ Q, in one kernel
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
     return X.view(G.shape)
@@ -235,7 +235,7 @@ def wide(matrices):
     return matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
 
 
-# its name since PyTorch 2.13, and before
+# its name since PyTorch 2.13, or the one before
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -248,8 +248,8 @@ def rank_share(items):
 
 
 def all_gather(share, count):
-    """Starts to collect the shares (n, ...) of all ranks. Returns (count, ...), without what rank_share has
-    added at the end, and the handle to wait for before reading it: None if there is nothing to wait for."""
+    """Starts to collect the shares (n, ...) of all ranks. Returns (count, ...), without repeated items, and
+    the handle to wait for before reading it: None if there is nothing to wait for."""
     if WORLD_SIZE == 1:
         return share, None
     whole = share.new_empty(WORLD_SIZE * len(share), *share.shape[1:])
@@ -264,14 +264,16 @@ def all_gather_now(share, count):
 
 
 class Muon(torch.optim.Optimizer):
-    """MomentUm Orthogonalized by Newton-Schulz. Each matrix of a parameter (..., rows, cols) is
-    orthogonalized separately; updates are rounded to bf16. Each rank owns a share of the parameters:
-    it keeps their momentum and computes their updates. The all-gather of one group's updates
-    overlaps with computing the next group's. With beta2 > 0 this is NorMuon (section 5)."""
+    """MomentUm Orthogonalized by Newton-Schulz: the momentum U S V^T of a matrix becomes about U V^T, so
+    that directions with small gradients move as far as those with large ones. Each rank owns a share
+    of the parameters (..., rows, cols): it keeps their momentum and computes their updates. These are
+    rounded to bf16, which halves what ranks exchange (one rank rounds, too, for the same results). The
+    all-gather of one group's updates overlaps with computing the next group's. With beta2 > 0 this is
+    NorMuon (section 5)."""
 
     def __init__(self, params, lr, momentum, ns_steps, beta2):
         groups = collections.defaultdict(list)
-        for p in params:  # in a group, all have the same shape when they are wide: one batched matmul
+        for p in params:  # a group has those whose wide views have one shape, for one batched matmul
             groups[wide(p).shape].append(p)
         super().__init__(
             [dict(params=group) for group in groups.values()],
@@ -281,13 +283,13 @@ class Muon(torch.optim.Optimizer):
     def updates(self, group):
         """Returns the updates of this rank's share, bf16 (share, ..., rows, cols), rows <= cols."""
         gradients = torch.stack([wide(p.grad) for p in rank_share(group["params"])])
-        # PyTorch saves state by parameter. That of the whole group is its first parameter's.
+        # One momentum tensor for the whole group. PyTorch files state under a parameter: we take the first.
         state = self.state[group["params"][0]]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradients)
         momentum_buffer = state["momentum_buffer"]  # the exponential moving average of the gradients
         momentum_buffer.lerp_(gradients, 1 - group["momentum"])
-        nesterov = gradients.lerp(momentum_buffer, group["momentum"])
+        nesterov = gradients.lerp(momentum_buffer, group["momentum"])  # this gradient counts once more
         updates = zeropower_via_newtonschulz5(nesterov, group["ns_steps"])
         if group["beta2"]:
             updates = normalize_channels(updates, state, group["beta2"])
@@ -302,8 +304,8 @@ class Muon(torch.optim.Optimizer):
             if handle:
                 handle.wait()
             for p, update in zip(group["params"], updates):
-                # A matrix with more rows than columns, (out, in), gets a larger step. So the RMS change of
-                # what it computes doesn't depend on its shape.
+                # An orthogonal matrix (out, in) with out > in keeps the norm of its input, but spreads it
+                # over more channels: the RMS falls by (in / out) ** 0.5. This undoes it, for c_fc.
                 scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
                 view_of_p = wide(p)
                 view_of_p.add_(update, alpha=-group["lr"] * scale)
@@ -312,8 +314,8 @@ class Muon(torch.optim.Optimizer):
         """The state of all ranks, which doesn't depend on their number. Call it on all ranks."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            first = group["params"][0]  # here, parameters are indices
-            state = saved["state"].get(first, {})
+            first = group["params"][0]  # in a state_dict, a parameter is its index
+            state = saved["state"].get(first, {})  # none before the first step
             whole = {k: all_gather_now(share, len(group["params"])) for k, share in state.items()}
             saved["state"][first] = whole
         return saved
@@ -331,8 +333,8 @@ class Muon(torch.optim.Optimizer):
 #   layer               0    1    2    3    4    5    6    7    8    9   10   11
 #   attention window  long  .    .    .  long  .    .   none  .    .    .   long  (. is half of it)
 #   value embeddings    A    B    C                                  A    B    C
-#   U-net: keeps as     a    b    c    d    e    f
-#          adds before                               f    e    d    c    b    a
+#   U-net: keeps x as   a    b    c    d    e    f
+#          adds at first                             f    e    d    c    b    a
 #
 #   x = x0 = norm(embedding of each token)
 #   each layer:    x = x + w * kept output                     (layers 6 to 11)
@@ -342,7 +344,7 @@ class Muon(torch.optim.Optimizer):
 #   at the end:    logits = scale_and_softcap(norm(x) @ head.T), loss = cross-entropy with the next token
 #
 # Each layer learns its own w (skip_weights), r0 and r1 (residual_lambdas), v0 and v1 (value_lambdas). Value
-# embeddings are a second embedding of each token. In a step of 49,152 tokens, x is
+# embeddings are a second embedding of each token. In a pass of one sequence of 49,152 tokens, x is
 # (1, 49152, 768), Q, K and V (1, 49152, 6, 128), the logits (49152, 50304).
 
 
@@ -362,8 +364,9 @@ class CastedLinear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Half-truncated rotary embeddings (RoPE: https://arxiv.org/abs/2104.09864). Only half of the
-    D/2 channel pairs rotate (#17, @YouJiacheng)."""
+    """Rotary embeddings (RoPE: https://arxiv.org/abs/2104.09864): each pair of channels (x1, x2) turns by
+    position * frequency, so that q . k depends on the distance of the two tokens. Half of the D/2 pairs
+    don't turn (#17, @YouJiacheng)."""
 
     def __init__(self, head_dim, max_seq_len):
         super().__init__()
@@ -374,10 +377,10 @@ class Rotary(nn.Module):
 
     def forward(self, x):  # (B, S, H, D)
         cos, sin = self.rotations[:, : x.size(1), None]  # each (S, 1, D/2)
-        x1, x2 = x.float().chunk(2, dim=-1)
+        x1, x2 = x.float().chunk(2, -1)
         y1 = x1 * cos + x2 * sin
         y2 = x2 * cos - x1 * sin
-        return torch.cat([y1, y2], dim=-1).type_as(x)
+        return torch.cat([y1, y2], -1).type_as(x)
 
 
 # The mask (#12, @KoszarskyB; #13, @fernbear.bsky.social; #16, @YouJiacheng). A query attends to a key if
@@ -388,22 +391,23 @@ class Rotary(nn.Module):
 
 
 def document_ids(input_seq, eot_token):
-    """Returns the number of each token's document, int32 (T,), starting at 1, for input_seq (B, S).
-    A document starts at each end-of-text token and at the start of each sequence."""
+    """Returns each token's document, as a number from 1 on, int32 (T,), for input_seq (B, S). A document
+    starts at each end-of-text token and at the start of each sequence."""
     begins = input_seq == eot_token
     begins[:, 0] = True
     return begins.flatten().cumsum(0, dtype=torch.int32)
 
 
 def block_lists(kind, visible):
-    """Converts a matrix of blocks, bool (N, N), to two of BlockMask's arguments: for each row the number
-    of True entries, int32 (1, 1, N), and their columns in ascending order, int32 (1, 1, N, N)."""
+    """Converts a matrix of blocks, bool (N, N), to BlockMask's two arguments of this kind (kv, q, ...): for
+    each row the number of True entries, int32 (1, 1, N), and a list of their columns, int32 (1, 1, N, N).
+    The row True False True has the count 2 and the list 0 2 0, of which FlexAttention reads two."""
     n = len(visible)
     counts = visible.sum(-1, dtype=torch.int32)
-    # Row True False True has count 2 and columns 0 2 0. Its True entries go to places 0 and 1 of the
-    # list, the False one to place n = 3, which is cut off. (Sorting does the same, but compiles for minutes.)
-    places = torch.where(visible, visible.cumsum(-1) - 1, n)
     columns = torch.arange(n, dtype=torch.int32, device=visible.device).expand(n, n)
+    # Sorting would do, but compiles for minutes. Instead, the column of a True entry is written to the
+    # place in the list that is the number of True entries before it; others to place n, which is cut off.
+    places = torch.where(visible, visible.cumsum(-1) - 1, n)
     lists = visible.new_zeros(n, n + 1, dtype=torch.int32).scatter(-1, places, columns)
     lists = lists[:, :n].contiguous()  # FlexAttention's kernels read rows as contiguous memory
     return {f"{kind}_num_blocks": counts[None, None], f"{kind}_indices": lists[None, None]}
@@ -411,23 +415,24 @@ def block_lists(kind, visible):
 
 def flex_block_mask(docs, window_blocks):
     """Makes the BlockMask of docs (T,). window_blocks () is a tensor, so that a growing window
-    doesn't recompile. FlexAttention calls document_causal only in partly visible blocks."""
+    doesn't recompile. FlexAttention computes fully visible blocks without a mask, asks document_causal in
+    partly visible ones, and skips the others."""
 
     def document_causal(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (docs[q_idx] == docs[kv_idx])
 
-    first_doc = docs[::BLOCK_SIZE]  # of each block: (N,)
-    last_doc = docs[BLOCK_SIZE - 1 :: BLOCK_SIZE]
+    first_doc = docs[::BLOCK_SIZE]  # the document of each block's first token: (N,)
+    last_doc = docs[BLOCK_SIZE - 1 :: BLOCK_SIZE]  # and of its last token
     block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
-    # Matrices (N, N): rows are query blocks, columns key blocks. Documents are numbered in order, so
-    # of an earlier key block only the last document matters, of the query block the first. Two blocks
-    # are one document if the first key and the last query are in the same.
+    # Matrices (N, N): rows are query blocks, with [:, None], and columns are key blocks. Documents are numbered
+    # in order, and a visible key block isn't later than the query block. So they share a document if that of
+    # the last key isn't before that of the first query. They are one if the first key's is the last query's.
+    share_a_document = last_doc >= first_doc[:, None]
+    are_one_document = first_doc == last_doc[:, None]
     distance = block[:, None] - block
-    share_a_document = first_doc[:, None] <= last_doc
-    are_one_document = last_doc[:, None] == first_doc
     in_window = distance < window_blocks
     visible = in_window & (distance >= 0) & share_a_document
-    # not made from `visible`, because PyTorch 2.11 can't compile that
+    # The diagonal isn't full. (PyTorch 2.11 can't compile visible & ...)
     full = in_window & (distance > 0) & are_one_document
     partial = visible & ~full
     return BlockMask(
@@ -451,7 +456,7 @@ def make_mask(docs, window_blocks, span):
 
 def attention(q, k, v, mask, scale=0.12):
     """q, k, v (B, S, H, D) -> (B, S, H, D). The sequences are concatenated to T tokens: in the
-    mask, each begins a document. With QK norm, the scale is free: 0.12 was tuned (#20)."""
+    mask, each begins a document. QK norm makes 1 / sqrt(D) needless: the scale 0.12 was tuned (#20)."""
     if not isinstance(mask, BlockMask):
         return portable_attention(q, k, v, mask, scale)
     queries, keys, values = (t.flatten(0, 1).transpose(0, 1)[None] for t in (q, k, v))  # (1, H, T, D)
@@ -473,11 +478,11 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, ve, mask):  # x, normed (B, S, C), ve (B, S, C) or None -> (B, S, C)
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)  # each (B, S, H, D)
-        q = self.rotary(norm(q))  # QK norm (#5); portable_attention relies on it
+        q = self.rotary(norm(q))  # QK norm (#5) bounds the scores, for portable_attention
         k = self.rotary(norm(k))
         v = self.value_lambdas[0] * v
         if ve is not None:
-            v = v + self.value_lambdas[1] * ve.view_as(v)
+            v = v + self.value_lambdas[1] * ve.view_as(v)  # tables have as many channels as V
         y = attention(q, k, v, mask)
         if self.xsa_weights is not None:
             y = exclusive_self_attention(y, v, self.xsa_weights)
@@ -502,7 +507,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp: "Hyperparameters", layer, rotary):
         super().__init__()
-        self.residual_lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and of x0
+        self.residual_lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and x0; x stays bf16
         self.attn = None if layer in hp.attn_free_layers else CausalSelfAttention(hp, rotary)
         self.mlp = MLP(hp)
 
@@ -513,6 +518,12 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+def scale_and_softcap(logits, model_dim):
+    """Returns 30 sigmoid(z / 7.5) = 15 tanh(z / 15) + 15 for z = logits / sqrt(model_dim): z soft-capped at
+    15 (Gemma 2, https://arxiv.org/abs/2408.00118; #18, @KoszarskyB), plus 15, which the softmax ignores."""
+    return 30 * torch.sigmoid(logits.float() / (7.5 * model_dim**0.5))
+
+
 def pad_vocab(vocab_size):
     """Rounds up to a multiple of 64, for faster matmuls (#5)."""
     return math.ceil(vocab_size / 64) * 64
@@ -521,7 +532,7 @@ def pad_vocab(vocab_size):
 def parameter_kind(name, p):
     """Returns head, embedding, matrix or scalar (also for a vector). It decides a parameter's initial values
     (init_weights) and its optimizer (build_optimizers). For a small matrix, such as a gate, which Muon
-    doesn't suit, add a kind here and in both, or make it a vector."""
+    doesn't suit, add a kind to all three functions, or make it a vector."""
     if name == "lm_head.weight":
         return "head"
     if name.split(".")[0] in ("embed", "value_embeds"):
@@ -542,10 +553,9 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE)
         # Value embeddings: tables that are added to V in attention, a second embedding of each token
         # (https://arxiv.org/abs/2410.17897; #14, @KoszarskyB; #17, @YouJiacheng)
-        tables = [
-            nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE) for _ in range(hp.num_value_embeds)
-        ]
-        self.value_embeds = nn.ModuleList(tables)
+        self.value_embeds = nn.ModuleList()
+        for _ in range(hp.num_value_embeds):
+            self.value_embeds.append(nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE))
         if hp.smear:
             self.smear_gate = nn.Parameter(torch.zeros(12))
             self.smear_scale = nn.Parameter(torch.zeros(1))
@@ -565,14 +575,14 @@ class GPT(nn.Module):
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             kind = parameter_kind(name, p)
             if kind == "embedding":
-                p.copy_(torch.randn(p.shape, generator=rng))  # normal_ is coarse in bf16
+                p.copy_(torch.randn(p.shape, generator=rng))  # drawn in float32, then rounded
             elif kind == "head" or name.endswith("c_proj.weight"):
                 p.zero_()  # call the last matrix of your own MLP c_proj, too: at first, blocks add nothing
             elif kind == "matrix":
                 std = 0.5 * p.size(-1) ** -0.5  # p is (..., out, in)
                 bound = 3**0.5 * std  # uniform(-bound, bound) has this std
                 p.uniform_(-bound, bound, generator=rng)
-            elif kind != "scalar":
+            elif kind != "scalar":  # a new one
                 raise InputError(f"{name}: init_weights has no initial values for the kind {kind}")
 
     def masks(self, docs, window_blocks):
@@ -611,7 +621,8 @@ class GPT(nn.Module):
         return sum(self.loss(*part) for part in slices)
 
     def loss(self, x, targets):
-        """x (T, C), targets (T,) -> the cross-entropy in nats, summed over tokens."""
+        """x (T, C), targets (T,) -> the cross-entropy in nats (natural logarithms), summed over tokens.
+        Validation never uses FP8."""
         if self.training and uses_fp8(self.hp):
             return head_loss_op(x, self.lm_head.weight, targets)[0]
         logits = scale_and_softcap(self.lm_head(x), self.hp.model_dim)
@@ -625,12 +636,13 @@ class GPT(nn.Module):
 def normalize_channels(updates, state, beta2):
     """NorMuon (https://arxiv.org/abs/2510.05491; #41, @li_zichong): divides each channel of Muon's
     updates (n, ..., rows, cols), rows <= cols, by its running RMS, and keeps the norm of each matrix.
-    A channel is a column: of c_fc and c_proj, one of the 4 C hidden ones. In a square matrix (Q, K, V,
-    the output of attention) it is a row."""
+    In a wide matrix (C, 4 C) of the MLP, a channel is a column: the C weights of a hidden unit. In a
+    square one (Q, K, V, the output of attention), it is a row: the C weights of an output."""
     rows, cols = updates.shape[-2:]
-    along_channel = -1 if rows == cols else -2
+    within_channel = -1 if rows == cols else -2  # the dimension over which to take the mean
     updates = updates.float()
-    mean_squares = updates.square().mean(along_channel, keepdim=True)
+    mean_squares = updates.square().mean(within_channel, keepdim=True)
+    # starts at zero: the factor that this causes goes with the norms
     running = state.setdefault("mean_squares", torch.zeros_like(mean_squares))
     running.lerp_(mean_squares, 1 - beta2)
     scaled = updates * running.clamp_min(1e-10).rsqrt()
@@ -654,7 +666,7 @@ def smear(x, gate, scale):
     (B, S, C). Only the token's own first 12 channels decide. Documents aren't separated. (#34, @classiclarryd)"""
     previous = F.pad(x, (0, 0, 1, 0))[:, :-1]  # x shifted by one token, with zeros in front
     opening = (x[..., : len(gate)] @ gate.type_as(x)).sigmoid()  # (B, S)
-    # scale has a dimension, so the product is float32
+    # scale is (1,), not (), so the product is float32
     return x + (scale * opening).type_as(x).unsqueeze(-1) * previous
 
 
@@ -667,12 +679,11 @@ def split_blocks(t):
     return t.reshape(-1, BLOCK_SIZE, *t.shape[2:]).transpose(1, 2)
 
 
-def with_previous_blocks(t, span):
-    """(B, S, H, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier blocks."""
-    blocks = split_blocks(t)
-    # compiled, F.pad would copy number by number, with a division for each
+def with_previous_blocks(blocks, span):
+    """(N, H, 128, D) -> (N, H, span * 128, D): each block, preceded by span - 1 earlier ones or zeros."""
+    # compiled, F.pad is slower
     padded = torch.cat([blocks.new_zeros(span - 1, *blocks.shape[1:]), blocks])
-    shifted = [padded[i : i + len(blocks)] for i in range(span)]
+    shifted = [padded[i : i + len(blocks)] for i in range(span)]  # the earliest first, the own one last
     return torch.cat(shifted, dim=2)
 
 
@@ -680,13 +691,13 @@ def portable_mask(docs, window_blocks, span):
     """Makes the mask of docs (T,) for portable_attention: bool (N, 1, 128, span * 128), True where
     visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
     before it. window_blocks () is a tensor and span a constant, so that a growing window doesn't recompile."""
-    docs = docs.view(1, -1, 1, 1)  # (B, S, H, D) with B = H = D = 1
-    key_docs = with_previous_blocks(docs, span).mT  # (N, 1, 1, span * 128); 0 before the first token
+    query_docs = docs.view(-1, 1, BLOCK_SIZE, 1)  # (N, 1, 128, 1)
+    key_docs = with_previous_blocks(query_docs, span).mT  # (N, 1, 1, span * 128); documents begin at 1
     # positions, counted from the start of the query's block; int32 is compared faster than int64
     key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
     query = key[-BLOCK_SIZE:, None]
-    first_key = (1 - window_blocks) * BLOCK_SIZE
-    return (split_blocks(docs) == key_docs) & (first_key <= key) & (key <= query)
+    first_key = (1 - window_blocks) * BLOCK_SIZE  # of the window
+    return (query_docs == key_docs) & (first_key <= key) & (key <= query)
 
 
 def portable_attention(q, k, v, mask, scale):
@@ -694,10 +705,12 @@ def portable_attention(q, k, v, mask, scale):
     scaled_dot_product_attention with a mask. q, k, v (B, S, H, D) -> (B, S, H, D)."""
     span = mask.size(-1) // BLOCK_SIZE
     bias = torch.where(mask, 0.0, -math.inf).type_as(q)
+    keys = with_previous_blocks(split_blocks(k), span)  # (N, H, span * 128, D)
+    values = with_previous_blocks(split_blocks(v), span)
     # no need to subtract the maximum: with QK norm, scores are at most scale * D, about 15
-    scores = split_blocks(q * scale) @ with_previous_blocks(k, span).mT  # (N, H, 128, span * 128)
+    scores = split_blocks(q * scale) @ keys.mT  # (N, H, 128, span * 128)
     weights = (scores + bias).exp()
-    y = weights @ with_previous_blocks(v, span)  # (N, H, 128, D)
+    y = weights @ values  # (N, H, 128, D)
     y = y / weights.sum(-1, keepdim=True, dtype=torch.float32)
     return y.type_as(v).transpose(1, 2).reshape(q.shape)
 
@@ -719,9 +732,7 @@ def shard_length(file):
     size = os.path.getsize(file)
     expected = [20240520, 1, (size - 1024) // 2]
     whole = header == expected and size % 2 == 0
-    require(
-        whole, f"{file} is cut off, or no shard: it begins with {header}, not {expected}; copy it again"
-    )
+    require(whole, f"{file} is cut off, or no shard; copy it again")
     return header[2]
 
 
@@ -733,7 +744,7 @@ def read_tokens(file, start, count):
 
 def distributed_data_generator(pattern, batch_size, rank=0, world_size=1):
     """Yields this rank's tokens of each batch, int32 (batch_size / world_size + 1,), because
-    targets are shifted by one. Trailing tokens of a shard that don't fill a batch are dropped."""
+    targets are shifted by one. Trailing tokens of a shard that don't fill a batch, and one more, are dropped."""
     local = batch_size // world_size
     for file in find_shards(pattern):
         for start in range(0, shard_length(file) - batch_size, batch_size):
@@ -741,15 +752,12 @@ def distributed_data_generator(pattern, batch_size, rank=0, world_size=1):
 
 
 def token_checksum(pattern, batch_size, steps, vocab_size):
-    """Reads and checks the tokens that all ranks will read: better an error now than hours later."""
+    """Reads and checks all tokens of the run (1.4 GB of fineweb): better an error now than hours later."""
     batches = distributed_data_generator(pattern, batch_size)
     count = checksum = 0
+    change = f"change --vocab_size {vocab_size} and --eot_token, or the data"
     for tokens in itertools.islice(batches, steps):
-        last = tokens.max()
-        require(
-            last < vocab_size,
-            f"{pattern} has token {last}: change --vocab_size {vocab_size} and --eot_token, or the data",
-        )
+        require(tokens.max() < vocab_size, f"{pattern} has token {tokens.max()}: {change}")
         count += 1
         checksum = zlib.crc32(tokens.numpy(), checksum)
     require(
@@ -771,25 +779,20 @@ def setting(default, text):
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    track: str = setting("fineweb", "set of defaults: fineweb or mini")
+    track: str = setting("fineweb", "set of defaults: fineweb, or mini, the default without a GPU")
     # data
-    train_files: str = setting(
-        "data/fineweb10B/fineweb_train_*.bin", "training shards, read in this order"
-    )
+    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "training shards, in order")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "validation shards")
     val_tokens: int = setting(10_485_760, "validation tokens; fixed, to compare losses")
     batch_tokens: int = setting(8 * 48 * 1024, "tokens per step, summed over all processes")
-    train_seq_len: int = setting(48 * 1024, "tokens per training sequence")
+    train_seq_len: int = setting(48 * 1024, "tokens per training sequence, of many documents")
     val_seq_len: int = setting(4 * 64 * 1024, "tokens per validation sequence")
-    sequences_per_pass: int = setting(1, "sequences in a micro-batch; fewer if it doesn't divide them")
+    sequences_per_pass: int = setting(1, "sequences in a micro-batch, or fewer, to make all equal")
     vocab_size: int = setting(50257, "number of token ids")
     eot_token: int = setting(50256, "token id that begins a document")
     # model
     num_layers: int = setting(12, "number of blocks")
     num_heads: int = setting(6, "attention heads per block")
-    # A head has model_dim / num_heads channels: 128 in fineweb, 64 in mini. At another width, learning rates
-    # may stay: mini trains well at widths 64 to 256 with the same ones (docs/log.md). FP8 needs a
-    # multiple of 16.
     model_dim: int = setting(768, "channels of the residual stream, shared by the heads")
     num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7 or none")
@@ -831,7 +834,7 @@ MINI = replace(
     val_tokens=389_120,
     batch_tokens=4096,
     train_seq_len=1024,
-    val_seq_len=12_160,
+    val_seq_len=12_160,  # 32 sequences of 95 blocks are nearly all of the text
     sequences_per_pass=4,
     vocab_size=257,
     eot_token=256,
@@ -865,25 +868,18 @@ def check_hyperparameters(hp: Hyperparameters, world_size):
     """Refuses sizes that don't fit together."""
     for tokens, seq_len in [("batch_tokens", "train_seq_len"), ("val_tokens", "val_seq_len")]:
         total, length = getattr(hp, tokens), getattr(hp, seq_len)
-        require(
-            total > 0 and length > 0 and length % BLOCK_SIZE == total % (world_size * length) == 0,
-            f"--{tokens} {total}: must be a multiple of {world_size} (processes) times "
-            f"--{seq_len} {length}, and that one of {BLOCK_SIZE}",
-        )
+        multiple = f"a multiple of {world_size} (processes) times --{seq_len} {length}"
+        require(length % BLOCK_SIZE == 0, f"--{seq_len} {length}: must be a multiple of {BLOCK_SIZE}")
+        require(total % (world_size * length) == 0, f"--{tokens} {total}: must be {multiple}")
     require(hp.num_iterations > 0, "--num_iterations must be more than 0")
-    require(
-        hp.model_dim % (4 * hp.num_heads) == 0, "--model_dim must be a multiple of 4 times --num_heads"
-    )
-    require(
-        2 * hp.num_value_embeds <= hp.num_layers,
-        "--num_value_embeds must be at most half of --num_layers",
-    )
+    pairs = hp.model_dim % (4 * hp.num_heads) == 0  # half of the channels of a head rotate, in pairs
+    require(pairs, "--model_dim must be a multiple of 4 times --num_heads")
+    enough_layers = 2 * hp.num_value_embeds <= hp.num_layers
+    require(enough_layers, "--num_value_embeds must be at most half of --num_layers")
     last = hp.num_layers - 1
-    named = {*hp.attn_free_layers, *hp.long_window_layers}
-    require(
-        max(named, default=-1) == last and last in hp.long_window_layers,
-        f"layers are 0 to {last}, and {last} must be in --long_window_layers",
-    )
+    exist = {*hp.attn_free_layers, *hp.long_window_layers} <= {*range(hp.num_layers)}
+    complete = exist and last in hp.long_window_layers
+    require(complete, f"layers are 0 to {last}: change --long_window_layers, which must have {last}")
 
 
 def true_or_false(text):  # bool("false") is True
@@ -894,8 +890,8 @@ def layers(text):
     return tuple(int(layer) for layer in text.split(",") if text != "none")
 
 
-# How the value of an option is read, by the type of the setting
-PARSERS = {str: str, int: int, float: float, bool: true_or_false, tuple[int, ...]: layers}
+# How the value of an option is read, by the type of the setting; others are read by the type itself
+PARSERS = {bool: true_or_false, tuple[int, ...]: layers}
 
 
 def parse_arguments(argv, tracks=TRACKS):
@@ -917,13 +913,14 @@ def parse_arguments(argv, tracks=TRACKS):
         defaults = [f"{track} {getattr(hp, entry.name)}" for track, hp in tracks.items()]
         add(
             f"--{entry.name}",
-            type=PARSERS[entry.type],
+            type=PARSERS.get(entry.type, entry.type),
             metavar=entry.type.__name__,
-            help=f"{entry.metadata.get('text', '')}; {', '.join(defaults)}".replace("%", "%%"),
+            help=f"{entry.metadata.get('text', '')}; {', '.join(defaults)}",
             default=argparse.SUPPRESS,
         )
     args = parser.parse_args(argv)
     require(args.num_runs > 0, "--num_runs must be more than 0")
+    # settings without a default in the parser: those that were given
     args.given = {k: v for k, v in vars(args).items() if hasattr(tracks["fineweb"], k)}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
     require(track in tracks, f"--track {track}: must be one of {', '.join(tracks)}")
@@ -959,15 +956,15 @@ def build_optimizers(model, hp: Hyperparameters):
         dict(params=params["embedding"], lr=hp.embed_lr),
         dict(params=params["scalar"], lr=hp.scalar_lr),
     ]
-    # for the small gradients of rare tokens, Adam's usual epsilon, 1e-8, would be too large
+    # no weight decay; for the small gradients of rare tokens, Adam's usual epsilon, 1e-8, would be too large
     adam = torch.optim.Adam(groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=1e-10, fused=True)
     muon = Muon(params["matrix"], hp.muon_lr, hp.muon_momentum, hp.ns_steps, hp.muon_beta2)
     return [adam, muon]
 
 
 def parameter_table(model, optimizers):
-    """Returns a line for each parameter (one for all blocks). Raises InputError unless each that is
-    trained is in exactly one optimizer."""
+    """Returns the log's list of parameters, in which all blocks share a line, blocks.*. Raises InputError
+    unless each parameter that is trained is in exactly one optimizer."""
     require(isinstance(optimizers, list), "build_optimizers must return a list, also of one optimizer")
     lines = []
     for name, p in model.named_parameters():
@@ -978,10 +975,8 @@ def parameter_table(model, optimizers):
                     found.append(f"{type(optimizer).__name__}, lr {group['lr']:g}")
         text = " and ".join(found) or "no optimizer"
         expected = 1 if p.requires_grad else 0
-        require(
-            len(found) == expected,
-            f"{name} has {text}; it needs one, or none if it is frozen: change build_optimizers",
-        )
+        needed = "it needs one, or none if it is frozen: change build_optimizers"
+        require(len(found) == expected, f"{name} has {text}; {needed}")
         lines.append(f"{re.sub('[0-9]+', '*', name):34} {list(p.shape)} {text}")
     return "\n".join(dict.fromkeys(lines))  # each once
 
@@ -997,12 +992,12 @@ def get_lr(step, hp: Hyperparameters):
 
 def get_muon_momentum(step, hp: Hyperparameters):
     """Returns Muon's momentum: a line from muon_momentum_start to muon_momentum, which it then stays at."""
-    frac = min(1, step / hp.muon_momentum_warmup)
+    frac = step / hp.muon_momentum_warmup if step < hp.muon_momentum_warmup else 1
     return (1 - frac) * hp.muon_momentum_start + frac * hp.muon_momentum
 
 
 def get_window_blocks(step, hp: Hyperparameters):
-    """Returns the long window in blocks, () int32. It grows linearly to max_window."""
+    """Returns the long window in blocks, a tensor () int32 (see flex_block_mask). It grows linearly."""
     blocks = max(1, math.ceil(hp.max_window * (step / hp.num_iterations) / BLOCK_SIZE))
     return torch.full((), blocks, dtype=torch.int32, device=DEVICE)
 
@@ -1017,29 +1012,31 @@ def set_schedules(optimizers, step, hp: Hyperparameters):
 
 
 # -----------------------------------------------------------------------------
-# 10. Gradient buckets (#22, @KonstantinWilleke and others; #23, @ryanyang0)
+# 10. Gradient buckets: what DistributedDataParallel does, in the open (#22, @KonstantinWilleke and others;
+# #23, @ryanyang0)
 
 
 def gradient_buckets(model, bucket_bytes):
-    """Returns {parameter: its bucket}. A bucket is a list of parameters of one dtype, of at most bucket_bytes
-    together, or a single larger one. The order is about that in which a backward pass reaches them."""
-    bucket_of = {}
-    filling = {}  # dtype -> the bucket that isn't full yet
+    """Returns lists of parameters. Those of a bucket have one dtype, and at most bucket_bytes together; a
+    larger one is alone. The order is about that in which a backward pass reaches them."""
+    buckets = []
+    newest = {}  # of each dtype, the bucket that may have room
     for p in reversed(list(model.parameters())):
         if not p.requires_grad:
             continue
-        bucket = filling.get(p.dtype, [])
-        if not bucket or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
-            bucket = filling[p.dtype] = []
+        bucket = newest.get(p.dtype)
+        if bucket is None or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
+            bucket = []
+            buckets.append(bucket)
+            newest[p.dtype] = bucket
         bucket.append(p)
-        bucket_of[p] = bucket
-    return bucket_of
+    return buckets
 
 
 def start_all_reduce(bucket):
     """Starts to sum a bucket's gradients over the processes. Returns the handle to wait for."""
     gradients = [p.grad.flatten() for p in bucket]
-    flat = torch.cat(gradients) if len(bucket) > 1 else gradients[0]  # copies no large one
+    flat = torch.cat(gradients) if len(bucket) > 1 else gradients[0]  # one alone isn't copied
     for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
         p.grad = grad.view_as(p)  # views of flat, so the all-reduce updates them
     return dist.all_reduce(flat, async_op=True)
@@ -1049,12 +1046,12 @@ def start_all_reduce(bucket):
 def summed_gradients(model, bucket_bytes=25 * 2**20):
     """Goes around the last backward pass of a step, and sums the gradients over the processes. A hook runs
     when a parameter's gradient is complete. When all of a bucket are, its all-reduce starts, and
-    overlaps with the rest of the backward pass. A compiled backward pass returns all gradients at
-    its end: there, all-reduces overlap only with one another, and with filling the next bucket."""
+    overlaps with the rest of the backward pass, if the model isn't compiled. A compiled backward pass
+    returns all gradients at its end: all-reduces then overlap only with filling the next bucket."""
     if WORLD_SIZE == 1:
         yield
         return
-    bucket_of = gradient_buckets(model, bucket_bytes)
+    bucket_of = {p: bucket for bucket in gradient_buckets(model, bucket_bytes) for p in bucket}
     missing = set(bucket_of)
     handles = []
 
@@ -1101,9 +1098,8 @@ def add_gradients(model, tokens, step, hp: Hyperparameters):
     for i, (x, y) in enumerate(passes, start=1):
         loss = model(x, y, window)
         with summed_gradients(model) if i == len(passes) else contextlib.nullcontext():
-            # As in modded-nanogpt, the gradient is that of the summed loss divided by the number of
-            # sequences. Muon ignores its scale, and so does Adam, up to its epsilon. Its norm is about
-            # train_seq_len times that of the mean loss: clipping at 1.0 would clip each step.
+            # The summed loss per sequence, as in modded-nanogpt: train_seq_len times the gradient of the
+            # mean loss. Muon and Adam ignore the factor (Adam up to its epsilon), but clipping doesn't.
             (loss / (hp.batch_tokens // hp.train_seq_len)).backward()
         total += loss.detach()
     return total / inputs.numel()
@@ -1115,7 +1111,7 @@ def train_step(model, optimizers, tokens, step, hp: Hyperparameters):
     mean_loss = add_gradients(model, tokens, step, hp)
     for optimizer in optimizers:
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # p.grad is now None
     return mean_loss
 
 
@@ -1153,7 +1149,7 @@ def warm_up(model, hp: Hyperparameters):
     memory. The weights must then be set again; its optimizers aren't used again."""
     optimizers = build_optimizers(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
-    add_gradients(model, tokens, hp.num_iterations, hp)  # this step has the longest window
+    add_gradients(model, tokens, hp.num_iterations, hp)  # the longest window; no step yet
     refuse_unused(model, {p for p in model.parameters() if p.requires_grad and p.grad is None})
     for _ in range(hp.warmup_steps):
         train_step(model, optimizers, tokens, hp.num_iterations, hp)
@@ -1170,31 +1166,29 @@ def init_processes():
         torch.cuda.set_device(DEVICE)
     else:  # without this, threads sum gradients of embeddings in varying order
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    if WORLD_SIZE > 1 or RANK > 0:
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it is slow
+    if WORLD_SIZE > 1:
         dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=DEVICE if ON_GPU else None)
 
 
 # Environment variables that change the time of a step
-TIMING = re.compile("(OMP|GOMP|KMP|MKL|ATEN|MALLOC|LD_PRELOAD|PYTORCH|TORCH|CUDA|NCCL)")
+TIMING = "(OMP|GOMP|KMP|MKL|ATEN|MALLOC|LD_PRELOAD|PYTORCH|TORCH|CUDA|NCCL)"
 
 
 def describe_machine():
     """Returns lines about versions, variables, and the GPUs, or the CPU and its compiler. They have no
     host, user or folder in them."""
-    variables = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if TIMING.match(k))
+    variables = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if re.match(TIMING, k))
     software = (
         f"Running Python {sys.version}\n"
-        f"Running PyTorch {torch.version.__version__} compiled for CUDA {torch.version.cuda}\n"
+        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}\n"
         f"Variables: {re.sub('[^ =:]*/', '', variables)}\n"  # without folders
     )
     if ON_GPU:
-        tables = re.split(
-            r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi")
-        )  # of GPUs, and of processes
-        return software + tables[0]  # a process may have a user's name in its path
+        # tables of GPUs and, after an empty line, of processes, which may have a user's name in their path
+        return software + re.split(r"\n\s*\n", subprocess.getoutput("TZ=UTC nvidia-smi"))[0]
     compiler = subprocess.getoutput("${CXX:-g++} --version | head -n 1")
-    # run.sh says why where compiled code is wrong
+    # run.sh turns compiling off where compiled code is wrong, and says why
     reason = os.getenv("SPEEDRUN_COMPILE_REASON", "(torch.compile is turned off)")
     compiled = "yes" if COMPILED else f"no {reason}"
     return (
@@ -1208,7 +1202,7 @@ LINE = "=" * 100  # in a log, below the source and below the machine
 
 
 def log_header(source, hp: Hyperparameters, table, shards):
-    settings = asdict(hp) | {"world_size": WORLD_SIZE}
+    settings = asdict(hp) | dict(world_size=WORLD_SIZE)
     return (
         f"{source}\n{LINE}\n{describe_machine()}\n"
         f"{WORLD_SIZE} process{'es' if WORLD_SIZE > 1 else ''} on {DEVICE.type}\n{LINE}\n"
@@ -1307,17 +1301,15 @@ def save_and_log(run, model, optimizers, val_loss, train_losses):
         run.train_loss = mean_of_ranks(train_losses)
         train_losses.clear()
     train_loss = "" if run.train_loss is None else f" train_loss:{run.train_loss:.4f}"
-    try:
-        if run.saves:  # before the line in the log: a resumed run validates again, and writes it
-            save_checkpoint(run, model, optimizers)
-    finally:  # the disk may be full
-        run.write_step(f" val_loss:{val_loss:.4f}", train_loss)
+    if run.saves:  # before the line in the log: a resumed run validates again, and writes it
+        save_checkpoint(run, model, optimizers)
+    run.write_step(f" val_loss:{val_loss:.4f}", train_loss)
 
 
 def is_finished(path):
     """True if the log beside this checkpoint has its result, the last line."""
-    log = Path(path).with_suffix(".txt")
-    return log.exists() and b"\ntarget " in log.read_bytes().rpartition(LINE.encode())[2]
+    log = Path(path).with_suffix(".txt")  # its source, above LINE, has these words, too
+    return log.exists() and "\ntarget " in log.read_text().rpartition(LINE)[2]
 
 
 def load_checkpoint(args, source):
@@ -1334,7 +1326,7 @@ def load_checkpoint(args, source):
         saved = checkpoint["settings"][name]
         require(value == saved, f"--resume: --{name} is {saved} in {path}; leave it out")
     args.last_seed = run["last_seed"]
-    args.log_dir = Path(path).parent
+    args.log_dir = Path(path).parent  # for the runs that follow, with --num_runs
     return checkpoint
 
 
@@ -1344,11 +1336,11 @@ def start_run(args, hp: Hyperparameters, source, data_checksums, checkpoint, tab
     if checkpoint:
         path = Path(args.resume)
         saved = checkpoint["run"]
+        require(shards in saved["log"], "--resume: the shards have changed; use the old ones")
         saved["log"] += f"{describe_machine()}\n"
     else:
         path = Path(args.log_dir, str(uuid.uuid4()))
         saved = dict(log=log_header(source, hp, table, shards), last_seed=args.last_seed)
-    require(shards in saved["log"], "--resume: the shards have changed; use the old ones")
     run = Run(hp, path.with_suffix(".txt"), args.save_checkpoint, **saved)
     run.open()
     return run
@@ -1372,14 +1364,14 @@ def train(run, model, optimizers):
     batches = distributed_data_generator(hp.train_files, hp.batch_tokens, RANK, WORLD_SIZE)
     for _ in range(run.step):
         next(batches)  # the checkpoint was trained on these
-    train_ms = run.train_ms  # up to the last validation
+    validated_ms = run.train_ms  # the training time up to the last validation
     start_ms = clock()
     for step in range(run.step, hp.num_iterations + 1):
         # --------------- validation
         last_step = step == hp.num_iterations
         if last_step or (step > 0 and hp.val_loss_every and step % hp.val_loss_every == 0):
-            train_ms += clock() - start_ms
-            run.train_ms = train_ms
+            validated_ms += clock() - start_ms
+            run.train_ms = validated_ms
             val_loss = evaluate(model, get_window_blocks(step, hp), hp)
             if not run.train_loss:  # the first validation
                 warn_of_untrained_rows(run, model)
@@ -1392,23 +1384,23 @@ def train(run, model, optimizers):
         # --------------- training
         train_losses.append(train_step(model, optimizers, next(batches), step, hp))
         run.step += 1
-        run.train_ms = train_ms + 1000 * time.perf_counter() - start_ms  # doesn't wait for the GPU
+        # clock() would wait for the GPU
+        run.train_ms = validated_ms + 1000 * time.perf_counter() - start_ms
         run.write_step()
     run.write_result(val_loss, hp.batch_tokens * run.step)
 
 
 def check_files(hp: Hyperparameters):
     both = {*find_shards(hp.train_files)} & {*find_shards(hp.val_files)}
-    require(
-        not both, f"{min(both, default='')} is a training and a validation shard; change --train_files"
-    )
+    if both:
+        raise InputError(f"{min(both)} is a training and a validation shard; change --train_files")
 
 
 def check_inputs(args, hp: Hyperparameters):
     """Checks settings and shards before anything slow begins. Returns checksums of the tokens."""
     check_hyperparameters(hp, WORLD_SIZE)
     check_files(hp)
-    [first] = read_tokens(find_shards(hp.val_files)[0], 0, 1)
+    first = read_tokens(find_shards(hp.val_files)[0], 0, 1).item()
     require(
         hp.eot_token in (first, -1),
         f"{hp.val_files} begins with token {first}, so --eot_token {hp.eot_token} begins no documents; "
@@ -1428,7 +1420,7 @@ def train_runs(argv):
     if checkpoint:
         hp = replace(hp, **checkpoint["settings"])
     checksums = check_inputs(args, hp)
-    if args.print_settings:
+    if args.print_settings:  # of a run that would work
         return print(json.dumps(asdict(hp)))
     init_processes()
     model = build_model(hp)
@@ -1449,14 +1441,15 @@ def train_runs(argv):
 
 
 def main(argv, work=train_runs):
-    """Runs work(argv). Returns the exit status: 0, or 2 after a user error. Recipes have their own work."""
+    """Runs work(argv). Returns the exit status: 0, or 2 after a user error. The scripts in recipes/ have
+    their own work."""
     # With Python's handler, Ctrl-C wouldn't end a process that waits for others
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         work(argv)
         return 0
     except InputError as e:
-        if LOCAL_RANK and WORLD_SIZE > 1:
+        if LOCAL_RANK:
             return 2  # every rank raises it; one on each machine prints it
         message = str(e)
     except OSError as e:

@@ -125,7 +125,7 @@ def main(argv):
     for name in SHARDS:
         tokens = read_shard(out / name, VOCAB_SIZE)
         documents = np.count_nonzero(tokens == EOT)
-        print(f"{out / name}: {len(tokens):,} tokens, {documents} documents")
+        print(f"{name}: {len(tokens):,} tokens, {documents} documents")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def count(weights):
 
 
 def describe(checkpoint):
-    """Returns a line about the run of a RUN.pt."""
+    """Returns two lines about the run of a RUN.pt."""
     run = checkpoint["run"]
     parameters, flops = count(checkpoint["model"])
     processes = int(re.findall(r'"world_size": (\d+)', run["log"])[-1])
@@ -33,6 +33,6 @@ def describe(checkpoint):
     peak = processes * 1e9 * matmul_peak(8192 if ON_GPU else 1024, repeats=3)
     dtype = str(DTYPE).removeprefix("torch.")
     return (
-        f"{parameters:,} parameters; {flops:,} FLOPs per token; {reached / 1e9:,.0f} GFLOP/s in training, "
-        f"{reached / peak:.0%} of what a large {dtype} matmul reaches here"
+        f"{parameters:,} parameters; {flops:,} floating-point operations (FLOPs) per token\n"
+        f"{reached / 1e9:,.0f} GFLOP/s in training: {reached / peak:.0%} of what a large {dtype} matmul reaches here"
     )

@@ -527,7 +527,7 @@ def read_logs(paths: list[Path], metric: str = "") -> list[Log]:
         ignored = others + [file for file in files if file.suffix not in SUFFIXES + BESIDE_LOGS]
         if ignored:
             names = ", ".join(file.name + "/" * file.is_dir() for file in ignored)
-            print(f"{path}: ignored, because they aren't logs: {short(names, 200)}", file=sys.stderr)
+            print(f"{path}: ignored, because no losses are in them: {short(names, 200)}", file=sys.stderr)
         if not found:
             raise UserError(f"{path}: no log in this folder (.txt, .log or .out)")
         logs += found

@@ -68,7 +68,7 @@ def training_losses(label: str, logs: list[Log]) -> dict[str, list[Log]]:
 def main(argv: list[str]) -> int:
     parser = command_parser("plot", __doc__)
     add = parser.add_argument
-    add("logs", nargs="+", metavar="[LABEL=]LOG_OR_FOLDER")
+    add("logs", nargs="*", default=["logs"], metavar="[LABEL=]LOG_OR_FOLDER", help="default: logs")
     add(
         "-o",
         "--output",

@@ -118,7 +118,7 @@ def given_part(text: str) -> Part:
     name, kind, options = split_source(text)
     patch = Path(kind) if kind else None
     if patch and not (patch.is_file() and patch.suffix in (".patch", ".diff")):
-        raise UserError(f"{text}: a part is a .patch or .diff file, or options in quotes")
+        raise UserError(f"{text}: a part is a .patch or .diff file that exists, or options in quotes")
     return Part(name or text, patch and patch.resolve(), tuple(options))
 
 

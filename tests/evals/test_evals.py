@@ -209,10 +209,10 @@ def test_the_speed_of_a_run(trained, monkeypatch, capsys):
     """Counted by hand: three layers of width 32, a head of 320 rows. The run has two steps of 512 tokens."""
     monkeypatch.setattr(speed, "matmul_peak", lambda n, repeats: 1.0)
     sample.sample_after_training(trained)
-    line = capsys.readouterr().out.splitlines()[-1]
+    counted, line = capsys.readouterr().out.splitlines()[-2:]
     weights = 3 * (4 * 32 * 32 + 2 * 32 * 128) + 320 * 32
     parameters = weights + 2 * 257 * 32 + 3 * (2 + 2 + 2) + 1 + 12 + 1
-    assert line.startswith(f"{parameters:,} parameters; {6 * weights:,} FLOPs per token; ")
+    assert counted.startswith(f"{parameters:,} parameters; {6 * weights:,} floating-point operations")
     seconds = torch.load(trained, weights_only=True)["run"]["train_ms"] / 1000
     share = float(re.search(r"(\d+)% of what a large", line)[1])
     assert share == pytest.approx(6 * weights * 2 * 512 / seconds / 1e9 * 100, abs=0.51)

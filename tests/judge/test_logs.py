@@ -241,7 +241,7 @@ def test_what_is_ignored_in_a_folder_is_named(tmp_path, capsys):
     read_logs([tmp_path / "runs"])
     assert (
         capsys.readouterr().err
-        == f"{tmp_path}/runs: ignored, because they aren't logs: b.txt.gz, more/\n"
+        == f"{tmp_path}/runs: ignored, because no losses are in them: b.txt.gz, more/\n"
     )
 
 

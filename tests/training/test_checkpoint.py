@@ -154,7 +154,6 @@ def test_full_disk_leaves_the_checkpoint_whole(whole, stopped):
     job = resume(stopped, hook=partial(full_disk, len(before) - 1000))
     assert job.wait() != 0
     assert "File too large" in job.err or "file write failed" in job.err
-    assert re.search(r"^step:4/12 val_loss:\d", job.out, re.M)  # the result isn't lost
     assert checkpoint_of(stopped).read_bytes() == before
     os.truncate(checkpoint_of(stopped).with_suffix(".txt"), 100)  # what of the log reached the disk
     succeeds(resume(stopped))

@@ -24,7 +24,7 @@ from tests.util import (
     val_losses,
 )
 
-QK_NORM = "q = self.rotary(norm(q))  # QK norm (#5); portable_attention relies on it\n"
+QK_NORM = "q = self.rotary(norm(q))  # QK norm (#5) bounds the scores, for portable_attention\n"
 MLP_UP = "self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)"
 MUON = "return [adam, muon]"
 

@@ -228,7 +228,10 @@ ERRORS = {
     "training length": (dict(train_seq_len=64), "--train_seq_len 64"),
     "validation tokens": (dict(val_tokens=1000), "--val_tokens 1000"),
     "no steps": (dict(num_iterations=0), "--num_iterations"),
-    "more layers": (dict(num_layers=6), "layers are 0 to 5, and 5 must be in --long_window_layers"),
+    "more layers": (
+        dict(num_layers=6),
+        "layers are 0 to 5: change --long_window_layers, which must have 5",
+    ),
     "a window of no layer": (dict(long_window_layers="0,2,9"), "layers are 0 to 2"),
     "no such layer": (dict(attn_free_layers="3"), "layers are 0 to 2"),
     "too many tables": (dict(num_value_embeds=2), "at most half of --num_layers"),

@@ -65,6 +65,7 @@ def test_muon_momentum():
     for step in range(1770):
         want = 0.85 + 0.1 * min(step, 300) / 300
         assert get_muon_momentum(step, HP) == pytest.approx(want, abs=1e-12), step
+    assert get_muon_momentum(0, replace(HP, muon_momentum_warmup=0)) == 0.95
 
 
 @pytest.mark.parametrize("iterations", [1, 27, 1770])

@@ -270,7 +270,10 @@ def test_a_script_of_ours(tmp_path, monkeypatch):
 
 BAD = [
     ([], "give --idea, whose difference from --base has the parts"),
-    (["--part", "nothing.py"], "nothing.py: a part is a .patch or .diff file, or options in quotes"),
+    (
+        ["--part", "nothing.py"],
+        "nothing.py: a part is a .patch or .diff file that exists, or options in quotes",
+    ),
     (["--base", "theirs@idea", "--idea", "theirs@main"], "doesn't contain all commits of theirs@idea"),
     (
         ["--base", "theirs@main --lr 1", "--idea", "theirs@idea --lr 2"],
