@@ -153,28 +153,25 @@ def test_as_many_processes_as_can_share_the_sequences(script, track, gpus, proce
 
 
 @pytest.mark.parametrize(
-    "free, wanted",
+    "free, options, wanted",
     [
-        ({"H100": 80_000, "A100": 23_000}, 24576),
-        ({"H100": 30_500}, 24576),  # MiB; so many MB are enough for more
-        ({"A100": 28_000}, 49152),  # without FP8, the head needs less
+        ({"H100": 80_000, "A100": 23_000}, "--track=fineweb", 24576),
+        ({"H100": 30_500}, "--track=fineweb", 24576),  # MiB; so many MB are enough for more
+        ({"A100": 28_000}, "--track=fineweb", 49152),  # without FP8, the head needs less
+        ({"H100": 1_000}, "--track=fineweb --train_seq_len=1024", None),
+        ({"H100": 1_000}, "--track=mini", None),
     ],
 )
-def test_the_length_that_fits_into_the_smallest_memory(cards, got, tmp_path, capsys, free, wanted):
+def test_the_length_that_fits_into_the_smallest_memory(cards, tmp_path, capsys, free, options, wanted):
+    """A length that the user has chosen stays."""
     cards(free)
-    status, needs, err = check(tmp_path, capsys, "--track", "fineweb", "--log_dir", "x")
-    assert needs["options"] == [f"--train_seq_len={wanted}"]
+    status, needs, err = check(tmp_path, capsys, *options.split(), "--log_dir", "x")
+    length = [f"--train_seq_len={wanted}"] if wanted else []
+    assert needs["options"] == length
     assert (needs["log_dir"], needs["processes"], needs["environment"]) == ("x", len(free), {})
-    assert got == [TRACKS["fineweb"].train_files]
-    text = f"fineweb on GPUs, processes: {len(free)}, not compiled, --train_seq_len={wanted}"
-    assert needs["text"] == text  # tests don't compile
+    words = [f"{options[8:].split()[0]} on GPUs", f"processes: {len(free)}", "not compiled"]
+    assert needs["text"] == ", ".join([*words, *length])  # tests don't compile
     assert err == ""
-
-
-@pytest.mark.parametrize("options", [["--track=mini"], ["--track=fineweb", "--train_seq_len=1024"]])
-def test_a_length_that_the_user_chose_stays(cards, tmp_path, capsys, options):
-    cards({"H100": 1_000})
-    assert check(tmp_path, capsys, *options)[1]["options"] == []
 
 
 @pytest.mark.parametrize("resume, found", [("latest", True), ("old/run.pt", True), ("latest", False)])
