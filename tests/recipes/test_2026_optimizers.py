@@ -148,4 +148,5 @@ def test_train_step():
         else:
             want = plain[name].weight
         error = p.detach().double() - want
-        assert error.norm() < (1e-5 if name in SCALES else 1e-6) * want.norm(), name
+        limit = 1e-5 if name in SCALES else 1e-6
+        assert error.norm() < limit * (want.norm() + 0.1), name  # a lambda may be near zero
