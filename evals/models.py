@@ -19,7 +19,7 @@ from pathlib import Path
 
 import train_gpt  # before torch: it sets variables that torch reads
 from data.gpt2_bpe import gpt2_encoding
-from lib.processes import ROOT
+from lib.processes import ROOT, checkpoints
 from recipes import openai_gpt2
 from recipes import gpt2
 from train_gpt import BLOCK_SIZE, DEVICE, InputError, require
@@ -88,14 +88,13 @@ def text_model(module, codec):
 
 
 def find_file(name):
-    """Returns the newest RUN.pt of a folder, which is beside its log, or the name of a file as it is. "latest"
-    is the folder logs."""
+    """Returns the newest RUN.pt of a folder, or the name of a file as it is. "latest" is the folder logs."""
     folder = ROOT / "logs" if name == "latest" else Path(name)
     if not folder.is_dir():
         return name
-    ours = [path for path in folder.glob("*.pt") if path.with_suffix(".txt").exists()]
-    newest = max(ours, key=os.path.getmtime, default=None)
-    require(newest, f"{folder} has no RUN.pt; ./run.sh trains a model")
+    found = checkpoints(folder)
+    require(found, f"{folder} has no RUN.pt; ./run.sh trains a model")
+    _, newest = found[-1]
     print(f"the model of {os.path.relpath(newest)}", file=sys.stderr)
     return newest
 

@@ -87,8 +87,9 @@ def print_texts(prompt, model, steps, n):
         print(f"\n[{i}/{n}] {prompt}{printable(content.decode(errors='replace'))}")
 
 
-def sample(args, brief=False):
-    """With `brief`, nothing is downloaded, and the text ends after BRIEF_SECONDS."""
+def sample(args, heading=None):
+    """With a heading, if only "", nothing is downloaded, and the text ends after BRIEF_SECONDS."""
+    brief = heading is not None
     model = models.load(args.model, offline=brief)
     prompt = PROMPTS[model.vocab_size] if args.prompt is None else args.prompt
     tokens = [model.eot, *model.encode(prompt)]
@@ -99,13 +100,13 @@ def sample(args, brief=False):
         model.context = BLOCK_SIZE  # a pass over fewer tokens is faster
         end = time.monotonic() + BRIEF_SECONDS
         steps = itertools.takewhile(lambda _: time.monotonic() < end, steps)
-        print("\nA sample of what the model writes:\n")
+        print(heading, end="")
     print_texts(prompt, model, steps, args.n)
 
 
 def sample_after_training(path):
     """What ./run.sh prints after a training."""
-    sample(parse_arguments([str(path)]), brief=True)
+    sample(parse_arguments([str(path)]), "\nA sample of what the model writes:\n\n")
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if "run" in checkpoint and "num_value_embeds" in checkpoint["settings"]:  # of train_gpt.py
         print(f"\n{speed.describe(checkpoint)}")

@@ -10,10 +10,9 @@ scores, too).
 import collections
 import re
 
-import train_gpt  # before torch: it sets variables that torch reads
-from train_gpt import DEVICE, DTYPE, ON_GPU, clock
-
-import torch
+import train_gpt
+from gpu.measure import matmul_peak
+from train_gpt import DTYPE, ON_GPU
 
 
 def count(weights):
@@ -24,18 +23,6 @@ def count(weights):
     return sizes.total(), 6 * (sizes["matrix"] + sizes["head"])
 
 
-def matmul_flops():
-    """Returns the FLOP/s of a large matmul in DTYPE, the fastest of four: half a second at most."""
-    n = 8192 if ON_GPU else 1024
-    x = torch.randn(n, n, device=DEVICE).to(DTYPE)
-    times = []
-    for _ in range(4):
-        start_ms = clock()
-        x @ x
-        times.append(clock() - start_ms)
-    return 2000 * n**3 / min(times)
-
-
 def describe(checkpoint):
     """Returns two lines about the run of a RUN.pt."""
     run = checkpoint["run"]
@@ -43,7 +30,7 @@ def describe(checkpoint):
     processes = int(re.findall(r'"world_size": (\d+)', run["log"])[-1])
     tokens = checkpoint["settings"]["batch_tokens"] * run["step"]
     reached = 1000 * flops * tokens / run["train_ms"]
-    peak = processes * matmul_flops()
+    peak = processes * 1e9 * matmul_peak(8192 if ON_GPU else 1024, repeats=3)
     dtype = str(DTYPE).removeprefix("torch.")
     return (
         f"{parameters:,} parameters; {flops:,} floating-point operations (FLOPs) per token\n"

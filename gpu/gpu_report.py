@@ -15,13 +15,10 @@ This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes.
                  sequences, memory-49152-bf16 with the other head
 
 gpu_report.md lists the numbers of each stage, with limits for errors and for what docs/hardware.md says.
-If a stage fails, the page says so, and the other stages still run. If the report is interrupted, run the
-same command again to continue with the missing stages. With another GPU, source or version of PyTorch,
-give another folder. --stage NAME runs only that stage, even if it has a result.
+If a stage fails, the page says so, and the other stages still run. --stage NAME runs only that stage.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -31,7 +28,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import train_gpt
 from lib.processes import ROOT
 from judge.commands import UserError, command_parser, run_command, stop_on_signals
 from judge.text import as_json
@@ -79,48 +75,26 @@ def run_in_process(name, seconds):
     return result
 
 
-def kept_stages(path, conditions):
-    """The stages of an earlier run that succeeded. Raises UserError if it had other conditions."""
-    if not path.exists():
-        return {}
-    old = json.loads(path.read_bytes())
-    if old["conditions"] | {"date": conditions["date"]} != conditions:
-        raise UserError(
-            f"{path} is of another GPU, source or version of PyTorch; choose another folder with --out"
-        )
-    return {name: result for name, result in old["stages"].items() if result["status"] == "done"}
-
-
-def write_report(folder, conditions, results):
-    results = {name: results[name] for name in STAGES if name in results}
-    write_file(folder / "gpu_report.json", as_json({"conditions": conditions, "stages": results}))
-    write_file(folder / "gpu_report.md", page(conditions, results).encode())
-
-
-def make_report(folder, only, minutes=20):
-    """Runs the stages, or only those named, and writes the report after each of them."""
+def make_report(folder, names, minutes=20):
+    """Runs the stages, and writes the report after each of them."""
+    if folder.exists():
+        raise UserError(f"{folder} exists; choose another folder with --out, or remove it")
     deadline = time.monotonic() + 60 * minutes
     machine = run_in_process("machine", 180)
     if machine["status"] != "done":
         raise InputError(machine["error"].splitlines()[-1].removeprefix("error: "))
-    conditions = {
-        "GPU": machine["figures"]["GPU"],
-        "PyTorch": machine["figures"]["PyTorch"],
-        "source": hashlib.sha256(train_gpt.SOURCE.encode()).hexdigest()[:12],
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    results = kept_stages(folder / "gpu_report.json", conditions) | {"machine": machine}
-    for name in only or [name for name in STAGES if name not in results]:
+    folder.mkdir(parents=True)
+    results = {"machine": machine}
+    for name in names:
         seconds = min(20 * minutes, deadline - time.monotonic())
         if seconds < 1:
-            print(f"the {minutes:g} minutes are over; run the same command again to continue")
+            print(f"the {minutes:g} minutes are over; --stage runs a stage that is missing")
             break
         print(f"{name}: ", end="", flush=True)
         results[name] = run_in_process(name, seconds)
         print(f"{results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
-        write_report(folder, conditions, results)
-    write_report(folder, conditions, results)
+        write_file(folder / "gpu_report.json", as_json({"stages": results}))
+        write_file(folder / "gpu_report.md", page(results).encode())
     print(folder / "gpu_report.md")
 
 
@@ -142,7 +116,7 @@ def main(argv):
         help="folder of the report (default: logs/report)",
     )
     args = parser.parse_args(argv)
-    make_report(args.out, args.stage)
+    make_report(args.out, args.stage or list(STAGES)[1:])  # machine comes first
 
 
 if __name__ == "__main__":

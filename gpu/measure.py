@@ -98,12 +98,11 @@ def median_ms(run, repeats):
     return statistics.median(ms_of(run) for _ in range(repeats))
 
 
-def matmul_peak():
-    """GFLOP/s of the best of eight large square products, after one that isn't counted."""
-    n = 8192 if ON_GPU else 2048
+def matmul_peak(n=8192 if ON_GPU else 2048, repeats=8):
+    """GFLOP/s of the best of several products of n x n matrices, after one that isn't counted."""
     x = torch.randn(n, n, device=DEVICE).to(DTYPE)
     x @ x.T
-    best_ms = min(ms_of(lambda: x @ x.T) for _ in range(8))
+    best_ms = min(ms_of(lambda: x @ x.T) for _ in range(repeats))
     return 2 * n**3 / 1e6 / best_ms
 
 

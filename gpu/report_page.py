@@ -36,17 +36,18 @@ def stage_lines(name, result):
     return lines
 
 
-def page(conditions, results):
+def page(results):
     """The whole report as Markdown."""
+    machine = results["machine"]["figures"]
     rows = []
     for stage, result in results.items():
         passed = [check["ok"] for check in result["figures"].get("checks", [])]
         checks = f"{sum(passed)} of {len(passed)}" if passed else ""
         rows.append((stage, result["status"], checks, f"{result['seconds']:.0f}"))
     lines = [
-        f"# {conditions['GPU']}, PyTorch {conditions['PyTorch']}",
+        f"# {machine['GPU']}, PyTorch {machine['PyTorch']}",
         "",
-        f"Measured on {conditions['date']} with `./run.sh gpu-report`, which explains the stages. Times are "
+        f"Measured on {machine['date']} with `./run.sh gpu-report`, which explains the stages. Times are "
         "medians in milliseconds.",
         *table_lines(["stage", "status", "checks passed", "seconds"], rows),
     ]

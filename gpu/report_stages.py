@@ -10,6 +10,7 @@ import dataclasses
 import math
 import platform
 import sys
+import time
 
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
@@ -47,6 +48,7 @@ def machine():
     free, total = torch.cuda.mem_get_info(0)
     query = ["--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
     return {
+        "date": time.strftime("%Y-%m-%d"),
         "GPU": gpu.name,
         "GPUs": torch.cuda.device_count(),
         "compute capability": f"{gpu.major}.{gpu.minor}",

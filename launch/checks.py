@@ -20,7 +20,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 try:
@@ -33,7 +32,8 @@ from judge.commands import did_you_mean, join_values
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from judge.environment import environment
 from judge.processes import output_of
-from lib.processes import ROOT, cache_folder, say, show_seconds, start, wait
+from launch import terminal
+from lib.processes import ROOT, cache_folder, checkpoints, say, start, wait
 from train_gpt import DTYPE, TRACKS, InputError
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores
@@ -135,13 +135,10 @@ def find_problem(processes):
     how = dict(env=os.environ | environment(processes), stdout=subprocess.PIPE, encoding="utf-8")
     parts = ["training", "validation"]
     children = [start([*command, part], cwd=ROOT, **how) for part in parts]
-    ended = threading.Event()
-    text = "compiling, and comparing with uncompiled code (once)"
-    threading.Thread(target=show_seconds, args=(text, ended)).start()
-    try:
+    say("compiling, and comparing with uncompiled code (once)")
+    shown = terminal.seconds_shown("run.sh", sys.stderr)
+    with shown if sys.stderr.isatty() else contextlib.nullcontext():
         failed, status = wait(children)
-    finally:
-        ended.set()
     problem = children[failed].stdout.read()
     if status and not problem:
         sys.exit(status)
@@ -189,13 +186,9 @@ def most_processes(script, hp, gpus):
 
 
 def latest_checkpoint(folder):
-    """Returns the newest unfinished run's, or None. A checkpoint of ours is beside its log."""
-    unfinished = [
-        path
-        for path in Path(folder).glob("*.pt")
-        if path.with_suffix(".txt").exists() and not train_gpt.is_finished(path)
-    ]
-    return max(unfinished, key=os.path.getmtime, default=None)
+    """Returns that of the newest unfinished run, or None."""
+    unfinished = [path for _, path in checkpoints(folder) if not train_gpt.is_finished(path)]
+    return unfinished[-1] if unfinished else None
 
 
 def saved_settings(args):

@@ -40,6 +40,7 @@ from judge.processes import has_nvidia_gpu, output_of
 from lib.processes import (
     ROOT,
     check_machine,
+    checkpoints,
     clean_environment,
     run,
     say,
@@ -181,13 +182,15 @@ def install(folders, theirs=False):
             f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
             "the environment"
         )
-    if ours and not (ready.exists() and search_path(python)):
+    path = search_path(python)
+    if ours and not (ready.exists() and path):
         make_environment()
-    missing = missing_packages(search_path(python), folders)
+        path = search_path(python)
+    missing = missing_packages(path, folders)
     if missing and ours:
         ready.unlink(missing_ok=True)
     pip_install(python, missing)
-    if missing_packages(search_path(python), folders):
+    if missing_packages(path, folders):
         raise UserError(
             "pip has installed the packages elsewhere; remove target, prefix, root and user from its "
             "settings (pip config list)"
@@ -293,11 +296,6 @@ def prepare(command, needs):
     return status
 
 
-def checkpoints(folder):
-    """Returns the time and the path of each checkpoint in a folder."""
-    return {(path.stat().st_mtime_ns, path) for path in Path(ROOT, folder).glob("*.pt")}
-
-
 def train_and_sample(command, needs, same):
     """Trains, and lets the model write a short text. Returns the exit status of the training. `same` is how
     a command begins that continues it."""
@@ -305,16 +303,17 @@ def train_and_sample(command, needs, same):
     if not sys.stdout.isatty():  # there, the seconds are shown
         say("before the first step, compiling may take a minute or two")
     words = [command[0], "-m", "launch.train_and_sample", *command[2:], "--save_checkpoint"]
-    before = checkpoints(needs["log_dir"])
+    folder = ROOT / needs["log_dir"]
+    before = checkpoints(folder)
     try:
         status = run_ranks(words, needs["processes"], cwd=ROOT)
     except Stopped as stopped:
         if sys.stdout.isatty():
             print()  # the bar has begun this line
-        saved = checkpoints(needs["log_dir"]) - before
+        saved = [found for found in checkpoints(folder) if found not in before]
         stopped.advice = "nothing is saved yet; run the same command again"
         if saved:
-            stopped.advice = f"continue with {same} --resume {os.path.relpath(max(saved)[1])}"
+            stopped.advice = f"continue with {same} --resume {os.path.relpath(saved[-1][1])}"
         raise
     if status == 0:
         print(NEXT, end="")

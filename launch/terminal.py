@@ -24,20 +24,33 @@ def written_line(checkpoint):
     """Returns a line that the model of a RUN.pt writes. Leaves PyTorch's random numbers as they were."""
     import torch
 
-    from evals import models, sample
+    from evals import sample
 
-    with torch.random.fork_rng(devices=[]):  # a new model begins with random weights
-        model = models.load(checkpoint, offline=True)
-    prompt = [model.eot, *model.encode(sample.PROMPTS[model.vocab_size])]
-    ids = torch.tensor([prompt], device=models.DEVICE)
-    generator = torch.Generator(models.DEVICE).manual_seed(0)
-    content = b""
-    for token in models.generate(model, ids, WIDTH, 0.8, 50, generator):
-        if token == model.eot or len(content) > WIDTH:
-            break
-        content += model.token_bytes(token.item())
-    text = sample.printable(content.decode(errors="replace"))
-    return " ".join(text.split())[:WIDTH]
+    args = sample.parse_arguments([str(checkpoint), f"--max_tokens={WIDTH}"])
+    with (
+        torch.random.fork_rng(devices=[]),  # a new model begins with random weights
+        contextlib.redirect_stdout(io.StringIO()) as written,
+    ):
+        sample.sample(args, heading="")
+    return " ".join(written.getvalue().split())[:WIDTH]
+
+
+@contextlib.contextmanager
+def seconds_shown(text, terminal):
+    """Shows the seconds that pass in the `with` block."""
+    ended = threading.Event()
+    bar = tqdm(bar_format=text + ": {elapsed}", file=terminal, leave=False)
+
+    def refresh():
+        while not ended.wait(1):
+            bar.refresh()
+
+    threading.Thread(target=refresh, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        bar.close()
 
 
 class Screen(io.TextIOBase):
@@ -52,14 +65,9 @@ class Screen(io.TextIOBase):
 
     def wait(self):
         """Shows the seconds that pass, until there are steps."""
-        self.has_steps = threading.Event()
-        text = "getting ready for the first step"
-        self.bar = tqdm(bar_format=text + ": {elapsed}", file=self.terminal, leave=False)
-        threading.Thread(target=self.show_seconds, daemon=True).start()
-
-    def show_seconds(self):
-        while not self.has_steps.wait(1):
-            self.bar.refresh()
+        self.bar = None
+        self.shown = contextlib.ExitStack()
+        self.shown.enter_context(seconds_shown("getting ready for the first step", self.terminal))
 
     def isatty(self):
         return True
@@ -78,19 +86,18 @@ class Screen(io.TextIOBase):
         if line.startswith("track "):  # a run begins
             self.log = Path(line.rpartition("log: ")[2])
             self.best = math.inf
-            if self.has_steps.is_set():  # after another one
+            if self.bar is not None:  # after another one
                 self.wait()
         if line.startswith("target "):  # it has ended
-            self.bar.close()
+            self.shown.close()
         tqdm.write(line, self.terminal)
 
     def show_step(self, line, step, total, val_loss):
-        if not self.has_steps.is_set():
-            self.has_steps.set()
-            self.bar.close()
+        if self.bar is None:
+            self.shown.close()
             # smoothing 0: the time left follows from all steps so far, and from their validations
             how = dict(unit="step", smoothing=0, dynamic_ncols=True, file=self.terminal)
-            self.bar = tqdm(initial=step, total=total, **how)
+            self.bar = self.shown.enter_context(tqdm(initial=step, total=total, **how))
         self.bar.update(step - self.bar.n)
         if not val_loss:
             return
@@ -103,8 +110,7 @@ class Screen(io.TextIOBase):
                 tqdm.write(f"    {written_line(self.log.with_suffix('.pt'))}", self.terminal)
 
     def end(self):
-        self.has_steps.set()
-        self.bar.close()
+        self.shown.close()
 
 
 @contextlib.contextmanager

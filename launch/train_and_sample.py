@@ -13,13 +13,14 @@ import warnings
 from pathlib import Path
 
 from launch import terminal
+from lib.processes import checkpoints
 
 
 def write_sample(script, options):
     """Lets the model of the newest checkpoint write. The training has succeeded, whatever happens here."""
     args, _ = script.parse_arguments(options)
     folder = Path(args.resume).parent if args.resume else Path(args.log_dir)
-    newest = max(folder.glob("*.pt"), key=os.path.getmtime)
+    _, newest = checkpoints(folder)[-1]
     try:
         from evals import sample
 

@@ -3,12 +3,10 @@ The repository's folder, child processes, and the check before a run, for the la
 """
 
 import contextlib
-import ctypes
 import fcntl
 import glob
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -21,7 +19,7 @@ from pathlib import Path
 
 from judge.environment import child_environment, usable_cores
 from judge.files import write_file
-from judge.processes import has_nvidia_gpu, output_of
+from judge.processes import end_with_parent, has_nvidia_gpu, output_of
 
 ROOT = Path(__file__).resolve().parent.parent  # the repository
 
@@ -37,8 +35,7 @@ def say(text):
 def set_up_child():
     """Runs in a child process before its program: it ignores Ctrl-C, and on Linux ends with the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    end_with_parent()
 
 
 def start(command, **options):
@@ -68,16 +65,6 @@ def wait(children):
     return failed, status
 
 
-def show_seconds(text, ended):
-    """Says the text and, on a terminal, how many seconds have passed until `ended` is set."""
-    for seconds in itertools.count():
-        if not sys.stderr.isatty():
-            return say(text)
-        print(f"\rrun.sh: {text}: {seconds} s ", end="", file=sys.stderr, flush=True)
-        if ended.wait(1):
-            return print(file=sys.stderr)
-
-
 def run(command, **options):
     """Runs a command. Returns its exit status."""
     return wait([start(command, **options)])[1]
@@ -91,6 +78,12 @@ def clean_environment() -> list[str]:
     os.environ.clear()
     os.environ.update(variables)
     return [name for name in dropped if not name.startswith(("GIT_", "PYTHON"))]
+
+
+def checkpoints(folder):
+    """Returns the time and the path of each RUN.pt of a folder, which is beside its log. The newest is last."""
+    found = [path for path in Path(folder).glob("*.pt") if path.with_suffix(".txt").exists()]
+    return sorted((path.stat().st_mtime_ns, path) for path in found)
 
 
 @contextlib.contextmanager

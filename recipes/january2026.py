@@ -71,6 +71,7 @@ from train_gpt import (
     clock,
     document_ids,
     evaluate,
+    fp8_matmul,
     norm,
     portable_mask,
     rank_share,
@@ -124,14 +125,8 @@ def head_loss_op(
     (T, V) in bf16, their logsumexp (T, 1) and both FP8 operands."""
     x_f8 = (x / X_SCALE).to(torch.float8_e4m3fn)
     w_f8 = (w / W_SCALE).to(torch.float8_e4m3fn)
-    logits = torch._scaled_mm(
-        x_f8,
-        w_f8.T,
-        scale_a=as_scale(X_SCALE, x),
-        scale_b=as_scale(W_SCALE, x),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
+    scales = (as_scale(X_SCALE, x), as_scale(W_SCALE, x))
+    logits = fp8_matmul(x_f8, w_f8.T, *scales, torch.bfloat16, fast=True)
     loss, lse = weighted_loss(logits, targets, weights)
     return loss, logits, lse, x_f8, w_f8
 
@@ -167,21 +162,11 @@ def head_loss_backward_op(
     grad_logits = grad_capped * capped * (1 - capped / 23) / 7.5
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
     grad_scale = GRAD_SCALE * grad
-    # _scaled_mm needs a row-major first operand and a column-major second one
-    grad_x = torch._scaled_mm(
-        grad_f8,
-        w_f8.T.contiguous().T,
-        scale_a=grad_scale,
-        scale_b=as_scale(W_SCALE, grad),
-        out_dtype=torch.bfloat16,
-    )
-    grad_w = torch._scaled_mm(
-        grad_f8.T.contiguous(),
-        x_f8.T.contiguous().T,
-        scale_a=grad_scale,
-        scale_b=as_scale(X_SCALE, grad),
-        out_dtype=torch.bfloat16,
-    )
+    grad_T = grad_f8.T.contiguous()
+    w_T = w_f8.T.contiguous()  # w_T.T is w, column-major
+    x_T = x_f8.T.contiguous()
+    grad_x = fp8_matmul(grad_f8, w_T.T, grad_scale, as_scale(W_SCALE, grad), torch.bfloat16)
+    grad_w = fp8_matmul(grad_T, x_T.T, grad_scale, as_scale(X_SCALE, grad), torch.bfloat16)
     return grad_x, grad_w
 
 
@@ -885,10 +870,8 @@ def check_hyperparameters(hp, world_size):
     require(not both, f"--paired_layers and --long_window_layers can't share layers {both}")
     even = hp.val_loss_every % 2 == 0
     require(even, f"--val_loss_every {hp.val_loss_every}: must be even, because Adam needs two steps")
-    positive = hp.cooldown_frac > 0 and hp.max_document > 0 and hp.num_iterations > 0
-    require(positive, "--cooldown_frac, --max_document and --num_iterations must be more than 0")
-    require(scheduled_iterations(hp) > 0, f"--extension_frac {hp.extension_frac}: must be less than 1")
-    require(hp.yarn_beta > 1, f"--yarn_beta {hp.yarn_beta}: must be more than 1")
+    steps = scheduled_iterations(hp)
+    require(steps > 0, f"--num_iterations {hp.num_iterations}: the schedule has {steps} steps")
 
 
 def check_inputs(args, hp):

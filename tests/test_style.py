@@ -9,7 +9,7 @@ import pytest
 
 from tests.util import ROOT
 
-FLOORS = ["train_gpt judge", "lib", "data", "recipes", "leaderboard gpu evals", "launch"]
+FLOORS = ["train_gpt judge", "lib", "data", "recipes", "leaderboard gpu", "evals", "launch"]
 
 
 @pytest.mark.slow

@@ -15,11 +15,10 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
@@ -272,27 +271,15 @@ def _as_main(argv, cwd, environment, console, hook):
     run(script, run_name="__main__")
 
 
-def _gloo_child(rank, fn, world_size, store, args):
-    import train_gpt  # has these constants from the environment otherwise
+def _in_group(fn, world_size):
+    import train_gpt
 
-    train_gpt.RANK = rank
-    train_gpt.WORLD_SIZE = world_size
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    try:
-        fn(rank, world_size, *args)
-    finally:
-        dist.destroy_process_group()
+    train_gpt.init_processes()
+    fn(train_gpt.RANK, world_size)
+    torch.distributed.destroy_process_group()
+    sys.exit()
 
 
-def spawn(fn, world_size, tmp_path, *args):
-    """Runs fn(rank, world_size, *args) in `world_size` processes of a gloo group. Raises if one fails."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = tmp_path / f"store_{fn.__name__}_{world_size}"
-    forkserver()
-    mp.start_processes(
-        _gloo_child,
-        args=(fn, world_size, str(store), args),
-        nprocs=world_size,
-        start_method="forkserver",
-    )
+def spawn(fn, world_size, tmp_path):
+    """Runs fn(rank, world_size) in `world_size` processes of a gloo group. All must end well."""
+    succeeds(Job([], tmp_path, world_size, hook=partial(_in_group, fn, world_size)))

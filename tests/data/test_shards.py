@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import train_gpt
 from data import shards
@@ -41,13 +41,11 @@ def test_what_is_written_has_the_format_and_can_be_read(tmp_path, dtype):
 
 def test_a_shard_with_another_checksum_is_not_written(tmp_path):
     expected = hashlib.sha256(shard_bytes([1, 2, 3])).hexdigest()
-    with pytest.raises(
-        UserError, match="not written, because its SHA-256 .* please report this error$"
-    ):
+    message = "not written, because its SHA-256 .* please report this error$"
+    with pytest.raises(UserError, match=message):
         shards.write_shard(tmp_path / "a.bin", [1, 2, 4], expected)
     assert os.listdir(tmp_path) == []
     shards.write_shard(tmp_path / "a.bin", [1, 2, 3], expected)
-    assert os.listdir(tmp_path) == ["a.bin"]
 
 
 def test_interrupted_at_any_line_leaves_a_whole_shard(tmp_path):
@@ -117,32 +115,10 @@ def meaning(content):
     return list(struct.unpack_from(f"<{count}H", content, 1024))
 
 
-NINE = shard_bytes([1] * 9)
-CORNERS = [
-    b"",
-    NINE,
-    NINE[:10],
-    NINE[:1023],
-    NINE[:1024],
-    NINE[:-1],
-    NINE + b"\0",
-    shard_bytes([]),
-    shard_bytes([], count=-1),
-    shard_bytes([1] * 9, magic=0x18D83401),  # the other byte order
-    shard_bytes([1] * 9, version=2),
-    shard_bytes([1] * (BATCH + 1)),
-    shard_bytes([1] * 8 + [257]),
-]
-
-
-def fuzz(test):
-    test = given(files())(test)
-    for content in CORNERS:
-        test = example(content)(test)
-    checks = list(HealthCheck)  # one folder serves all examples
-    return settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=checks)(
-        test
-    )
+# one folder serves all examples
+fuzz = settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 def refused(error, read, *arguments):
@@ -152,6 +128,7 @@ def refused(error, read, *arguments):
     assert "\n" not in str(e.value)
 
 
+@given(files())
 @fuzz
 def test_the_reader_of_the_data_scripts(tmp_path, content):
     path = tmp_path / "a.bin"
@@ -164,31 +141,19 @@ def test_the_reader_of_the_data_scripts(tmp_path, content):
         refused(UserError, shards.read_shard, path, VOCAB)
 
 
+@given(files())
 @fuzz
 def test_the_reader_of_trainings(tmp_path, content):
-    """token_checksum() accepts the same shards as the reader, if their tokens are in the vocabulary. A run calls
-    it first."""
+    """token_checksum() reads a shard before a run does. tests/training/test_generator.py compares the batches."""
     path = tmp_path / "a.bin"
     path.write_bytes(content)
     tokens = meaning(content)
     batches = (len(tokens) - 1) // BATCH if tokens else 0
     used = tokens[: batches * BATCH + 1] if batches else []
-
-    def read():
-        return list(train_gpt.distributed_data_generator(str(path), BATCH))
-
-    if tokens is None:
-        refused(train_gpt.InputError, read)
     if tokens is None or max(used, default=0) >= VOCAB:
-        refused(
-            train_gpt.InputError, train_gpt.token_checksum, str(path), BATCH, max(batches, 1), VOCAB
-        )
+        steps = max(batches, 1)
+        refused(train_gpt.InputError, train_gpt.token_checksum, str(path), BATCH, steps, VOCAB)
         return
-    found = read()
-    assert len(found) == batches
-    for i, batch in enumerate(found):
-        assert batch.tolist() == used[i * BATCH : (i + 1) * BATCH + 1]
-    if batches:
-        train_gpt.token_checksum(str(path), BATCH, batches, VOCAB)
+    train_gpt.token_checksum(str(path), BATCH, batches, VOCAB)
     with pytest.raises(train_gpt.InputError, match=f"has {batches} batches"):
         train_gpt.token_checksum(str(path), BATCH, batches + 1, VOCAB)

@@ -4,7 +4,6 @@ same as without a terminal.
 """
 
 import io
-import re
 import sys
 
 import pytest
@@ -12,12 +11,11 @@ import torch
 
 import train_gpt
 from launch import terminal
+from tests.training.test_checkpoint import assert_same_run
 from tests.util import (
     Job,
     assert_one_line,
-    assert_same_state,
     checkpoint_of,
-    read_checkpoint,
     read_log,
     succeeds,
     tiny_run,
@@ -65,11 +63,7 @@ def test_a_training_that_is_watched(plain, tmp_path, hook, nproc):
     job = succeeds(Job(words, tmp_path, nproc, script="launch.train_and_sample", hook=hook))
     log = read_log(tmp_path)
     if nproc == 1:
-        assert_same_state(read_checkpoint(tmp_path), read_checkpoint(plain))
-        times = r"train_time:\S+ step_avg:\S+|after \S+ s, \S+ tok"
-        assert re.sub(times, "", log[log.index("\nstep:") :]) == re.sub(
-            times, "", (steps := read_log(plain))[steps.index("\nstep:") :]
-        )
+        assert_same_run(tmp_path, plain)
     seen = lines_seen(job.out)
     shown = [line for line in seen if line.startswith("step:")]
     assert {

@@ -22,18 +22,6 @@ def case(length, every, device):
     return docs, four.bfloat16().unbind()
 
 
-def assert_near(got, want, tolerance):
-    """The error of each row is below `tolerance` times the largest row.
-
-    A row is the vector of one head at one position.
-    """
-    assert got.isfinite().all()
-    error = (got.double() - want.double()).norm(dim=-1)
-    largest = want.double().norm(dim=-1).max()
-    off = float(error.max() / largest)
-    assert off < tolerance, off
-
-
 @pytest.mark.parametrize(
     "length,every,blocks",  # `every`: the mean length of a document; blocks: the window
     [
@@ -44,6 +32,7 @@ def assert_near(got, want, tolerance):
     ],
 )
 def test_flex_equals_portable_forward_and_backward(length, every, blocks, device):
+    """No row, the vector of one head at one position, is off by more than 3% of the largest."""
     docs, (*qkv, grad) = case(length, every, device)
     window = torch.tensor(blocks, dtype=torch.int32, device=device)
     mask = portable_mask(docs, window, blocks)
@@ -57,4 +46,5 @@ def test_flex_equals_portable_forward_and_backward(length, every, blocks, device
     got = with_gradients(flex, qkv, grad)
     want = with_gradients(portable, [t.float() for t in qkv], grad)
     for a, b in zip(got, want):
-        assert_near(a, b, 0.03)
+        error = (a.double() - b.double()).norm(dim=-1)
+        assert error.max() < 0.03 * b.double().norm(dim=-1).max()

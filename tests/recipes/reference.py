@@ -1,6 +1,6 @@
 """
-The recipe of January 2026 by its definition: plain loops in float64, one sequence, one layer, one head
-at a time. Nothing here calls the script.
+The recipe of January 2026 by its definition, in float64, one sequence and one layer at a time. Nothing here
+calls the script.
 """
 
 import math
@@ -9,18 +9,15 @@ from ctypes import c_int32
 import torch
 import torch.nn.functional as F
 
-from tests.training.test_model import reference_smear, rms_norm
-from tests.training.test_muon import orthogonalize
+from tests.training.test_attention import dense_attention
+from tests.training.test_model import reference_smear, rms_norm, rotate
 
 
 # --------------------------------------------------------------- model
-def rotate(x, positions, freqs):
-    """Rotates one head, x (S, D): channel i with channel i + D/4, by -position * frequency."""
-    n = len(freqs)
-    theta = positions[:, None] * freqs.double()
-    x1, x2, still = x.split([n, n, 2 * n], dim=-1)
-    y = torch.complex(x1, x2) * torch.exp(-1j * theta)
-    return torch.cat([y.real, y.imag, still], dim=-1)
+def rotate_half(x, positions, freqs):
+    """Rotates the first half of the channels of x (S, H, D)."""
+    turning, still = x.chunk(2, dim=-1)
+    return torch.cat([rotate(turning, positions, freqs), still], dim=-1)
 
 
 def visible(docs, window):
@@ -28,12 +25,6 @@ def visible(docs, window):
     position = torch.arange(len(docs))
     back = position[:, None] - position
     return (docs[:, None] == docs) & (back >= 0) & (back <= window)
-
-
-def softmax_attention(q, k, v, mask, scale):
-    """One head: q, k, v (N, D)."""
-    scores = (q @ k.T * scale).masked_fill(~mask, -math.inf)
-    return scores.softmax(-1) @ v
 
 
 def bigram_row(seq, t, rows):
@@ -66,37 +57,24 @@ def attention(p, hp, layer, x, seq, masks, freqs, scale):
         ve = p[f"value_embeds.{table}"][seq].view(shape)
         amount = 2 * sigmoid_gate(x, p["value_gates"][n])
         v = v + amount[..., None] * ve
-    t = torch.arange(s)
-    heads = []  # q, k and v of each head, (S, D)
-    for h in range(hp.num_heads):
-        positions = 2 * t + h % 2 if paired else t
-        query = rotate(rms_norm(q[:, h]), positions, freqs)
-        key = rotate(rms_norm(k[:, h]), positions, freqs)
-        if long:
-            half = key.size(1) // 2
-            key = key.clone()
-            key[1:, half:] = key[:-1, half:].clone()
-        heads.append((query, key, v[:, h]))
+    positions = torch.arange(s)[:, None, None]
     if paired:
-        out = paired_attention(heads, masks["paired"], scale)
+        positions = 2 * positions + torch.arange(hp.num_heads)[:, None] % 2
+    q = rotate_half(rms_norm(q), positions, freqs)
+    k = rotate_half(rms_norm(k), positions, freqs)
+    if long:
+        turning, still = k.chunk(2, dim=-1)
+        k = torch.cat([turning, still[[0, *range(s - 1)]]], dim=-1)
+    if paired:
+        # two heads are one of twice the length: even slots hold the first one's tokens, odd ones the other's
+        q, k, v = [torch.stack(x.chunk(2, dim=1), dim=1).flatten(0, 1) for x in (q, k, v)]
+        y = dense_attention(q[None], k[None], v[None], masks["paired"], scale)[0]
+        y = torch.cat([y[0::2], y[1::2]], dim=1)
     else:
         mask = masks["long" if long else "short"]
-        out = [softmax_attention(*head, mask, scale) for head in heads]
-    y = torch.stack(out, dim=1)  # (S, H, D)
+        y = dense_attention(q[None], k[None], v[None], mask, scale)[0]
     y = y * sigmoid_gate(x, p["attn_gates"][i])[..., None]
     return p["o_lambdas"][i] * y.flatten(1) @ w[3].T
-
-
-def paired_attention(heads, mask, scale):
-    """Two heads are one of twice the length: even slots hold the first one's tokens, odd ones the other's."""
-    half = len(heads) // 2
-    first, second = [], []
-    for pair in zip(heads, heads[half:]):
-        slots = [torch.stack(both, dim=1).flatten(0, 1) for both in zip(*pair)]
-        y = softmax_attention(*slots, mask, scale)
-        first.append(y[0::2])
-        second.append(y[1::2])
-    return first + second
 
 
 def capped_logits(p, hp, seq, long, short, freqs, scale):
@@ -176,9 +154,9 @@ def tokens_per_sequence(step):
 
 
 def windows(step):
-    """The long and the short window of a training step, in tokens."""
+    """The long and the short window, in tokens. The last validation has a longer one."""
     n = (3, 7, 11, 13)[step // 520]
-    return 128 * n, 128 * (n // 2)
+    return 128 * (20 if step == 1600 else n), 128 * (n // 2)
 
 
 def loss_weights(step):
@@ -213,21 +191,17 @@ def momentum(step):
     return 0.95
 
 
-def rotary_and_scale(windows, head_dim, unit=128, beta=32):
-    """Frequencies and attention scale after the windows (in blocks) of the list, in float64."""
-    n = head_dim // 4
-    freqs = [(1 / 1024) ** (j / (n - 1)) for j in range(n)]
+def rotary_and_scale(windows):
+    """Frequencies of heads with 16 channels, and the attention scale, after the windows (in blocks of 16 tokens)
+    of the list."""
+    freqs = (1 / 1024) ** torch.linspace(0, 1, 4, dtype=torch.float64)
     scale = 0.1
     for old, new in zip(windows, windows[1:]):
-        changed = []
-        for f in freqs:
-            turns = unit * old * f / (2 * math.pi)
-            u = min(1, max(0, (turns - 1) / (beta - 1)))
-            ratio = old / new
-            changed.append(f * (ratio + u * (1 - ratio)))
-        freqs = changed
+        turns = 16 * old * freqs / (2 * math.pi)
+        often = ((turns - 1) / 31).clamp(0, 1)
+        freqs = freqs * (often + (1 - often) * old / new)
         scale *= 1 + 0.2 * math.log(new / old)
-    return torch.tensor(freqs, dtype=torch.float64), scale
+    return freqs, scale
 
 
 # --------------------------------------------------------------- optimizers
@@ -240,48 +214,32 @@ POLAR = [
 ]
 
 
-class NorMuon:
-    """The update of one matrix in float64."""
-
-    def __init__(self, weight, scale):
-        self.weight = weight.double().clone()
-        self.scale = scale
-        self.momentum = torch.zeros_like(self.weight)
-        self.mean_squares = torch.zeros_like(self.weight[:, :1])
-
-    def step(self, gradient, lr, mu):
-        g = gradient.double()
-        self.momentum = mu * self.momentum + (1 - mu) * g
-        u = orthogonalize((1 - mu) * g + mu * self.momentum, POLAR, factor=1.02, epsilon=1e-6)
-        mean = (u**2).mean(1, keepdim=True)
-        self.mean_squares = 0.95 * self.mean_squares + 0.05 * mean
-        even = u / self.mean_squares.clamp_min(1e-10).sqrt()
-        u = even * u.norm() / even.norm().clamp_min(1e-30)  # a matrix without gradients: 0 / 0
-        p = self.weight
-        decay = torch.where(u * p >= 0, p, 0.0)
-        self.weight = p - lr * self.scale * (u + 1.2 * lr * decay)
+def muon_step(matrix, gradient, lr, scale, momentum):
+    """The step of one matrix, a PlainMuon."""
+    update = matrix.update(gradient, momentum)
+    p = matrix.weight
+    decay = torch.where(update * p >= 0, p, 0.0)
+    matrix.weight = p - lr * scale * (update + 1.2 * lr * decay)
 
 
 class Adam:
-    """The update of one tensor, number by number in float64."""
+    """PyTorch's in float64, then cautious weight decay."""
 
     def __init__(self, weight, mul, betas, wd):
-        self.weight = weight.double().clone()
-        self.mul, self.betas, self.wd = mul, betas, wd
-        self.m = torch.zeros_like(self.weight)
-        self.v = torch.zeros_like(self.weight)
+        self.weight = weight.detach().double()
+        self.wd = wd
+        self.mul = mul
+        self.adam = torch.optim.Adam([self.weight], betas=betas)
         self.t = 0
 
     def step(self, gradient, schedule):
-        g = gradient.double()
-        beta1, beta2 = self.betas
+        before = self.weight.clone()
+        (group,) = self.adam.param_groups
         self.t += 1
-        self.m = beta1 * self.m + (1 - beta1) * g
-        self.v = beta2 * self.v + (1 - beta2) * g * g
         lr = 0.008 * self.mul * schedule
-        mean = self.m / (1 - beta1**self.t)
-        rms = (self.v.sqrt() + 1e-10) / math.sqrt(1 - beta2**self.t)
-        update = lr * mean / rms
-        decay = lr**2 * 0.005 * self.wd * self.weight
-        towards_zero = update * self.weight > 0
-        self.weight = self.weight - update - decay * towards_zero
+        eps = 1e-10 / (1 - group["betas"][1] ** self.t) ** 0.5  # PyTorch adds it after this division
+        group.update(lr=lr, eps=eps)
+        self.weight.grad = gradient.double()
+        self.adam.step()
+        towards_zero = (before - self.weight) * before > 0
+        self.weight -= lr**2 * 0.005 * self.wd * before * towards_zero

@@ -15,8 +15,8 @@ from recipes.january2026 import (
 )
 from tests.recipes import reference
 from tests.recipes.test_2026_model import EOT, tiny
-from tests.training.test_attention import read_block_mask
-from tests.util import write_shard
+from tests.training.test_attention import check_block_mask
+from tests.util import random_tokens, write_shard
 
 
 def documents(lengths, seed):
@@ -29,15 +29,6 @@ def documents(lengths, seed):
     return tokens
 
 
-def random_documents(total, mean, seed):
-    g = torch.Generator().manual_seed(seed)
-    lengths = []
-    while sum(lengths) < total:
-        draw = torch.empty(1).exponential_(1 / mean, generator=g)
-        lengths.append(1 + int(draw))
-    return documents(lengths, seed)
-
-
 def write_shards(folder, shards):
     for i, tokens in enumerate(shards):
         write_shard(folder / f"docs_train_{i:06d}.bin", tokens)
@@ -46,13 +37,13 @@ def write_shards(folder, shards):
 # Shards with short and long documents, tokens before the first one, a last document that ends a step
 # exactly, documents that fill no step, and no document at all
 SHARDS = [
-    [1, 2, 3, *random_documents(9000, 30, seed=1)],
-    random_documents(7000, 200, seed=2),
+    [1, 2, 3, *random_tokens(9000, 1, EOT + 1, EOT, 30)],
+    random_tokens(7000, 2, EOT + 1, EOT, 200),
     documents([129] * 8, seed=3),
     documents([130] * 7, seed=4),
     [5] * 4000,
     documents([50] * 20 + [129] * 30 + [1] * 3 + [600] * 40, seed=5),
-    random_documents(20000, 60, seed=6),
+    random_tokens(20000, 6, EOT + 1, EOT, 60),
     documents([100] * 64, seed=9),
 ]
 
@@ -128,5 +119,5 @@ def test_masks(mean, window):
     tokens[torch.rand(tokens.shape, generator=g) < 1 / mean] = EOT
     single = document_ids(tokens.int(), EOT)
     for docs in (single, single.repeat_interleave(2)[:768]):
-        want = reference.visible(docs, window)
-        assert torch.equal(read_block_mask(flex_block_mask(docs, torch.tensor(window))), want)
+        mask = flex_block_mask(docs, torch.tensor(window))
+        check_block_mask(mask, reference.visible(docs, window))

@@ -1,16 +1,17 @@
 """Compares the model with its definition in float64 (reference.py): losses, and the gradients of all
 parameters. The FP8 head is compared with float64 on the rounded operands."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from recipes import january2026
-from recipes.january2026 import GPT, GRAD_SCALE, TRACKS, get_window_blocks, head_loss_op
+from recipes.january2026 import GPT, TRACKS, get_window_blocks, head_loss_op
 from tests.recipes import reference
+from tests.training.test_fp8 import error
 from tests.training.test_model import batch
 from tests.util import randomized
 
@@ -37,11 +38,14 @@ def tiny(**changes):
     return replace(TRACKS["fineweb"], **(settings | changes))
 
 
-def parameters64(model):
-    exact = {}
-    for name, p in model.named_parameters():
-        exact[name] = p.detach().double().requires_grad_()
-    return exact
+def exact_logits(model, step, inputs):
+    """The parameters in float64, and the logits of each sequence."""
+    hp = model.hp
+    p = {name: q.detach().double().requires_grad_() for name, q in model.named_parameters()}
+    passed = [3, 7, 11, 13][: 1 + step // 520]
+    freqs, scale = reference.rotary_and_scale(passed)
+    long, short = (n // 8 for n in reference.windows(step))  # 16 tokens in place of 128
+    return p, [reference.capped_logits(p, hp, seq, long, short, freqs, scale) for seq in inputs]
 
 
 @pytest.mark.parametrize(
@@ -58,14 +62,9 @@ def test_training_loss_and_gradients(step, changes):
     model = randomized(GPT(hp)).train()
     model.set_step(step)
     inputs, targets = batch(hp, 2, 128)
-    p = parameters64(model)
-    long, short = (n // 8 for n in reference.windows(step))  # 16 tokens in place of 128
-    passed = [3, 7, 11, 13][: 1 + step // 520]
-    freqs, scale = reference.rotary_and_scale(passed, 16, unit=16)
-    want = 0.0
-    for seq, target in zip(inputs, targets):
-        z = reference.capped_logits(p, hp, seq, long, short, freqs, scale)
-        want = want + reference.training_loss(z, target, reference.loss_weights(step))
+    p, logits = exact_logits(model, step, inputs)
+    weights = reference.loss_weights(step)
+    want = sum(reference.training_loss(z, target, weights) for z, target in zip(logits, targets))
     loss = model(inputs, targets, get_window_blocks(step, hp))
     assert loss.item() == pytest.approx(want.item(), rel=3e-6)
     want.backward()
@@ -76,21 +75,17 @@ def test_training_loss_and_gradients(step, changes):
         assert error.norm() < 2e-3 * right.norm(), name
 
 
+@torch.no_grad()
 def test_validation():
     """The last validation has a longer window in the long layers only. It predicts one token."""
     hp = tiny()
     model = randomized(GPT(hp)).eval()
     model.set_step(hp.num_iterations)
     inputs, targets = batch(hp, 1, 256, eot_every=10_000)
-    p = parameters64(model)
-    freqs, scale = reference.rotary_and_scale([3, 7, 11, 13], 16, unit=16)
-    with torch.no_grad():
-        long, short = 20 * 16, 6 * 16
-        z = reference.capped_logits(p, hp, inputs[0], long, short, freqs, scale)
+    _, (z,) = exact_logits(model, 1600, inputs)
     want = F.cross_entropy(z, targets[0], reduction="sum").item()
     for model.val_slice in (GPT.val_slice, 100):
-        with torch.no_grad():
-            loss = model(inputs, targets, get_window_blocks(1600, hp))
+        loss = model(inputs, targets, get_window_blocks(1600, hp))
         assert loss.item() == pytest.approx(want, rel=3e-6)
 
 
@@ -107,7 +102,6 @@ def test_bigram_rows():
 # --------------------------------------------------------------- shapes and first values
 def test_shapes(monkeypatch):
     """The parameters of the official model, without memory for them."""
-    monkeypatch.setattr(january2026, "DTYPE", torch.bfloat16)
     monkeypatch.setattr(GPT, "init_weights", lambda model, seed: None)
     with torch.device("meta"):
         model = GPT(TRACKS["fineweb"])
@@ -116,12 +110,8 @@ def test_shapes(monkeypatch):
     matrices = dim * dim * (10 * 4 + 11 * 2 * 4)
     gates = 12 * (1 + 1 + 10 * 6 + 5 * 6)
     lambdas = 3 * 11 + 2 * 10 + 3
-    params = dict(model.named_parameters())
-    count = sum(p.numel() for p in params.values())
+    count = sum(p.numel() for p in model.parameters())
     assert count == tables + matrices + gates + lambdas
-    for name, p in params.items():
-        assert p.dtype == (torch.float32 if "lambda" in name else torch.bfloat16), name
-    assert model.state_dict().keys() == params.keys()  # nothing that follows from the step is saved
 
 
 def test_initial_values(monkeypatch):
@@ -130,69 +120,51 @@ def test_initial_values(monkeypatch):
     p = dict(GPT(hp).named_parameters())
     monkeypatch.setattr(january2026, "DTYPE", torch.bfloat16)
     for name, rounded in GPT(hp).named_parameters():
-        assert torch.equal(rounded, p[name].to(rounded.dtype)), name
-    bound = math.sqrt(3 / 768)  # of a uniform distribution
-    q, k, v, o = p["attn_bank"].unbind(1)
-    for values, largest in ((q, bound), (k, bound), (v, bound), (p["mlp_in_bank"], bound / 2)):
-        assert values.abs().max().item() == pytest.approx(largest, rel=0.01)
-        std = largest / math.sqrt(3)
-        assert values.std().item() == pytest.approx(std, rel=0.01)
+        dtype = torch.float32 if "lambda" in name else torch.bfloat16
+        assert_close(rounded, p[name].to(dtype), rtol=0, atol=0)
+    std = 768**-0.5  # of a uniform distribution
+    q, k, v, o = p.pop("attn_bank").unbind(1)
+    for values, want in ((q, std), (k, std), (v, std), (p.pop("mlp_in_bank"), std / 2)):
+        assert values.abs().max().item() == pytest.approx(3**0.5 * want, rel=0.01)
+        assert values.std().item() == pytest.approx(want, rel=0.01)
     assert not o.any()
-    head = p["lm_head"]
+    head = p.pop("lm_head")
     assert head.std().item() == pytest.approx(0.005, rel=0.01)
     assert head.abs().max() > 0.02  # normal, not uniform
-    assert torch.equal(p["embed"], head)
+    assert torch.equal(p.pop("embed"), head)
     starts = dict(resid_lambdas=1.1, bigram_lambdas=0.1, qkv_lambdas=0.5, o_lambdas=1.0)
     starts |= dict(skip_lambda=-1.5, backout_lambda=0.5)
-    for name in p.keys() - {"attn_bank", "mlp_in_bank", "lm_head", "embed"}:
-        assert (p[name] == starts.get(name, 0.0)).all(), name
+    for name, values in p.items():
+        assert (values == starts.get(name, 0.0)).all(), name
 
 
 # --------------------------------------------------------------- FP8
-def quantized(x, largest):
-    """In float64. FP8 numbers (e4m3) are at most 448."""
-    scale = largest / 448
-    x8 = (x / scale).to(torch.float8_e4m3fn)
-    return (x8.double() * scale).detach().requires_grad_()
-
-
-def fp8_operands():
-    """Inputs, weights, and the targets of three tokens, some of which lie behind the end."""
+@pytest.mark.parametrize("grad", [1 / 8, 2.0**-30])
+def test_fp8_loss(grad):
+    """The operator's loss and gradients, and those in float64 with the same FP8 operands. They are at
+    most 100 for inputs, 1.6 for weights, and 0.75 for gradients if that of the loss is 1. Some targets
+    lie behind the end."""
     g = torch.Generator().manual_seed(5)
-    x = torch.randn(64, 32, generator=g).bfloat16()
-    w = (0.3 * torch.randn(128, 32, generator=g)).bfloat16()
+    x = torch.randn(64, 32, generator=g).bfloat16().requires_grad_()
+    w = (0.3 * torch.randn(128, 32, generator=g)).bfloat16().requires_grad_()
     targets = torch.randint(0, 128, (64, 3), generator=g)
     targets[-1, 1:] = targets[-2, 2] = -1
-    return x.requires_grad_(), w.requires_grad_(), targets
-
-
-def test_fp8_loss():
-    """The operator's loss and gradients, and those in float64 with the same FP8 operands. They are at
-    most 100 for inputs, 1.6 for weights, and 0.75 for gradients if that of the loss is 1."""
-    assert GRAD_SCALE == 0.75 / 448
-    x, w, targets = fp8_operands()
     weights = torch.tensor([1.0, 0.5, 0.2])
-    loss = head_loss_op(x, w, targets, weights)[0]
-    loss.backward(torch.tensor(1 / 8))
-    x8 = quantized(x, 100)
-    w8 = quantized(w, 1.6)
-    exact = x8 @ w8.T
-    logits = exact + (exact.bfloat16() - exact).detach()  # rounded, with the exact one's gradient
-    z = 23 * torch.sigmoid((logits + 5) / 7.5)
+    loss, logits, _, x_f8, w_f8 = head_loss_op(x, w, targets, weights)
+    loss.backward(torch.tensor(grad))
+    x8 = x_f8.double() * 100 / 448
+    w8 = w_f8.double() * 1.6 / 448
+    assert error(x8, x.double()) < 0.03  # e4m3 has four significant bits
+    assert error(w8, w.double()) < 0.03
+    assert error(logits, x8 @ w8.T) < 2e-3
+    z = logits.detach().double().requires_grad_()
     want = 0.0
     sums = dict(ignore_index=-1, reduction="sum")
     for weight, ahead in zip(weights.double(), targets.unbind(1)):
-        want = want + weight * F.cross_entropy(z, ahead, **sums)
-    (want / 8).backward()
-    assert loss.item() == pytest.approx(want.item(), rel=1e-3)
-    large = [x.grad, w.grad]
-    for got, exact in zip(large, (x8.grad, w8.grad)):
-        assert got.dtype == torch.bfloat16
-        error = got.double() - exact
-        assert error.norm() < 0.1 * exact.norm()
-    # a small gradient of the loss doesn't make the FP8 gradients underflow
-    x.grad = w.grad = None
-    loss = head_loss_op(x, w, targets, weights)[0]
-    loss.backward(torch.tensor(2.0**-30))
-    assert torch.equal(x.grad, large[0] * 2.0**-27)
-    assert torch.equal(w.grad, large[1] * 2.0**-27)
+        want = want + weight * F.cross_entropy(23 * torch.sigmoid((z + 5) / 7.5), ahead, **sums)
+    want.backward()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    unit = 0.75 / 448
+    grad_z = grad * unit * (z.grad / unit).to(torch.float8_e5m2).double()
+    assert error(x.grad, grad_z @ w8) < 2e-3
+    assert error(w.grad, grad_z.T @ x8) < 2e-3

@@ -1,14 +1,18 @@
-"""Compares rotary embedding, block masks and attention with dense definitions in float64."""
+"""
+Compares block masks and FlexAttention with dense definitions in float64. test_model.py compares the portable
+attention.
+"""
 
 import math
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.util import random_tokens
-from train_gpt import Rotary, attention, document_ids, flex_block_mask, portable_mask
+from train_gpt import attention, document_ids, flex_block_mask, portable_mask
 
 EOT = 9
 
@@ -42,12 +46,12 @@ def dense_mask(tokens, window_blocks, eot=EOT):
     return causal & same_document & same_sequence & in_window
 
 
-def dense_attention(q, k, v, mask):
-    """softmax(0.12 q k^T + mask) v, in the dtype of q: q, k, v (B, S, H, D) and a mask (T, T)."""
+def dense_attention(q, k, v, mask, scale=0.12):
+    """softmax(scale q k^T + mask) v, in the dtype of q: q, k, v (B, S, H, D) and a mask (T, T)."""
     q_rows = q.flatten(0, 1)  # (T, H, D)
     k_rows = k.flatten(0, 1)
     v_rows = v.flatten(0, 1)
-    scores = 0.12 * torch.einsum("qhd,khd->hqk", q_rows, k_rows)
+    scores = scale * torch.einsum("qhd,khd->hqk", q_rows, k_rows)
     scores = scores.masked_fill(~mask, -math.inf)
     weights = scores.softmax(-1)
     out = torch.einsum("hqk,khd->qhd", weights, v_rows)
@@ -77,46 +81,25 @@ CASES = [
 ]
 
 
-def read_lists(counts, columns):
-    """The matrix of blocks (N, N), bool, that one kind of a BlockMask's lists describes.
+def check_block_mask(found, mask):
+    """A BlockMask must have the lists of PyTorch's own for this mask (T, T).
 
-    The lists must be contiguous, because FlexAttention's kernels ignore the strides of a row. With
+    They must be contiguous, because FlexAttention's kernels ignore the strides of a row. With
     those of a transposed matrix, gradients of k and v were off by up to 18% on an H200.
     """
-    n = counts.numel()
-    for t in (counts, columns):
-        assert t.is_contiguous()
-        assert t.dtype == torch.int32
-    found = torch.zeros(n, n, dtype=torch.bool)
-    for row in range(n):
-        count = counts[0, 0, row]
-        listed = columns[0, 0, row].long()
-        assert 0 <= listed.min() <= listed.max() < n
-        found[row, listed[:count]] = True
-    assert found.sum() == counts.sum(), "a block is in a list twice"
-    return found
-
-
-def read_block_mask(bm):
-    """The (T, T) mask that a BlockMask describes. Entirely visible blocks must be full blocks, which
-    take the fast path. The lists of queries, for the backward pass, must agree with those of keys."""
-    assert bm.BLOCK_SIZE == (128, 128)
-    partial = read_lists(bm.kv_num_blocks, bm.kv_indices)
-    full = read_lists(bm.full_kv_num_blocks, bm.full_kv_indices)
-    partial_t = read_lists(bm.q_num_blocks, bm.q_indices)
-    full_t = read_lists(bm.full_q_num_blocks, bm.full_q_indices)
-    assert torch.equal(partial_t, partial.T)
-    assert torch.equal(full_t, full.T)
-    assert not (partial & full).any()
-    n = len(full)
-    tiles = torch.ones(128, 128, dtype=torch.bool)
-    pos = torch.arange(128 * n)
-    visible = bm.mask_mod(0, 0, pos[:, None], pos)
-    visible &= torch.kron(partial, tiles)
-    mask = torch.kron(full, tiles) | visible
-    by_block = mask.view(n, 128, n, 128)
-    assert torch.equal(full, by_block.all(3).all(1))
-    return mask
+    n = len(mask)
+    want = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, n, n, device="cpu")
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, columns = getattr(found, f"{kind}_num_blocks"), getattr(found, f"{kind}_indices")
+        assert counts.is_contiguous() and columns.is_contiguous()
+        assert torch.equal(counts, getattr(want, f"{kind}_num_blocks"))
+        listed = torch.arange(n // 128) < counts[..., None]
+        assert torch.equal(columns[listed], getattr(want, f"{kind}_indices")[listed])
+        assert 0 <= columns.min() <= columns.max() < n // 128
+    assert found.BLOCK_SIZE == (128, 128)
+    position = torch.arange(n)
+    blocks = torch.kron(found.to_dense()[0, 0], torch.ones(128, 128)).bool()
+    assert torch.equal(blocks & found.mask_mod(0, 0, position[:, None], position), mask)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -125,32 +108,7 @@ def test_flex_block_mask(case):
     tokens = random_input(num_seqs, length, every, seed=2)
     tokens[0, -1] = EOT  # right before the start of a sequence
     docs = document_ids(tokens, EOT)
-    mask = read_block_mask(flex_block_mask(docs, blocks(window)))
-    assert torch.equal(mask, dense_mask(tokens, window))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_portable_attention_forward_and_backward(case):
-    num_seqs, length, every, window = case
-    tokens = random_input(num_seqs, length, every, seed=4)
-    inputs = qkv(num_seqs, length, 2, 16, seed=5)
-    for x in inputs:
-        x.requires_grad_()
-    docs = document_ids(tokens, EOT)
-    span = window + num_seqs * length % 3
-    mask = portable_mask(docs, blocks(window), span)
-    out = attention(*inputs, mask)
-    assert out.shape == inputs[0].shape
-    assert out.dtype == inputs[0].dtype
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    want = dense_attention(*exact, dense_mask(tokens, window))
-    assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
-    grad = torch.randn(out.shape)
-    out.backward(grad)
-    want.backward(grad.double())
-    for x, e in zip(inputs, exact):
-        got = x.grad.double()
-        assert_close(got, e.grad, rtol=1e-4, atol=2e-5)
+    check_block_mask(flex_block_mask(docs, blocks(window)), dense_mask(tokens, window))
 
 
 class Largest(TorchDispatchMode):
@@ -200,42 +158,3 @@ def test_flex_attention_with_our_block_mask(compiled):
             want = dense_attention(*exact, dense)
             got = masked(q, k, v, docs, blocks(window))
             assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
-
-
-def rotate(x, head_dim):
-    """Rotary embedding in float64, with complex numbers.
-
-    The pair (x_i, x_{i + D/2}) is rotated by -position * frequency.
-    """
-    exponents = torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-    rotated = (1 / 1024) ** exponents
-    not_rotated = torch.zeros_like(rotated)
-    freq = torch.cat([rotated, not_rotated])
-    pos = torch.arange(x.shape[1], dtype=torch.float64)
-    theta = pos[:, None] * freq
-    turn = torch.exp(-1j * theta)[:, None]
-    x1, x2 = x.double().chunk(2, dim=-1)
-    y = torch.complex(x1, x2) * turn
-    parts = [y.real, y.imag]
-    return torch.cat(parts, dim=-1)
-
-
-@pytest.mark.parametrize(
-    "head_dim,length",
-    [(128, 300), (64, 1), (32, 2048)],
-)
-def test_rotary(head_dim, length):
-    rotary = Rotary(head_dim, 2048)
-    x = torch.randn(2, length, 3, head_dim)
-    y = rotary(x)
-    assert y.dtype == x.dtype
-    want = rotate(x, head_dim)
-    atol = 2e-3 * length / 2048 + 1e-6
-    assert_close(y.double(), want, rtol=0, atol=atol)
-    assert torch.equal(y[:, 0], x[:, 0])  # position 0 is not rotated
-    # Half of the pairs are never rotated
-    pairs = (2, 2, head_dim // 4)
-    before = x.unflatten(-1, pairs)
-    after = y.unflatten(-1, pairs)
-    assert torch.equal(before[..., 1, :], after[..., 1, :])
-    assert rotary(x.bfloat16()).dtype == torch.bfloat16

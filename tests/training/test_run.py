@@ -21,10 +21,8 @@ from tests.util import (
     SCRIPT,
     Job,
     assert_one_line,
-    assert_same_state,
     in_float32,
     rank_env,
-    read_checkpoint,
     read_log,
     run_script,
     settings_of,
@@ -84,30 +82,6 @@ def test_torchrun(tmp_path):
     assert done.stdout.count("track mini") == 1
 
 
-def test_several_runs_are_the_runs_of_their_seeds(tmp_path, monkeypatch):
-    """
-    --num_runs 2 makes two runs in one process, each with a log of its own.
-
-    Weights, optimizer states and losses are bit for bit those of a single run with that seed. Those
-    have no warm-up, so it leaves no trace.
-    """
-    options = dict(num_iterations=3, val_loss_every=1)
-    argv = tiny_run(tmp_path / "both", "--num_runs=2", "--save_checkpoint", **options, seed=5)
-    monkeypatch.chdir(tmp_path / "both")
-    assert train_gpt.main(argv) == 0
-    final_losses = set()
-    for path in (tmp_path / "both" / "logs").glob("*.txt"):
-        log = path.read_text()
-        seed = settings_of(log)["seed"]
-        alone = tmp_path / str(seed)
-        argv = tiny_run(alone, "--save_checkpoint", **options, seed=seed, warmup_steps=0)
-        assert val_losses(log) == val_losses(run_here(argv, alone, monkeypatch))
-        ours = torch.load(path.with_suffix(".pt"), weights_only=True)
-        assert_same_state(ours, read_checkpoint(alone))
-        final_losses.add(val_losses(log)[3])
-    assert len(final_losses) == 2
-
-
 # --------------------------------------------------------------- the log
 def test_plain_run_and_its_log(tmp_path, monkeypatch):
     """`python train_gpt.py` as a user starts it."""
@@ -131,12 +105,6 @@ def test_plain_run_and_its_log(tmp_path, monkeypatch):
     assert settings["world_size"] == 1
     assert settings["target_val_loss"] == 5.2
     assert settings["head_lr"] == TRACKS["mini"].head_lr
-    for row in (
-        r"lm_head\.weight +\[320, 32\] Adam, lr 0.1",
-        r"blocks\.\*\.attn\.qkv_w .* Muon, lr 0.05",
-    ):
-        assert len(re.findall(f"^{row}$", run, re.M)) == 1
-
     number = r"\d+\.\d{4}"
     times = r" train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
     lines = rf"^step:(\d)/6(?: val_loss:({number}))?{times}(?: train_loss:({number}))?$"
@@ -172,57 +140,34 @@ def test_without_documents(tmp_path, monkeypatch):
     assert val_losses(with_documents)[2] != val_losses(without)[2]
 
 
-def test_only_training_is_timed(tmp_path, monkeypatch):
-    """
-    The test puts the clock forward.
-
-    The warm-up and each validation with its checkpoint seem to take 10,000 s, which must not count.
-    Each step seems to take 1,000 s. The real times are short compared with that.
-    """
-    clock = time.perf_counter
-    ahead = []
-
-    def takes(seconds, name):
-        plain = getattr(train_gpt, name)
-
-        def function(*args, **kwargs):
-            ahead.append(seconds)
-            return plain(*args, **kwargs)
-
-        monkeypatch.setattr(train_gpt, name, function)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + sum(ahead))
-    for name in ("warm_up", "evaluate", "save_checkpoint"):
-        takes(10_000, name)
-    takes(1_000, "train_step")
-    argv = tiny_run(tmp_path, "--save_checkpoint", num_iterations=2, val_loss_every=1)
-    log = run_here(argv, tmp_path, monkeypatch)
-    assert ahead.count(1_000) == 1 + 2  # the warm-up trains, so that it compiles all the run needs
-    assert ahead.count(10_000) == 1 + 2 + 2
-    times = [int(t) for t in re.findall(r"^step:2/2 .*?train_time:(\d+)ms", log, re.M)]
-    assert len(times) == 2
-    assert all(2_000_000 <= t < 3_000_000 for t in times), times
-
-
-def test_batches_that_a_resumed_run_skips_are_not_timed(monkeypatch):
-    """Reading a batch seems to take 100 s. The checkpoint was trained on three of the four."""
+def test_only_training_is_timed(monkeypatch):
+    """Each step seems to take 1,000 s and reading its batch 100 s. Validations, checkpoints, and the batches of
+    which a resumed run was made before, must not count. The training loss is that since the last validation."""
     now = [0.0]
 
-    def batches(*args):
-        for _ in range(4):
-            now[0] += 100
-            yield None
+    def takes(seconds, result=None):
+        def function(*args):
+            now[0] += seconds
+            return result
+
+        return function
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(train_gpt, "distributed_data_generator", batches)
-    monkeypatch.setattr(train_gpt, "evaluate", lambda *args: 1.0)
-    monkeypatch.setattr(train_gpt, "train_step", lambda *args: torch.tensor(4.5))
-    hp = dataclasses.replace(TRACKS["mini"], num_iterations=4, val_loss_every=0)
+    batches = iter(takes(100, "tokens"), None)
+    fakes = dict(
+        distributed_data_generator=lambda *args: batches,
+        evaluate=takes(10_000, 1.0),
+        save_checkpoint=takes(10_000),
+        train_step=takes(1_000, torch.tensor(4.5)),
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setattr(train_gpt, name, fake)
+    hp = dataclasses.replace(TRACKS["mini"], num_iterations=8, val_loss_every=3)
     saved = dict(log="", last_seed=0, step=3, train_ms=50.0, train_loss=5.0)
-    run = train_gpt.Run(hp, Path(), saves=False, **saved)
+    run = train_gpt.Run(hp, Path(), saves=True, **saved)
     monkeypatch.setattr(run, "write", lambda *args: None)
     train_gpt.train(run, None, [])
-    assert run.train_ms == 50 + 100_000
+    assert run.train_ms == 50 + 5 * 1_100_000
     assert run.train_loss == 4.5
 
 
@@ -311,9 +256,9 @@ def test_errors_are_one_line(name, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "logs").exists()
 
 
-def test_impossible_processes_are_one_line(tmp_path):
-    job = Job(tiny_run(tmp_path, train_seq_len=384), tmp_path, WORLD_SIZE="3")
-    assert_one_line(job.wait(), job.err, "multiple of 3 (processes)")
+def test_an_error_of_all_ranks_is_one_line(tmp_path):
+    job = Job(tiny_run(tmp_path, train_seq_len=384), tmp_path, nproc=2)
+    assert_one_line(job.wait(), job.err, "multiple of 2 (processes)")
     assert job.out == ""
 
 
