@@ -870,6 +870,9 @@ def check_hyperparameters(hp, world_size):
     require(not both, f"--paired_layers and --long_window_layers can't share layers {both}")
     even = hp.val_loss_every % 2 == 0
     require(even, f"--val_loss_every {hp.val_loss_every}: must be even, because Adam needs two steps")
+    positive = hp.cooldown_frac > 0 and hp.max_document > 0
+    require(positive, "--cooldown_frac and --max_document must be more than 0")
+    require(hp.yarn_beta > 1, f"--yarn_beta {hp.yarn_beta}: must be more than 1")
     steps = scheduled_iterations(hp)
     require(steps > 0, f"--num_iterations {hp.num_iterations}: the schedule has {steps} steps")
 

@@ -121,3 +121,9 @@ def test_masks(mean, window):
     for docs in (single, single.repeat_interleave(2)[:768]):
         mask = flex_block_mask(docs, torch.tensor(window))
         check_block_mask(mask, reference.visible(docs, window))
+
+
+@pytest.mark.parametrize("name", ["cooldown_frac", "max_document", "yarn_beta", "num_iterations"])
+def test_zero_is_refused(name):
+    with pytest.raises(train_gpt.InputError, match=name):
+        january2026.check_hyperparameters(tiny(**{name: 0}), 1)
