@@ -247,7 +247,12 @@ def make_all_runs(c: Comparison, gate: bool) -> None:
     show()
     make_runs(c.pool, lambda: wanted_runs(c), show)
     if answer_needs_slope(c) and not gate:
-        make_runs(c.pool, lambda: slope_runs(c), show)
+        try:
+            make_runs(c.pool, lambda: slope_runs(c), show)
+        except UserError as e:  # the answer is there without them
+            show_line()
+            print(f"error: {e}", file=sys.stderr)
+            c.notes.append("Runs of other lengths failed; the error is above this answer.")
     if c.pool.late() and undecided(c):
         c.notes.append(f"Stopped after --hours {c.pool.hours:g}.")
 

@@ -86,11 +86,11 @@ class Variant:
         """Among the settings."""
         return self.project.steps_option.strip("-=").replace("-", "_")
 
-    def given_steps(self) -> list[tuple[str, str]]:
-        """The options that set the number of steps, as they are spelled, with their numbers."""
+    def given_steps(self) -> list[tuple[str, str, str]]:
+        """The options that set the number of steps, as they are spelled, with " " or "=", and numbers."""
         option = re.sub(r"(\\-|_)+", "[_-]+", re.escape(self.project.steps_option.rstrip("=")))
         command = fill_in(self.command, self.options, 0)
-        return re.findall(rf"({option})[ =](\d+)\b", command)
+        return re.findall(rf"({option})([ =])(\d+)\b", command)
 
     def num_iterations(self) -> int | None:
         """None if it isn't known, or can't be set."""
@@ -99,7 +99,7 @@ class Variant:
         if "{options}" not in self.command:
             return None
         given = self.given_steps()
-        return int(given[-1][1]) if given else None
+        return int(given[-1][2]) if given else None
 
 
 # -----------------------------------------------------------------------------
@@ -325,14 +325,18 @@ def check_options(command: str, options: list[str]) -> None:
     """Raises UserError if a command has no place for them."""
     if options and "{options}" not in command:
         raise UserError(f"write {{options}} where {shlex.join(options)} must stand in the command")
+    if shlex.join(options) != " ".join(options) and "{options}" not in shlex.split(command):
+        raise UserError(
+            f"write {{options}} outside of quotes: the shell would split {shlex.join(options)}"
+        )
 
 
 def set_steps(variant: Variant, steps: int) -> Variant:
     """The variant with this number of steps."""
     option = variant.project.steps_option
-    given = variant.given_steps()
-    spelled = given[-1][0] if given else option.rstrip("=")
-    words = [f"{spelled}={steps}"] if option.endswith("=") else [spelled, str(steps)]
+    unspelled = (option.rstrip("="), "=" if option.endswith("=") else " ", "")
+    spelled, between, _ = [unspelled, *variant.given_steps()][-1]
+    words = [f"{spelled}={steps}"] if between == "=" else [spelled, str(steps)]
     settings = {**variant.settings, variant.name_of_steps(): steps} if variant.settings else {}
     name = f"{variant.name} with {steps} steps"
     return replace(variant, name=name, options=[*variant.options, *words], settings=settings)

@@ -143,18 +143,22 @@ def test_identical_losses_with_few_decimals(theirs, digits):
     assert "x: the losses are identical" in said and ("two decimals" in said) == (digits == 2)
 
 
-def test_a_command_with_seeds(theirs):
-    """Its output is the log. The number of steps can be set, so steps are measured."""
+@pytest.mark.parametrize("between", [" ", "="])
+def test_a_command_with_seeds(theirs, between):
+    """Its output is the log. The number of steps can be set, and is spelled as in the command, so steps are
+    measured."""
     script = """
 import math, random, sys
-options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+assert ("=" in sys.argv[2]) == all("=" in word for word in sys.argv if word.startswith("--num_iterations"))
+words = " ".join(sys.argv[2:]).replace("=", " ").split()
+options = dict(zip(words[::2], words[1::2]))
 steps = int(options["--num_iterations"])
 loss = 3 + 0.1 * math.log(100 / steps) + float(options.get("--effect", 0))
 loss += random.Random(sys.argv[1]).gauss(0, 0.001)
 print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
 """
     (theirs / "train.py").write_text(script)
-    text = "exec python train.py {seed} --num_iterations 100 {options}"
+    text = f"exec python train.py {{seed}} --num_iterations{between}100 {{options}}"
     command = ["--command", text, "--base", "theirs"]
     found, words = answer(*command, "--idea", "--effect 0.1")
     (idea,) = found["ideas"]
@@ -166,6 +170,26 @@ print(f"step:{steps}/{steps} val_loss:{loss:.5f}")
     Path("more.patch").write_text(patch)
     status, out, err = run(*command, "--idea", "more.patch", "--runs", "2", "--gate")
     assert (status, out.splitlines()[0]) == (1, "identical")
+
+
+def test_runs_of_other_lengths_that_fail(theirs):
+    """The answer is there without them."""
+    script = """
+import random, sys
+assert sys.argv.count("--num_iterations") == 1
+loss = 3 + random.Random(sys.argv[1]).gauss(0, 0.001) - 0.1 * ("--effect" in sys.argv)
+print(f"step:50/50 val_loss:{loss:.5f}")
+"""
+    (theirs / "train.py").write_text(script)
+    text = "python train.py {seed} --num_iterations 50 {options}"
+    found, words = answer("--command", text, "--base", "theirs", "--idea", "x=--effect 1")
+    assert "x helps" in words and "Runs of other lengths failed" in words
+
+
+def test_options_that_the_shell_would_split(theirs):
+    text = "make train SEED={seed} ARGS='{options}'"
+    idea = ["--base", "theirs", "--idea", "x=--name 'a b'"]
+    check_refused(compare.main, ["--command", text, *idea], "outside of quotes")
 
 
 # What other projects print. x is better by what --effect says
