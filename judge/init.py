@@ -46,7 +46,7 @@ from judge.runs.make import (
     show_line,
     start_worker,
 )
-from judge.runs.variants import check_options, first_variant, read_variant
+from judge.runs.variants import Variant, check_options, first_variant, read_variant
 from judge.text import plural, short, wrap
 
 MEASURES = re.compile(r"loss|bpb|acc|ppl|perplexity|error|score|reward|mse|auc|f1(?![a-z0-9])")
@@ -141,14 +141,12 @@ def time_in_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
-def report(
-    settings: Settings, metric: str, others: list[str], trials: list[Trial], jobs: int
-) -> list[str]:
+def report(base: Variant, metric: str, others: list[str], trials: list[Trial], jobs: int) -> list[str]:
     """Six lines, some of which may be wrapped."""
     first = trials[0]
-    option = settings.steps_option
+    option = base.project.steps_option
     steps = f"{first.steps if first.steps > 1 else 'unknown'}; {option} sets them"
-    if option not in settings.command:
+    if not base.given_steps():
         steps = steps.replace("sets them", "isn't in the command; see steps_option")
     outside = ", ".join(sorted({path for trial in trials for path in trial.outside}))
     longest = max(trial.seconds for trial in trials)
@@ -160,7 +158,7 @@ def report(
         "metric": f"{metric}, of {first.file or 'the output'}"
         + f"; also there: {', '.join(others)}" * bool(others),
         "steps": steps,
-        "seed": seed_in_words(settings.command, metric, trials),
+        "seed": seed_in_words(base.command, metric, trials),
         "data": f"outside the project: {short(outside, 150)}"
         if outside
         else "none outside the project",
@@ -196,7 +194,7 @@ def main(argv: list[str]) -> int:
         pool = open_pool([base], lock, settings, math.inf)
         trials = [make_trial(pool, base, seed, args.seconds) for seed in (1, 2)]
     metric, others = choose_metric(settings.metric, list(trials[0].numbers))
-    print("\n".join(report(settings, metric, others, trials, len(pool.slots))))
+    print("\n".join(report(base, metric, others, trials, len(pool.slots))))
     print(write_project(settings, settings.metric or metric))
     return 0
 

@@ -66,7 +66,7 @@ def test_each_key_is_an_option():
 PROJECTS = {
     "nanoGPT": (
         "print(f'step 9: train loss {2 + x:.4f}, val loss {3 + x:.4f}\\niter 9: loss {2 + x:.4f}, time 4.0ms')",
-        ("val_loss", "takes effect: val_loss is", "9; ", "none outside"),
+        ("val_loss", "takes effect: val_loss is", "9; --num_iterations sets them", "none outside"),
     ),
     "a fixed seed": (
         "x = 0; print(f'Epoch 3: acc: {0.9 + x:.3f}')",
@@ -93,12 +93,9 @@ def test_init(tmp_path, monkeypatch, name):
     (tmp_path / "corpus").touch()
     monkeypatch.setenv("HOME", str(tmp_path))
     work_in(tmp_path / "theirs", monkeypatch)
-    words = [
-        "--command",
-        "python train.py {seed} {options}",
-        "--seconds",
-        "20" if name != "no end" else "5",
-    ]
+    steps_option = "--num-iterations=9 " * (name == "nanoGPT")
+    command = f"python train.py {{seed}} {steps_option}{{options}}"
+    words = ["--command", command, "--seconds", "20" if name != "no end" else "5"]
     status, out, err = run_main(init.main, *words)
     assert status == 0, err
     assert max(len(line) for line in out.splitlines() if "/corpus" not in line) <= 80
@@ -107,7 +104,7 @@ def test_init(tmp_path, monkeypatch, name):
     assert f"seed: {seed}" in said and f"data: {data.format(tmp_path)}" in said
     assert ("more than 5 s, when it was ended" in said) == (name == "no end")
     found = settings_of()
-    assert (found.command, found.metric) == ("python train.py {seed} {options}", metric)
+    assert (found.command, found.metric) == (command, metric)
     before = Path("judge.toml").read_text()
     status, out, err = run_main(init.main)
     assert "stays as it is" in out and Path("judge.toml").read_text() == before
