@@ -1,7 +1,7 @@
 """
 Writes the plan of a screen: 16 switches in 32 runs (resolution IV), in four blocks of one seed each.
 
-    python records/mini/transfer/plan.py VOCAB_SIZE FIRST_SEED       257 is bytes
+    python records/mini/transfer/plan.py VOCAB_SIZE FIRST_SEED [WIDTH]       257 is bytes; the width is 64 or 128
 """
 
 import json
@@ -26,14 +26,19 @@ def design(rng):
     return main > 0, 2 * (even[:, a] > 0) + (even[:, b] > 0)
 
 
-def size(vocab_size):
-    """Width 64, and rates that were the best of five for bytes and for 1,024 tokens (seed 900)."""
+def size(vocab_size, width):
+    """Width 64: rates that were the best of five for bytes and for 1,024 tokens (seed 900). Width 128 is
+    mini's own size, and rates that were the best of four for 1,024 tokens."""
     folder = "data/shakespeare" if vocab_size == 257 else f"data/shakespeare_{vocab_size}"
-    return dict(
+    data = dict(
         vocab_size=vocab_size,
         eot_token=vocab_size - 1,
         train_files=f"{folder}/shakespeare_train_*.bin",
         val_files=f"{folder}/shakespeare_val_*.bin",
+    )
+    if width == 128:
+        return data | dict(lr=1, head_lr=0.2, embed_lr=0.4)
+    return data | dict(
         model_dim=64,
         num_heads=1,
         num_iterations=360,
@@ -44,7 +49,7 @@ def size(vocab_size):
     )
 
 
-def plan(vocab_size, first_seed):
+def plan(vocab_size, first_seed, width):
     rng = np.random.default_rng(first_seed)
     rows, blocks = design(rng)
     runs = []
@@ -54,9 +59,9 @@ def plan(vocab_size, first_seed):
         on["no_ve"], on["tables"] = int(a and b), int(a and not b)
         runs.append(dict(ideas=on, seed=first_seed + int(block)))
     order = rng.permutation(len(runs))
-    return dict(size=size(vocab_size), runs=[runs[i] for i in order])
+    return dict(size=size(vocab_size, width), runs=[runs[i] for i in order])
 
 
 if __name__ == "__main__":
-    vocab_size, seed = map(int, sys.argv[1:])
-    Path(f"plan_{vocab_size}_{seed}.json").write_text(json.dumps(plan(vocab_size, seed)))
+    vocab_size, seed, width = (*map(int, sys.argv[1:]), 64)[:3]
+    Path(f"plan_{vocab_size}_{seed}_{width}.json").write_text(json.dumps(plan(vocab_size, seed, width)))
