@@ -10,7 +10,7 @@ from tests.judge.helpers import check_refused, commit_files, make_runs, run_main
 
 # Runs of one seed differ a little in the end, as on a GPU; all runs begin with the same loss
 SCRIPT = """
-import json, random, sys
+import argparse, json, os, random, sys
 noise = random.SystemRandom().gauss
 def train(seed, show="step:{step}/4 train_loss:{loss:.4f}", final="step:4/4 val_loss:{loss:.4f} train_time:1ms"):
     luck = random.Random(seed).gauss
@@ -20,12 +20,19 @@ def train(seed, show="step:{step}/4 train_loss:{loss:.4f}", final="step:4/4 val_
     print(final.format(loss=3 + luck(0, 0.004) + noise(0, 0.0003)))
 FINAL = dict(show="", final="val_bpb: {loss:.6f}, with 9 parameters")
 """
+ARGUMENTS = "p = argparse.ArgumentParser()\np.add_argument('--seed', type=int, default=42)\na = p.parse_args()\n"
 CONFIG = "seed = int(open('config.txt').read().split()[-1])\n"
 FILES = {"config.txt": "seed 1337\n", "other.txt": "seed 42\n", ".gitignore": "*.pyc\n"}
 
 # The last lines of a script, and the command
 ONE_SEED = {
     "fixed": ("train(42)", "python train.py {seed}"),
+    "not used": (f"{ARGUMENTS}train(1337)", "python train.py --seed {seed}"),
+    "set again": (f"{ARGUMENTS}a.seed = 7\ntrain(a.seed)", "python train.py --seed {seed}"),
+    "of another option": ("train('0')", "python train.py --data_seed {seed}"),
+    "times zero": ("train(0 * int(sys.argv[1]))", "python train.py {seed}"),
+    "a name": ("train(len(sys.argv))", "python train.py --name run{seed}"),
+    "a comment": ("train(42)", "python train.py # {seed}"),
     "sed finds nothing": (
         "train(42)",
         "sed -i 's/train(1337)/train({seed})/' train.py; python train.py",
@@ -38,6 +45,13 @@ ONE_SEED = {
         "train(42, **FINAL)",
         "cd . && sed -i s/1337/{seed}/ other.txt && python train.py",
     ),
+    "another variable": ("train(os.environ.get('SEED', '1'))", "TRAIN_SEED={seed} python train.py"),
+    "a variable set again": (
+        "os.environ['SEED'] = '42'\ntrain(os.environ['SEED'])",
+        "SEED={seed} python train.py",
+    ),
+    "another file": (f"{CONFIG}train(seed)", "echo seed {seed} > other.txt; python train.py"),
+    "a file of its own": (f"{CONFIG}train(seed)", "python train.py --config_seed {seed}"),
     "named": ("print('seed=42')\ntrain(42, **FINAL)", "python train.py {seed}"),
     "named in JSON": ("print(json.dumps({'seed': 42}))\ntrain(42, **FINAL)", "python train.py {seed}"),
     "no noise": ("noise = lambda mean, sd: 0\ntrain(42, **FINAL)", "python train.py {seed}"),
@@ -48,13 +62,20 @@ ONE_SEED = {
 }
 OWN_SEED = {
     "argument": ("train(sys.argv[1])", "python train.py {seed}"),
+    "option": (f"{ARGUMENTS}train(a.seed)", "python train.py --seed {seed}"),
+    "equal sign": (f"{ARGUMENTS}train(a.seed)", "python train.py --seed={seed}"),
+    "offset": ("train(1337 + int(sys.argv[1]))", "python train.py {seed}"),
+    "variable": ("train(os.environ['SEED'])", "SEED={seed} python train.py"),
+    "exported": ("train(os.environ['SEED'])", "export SEED={seed}; python train.py"),
     "sed": ("train(1337)", "sed -i s/1337/{seed}/ train.py && python train.py"),
     "sed on the seed that it has": (
         "train(41)",
         "sed -i 's/train(41)/train({seed})/' train.py; python train.py",
     ),
     "sed, only the end": ("train(42, **FINAL)", "sed -i 's/(42/({seed}/' train.py && python train.py"),
+    "sed on a file": (f"{CONFIG}train(seed)", "sed -i s/1337/{seed}/ config.txt && python train.py"),
     "a file": (f"{CONFIG}train(seed)", "echo seed {seed} > config.txt; python train.py"),
+    "a new file": ("train(open('seed').read())", "echo {seed} > seed && python train.py"),
     "only the end": ("train(sys.argv[1], **FINAL)", "python train.py {seed}"),
     "named": ("print(f'Random_Seed | {sys.argv[1]}')\ntrain(sys.argv[1])", "python train.py {seed}"),
     "two seeds": (
