@@ -69,6 +69,7 @@ from train_gpt import (
     attention,
     block_lists,
     clock,
+    column_major,
     document_ids,
     evaluate,
     fp8_matmul,
@@ -163,10 +164,9 @@ def head_loss_backward_op(
     grad_f8 = (grad_logits / GRAD_SCALE).to(torch.float8_e5m2)
     grad_scale = GRAD_SCALE * grad
     grad_T = grad_f8.T.contiguous()
-    w_T = w_f8.T.contiguous()  # w_T.T is w, column-major
-    x_T = x_f8.T.contiguous()
-    grad_x = fp8_matmul(grad_f8, w_T.T, grad_scale, as_scale(W_SCALE, grad), torch.bfloat16)
-    grad_w = fp8_matmul(grad_T, x_T.T, grad_scale, as_scale(X_SCALE, grad), torch.bfloat16)
+    w, x = column_major(w_f8), column_major(x_f8)
+    grad_x = fp8_matmul(grad_f8, w, grad_scale, as_scale(W_SCALE, grad), torch.bfloat16)
+    grad_w = fp8_matmul(grad_T, x, grad_scale, as_scale(X_SCALE, grad), torch.bfloat16)
     return grad_x, grad_w
 
 
