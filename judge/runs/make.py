@@ -588,7 +588,8 @@ def is_lost(pool: Pool, worker: Worker) -> bool:
     """Whether a run that has failed is to be made again: its job was cancelled, or lost its machine. A script
     that fails by itself ends with the same status again."""
     file = worker.folder / "status"
-    status = int(file.read_text()) if file.exists() else 128  # the job couldn't say how it ended
+    text = file.read_text() if file.exists() else ""
+    status = int(text or 128)  # the job couldn't say how it ended, or not to the end
     before = pool.lost.setdefault((worker.variant.key(), worker.seeds[0]), [])
     by_itself = status < 128
     again = len(before) + 1 < pool.settings.tries() and not (by_itself and status in before)
