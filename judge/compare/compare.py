@@ -23,9 +23,10 @@ compare passes all options that it doesn't know to the runs: --num_iterations 20
 The command is that of judge.toml, which judge init writes, or --command. {seed} in it becomes the seed, and
 {options} those of the base or the idea. It runs in a copy of the folder, so later edits change no run. What
 git ignores in data/ is linked. A run is one command, or one of {runs}. Its log is the file that it writes
-below logs/, or else its newest file of JSON lines, or else its output. Its losses stand in lines like step:S/N val_loss:L, and its times are
-train_time:Tms in the same lines. --metric judges another number than the validation loss. A run counts only
-with a seed of its own, which takes effect. A command without {seed} needs --no_seed.
+below logs/, or else its newest file of JSON lines, or else its output. Its losses stand in lines like
+step:S/N val_loss:L, and its times are train_time:Tms in the same lines. --metric judges another number than
+the validation loss. A run counts only with a seed of its own, which takes effect. A command without {seed}
+needs --no_seed.
 
 With --command, it compares the scripts of others, in any folder:
 
