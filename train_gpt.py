@@ -19,15 +19,16 @@ a series of ever faster runs. Numbers with a # are its records. Changes to GPT-2
 - #22, #23     gradients are summed in buckets (@KonstantinWilleke and others, @ryanyang0)
 The track mini adds four later ideas: NorMuon, XSA and smear (section 5), and a leaky ReLU (section 4).
 
-The batch doesn't depend on the number of processes: but for rounding, one GPU and eight GPUs train
-the same model.
+The batch of a step is the same for any number of processes: apart from rounding, one GPU and eight GPUs
+train the same model.
 
-Plan an hour and a half for sections 4 (the model), 3 (Muon, its optimizer), 11 (a step) and 13 (the
-loop), in this order. Then read 5, 8 and 9. Skip at first 1, 2, 6, 7, 10 and 12 (setup, FP8, attention on
-CPUs, files, sums over GPUs, logs).
+Plan an hour and a half for sections 4 (the model), 3 (Muon, its optimizer), 9 (optimizers and schedules),
+11 (a step) and 13 (the loop), in this order. Then read 5, 7 and 8. Skip at first 1, 2, 6, 10 and 12 (setup,
+FP8, attention on CPUs, sums over GPUs, logs).
 
 Shapes in comments: B sequences, S tokens per sequence, T = B * S tokens, N = T / 128 blocks of tokens in
-the attention mask, H heads, D channels per head, C = model_dim, V = padded vocabulary size.
+the attention mask, H heads, D channels per head, C = model_dim, V = padded vocabulary size. A shape follows
+its tensor's name: docs (T,), and () for a scalar tensor.
 """
 # -----------------------------------------------------------------------------
 # 1. Preamble
@@ -264,8 +265,9 @@ def all_gather_now(share, count):
 
 
 class Muon(torch.optim.Optimizer):
-    """MomentUm Orthogonalized by Newton-Schulz: the momentum U S V^T of a matrix becomes about U V^T, so
-    that directions with small gradients move as far as those with large ones. Each rank owns a share
+    """MomentUm Orthogonalized by Newton-Schulz: the momentum of a matrix, with singular value decomposition
+    U S V^T, becomes about U V^T, so that directions with small gradients move as far as those with
+    large ones. Each rank owns a share
     of the parameters (..., rows, cols): it keeps their momentum and computes their updates. These are
     rounded to bf16, which halves what ranks exchange (one rank rounds, too, for the same results). The
     all-gather of one group's updates overlaps with computing the next group's. With beta2 > 0 this is
@@ -273,7 +275,9 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr, momentum, ns_steps, beta2):
         groups = collections.defaultdict(list)
-        for p in params:  # a group has those whose wide views have one shape, for one batched matmul
+        # A group has those whose wide views have one shape, for one batched matmul. Here there are three:
+        # qkv_w (3, C, C), attention's c_proj (C, C), and c_fc and c_proj of the MLP (C, 4 C).
+        for p in params:
             groups[wide(p).shape].append(p)
         super().__init__(
             [dict(params=group) for group in groups.values()],
@@ -288,8 +292,8 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradients)
         momentum_buffer = state["momentum_buffer"]  # the exponential moving average of the gradients
-        momentum_buffer.lerp_(gradients, 1 - group["momentum"])
-        nesterov = gradients.lerp(momentum_buffer, group["momentum"])  # this gradient counts once more
+        momentum_buffer.lerp_(gradients, 1 - group["momentum"])  # m * buffer + (1 - m) * gradients
+        nesterov = gradients.lerp(momentum_buffer, group["momentum"])  # the same mix once more
         updates = zeropower_via_newtonschulz5(nesterov, group["ns_steps"])
         if group["beta2"]:
             updates = normalize_channels(updates, state, group["beta2"])
@@ -370,6 +374,7 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim, max_seq_len):
         super().__init__()
+        # in radians a token, from 1 to 1/1024
         rotating = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
         freqs = F.pad(rotating, (0, head_dim // 4))  # (D/2,), zeros in the second half
         theta = torch.outer(torch.arange(max_seq_len), freqs)  # (max_seq_len, D/2)
@@ -377,7 +382,7 @@ class Rotary(nn.Module):
 
     def forward(self, x):  # (B, S, H, D)
         cos, sin = self.rotations[:, : x.size(1), None]  # each (S, 1, D/2)
-        x1, x2 = x.float().chunk(2, -1)
+        x1, x2 = x.float().chunk(2, -1)  # pair i has the channels i and i + D/2
         y1 = x1 * cos + x2 * sin
         y2 = x2 * cos - x1 * sin
         return torch.cat([y1, y2], -1).type_as(x)
@@ -408,6 +413,7 @@ def block_lists(kind, visible):
     # Sorting would do, but compiles for minutes. Instead, the column of a True entry is written to the
     # place in the list that is the number of True entries before it; others to place n, which is cut off.
     places = torch.where(visible, visible.cumsum(-1) - 1, n)
+    # lists[row, places[row, column]] = column
     lists = visible.new_zeros(n, n + 1, dtype=torch.int32).scatter(-1, places, columns)
     lists = lists[:, :n].contiguous()  # FlexAttention's kernels read rows as contiguous memory
     return {f"{kind}_num_blocks": counts[None, None], f"{kind}_indices": lists[None, None]}
@@ -424,15 +430,17 @@ def flex_block_mask(docs, window_blocks):
     first_doc = docs[::BLOCK_SIZE]  # the document of each block's first token: (N,)
     last_doc = docs[BLOCK_SIZE - 1 :: BLOCK_SIZE]  # and of its last token
     block = torch.arange(len(first_doc), dtype=torch.int32, device=docs.device)
-    # Matrices (N, N): rows are query blocks, with [:, None], and columns are key blocks. Documents are numbered
-    # in order, and a visible key block isn't later than the query block. So they share a document if that of
-    # the last key isn't before that of the first query. They are one if the first key's is the last query's.
+    # Matrices (N, N): a row is a query block, a column a key block. Document numbers never fall, and a visible
+    # key block isn't later than the query block. So both have a document in common if the key block's last
+    # document >= the query block's first. Both lie in one document if the key block's first document == the
+    # query block's last.
     share_a_document = last_doc >= first_doc[:, None]
     are_one_document = first_doc == last_doc[:, None]
     distance = block[:, None] - block
     in_window = distance < window_blocks
     visible = in_window & (distance >= 0) & share_a_document
-    # The diagonal isn't full. (PyTorch 2.11 can't compile visible & ...)
+    # A block sees only a part of itself, so distance > 0. (PyTorch 2.11 can't compile the simpler
+    # visible & (distance > 0) & are_one_document.)
     full = in_window & (distance > 0) & are_one_document
     partial = visible & ~full
     return BlockMask(
@@ -447,8 +455,8 @@ def flex_block_mask(docs, window_blocks):
 
 
 def make_mask(docs, window_blocks, span):
-    """Makes the mask of docs (T,) for attention. On a CPU, the window is at most `span` blocks: its
-    masks have this size, a constant."""
+    """Makes the mask of docs (T,) for attention. On a CPU, a mask always has room for `span` blocks,
+    the longest window, so its shape is constant."""
     if docs.is_cuda:
         return flex_block_mask(docs, window_blocks)
     return portable_mask(docs, window_blocks, span)
@@ -478,7 +486,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, ve, mask):  # x, normed (B, S, C), ve (B, S, C) or None -> (B, S, C)
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)  # each (B, S, H, D)
-        q = self.rotary(norm(q))  # QK norm (#5) bounds the scores, for portable_attention
+        # QK norm (#5): scores are at most scale * D, which portable_attention needs
+        q = self.rotary(norm(q))
         k = self.rotary(norm(k))
         v = self.value_lambdas[0] * v
         if ve is not None:
@@ -507,11 +516,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp: "Hyperparameters", layer, rotary):
         super().__init__()
-        self.residual_lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and x0; x stays bf16
+        self.residual_lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and x0
         self.attn = None if layer in hp.attn_free_layers else CausalSelfAttention(hp, rotary)
         self.mlp = MLP(hp)
 
     def forward(self, x, x0, ve, mask):  # x and x0, the token embeddings: (B, S, C) -> (B, S, C)
+        # an indexed lambda is a scalar tensor (), so the product with a bf16 x stays bf16
         x = self.residual_lambdas[0] * x + self.residual_lambdas[1] * x0
         if self.attn is not None:
             x = x + self.attn(norm(x), ve, mask)
@@ -541,9 +551,9 @@ def parameter_kind(name, p):
 
 
 class GPT(nn.Module):
-    """GPT(hp)(input_seq (B, S) int32, target_seq (B, S) int64, window_blocks () int32) is the
-    cross-entropy in nats, summed over tokens. S is a multiple of 128. Embeddings, and so activations,
-    have dtype DTYPE; all other parameters are float32."""
+    """GPT(hp) is a model. Called with input_seq (B, S) int32, target_seq (B, S) int64 and window_blocks ()
+    int32, the long window, it returns the cross-entropy in nats, summed over tokens. S is a multiple of
+    128. Embeddings, and so activations, have dtype DTYPE; all other parameters are float32."""
 
     val_slice = 32768  # tokens whose logits validation computes at a time, to save memory
 
@@ -557,7 +567,7 @@ class GPT(nn.Module):
         for _ in range(hp.num_value_embeds):
             self.value_embeds.append(nn.Embedding(hp.vocab_size, hp.model_dim, dtype=DTYPE))
         if hp.smear:
-            self.smear_gate = nn.Parameter(torch.zeros(12))
+            self.smear_gate = nn.Parameter(torch.zeros(12))  # reads 12 channels (section 5)
             self.smear_scale = nn.Parameter(torch.zeros(1))
         rotary = Rotary(hp.model_dim // hp.num_heads, max(hp.train_seq_len, hp.val_seq_len))
         self.blocks = nn.ModuleList(Block(hp, i, rotary) for i in range(hp.num_layers))
@@ -603,15 +613,15 @@ class GPT(nn.Module):
             x = smear(x, self.smear_gate, self.smear_scale)
         x = x0 = norm(x)
         # U-net (#11): of 12 layers, 6 adds the output of 5, 7 that of 4, ..., 11 that of 0
-        first_half = n // 2  # layers; of an odd number, the middle one is in no half
-        second_half = n - first_half  # its first layer
+        num_kept = n // 2  # the first num_kept layers keep their outputs
+        first_adding = n - num_kept  # from this layer on, one is added; a middle layer does neither
         kept = []
         for i, block in enumerate(self.blocks):
-            if i >= second_half:
-                x = x + self.skip_weights[i - second_half] * kept.pop()
+            if i >= first_adding:
+                x = x + self.skip_weights[i - first_adding] * kept.pop()
             mask = long if i in self.hp.long_window_layers else short
             x = block(x, x0, ve[i], mask)
-            if i < first_half:
+            if i < num_kept:
                 kept.append(x)
         x = norm(x).flatten(0, 1)  # (T, C)
         targets = target_seq.flatten()
@@ -642,7 +652,8 @@ def normalize_channels(updates, state, beta2):
     within_channel = -1 if rows == cols else -2  # the dimension over which to take the mean
     updates = updates.float()
     mean_squares = updates.square().mean(within_channel, keepdim=True)
-    # starts at zero: the factor that this causes goes with the norms
+    # It starts at zero, without Adam's bias correction: that factor is the same for all channels, and the
+    # old norm removes it
     running = state.setdefault("mean_squares", torch.zeros_like(mean_squares))
     running.lerp_(mean_squares, 1 - beta2)
     scaled = updates * running.clamp_min(1e-10).rsqrt()
@@ -666,7 +677,7 @@ def smear(x, gate, scale):
     (B, S, C). Only the token's own first 12 channels decide. Documents aren't separated. (#34, @classiclarryd)"""
     previous = F.pad(x, (0, 0, 1, 0))[:, :-1]  # x shifted by one token, with zeros in front
     opening = (x[..., : len(gate)] @ gate.type_as(x)).sigmoid()  # (B, S)
-    # scale is (1,), not (), so the product is float32
+    # scale is (1,), so unlike a scalar tensor () it makes the product float32
     return x + (scale * opening).type_as(x).unsqueeze(-1) * previous
 
 
@@ -692,10 +703,11 @@ def portable_mask(docs, window_blocks, span):
     visible. The last dimension covers the keys of the query's own block and of the span - 1 blocks
     before it. window_blocks () is a tensor and span a constant, so that a growing window doesn't recompile."""
     query_docs = docs.view(-1, 1, BLOCK_SIZE, 1)  # (N, 1, 128, 1)
-    key_docs = with_previous_blocks(query_docs, span).mT  # (N, 1, 1, span * 128); documents begin at 1
+    # zeros, in front, match no document
+    key_docs = with_previous_blocks(query_docs, span).mT  # (N, 1, 1, span * 128)
     # positions, counted from the start of the query's block; int32 is compared faster than int64
     key = torch.arange((1 - span) * BLOCK_SIZE, BLOCK_SIZE, dtype=torch.int32, device=docs.device)
-    query = key[-BLOCK_SIZE:, None]
+    query = key[-BLOCK_SIZE:, None]  # 0 to 127, a column
     first_key = (1 - window_blocks) * BLOCK_SIZE  # of the window
     return (query_docs == key_docs) & (first_key <= key) & (key <= query)
 
@@ -797,7 +809,7 @@ class Hyperparameters:
     num_value_embeds: int = setting(3, "N tables of value embeddings: first and last N layers")
     attn_free_layers: tuple[int, ...] = setting((7,), "layers without attention, such as 0,7 or none")
     long_window_layers: tuple[int, ...] = setting((0, 4, 11), "layers with the full window")
-    max_window: int = setting(1728, "attention window at the end of training, in tokens")
+    max_window: int = setting(1728, "attention window at the end, in tokens; rounded up to blocks")
     xsa: bool = setting(False, "true to subtract a part of the token's own value (section 5)")
     smear: bool = setting(False, "true to add a part of the previous token's embedding")
     relu_slope: float = setting(0.0, "slope of the MLP's ReLU below zero, before squaring")
@@ -872,17 +884,21 @@ def check_hyperparameters(hp: Hyperparameters, world_size):
         require(length % BLOCK_SIZE == 0, f"--{seq_len} {length}: must be a multiple of {BLOCK_SIZE}")
         require(total % (world_size * length) == 0, f"--{tokens} {total}: must be {multiple}")
     require(hp.num_iterations > 0, "--num_iterations must be more than 0")
-    pairs = hp.model_dim % (4 * hp.num_heads) == 0  # half of the channels of a head rotate, in pairs
-    require(pairs, "--model_dim must be a multiple of 4 times --num_heads")
-    enough_layers = 2 * hp.num_value_embeds <= hp.num_layers
-    require(enough_layers, "--num_value_embeds must be at most half of --num_layers")
+    # half of the channels of a head rotate, in pairs
+    require(hp.model_dim % (4 * hp.num_heads) == 0, "--model_dim must be a multiple of 4 times --num_heads")
+    require(
+        2 * hp.num_value_embeds <= hp.num_layers,
+        "--num_value_embeds must be at most half of --num_layers",
+    )
     last = hp.num_layers - 1
     exist = {*hp.attn_free_layers, *hp.long_window_layers} <= {*range(hp.num_layers)}
-    complete = exist and last in hp.long_window_layers
-    require(complete, f"layers are 0 to {last}: change --long_window_layers, which must have {last}")
+    require(
+        exist and last in hp.long_window_layers,
+        f"layers are 0 to {last}: change --attn_free_layers, or --long_window_layers, which must have {last}",
+    )
 
 
-def true_or_false(text):  # bool("false") is True
+def true_or_false(text):  # bool("false") is True; of a ValueError, argparse makes a message
     return bool(["false", "true"].index(text))
 
 
@@ -920,7 +936,7 @@ def parse_arguments(argv, tracks=TRACKS):
         )
     args = parser.parse_args(argv)
     require(args.num_runs > 0, "--num_runs must be more than 0")
-    # settings without a default in the parser: those that were given
+    # args has only the settings that were given, because of SUPPRESS
     args.given = {k: v for k, v in vars(args).items() if hasattr(tracks["fineweb"], k)}
     track = args.given.get("track", "fineweb" if ON_GPU else "mini")
     require(track in tracks, f"--track {track}: must be one of {', '.join(tracks)}")
@@ -934,7 +950,7 @@ def parse_arguments(argv, tracks=TRACKS):
 
 
 def build_model(hp: Hyperparameters):
-    torch.manual_seed(hp.seed)  # in case you add a random vector: init_weights only sets matrices
+    torch.manual_seed(hp.seed)  # in case you add a random vector, which init_weights leaves alone
     model = GPT(hp).to(DEVICE)  # the same on all ranks
     for name, module in model.named_modules():
         require(
@@ -991,7 +1007,7 @@ def get_lr(step, hp: Hyperparameters):
 
 
 def get_muon_momentum(step, hp: Hyperparameters):
-    """Returns Muon's momentum: a line from muon_momentum_start to muon_momentum, which it then stays at."""
+    """Returns Muon's momentum: it rises linearly from muon_momentum_start to muon_momentum, and stays there."""
     frac = step / hp.muon_momentum_warmup if step < hp.muon_momentum_warmup else 1
     return (1 - frac) * hp.muon_momentum_start + frac * hp.muon_momentum
 
@@ -1044,7 +1060,7 @@ def start_all_reduce(bucket):
 
 @contextlib.contextmanager
 def summed_gradients(model, bucket_bytes=25 * 2**20):
-    """Goes around the last backward pass of a step, and sums the gradients over the processes. A hook runs
+    """Around the last backward pass of a step, this sums the gradients over the processes. A hook runs
     when a parameter's gradient is complete. When all of a bucket are, its all-reduce starts, and
     overlaps with the rest of the backward pass, if the model isn't compiled. A compiled backward pass
     returns all gradients at its end: all-reduces then overlap only with filling the next bucket."""
@@ -1097,16 +1113,18 @@ def add_gradients(model, tokens, step, hp: Hyperparameters):
     model.train()
     for i, (x, y) in enumerate(passes, start=1):
         loss = model(x, y, window)
+        # in the last pass, the gradients are summed over the processes
         with summed_gradients(model) if i == len(passes) else contextlib.nullcontext():
-            # The summed loss per sequence, as in modded-nanogpt: train_seq_len times the gradient of the
-            # mean loss. Muon and Adam ignore the factor (Adam up to its epsilon), but clipping doesn't.
+            # The loss is a sum over tokens. Divided by the sequences of the batch, and summed over passes and
+            # processes, it is train_seq_len times the mean loss, as in modded-nanogpt. Muon and Adam ignore
+            # such a factor (Adam up to its epsilon), but clipping doesn't.
             (loss / (hp.batch_tokens // hp.train_seq_len)).backward()
         total += loss.detach()
     return total / inputs.numel()
 
 
 def train_step(model, optimizers, tokens, step, hp: Hyperparameters):
-    """Trains on this rank's tokens (local + 1,). Returns their mean loss."""
+    """Trains on this rank's tokens (batch_tokens / WORLD_SIZE + 1,). Returns their mean loss."""
     set_schedules(optimizers, step, hp)
     mean_loss = add_gradients(model, tokens, step, hp)
     for optimizer in optimizers:
@@ -1149,7 +1167,7 @@ def warm_up(model, hp: Hyperparameters):
     memory. The weights must then be set again; its optimizers aren't used again."""
     optimizers = build_optimizers(model, hp)
     tokens = torch.randint(hp.vocab_size, (hp.batch_tokens // WORLD_SIZE + 1,), dtype=torch.int32)
-    add_gradients(model, tokens, hp.num_iterations, hp)  # the longest window; no step yet
+    add_gradients(model, tokens, hp.num_iterations, hp)  # with the longest window
     refuse_unused(model, {p for p in model.parameters() if p.requires_grad and p.grad is None})
     for _ in range(hp.warmup_steps):
         train_step(model, optimizers, tokens, hp.num_iterations, hp)

@@ -230,7 +230,7 @@ ERRORS = {
     "no steps": (dict(num_iterations=0), "--num_iterations"),
     "more layers": (
         dict(num_layers=6),
-        "layers are 0 to 5: change --long_window_layers, which must have 5",
+        "layers are 0 to 5: change --attn_free_layers, or --long_window_layers, which must have 5",
     ),
     "a window of no layer": (dict(long_window_layers="0,2,9"), "layers are 0 to 2"),
     "no such layer": (dict(attn_free_layers="3"), "layers are 0 to 2"),
