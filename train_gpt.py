@@ -837,22 +837,22 @@ class Hyperparameters:
 
 
 FINEWEB = Hyperparameters()
-# A small version for two CPU cores, trained on Shakespeare as bytes
+# A small version for two CPU cores: Shakespeare, in a vocabulary of 1,024 tokens
 MINI = replace(
     FINEWEB,
     track="mini",
-    train_files="data/shakespeare/shakespeare_train_*.bin",
-    val_files="data/shakespeare/shakespeare_val_*.bin",
-    val_tokens=389_120,
-    batch_tokens=4096,
+    train_files="data/shakespeare_1024/shakespeare_train_*.bin",
+    val_files="data/shakespeare_1024/shakespeare_val_*.bin",
+    val_tokens=131_072,
+    batch_tokens=2048,
     train_seq_len=1024,
-    val_seq_len=12_160,  # 32 sequences of 95 blocks are nearly all of the text
-    sequences_per_pass=4,
-    vocab_size=257,
-    eot_token=256,
+    val_seq_len=8192,
+    sequences_per_pass=2,
+    vocab_size=1024,
+    eot_token=1023,
     num_layers=4,
-    num_heads=2,
-    model_dim=128,
+    num_heads=1,
+    model_dim=64,
     num_value_embeds=1,
     attn_free_layers=(),
     long_window_layers=(0, 3),
@@ -860,18 +860,20 @@ MINI = replace(
     xsa=True,
     smear=True,
     relu_slope=0.5,
-    num_iterations=325,
+    num_iterations=360,
     cooldown_frac=1.0,
     final_lr_frac=0.0,
-    head_lr=0.1,
-    embed_lr=0.2,
+    head_lr=0.28,
+    embed_lr=0.56,
+    scalar_lr=0.056,
+    muon_lr=0.07,
     adam_beta2=0.98,
     muon_momentum=0.86,
-    muon_momentum_warmup=100,
+    muon_momentum_warmup=111,
     muon_beta2=0.95,
     warmup_steps=3,
-    val_loss_every=82,
-    target_val_loss=1.5,
+    val_loss_every=90,
+    target_val_loss=2.98,
 )
 TRACKS = {"fineweb": FINEWEB, "mini": MINI}
 

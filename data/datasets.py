@@ -13,6 +13,11 @@ from typing import NamedTuple
 from lib.processes import ROOT, run, say, setup_lock
 
 
+# The tokens of the track mini: GPT-2's first 1,023, and end-of-text. Folders of tokens other than all of
+# GPT-2's have their number in the name, so that no run reads those of another vocabulary.
+MINI_VOCAB = 1024
+
+
 class Dataset(NamedTuple):
     command: str  # the module of the script, and words for it
     folder: str  # where the script writes *_train_*.bin and *_val_*.bin
@@ -21,7 +26,7 @@ class Dataset(NamedTuple):
 
 
 DATASETS = {
-    "shakespeare": Dataset("data.shakespeare", "data/shakespeare", shards=1, mb=1),
+    "shakespeare": Dataset("data.shakespeare", f"data/shakespeare_{MINI_VOCAB}", shards=1, mb=1),
     "fineweb": Dataset("data.fineweb fineweb", "data/fineweb10B", shards=103, mb=200),
     "edu": Dataset("data.fineweb edu", "data/finewebedu10B", shards=99, mb=200),
 }

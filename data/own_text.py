@@ -1,12 +1,12 @@
 """
-Makes shards of your own text: of GPT-2 tokens for the track fineweb, or of bytes for the track mini.
+Makes shards of your own text: with a vocabulary of 1,024 tokens for the track mini, or GPT-2's for fineweb.
 
     ./run.sh data text "notes/**/*.md" "dumps/*.jsonl" [--out data/mine]
-    ./run.sh data text --bytes notes.txt
+    ./run.sh data text --vocab 50257 "dumps/*.jsonl"
 
 The files are read in the order of their sorted paths. A .jsonl or .ndjson file has one JSON object
 per line, and the "text" of each object is a document, as is each "text" of a .parquet file. Any other file is
-one document. Each document is preceded by end-of-text (50256, or 256 after the 256 bytes).
+one document. Each document is preceded by end-of-text, the last token.
 
 The shards are called after the text. Of notes.txt or notes/*.md, the first one, notes_val_000000.bin, is the
 validation set; the others, notes_train_000001.bin and so on, are the training set. A document may continue
@@ -18,34 +18,22 @@ command again: shards that are as they should be stay, and the others are made a
 import glob
 import hashlib
 import json
-import multiprocessing
 import os
 import re
-import signal
-import threading
-from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from data.gpt2_bpe import EOT, fetch_vocabulary, gpt2_encoding
+from data.gpt2_bpe import VOCAB_SIZE, gpt2_encoding, tokenize
 from data.shards import check_shard, read_shard, split_tokens, write_shard
 from judge.commands import UserError, command_parser, run_command, stop_on_signals, whole_number
-from judge.environment import usable_cores
 from judge.text import plural
 from lib.processes import ROOT
+from train_gpt import TRACKS
 
-BATCH = 64  # documents sent to a process at a time
-# Of the track mini
-MINI_STEPS = 325
-MINI_BATCHES = (4096, 2048, 1024)  # bytes per step: the default, and what suits shorter texts
-MINI_SEQUENCE = 12_160  # bytes per validation sequence
-MINI_VAL = 389_120  # bytes for validation
-FEWEST_BYTES = 100_000  # about 90 steps
+FEWEST_STEPS = 50  # of mini
 
 
 # -----------------------------------------------------------------------------
@@ -141,66 +129,6 @@ def name_of(pattern):
 
 
 # -----------------------------------------------------------------------------
-# Tokenizing on all cores
-
-
-def start_worker():
-    """Runs once in each process: loads the vocabulary, ignores Ctrl-C (the parent handles it), and
-    exits when the parent exits."""
-    global encoding
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    encoding = gpt2_encoding()
-
-
-def exit_with_parent():
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def encode_documents(texts):
-    """Returns the tokens of the texts, (n,) uint16, with EOT before each text. "<|endoftext|>"
-    inside a text is encoded as ordinary text."""
-    tokens = []
-    for text in texts:
-        tokens.append(EOT)
-        tokens += encoding.encode_ordinary(text)
-    return np.array(tokens, dtype=np.uint16)
-
-
-def tokenize(texts, workers):
-    """Tokenizes a stream of texts in `workers` processes. Yields uint16 arrays in the order of the
-    texts. Raises UserError if a process dies."""
-    # Spawn, because the progress bar has a thread, which doesn't survive a fork.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, start_worker)
-    max_pending = 4 * workers  # enough to keep all processes busy, and a bound on memory
-    texts = iter(texts)
-    pending = deque()
-    try:
-        while batch := list(islice(texts, BATCH)):
-            pending.append(pool.submit(encode_documents, batch))
-            if len(pending) > max_pending:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a tokenizer process died, perhaps because the memory was full; run the same command again "
-            "with fewer --workers"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def byte_tokens(texts):
-    """Yields the bytes of each text as tokens, with end-of-text (256) before them."""
-    for text in texts:
-        content = np.frombuffer(text.encode(errors="replace"), dtype=np.uint8)
-        yield np.concatenate([[256], content]).astype(np.uint16)
-
-
-# -----------------------------------------------------------------------------
 # The command
 
 
@@ -208,8 +136,14 @@ def parse_arguments(argv):
     parser = command_parser("data text", __doc__)
     add = parser.add_argument
     add("patterns", nargs="+", help="text or .jsonl files; ** matches folders of any depth")
-    add("--bytes", action="store_true", help="make tokens of bytes, for the track mini")
-    add("--out", type=Path, metavar="DIR", help="folder; default: data/own_text or data/own_bytes")
+    add(
+        "--vocab",
+        type=int,
+        default=TRACKS["mini"].vocab_size,
+        metavar="V",
+        help=f"size of the vocabulary; {VOCAB_SIZE} is all of GPT-2's; default: %(default)s, as in mini",
+    )
+    add("--out", type=Path, metavar="DIR", help="folder; default: data/own_text_V")
     add(
         "--shard_size",
         type=whole_number,
@@ -221,55 +155,63 @@ def parse_arguments(argv):
         "--val_tokens",
         type=whole_number,
         metavar="N",
-        help="tokens in the validation shard; default: about a tenth of the text",
-    )
-    add(
-        "--workers",
-        type=whole_number,
-        default=usable_cores(),
-        metavar="N",
-        help="processes that tokenize; default: one per core",
+        help="tokens in the validation shard; default: a tenth, at most as many as a run reads",
     )
     return parser.parse_args(argv)
 
 
-def default_val_tokens(size, args):
-    """About a tenth of `size` bytes of text. Raises UserError if they are too few for mini."""
-    if not args.bytes:
-        # English has about four bytes a token, so a fortieth of the bytes is a tenth of the tokens.
-        return max(1, min(args.shard_size, size // 40))
-    if size < FEWEST_BYTES:
-        raise UserError(
-            f"{size:,} bytes are too few to learn from: you need at least {FEWEST_BYTES:,}, and "
-            f"{bytes_for_mini():,} for mini as it is; add text"
-        )
-    return max(MINI_SEQUENCE + 1, min(MINI_VAL + 1, size // 10))
-
-
-def bytes_for_mini():
-    """How many bytes of text all steps of mini need, with a tenth for validation."""
-    return (MINI_STEPS * MINI_BATCHES[0] + 1) * 10 // 9
-
-
-def training_command(out, name):
-    """The command that trains mini on the shards of bytes: with smaller steps or fewer steps, if the text
-    is short."""
-    folder = os.path.relpath(out)
-    lengths = [check_shard(path) for path in out.glob(f"{name}_train_*.bin")]
-    for batch in MINI_BATCHES:
-        steps = sum((length - 1) // batch for length in lengths)
-        if steps >= MINI_STEPS:
+def first_tokens(arrays, count):
+    """Reads arrays until they have `count` tokens. Returns their number, and all arrays again."""
+    read = []
+    found = 0
+    for array in arrays:
+        read.append(array)
+        found += len(array)
+        if found >= count:
             break
-    sequences = (check_shard(out / f"{name}_val_000000.bin") - 1) // MINI_SEQUENCE
-    sequences -= sequences % 2 if sequences > 1 else 0  # so that two processes can share them
-    options = f"--val_tokens {min(MINI_VAL, sequences * MINI_SEQUENCE)}"
-    if batch < MINI_BATCHES[0]:
-        options += f" --batch_tokens {batch}"
-    if steps < MINI_STEPS:
-        options += f" --num_iterations {steps}"
+    return found, chain(read, arrays)
+
+
+def default_val_tokens(count, hp):
+    """A tenth of `count` tokens, at most as many as a run reads. Raises UserError if they are too few for
+    mini."""
+    tenth = min(hp.val_tokens + 1, count // 10)
+    if hp.track == "fineweb":
+        return max(1, tenth)
+    # the last token of a shard is only a target
+    fewest = FEWEST_STEPS * hp.train_seq_len + 1 + hp.val_seq_len + 1
+    if count < fewest:
+        whole = (hp.num_iterations * hp.batch_tokens + 1) * 10 // 9
+        raise UserError(
+            f"{count:,} tokens are too few to learn from: you need at least {fewest:,}, and {whole:,} for "
+            "mini as it is; add text"
+        )
+    return max(hp.val_seq_len + 1, tenth)
+
+
+def training_command(out, name, vocab_size):
+    """The command that trains mini on the shards: with smaller steps or fewer steps, if the text is short."""
+    hp = TRACKS["mini"]
+    lengths = [check_shard(path) for path in out.glob(f"{name}_train_*.bin")]
+    for batch in (hp.batch_tokens, hp.train_seq_len):
+        steps = sum((length - 1) // batch for length in lengths)
+        if steps >= hp.num_iterations:
+            break
+    sequences = (check_shard(out / f"{name}_val_000000.bin") - 1) // hp.val_seq_len
+    if sequences > 1:
+        sequences -= sequences % 2  # so that two processes can share them
+    folder = os.path.relpath(out)
+    options = dict(
+        vocab_size=vocab_size,
+        eot_token=vocab_size - 1,
+        val_tokens=min(hp.val_tokens, sequences * hp.val_seq_len),
+        batch_tokens=batch,
+        num_iterations=min(hp.num_iterations, steps),
+    )
+    words = [f" --{option} {n}" for option, n in options.items() if n != getattr(hp, option)]
     return (
         f"./run.sh --track mini --train_files '{folder}/{name}_train_*.bin' \\\n"
-        f"    --val_files '{folder}/{name}_val_*.bin' {options}"
+        f"    --val_files '{folder}/{name}_val_*.bin'{''.join(words)}"
     )
 
 
@@ -305,27 +247,25 @@ def write_shards(shards, val_tokens, out, name):
 
 def main(argv):
     args = parse_arguments(argv)
-    out = args.out or ROOT / "data" / ("own_bytes" if args.bytes else "own_text")
+    hp = TRACKS["fineweb" if args.vocab == VOCAB_SIZE else "mini"]
+    out = args.out or ROOT / "data" / f"own_text_{args.vocab}"
     paths = find_files(args.patterns)
-    size = sum(os.path.getsize(path) for path in paths)
-    print(f"{len(paths)} file(s), {size:,} bytes")
-    val_tokens = default_val_tokens(size, args)
-    if args.val_tokens:
-        val_tokens = args.val_tokens
+    print(f"{len(paths)} file(s), {sum(map(os.path.getsize, paths)):,} bytes")
+    encoding = gpt2_encoding(args.vocab)
     out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is noticed now
     # with disable=None, there is no bar unless on a terminal
     texts = without_repeats(tqdm(stream_files(paths), unit=" documents", disable=None))
-    if args.bytes:
-        arrays = byte_tokens(texts)
-    else:
-        fetch_vocabulary()  # once, before the worker processes load it
-        arrays = tokenize(texts, args.workers)
+    arrays = tokenize(texts, encoding)
+    count, arrays = first_tokens(arrays, 10 * (hp.val_tokens + 1))
+    val_tokens = default_val_tokens(count, hp)
+    if args.val_tokens:
+        val_tokens = args.val_tokens
     shards = split_tokens(arrays, val_tokens, args.shard_size)
     name = name_of(args.patterns[0])
     count = write_shards(shards, val_tokens, out, name)
     print(f"done: {count} shards")
-    if args.bytes:
-        print(f"Now train on them:\n\n{training_command(out, name)}")
+    if hp.track == "mini":
+        print(f"Now train on them:\n\n{training_command(out, name, args.vocab)}")
 
 
 if __name__ == "__main__":

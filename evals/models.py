@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import train_gpt  # before torch: it sets variables that torch reads
-from data.gpt2_bpe import gpt2_encoding
+from data.gpt2_bpe import VOCAB_SIZE, gpt2_encoding
 from lib.processes import ROOT, checkpoints
 from recipes import openai_gpt2
 from recipes import gpt2
@@ -28,6 +28,9 @@ import torch
 import torch.nn.functional as F
 
 MAX_CONTEXT = 4096  # tokens of train_gpt.py's models: fineweb's validation sequences are very long
+# by the folder of the training text; on a text of the user's own, a sample begins a document
+SCIENCE = "The most important thing about science is"
+PROMPTS = {"shakespeare_1024": "**MACBETH**  \n", "fineweb10B": SCIENCE, "finewebedu10B": SCIENCE}
 MODEL_HELP = "a RUN.pt, a folder with some, or gpt2, gpt2-medium, gpt2-large or gpt2-xl"
 
 
@@ -37,6 +40,7 @@ class TextModel:
     context: int  # longest text in tokens
     vocab_size: int  # V may be larger, because it is padded
     eot: int  # the end-of-text token, which begins each document
+    prompt: str  # for samples, if the user gives none
     encode: Callable  # str -> list of token ids
     token_bytes: Callable  # token id -> bytes
 
@@ -68,10 +72,7 @@ class LogitsGPT(train_gpt.GPT):
 
 def codec(vocab_size, offline=False):
     """Returns encode, from str to token ids, and token_bytes, from a token id to bytes."""
-    if vocab_size == 257:
-        return lambda text: list(text.encode()), lambda token: bytes([token]) if token < 256 else b""
-    require(vocab_size == 50257, f"only bytes and GPT-2's tokens are text, not {vocab_size} tokens")
-    encoding = gpt2_encoding(offline)
+    encoding = gpt2_encoding(vocab_size, offline)
     return encoding.encode_ordinary, encoding.decode_single_token_bytes
 
 
@@ -84,7 +85,9 @@ def text_model(module, codec):
     else:
         eot = hp.eot_token
         context = min(MAX_CONTEXT, max(hp.train_seq_len, hp.val_seq_len))
-    return TextModel(module.eval().to(DEVICE).logits, context, hp.vocab_size, eot, *codec)
+    logits = module.eval().to(DEVICE).logits
+    prompt = PROMPTS.get(Path(hp.train_files).parent.name, "")
+    return TextModel(logits, context, hp.vocab_size, eot, prompt, *codec)
 
 
 def find_file(name):
@@ -114,7 +117,7 @@ def read_file(name):
 def load(name, offline=False):
     """Loads a model. `name` is what MODEL_HELP says. With offline, GPT-2's vocabulary isn't downloaded."""
     if name in openai_gpt2.SIZES:
-        text = codec(50257)  # before the weights, which take longer
+        text = codec(VOCAB_SIZE)  # before the weights, which take longer
         _, hp = gpt2.parse_arguments(["--track=fineweb", f"--init_from={name}"])
         return text_model(gpt2.build_model(hp), text)
     name = find_file(name)
@@ -129,6 +132,9 @@ def load(name, offline=False):
     version = "saved by another version of the training script; check out that commit"
     require(not differing, f"{name}: {version} (setting {min(differing, default='')})")
     hp = replace(mini, **settings)
+    last = hp.vocab_size - 1
+    eot = settings.get("eot_token", last)
+    require(eot == last, f"{name}: its tokens aren't GPT-2's: end-of-text is {eot}, not {last}")
     text = codec(hp.vocab_size, offline)
     module = model_class(hp).float()
     try:

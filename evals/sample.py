@@ -26,13 +26,11 @@ from train_gpt import (
 
 import torch
 
-# by the size of the vocabulary
-PROMPTS = {257: "**MACBETH**  \n", 50257: "The most important thing about science is"}
 BRIEF_SECONDS = 1.5
 
 
 def printable(text):
-    """Replaces control characters, which a byte-level model may generate, for the terminal."""
+    """Replaces control characters, which are tokens like all bytes, for the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -40,7 +38,7 @@ def parse_arguments(argv):
     parser = command_parser("sample", __doc__)
     add = parser.add_argument
     add("model", nargs="?", default="latest", help=f"{models.MODEL_HELP}; default: the newest in logs")
-    add("--prompt", metavar="TEXT", help="beginning of each text; default: by vocabulary")
+    add("--prompt", metavar="TEXT", help="beginning of each text; default: by the training text")
     add("--n", type=whole_number, default=1, help="number of texts; default: 1")
     add(
         "--max_tokens", type=whole_number, default=300, help="maximum new tokens per text; default: 300"
@@ -91,7 +89,7 @@ def sample(args, heading=None):
     """With a heading, if only "", nothing is downloaded, and the text ends after BRIEF_SECONDS."""
     brief = heading is not None
     model = models.load(args.model, offline=brief)
-    prompt = PROMPTS[model.vocab_size] if args.prompt is None else args.prompt
+    prompt = model.prompt if args.prompt is None else args.prompt
     tokens = [model.eot, *model.encode(prompt)]
     texts = torch.tensor([tokens] * args.n, device=DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(args.seed)

@@ -99,7 +99,7 @@ NEXT = """
 What next?
   ./run.sh sample --prompt "TEXT"            the model continues a text
   edit train_gpt.py, then ./run.sh compare   does your change help?
-  ./run.sh data text --bytes FILES           trains on your own text
+  ./run.sh data text FILES                   makes data of your own text
 """
 
 
@@ -379,7 +379,7 @@ def command_line(name, python, arguments):
     # the python of the runs that it starts
     os.environ["PATH"] = f"{Path(python).parent}:{os.environ.get('PATH', os.defpath)}"
     if name.startswith("test"):
-        get_data(python, dict(train_files="data/shakespeare/*", num_iterations=1))
+        get_data(python, dict(train_files=f"{DATASETS['shakespeare'].folder}/*", num_iterations=1))
         os.chdir(ROOT)
         # a process a core; those that run out of tests take some from another; paths replace "tests"
         workers = "-n auto --maxprocesses 8 --dist worksteal".split()

@@ -104,10 +104,11 @@ INTRODUCTION = """\
 
 | page | what it is about |
 | --- | --- |
-| [docs/log.md](../docs/log.md) | what was measured on `mini` and on GPUs |
+| [docs/transfer.md](../docs/transfer.md) | what `mini` says about larger models |
+| [docs/log.md](../docs/log.md) | where a step's time goes, and what was measured on GPUs |
 | [OPTIMIZATION.md](OPTIMIZATION.md) | what the logs of modded-nanogpt's optimization track say |
 | [fineweb/h100_report.md](fineweb/h100_report.md) | a report of `./run.sh gpu-report` on an H100 |
-| [baseline/](baseline/) | three logs of the [GPT-2 recipe](../docs/recipes.md) at the size of `mini` |
+| [docs/history.md](../docs/history.md) | records and measurements of `mini` until 28 November 2026 |
 """
 
 NO_FINEWEB = """

@@ -199,14 +199,14 @@ EDU = replace(
 MINI = replace(
     FINEWEB,
     track="mini",
-    train_files="data/shakespeare/shakespeare_train_*.bin",
-    val_files="data/shakespeare/shakespeare_val_*.bin",
-    val_tokens=389_120,
+    train_files=train_gpt.MINI.train_files,
+    val_files=train_gpt.MINI.val_files,
+    val_tokens=train_gpt.MINI.val_tokens,
     repeat_data=True,
     batch_tokens=2048,
     block_size=128,
     sequences_per_pass=16,
-    vocab_size=257,
+    vocab_size=train_gpt.MINI.vocab_size,
     n_layer=3,
     n_head=7,
     n_embd=224,
@@ -218,7 +218,7 @@ MINI = replace(
     beta1=0.8,
     beta2=0.998,
     flash=False,
-    target_val_loss=1.5,
+    target_val_loss=train_gpt.MINI.target_val_loss,
 )
 TRACKS = {"fineweb": FINEWEB, "edu": EDU, "mini": MINI}
 

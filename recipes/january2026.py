@@ -785,7 +785,9 @@ class Hyperparameters:
 
 FINEWEB = Hyperparameters()
 
-# mini is the same model in miniature, on Shakespeare's bytes, for two CPU cores. Its rules:
+# mini is the same model in miniature, on Shakespeare, for two CPU cores. Its rules:
+# - Width: 128, because paired heads need an even number of heads, of 64 channels. The learning rates were
+#   chosen when mini read bytes.
 # - Depth: 4 layers in place of 11. The layers of the skip, backout and value embeddings keep their
 #   relative depth. The long windows are in layers 1 and 3, and the paired heads in the other two. No
 #   layer lacks attention, as in train_gpt.py's mini.
@@ -799,16 +801,16 @@ FINEWEB = Hyperparameters()
 MINI = replace(
     FINEWEB,
     track="mini",
-    train_files="data/shakespeare/shakespeare_train_*.bin",
-    val_files="data/shakespeare/shakespeare_val_*.bin",
-    val_tokens=389_120,
-    val_seq_len=12_160,
+    train_files=train_gpt.MINI.train_files,
+    val_files=train_gpt.MINI.val_files,
+    val_tokens=train_gpt.MINI.val_tokens,
+    val_seq_len=train_gpt.MINI.val_seq_len,
     num_sequences=4,
     seq_lens=(256, 512, 768),
     sequences_per_pass=4,
     skip_rest=False,
-    vocab_size=257,
-    eot_token=256,
+    vocab_size=train_gpt.MINI.vocab_size,
+    eot_token=train_gpt.MINI.eot_token,
     num_layers=4,
     num_heads=2,
     model_dim=128,
@@ -837,7 +839,7 @@ MINI = replace(
     muon_momentum_cooldown=18,
     muon_beta2=0.9,
     val_loss_every=40,
-    target_val_loss=1.5,
+    target_val_loss=train_gpt.MINI.target_val_loss,
 )
 TRACKS = {"fineweb": FINEWEB, "mini": MINI}
 

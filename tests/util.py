@@ -20,9 +20,11 @@ from pathlib import Path
 
 import torch
 
+from data.datasets import MINI_VOCAB
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
-EOT = 256  # end-of-text of the byte-level track
+EOT = MINI_VOCAB - 1  # end-of-text of the track mini
 
 
 # --------------------------------------------------------------- shards, and a tiny model
@@ -37,7 +39,7 @@ def write_shard(path, tokens):
     path.write_bytes(shard_bytes(tokens))
 
 
-def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
+def random_tokens(n, seed, vocab=MINI_VOCAB, eot=EOT, eot_every=100):
     """n random tokens, with an end-of-text about every `eot_every` tokens."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab - 1, (n,), generator=g)
@@ -134,8 +136,8 @@ def assert_one_line(status, text, words):
     assert words in line
 
 
-# A random guess among the 320 logits of a byte-level model: at first, all are zero
-INITIAL_LOSS = math.log(320)
+# A random guess among the logits: at first, all are zero
+INITIAL_LOSS = math.log(MINI_VOCAB)
 
 
 def val_losses(text):

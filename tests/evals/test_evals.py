@@ -19,15 +19,16 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import train_gpt
 from data import gpt2_bpe
+from data.datasets import MINI_VOCAB as VOCAB
 from evals import hellaswag, models, sample, speed
 from evals.models import TextModel
 from launch import train_and_sample
 from recipes import gpt2, openai_gpt2
 from train_gpt import InputError
 from tests.training.test_checkpoint import Hostile
-from tests.util import Job, checkpoint_of, randomized, succeeds, tiny_run
+from tests.util import EOT, Job, checkpoint_of, randomized, succeeds, tiny_run
 
-GPT2_BYTES = replace(gpt2.TRACKS["mini"], block_size=64, n_layer=2, n_head=2, n_embd=32)
+GPT2 = replace(gpt2.TRACKS["mini"], block_size=64, n_layer=2, n_head=2, n_embd=32)
 SPEEDRUN = replace(
     train_gpt.TRACKS["mini"],
     num_layers=5,
@@ -41,7 +42,7 @@ SPEEDRUN = replace(
     val_seq_len=1024,
     val_tokens=1024,
 )
-MODULES = {"gpt2": (gpt2.GPT, GPT2_BYTES), "speedrun": (models.LogitsGPT, SPEEDRUN)}
+MODULES = {"gpt2": (gpt2.GPT, GPT2), "speedrun": (models.LogitsGPT, SPEEDRUN)}
 
 
 def module_of(name):
@@ -50,8 +51,8 @@ def module_of(name):
 
 
 def text(batch, length, eot_every=50):
-    ids = torch.randint(0, 256, (batch, length))
-    ids[torch.rand(batch, length) < 1 / eot_every] = 256
+    ids = torch.randint(0, EOT, (batch, length))
+    ids[torch.rand(batch, length) < 1 / eot_every] = EOT
     return ids
 
 
@@ -103,13 +104,13 @@ def test_the_logits_of_a_text():
 @pytest.mark.parametrize("name", MODULES)
 def test_greedy_decoding(name):
     """The texts exceed the context of 64 tokens twice. The prompts have end-of-text tokens."""
-    model = models.text_model(module_of(name), models.codec(257))
+    model = models.text_model(module_of(name), models.codec(VOCAB))
     model.context = 64
     prompt = text(3, 60, eot_every=8)
     ids = prompt
     for end in range(60, 120):
         start = {0: 0, 1: 33, 2: 66}[(end >= 65) + (end >= 98)]
-        logits = model.logits(ids[:, start:])[:, -1, :257]
+        logits = model.logits(ids[:, start:])[:, -1, :VOCAB]
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
     found = list(models.generate(model, prompt, 60, temperature=0))
     found = torch.stack(found, dim=1)
@@ -122,7 +123,7 @@ def test_sampling_follows_the_distribution():
     occur."""
     logits = torch.linspace(-1, 1, 257)[torch.randperm(257)]
     padded = F.pad(logits, (0, 63), value=9.0)
-    model = TextModel(lambda ids: padded.expand(len(ids), 1, -1), 64, 257, 256, None, None)
+    model = TextModel(lambda ids: padded.expand(len(ids), 1, -1), 64, 257, 256, "", None, None)
     prompt = torch.zeros(20_000, 1, dtype=torch.int64)
     for temperature, top_k in ((0.7, 5), (1.0, 0)):
         drawn = next(models.generate(model, prompt, 1, temperature, top_k))
@@ -146,7 +147,7 @@ def test_a_saved_model(name, context, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "DTYPE", torch.bfloat16)  # as on GPUs; evals/ use float32
     loaded = models.load(str(path))
     assert torch.equal(loaded.logits(ids), expected.logits(ids))
-    assert (loaded.vocab_size, loaded.eot, loaded.context) == (257, 256, context)
+    assert (loaded.vocab_size, loaded.eot, loaded.context) == (VOCAB, EOT, context)
 
 
 def test_models_of_another_version_are_refused(tmp_path):
@@ -154,6 +155,7 @@ def test_models_of_another_version_are_refused(tmp_path):
     for changes, message in (
         ({"old_field": 1}, r"saved by another version .* \(setting old_field\)"),
         ({"model_dim": 64}, "its weights don't fit; saved by another version"),
+        ({"eot_token": 0}, "its tokens aren't GPT-2's: end-of-text is 0, not 1023"),
     ):
         save(path, **changes)
         with pytest.raises(InputError, match=f"^{path}: {message}"):
@@ -195,23 +197,28 @@ def test_sample_from_the_command_line(trained, tmp_path, capsys):
 
 def test_what_is_printed(tmp_path, monkeypatch, capsys):
     """A text begins after an end-of-text token and ends at one, or within a character, because of
-    max_tokens. Its characters may have several tokens, or control the terminal."""
-    steps = torch.tensor([[0xC3, 65], [0xA9, 256], [27, 66], [0xE2, 67]])
+    max_tokens. Its characters may have several tokens, tokens several characters, and some control the
+    terminal."""
+    token = gpt2_bpe.gpt2_encoding(VOCAB).encode_single_token
+    first = [*map(token, [b"\xc3", b"\xa9", b" the", b"\x1b", b"\xe2"])]
+    second = [*map(token, ["A", "ing", "<|endoftext|>", "B", "C"])]
+    steps = torch.tensor([first, second]).T
     asked = []
     monkeypatch.setattr(models, "generate", lambda model, *how: asked.extend(how) or iter(steps))
-    run_sample(save(tmp_path / "run.pt"), "--prompt", "Hi", "--n", 2, "--top_k", 3)
-    assert asked[0].tolist() == [[256, 72, 105]] * 2
+    run_sample(save(tmp_path / "run.pt"), "--prompt", "Hi the", "--n", 2, "--top_k", 3)
+    assert asked[0].tolist() == [[EOT, *map(token, ["H", "i", " the"])]] * 2
     assert asked[1:4] == [300, 0.8, 3]
-    assert capsys.readouterr().out == "[1/2] Hi\u00e9\ufffd\ufffd\n\n[2/2] HiA\n"
+    printed = capsys.readouterr().out
+    assert printed == "[1/2] Hi the\u00e9 the\ufffd\ufffd\n\n[2/2] Hi theAing\n"
 
 
 def test_the_speed_of_a_run(trained, monkeypatch, capsys):
-    """Counted by hand: three layers of width 32, a head of 320 rows. The run has two steps of 512 tokens."""
+    """Counted by hand: three layers of width 32, a head of 1,024 rows. The run has two steps of 512 tokens."""
     monkeypatch.setattr(speed, "matmul_peak", lambda n, repeats: 1.0)
     sample.sample_after_training(trained)
     counted, line = capsys.readouterr().out.splitlines()[-2:]
-    weights = 3 * (4 * 32 * 32 + 2 * 32 * 128) + 320 * 32
-    parameters = weights + 2 * 257 * 32 + 3 * (2 + 2 + 2) + 1 + 12 + 1
+    weights = 3 * (4 * 32 * 32 + 2 * 32 * 128) + VOCAB * 32
+    parameters = weights + 2 * VOCAB * 32 + 3 * (2 + 2 + 2) + 1 + 12 + 1
     assert counted.startswith(f"{parameters:,} parameters; {6 * weights:,} floating-point operations")
     seconds = torch.load(trained, weights_only=True)["run"]["train_ms"] / 1000
     share = float(re.search(r"(\d+)% of what a large", line)[1])
@@ -235,12 +242,23 @@ def test_without_a_vocabulary(tmp_path, monkeypatch, capsys):
     """After a training, it isn't downloaded, and it is no error if there is no sample."""
     monkeypatch.setattr(gpt2_bpe, "CACHE", tmp_path / "empty")
     monkeypatch.setattr(gpt2_bpe, "fetch_vocabulary", None)
-    save(tmp_path / "run.pt", vocab_size=50257).with_suffix(".txt").touch()
+    save(tmp_path / "run.pt").with_suffix(".txt").touch()
     train_and_sample.write_sample(train_gpt, [f"--log_dir={tmp_path}"])
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("can't print a sample: GPT-2's vocabulary isn't in ")
     assert captured.err.count("\n") == 1
+
+
+def test_the_default_prompt(tmp_path, monkeypatch, capsys):
+    """Models of your own text begin a document."""
+    monkeypatch.setattr(models, "generate", lambda *_: [])
+    for files, prompt in [
+        (train_gpt.MINI.train_files, "**MACBETH**  \n"),
+        ("data/own_text_1024/notes_train_*.bin", ""),
+    ]:
+        run_sample(save(tmp_path / "run.pt", train_files=files))
+        assert capsys.readouterr().out == f"{prompt}\n"
 
 
 # -----------------------------------------------------------------------------
@@ -335,7 +353,7 @@ def test_the_newest_model(tmp_path, monkeypatch, capsys):
         (logs / name).touch()
         os.utime(logs / name, (0, 1000 - age))
     for name in ("latest", "../logs"):
-        assert models.load(name).vocab_size == 257
+        assert models.load(name).vocab_size == VOCAB
     assert capsys.readouterr().err == 2 * "the model of b.pt\n"
     assert models.find_file("a.pt") == "a.pt"
 

@@ -79,9 +79,9 @@ def test_a_comparison_gets_the_data_of_each_side(tmp_path, capsys, got):
     ]
     words += ["--idea", "HEAD:recipes/january2026.py --muon_lr 1", "--gate", "--base", "x.patch"]
     assert check(tmp_path, capsys, *words, mode="compare")[0] == 0
-    assert got == ["data/shakespeare/shakespeare_train_*.bin"]
+    assert got == [TRACKS["mini"].train_files]
     assert check(tmp_path, capsys, *words[:2], "--track=mini", mode="compare")[0] == 0
-    assert got[1:] == ["data/shakespeare/shakespeare_train_*.bin", "a*"]
+    assert got[1:] == [TRACKS["mini"].train_files, "a*"]
 
 
 # -----------------------------------------------------------------------------

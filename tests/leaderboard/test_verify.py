@@ -181,7 +181,8 @@ def test_mini_is_the_whole_model(tmp_path):
         num_value_embeds=2,
         max_window=256,
         muon_momentum_warmup=100,
-        val_tokens=389_120,
+        val_tokens=rules.FIXED["mini"]["val_tokens"],
+        target_val_loss=rules.FIXED["mini"]["target_val_loss"],
     )
     assert judged(make_runs(tmp_path / "good", **kept)).reasons == []
     changes = [

@@ -94,7 +94,7 @@ def test_new_parameters(tmp_path):
     assert row(log, "blocks.*.attn.gate") == "[2, 32] Muon, lr 0.05"
     assert row(log, "blocks.*.mlp.c_gate.weight") == "[128, 32] Muon, lr 0.05"
     assert row(log, "blocks.*.mlp.embed_scale") == "[128] Adam, lr 0.04"
-    assert row(log, "embed.weight") == "[257, 32] no optimizer"
+    assert row(log, "embed.weight") == "[1024, 32] no optimizer"
     assert checkpoint["model"]["blocks.0.mlp.embed_scale"].mean() == pytest.approx(1, abs=0.1)
 
 
@@ -203,7 +203,7 @@ REFUSED = {
     "a parameter in two optimizers": (
         MUON,
         "return [adam, muon, torch.optim.SGD([model.lm_head.weight], lr=0.1)]",
-        "lm_head.weight has Adam, lr 0.1 and SGD, lr 0.1; it needs one",
+        "lm_head.weight has Adam, lr 0.2 and SGD, lr 0.1; it needs one",
     ),
     "a kind without initial values": (
         'return "matrix" if p.ndim >= 2',

@@ -216,10 +216,10 @@ ERRORS = {
     "no shards": (dict(train_files="nosuch_*.bin"), "nosuch_*.bin; ./run.sh makes them"),
     "too few training tokens": (dict(num_iterations=13), "lower --num_iterations to 12"),
     "too few validation tokens": (dict(val_tokens=17 * 128), "16 batches"),
-    "another track's shards": (dict(vocab_size=256, eot_token=0), "token 256"),
+    "another track's shards": (dict(vocab_size=1000, eot_token=999), "token 1023"),
     "a common token as end-of-text": (
         dict(eot_token=7),
-        "begins with token 256, so --eot_token 7 begins no documents; name the token that does, or -1",
+        "begins with token 1023, so --eot_token 7 begins no documents; name the token that does, or -1",
     ),
     "trained on its validation": (
         dict(train_files="tiny_*.bin", num_iterations=2),
