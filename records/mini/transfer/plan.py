@@ -1,7 +1,8 @@
 """
-Writes the plan of a screen: 16 switches in 32 runs (resolution IV), in four blocks of one seed each.
+Writes the plan of a screen of mini: 16 switches in 32 runs (resolution IV), in four blocks of one seed each.
 
-    python records/mini/transfer/plan.py VOCAB_SIZE FIRST_SEED [WIDTH]       257 is bytes; the width is 64 or 128
+    python records/mini/transfer/plan.py FIRST_SEED          ideas of the reference list
+    python records/mini/transfer/plan.py FIRST_SEED others   the rest of mini's techniques
 """
 
 import json
@@ -13,6 +14,8 @@ import numpy as np
 # Two switches decide about value embeddings: shared tables (half of the runs), one per layer, or none
 FACTORS = ["ve_a", "ve_b", "gelu", "no_nesterov", "no_normuon", "cosine", "no_xsa", "o_init",
            "no_x0", "no_leaky", "ve_gate", "bigrams", "key_offset", "mtp", "shifted", "full_rotary"]  # fmt: skip
+OTHERS = ["tied", "no_qknorm", "no_vlambdas", "long_windows", "no_softcap", "no_window_warmup", "no_zero_init",
+          "no_unet", "no_docs", "no_smear", "gate", "cwd", "backout", "polar"]  # fmt: skip
 
 
 def design(rng):
@@ -26,42 +29,21 @@ def design(rng):
     return main > 0, 2 * (even[:, a] > 0) + (even[:, b] > 0)
 
 
-def size(vocab_size, width):
-    """Width 64: rates that were the best of five for bytes and for 1,024 tokens (seed 900). Width 128 is
-    mini's own size, and rates that were the best of four for 1,024 tokens."""
-    folder = "data/shakespeare" if vocab_size == 257 else f"data/shakespeare_{vocab_size}"
-    data = dict(
-        vocab_size=vocab_size,
-        eot_token=vocab_size - 1,
-        train_files=f"{folder}/shakespeare_train_*.bin",
-        val_files=f"{folder}/shakespeare_val_*.bin",
-    )
-    if width == 128:
-        return data | dict(lr=1, head_lr=0.2, embed_lr=0.4)
-    return data | dict(
-        model_dim=64,
-        num_heads=1,
-        num_iterations=360,
-        batch_tokens=2048,
-        lr=1.4,
-        head_lr=0.2,
-        embed_lr=0.4,
-    )
-
-
-def plan(vocab_size, first_seed, width):
+def plan(first_seed, factors):
     rng = np.random.default_rng(first_seed)
     rows, blocks = design(rng)
     runs = []
     for row, block in zip(rows, blocks):
-        on = {name: int(bit) for name, bit in zip(FACTORS, row)}
-        a, b = on.pop("ve_a"), on.pop("ve_b")
-        on["no_ve"], on["tables"] = int(a and b), int(a and not b)
+        on = {name: int(bit) for name, bit in zip(factors, row)}
+        if "ve_a" in on:
+            a, b = on.pop("ve_a"), on.pop("ve_b")
+            on["no_ve"], on["tables"] = int(a and b), int(a and not b)
         runs.append(dict(ideas=on, seed=first_seed + int(block)))
     order = rng.permutation(len(runs))
-    return dict(size=size(vocab_size, width), runs=[runs[i] for i in order])
+    return dict(size={}, runs=[runs[i] for i in order])
 
 
 if __name__ == "__main__":
-    vocab_size, seed, width = (*map(int, sys.argv[1:]), 64)[:3]
-    Path(f"plan_{vocab_size}_{seed}_{width}.json").write_text(json.dumps(plan(vocab_size, seed, width)))
+    seed = int(sys.argv[1])
+    factors = OTHERS if len(sys.argv) > 2 else FACTORS
+    Path(f"plan_{seed}.json").write_text(json.dumps(plan(seed, factors)))

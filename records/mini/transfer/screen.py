@@ -2,11 +2,12 @@
 Trains mini with and without the ideas of the reference list (docs/transfer.md). All ideas are switches of
 one compiled model, so a process compiles it once and trains many runs. Run it from the repository's root:
 
-    python records/mini/transfer/tokens.py 1024          writes Shakespeare in 1,024 tokens
-    python records/mini/transfer/plan.py 1024 3000       writes plan_1024_3000_64.json, a design of 32 runs
+    python records/mini/transfer/plan.py 3000            writes plan_3000.json, a design of 32 runs
     python records/mini/transfer/screen.py PLAN.json     trains its runs that PLAN.jsonl lacks
     python records/mini/transfer/screen.py PLAN.json 0/2 every second one: two processes share a plan
     python records/mini/transfer/score.py RUNS.jsonl SLOPES.jsonl
+
+The runs in this folder are of 28 November 2026. Those on bytes need the data of commit 0b2572d.
 
 A plan is {"size": {...}, "runs": [{"ideas": {"gelu": 1}, "seed": 3, "size": {...}}, ...]}. A size has settings
 of train_gpt.py, and "lr", a factor of all learning rates.
