@@ -887,7 +887,9 @@ def check_hyperparameters(hp: Hyperparameters, world_size):
         require(total % (world_size * length) == 0, f"--{tokens} {total}: must be {multiple}")
     require(hp.num_iterations > 0, "--num_iterations must be more than 0")
     # half of the channels of a head rotate, in pairs
-    require(hp.model_dim % (4 * hp.num_heads) == 0, "--model_dim must be a multiple of 4 times --num_heads")
+    require(
+        hp.model_dim % (4 * hp.num_heads) == 0, "--model_dim must be a multiple of 4 times --num_heads"
+    )
     require(
         2 * hp.num_value_embeds <= hp.num_layers,
         "--num_value_embeds must be at most half of --num_layers",
