@@ -397,9 +397,10 @@ def test_user_errors_come_before_the_comparison(right_code, tmp_path, monkeypatc
     monkeypatch.setattr(checks, "find_problem", None)
     missing = check(tmp_path, capsys, "--train_files=nothing_*.bin")
     assert missing[2].startswith("error: no shards match nothing")
-    write_shard(tmp_path / "few.bin", random_tokens(5000, seed=0))
+    batch = TRACKS["mini"].batch_tokens
+    write_shard(tmp_path / "few.bin", random_tokens(batch + 1, seed=0))
     few = check(tmp_path, capsys, f"--train_files={tmp_path}/few.bin", "--num_iterations=2")
-    assert "few.bin has 1 batches of 4096 tokens, not 2," in few[2]
+    assert f"few.bin has 1 batches of {batch} tokens, not 2," in few[2]
     status, _, err = check(tmp_path, capsys, "--num_iterations", "x")
     assert (status, err.count("\n")) == (2, 1)
 

@@ -303,17 +303,13 @@ def test_a_signal_ends_a_run_that_waits_for_others(number, tmp_path):
 # --------------------------------------------------------------- the default run
 @pytest.mark.slow
 def test_mini_meets_its_target(tmp_path):
-    """
-    Runs mini as a new user does: compiled, with its default settings.
-
-    The losses of different seeds differ by about 0.003. The bound leaves room for the rounding of
-    other CPUs.
-    """
+    """As a new user runs it: compiled, with its default settings. Its loss is 0.027 below the target, which leaves
+    room for the rounding of other CPUs: losses of different seeds differ by about 0.014."""
     hp = TRACKS["mini"]
     data = {name: ROOT / getattr(hp, name) for name in ("train_files", "val_files")}
     argv = ["--track=mini", *(f"--{name}={path}" for name, path in data.items())]
     done = run_script(argv, tmp_path, TORCH_COMPILE_DISABLE="0")
     assert done.returncode == 0, done.stderr[-3000:]
     losses = val_losses(done.stdout)
-    assert losses[hp.num_iterations] < hp.target_val_loss + 0.005, losses
+    assert losses[hp.num_iterations] < hp.target_val_loss, losses
     assert len(losses) == 4
