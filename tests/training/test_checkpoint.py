@@ -225,8 +225,8 @@ def refused(argv, words, folder, capsys):
 
 def test_other_runs_are_refused(whole, stopped, monkeypatch, capsys):
     refused([f"--resume={checkpoint_of(whole)}"], "is finished", whole, capsys)
-    argv = [resuming(stopped), "--head_lr=0.1", "--muon_lr=0.125"]  # head_lr is the same
-    refused(argv, "--muon_lr is 0.05", stopped, capsys)
+    argv = [resuming(stopped), "--head_lr=0.28", "--muon_lr=0.125"]  # head_lr is the same
+    refused(argv, "--muon_lr is 0.07", stopped, capsys)
     monkeypatch.setattr(train_gpt, "SOURCE", train_gpt.SOURCE.replace("Muon", "Neon", 1))
     refused([resuming(stopped)], "source", stopped, capsys)
 

@@ -24,7 +24,7 @@ from tests.util import (
     val_losses,
 )
 
-QK_NORM = "q = self.rotary(norm(q))  # QK norm (#5) bounds the scores, for portable_attention\n"
+QK_NORM = "q = self.rotary(norm(q))\n"
 MLP_UP = "self.c_fc = CastedLinear(hp.model_dim, 4 * hp.model_dim)"
 MUON = "return [adam, muon]"
 
@@ -91,9 +91,9 @@ def test_new_parameters(tmp_path):
             "        self.init_weights(hp.seed)\n        self.embed.requires_grad_(False)\n",
         ),
     )
-    assert row(log, "blocks.*.attn.gate") == "[2, 32] Muon, lr 0.05"
-    assert row(log, "blocks.*.mlp.c_gate.weight") == "[128, 32] Muon, lr 0.05"
-    assert row(log, "blocks.*.mlp.embed_scale") == "[128] Adam, lr 0.04"
+    assert row(log, "blocks.*.attn.gate") == "[2, 32] Muon, lr 0.07"
+    assert row(log, "blocks.*.mlp.c_gate.weight") == "[128, 32] Muon, lr 0.07"
+    assert row(log, "blocks.*.mlp.embed_scale") == "[128] Adam, lr 0.056"
     assert row(log, "embed.weight") == "[1024, 32] no optimizer"
     assert checkpoint["model"]["blocks.0.mlp.embed_scale"].mean() == pytest.approx(1, abs=0.1)
 
@@ -113,7 +113,7 @@ def test_settings(tmp_path):
     )
     assert checkpoint["settings"]["mlp_lr"] == 0.5
     assert row(log, "blocks.*.attn.qkv_w").endswith("Muon, lr 0.02")
-    assert row(log, "skip_weights").endswith("Adam, lr 0.02")
+    assert row(log, "skip_weights").endswith("Adam, lr 0.028")
 
 
 # Learned positions. Validation sequences are twice as long as those of training
@@ -203,7 +203,7 @@ REFUSED = {
     "a parameter in two optimizers": (
         MUON,
         "return [adam, muon, torch.optim.SGD([model.lm_head.weight], lr=0.1)]",
-        "lm_head.weight has Adam, lr 0.2 and SGD, lr 0.1; it needs one",
+        "lm_head.weight has Adam, lr 0.28 and SGD, lr 0.1; it needs one",
     ),
     "a kind without initial values": (
         'return "matrix" if p.ndim >= 2',
