@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from data.datasets import MINI_VOCAB
 from judge.runs.copies import changed, copy_commit, git
-from tests.util import ROOT, Job, random_tokens, read_checkpoint, succeeds, write_shard
+from tests.util import EOT, ROOT, Job, random_tokens, read_checkpoint, succeeds, write_shard
 
 # The data are small, but the model is that of mini: patches depend on its layers and heads.
 THREE_STEPS = dict(
@@ -20,6 +21,8 @@ THREE_STEPS = dict(
     train_seq_len=256,
     num_iterations=3,
     warmup_steps=0,
+    vocab_size=MINI_VOCAB,  # of the data; older commits read bytes
+    eot_token=EOT,
 )
 
 
