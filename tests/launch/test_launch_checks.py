@@ -300,7 +300,8 @@ def test_compiled_code_is_right_and_made_once(tmp_path, monkeypatch, capfd):
     os.environ.update(changes, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert checks.find_problem(2) == ""
     assert list(tmp_path.rglob("*.so"))
-    options = ["--track=mini", "--num_iterations=1", "--batch_tokens=2048", f"--log_dir={tmp_path}"]
+    half = TRACKS["mini"].batch_tokens // 2  # what each of two processes computes
+    options = ["--track=mini", "--num_iterations=1", f"--batch_tokens={half}", f"--log_dir={tmp_path}"]
     code = f"import sys, train_gpt; train_gpt.main(sys.argv[1:]){COUNT}"
     done = subprocess.run(
         [sys.executable, "-c", code, *options], cwd=ROOT, env=os.environ, capture_output=True, text=True
