@@ -39,8 +39,9 @@ def write_shard(path, tokens):
     path.write_bytes(shard_bytes(tokens))
 
 
-def random_tokens(n, seed, vocab=MINI_VOCAB, eot=EOT, eot_every=100):
-    """n random tokens, with an end-of-text about every `eot_every` tokens."""
+def random_tokens(n, seed, vocab=257, eot=EOT, eot_every=100):
+    """n random tokens below vocab - 1, with an end-of-text about every `eot_every` tokens. Most tokens of mini
+    never occur, which is something to learn."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab - 1, (n,), generator=g)
     tokens[torch.rand(n, generator=g) < 1 / eot_every] = eot
