@@ -421,10 +421,12 @@ def test_own_text_for_mini(make, tmp_path, capsys):
     train_gpt.check_inputs(args, hp)
     smallest = mini.train_seq_len
     assert (hp.num_iterations, hp.batch_tokens) == ((len(train) - 1) // smallest, smallest)
-    half = mini.batch_tokens // 2
-    shards.write_shard(tmp_path / "out/text_train_000001.bin", [7] * (mini.num_iterations * half + 1))
+    enough = mini.num_iterations * smallest + 1
+    shards.write_shard(tmp_path / "out/text_train_000001.bin", [7] * enough)
     command = own_text.training_command(tmp_path / "out", "text", 300)
-    words = f"--vocab_size 300 --eot_token 299 --val_tokens {mini.val_seq_len} --batch_tokens {half}"
+    words = (
+        f"--vocab_size 300 --eot_token 299 --val_tokens {mini.val_seq_len} --batch_tokens {smallest}"
+    )
     assert command.endswith(words)
 
 

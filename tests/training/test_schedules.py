@@ -57,7 +57,7 @@ def test_learning_rate():
     for step in range(1771):
         want = 1 - Fraction(9, 10) * max(0, step - 1062) / 708
         assert get_lr(step, HP) == pytest.approx(float(want), abs=1e-12), step
-    for step in range(326):
+    for step in range(361):
         assert get_lr(step, TRACKS["mini"]) == pytest.approx(1 - step / 360, abs=1e-12), step
 
 
