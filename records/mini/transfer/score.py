@@ -1,7 +1,7 @@
 """
 Scores a miniature on the reference list (docs/transfer.md): which ideas it decides rightly.
 
-    python score.py screen.jsonl slopes.jsonl
+    python score.py screen.jsonl slopes.jsonl [picture.png]
 
 screen.jsonl has the runs of a fractional factorial design of screen.py, in blocks of one seed. slopes.jsonl has
 runs of the recipe alone, with fewer and more steps. Effects are means over the combinations of the other ideas;
@@ -34,6 +34,25 @@ CLEAR = {
     "ve_gate": (-1, None),
     "bigrams": (-1, 9.3),
     "key_offset": (-1, None),
+}
+
+NAMES = {
+    "bigrams": "hashed bigrams",
+    "cosine": "cosine cooldown",
+    "full_rotary": "full rotary",
+    "gelu": "GELU",
+    "key_offset": "key offset",
+    "mtp": "multi-token prediction",
+    "no_leaky": "ReLU squared, not leaky",
+    "no_nesterov": "plain momentum",
+    "no_normuon": "no NorMuon",
+    "no_ve": "no value embeddings",
+    "no_x0": "no x0 mixing",
+    "no_xsa": "no XSA",
+    "o_init": "attention output non-zero",
+    "shifted": "shifted logits",
+    "tables": "one value table per layer",
+    "ve_gate": "gate of value embeddings",
 }
 
 
@@ -80,6 +99,37 @@ def loss_of_one_percent(runs):
     return -0.01 * np.mean(slopes), 0.01 * stats.sem(slopes)
 
 
+def draw(effects, t, percent, path):
+    """Draws the effect of each idea in % of the steps, with its interval, and what the list says."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    small = {name: pair for name, pair in effects.items() if abs(pair[0]) < 20 * percent}
+    for row, name in enumerate(sorted(small, key=lambda name: -small[name][0])):
+        effect, error = small[name]
+        sign, size = CLEAR.get(name, (0, None))
+        color = "tab:blue" if sign else "tab:gray"
+        axes.errorbar(effect / percent, row, xerr=t * error / percent, fmt="o", color=color, capsize=3)
+        if size:
+            axes.plot(sign * size, row, "D", color="tab:orange")
+        axes.text(
+            -0.02,
+            row,
+            NAMES.get(name, name),
+            transform=axes.get_yaxis_transform(),
+            ha="right",
+            va="center",
+        )
+    axes.plot([], [], "o", color="tab:blue", label="mini, clear in the list (99%)")
+    axes.plot([], [], "o", color="tab:gray", label="mini, contested")
+    axes.plot([], [], "D", color="tab:orange", label="in the list, where known")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("more steps with the change, in %")
+    axes.set_yticks([])
+    axes.legend(fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
 def main():
     effects, freedom, sd = fit(read(sys.argv[1]))
     percent, percent_error = loss_of_one_percent(read(sys.argv[2]))
@@ -104,6 +154,8 @@ def main():
             f"{name:12} {effect:+.4f} ({low:+.4f} to {high:+.4f}) {effect / percent:+6.1f}% of the steps  {answer}"
         )
     print(dict(count), f"of {sum(count.values())} clear rows")
+    if len(sys.argv) > 3:
+        draw(effects, t, percent, sys.argv[3])
     if len(ours) > 3:
         rho = stats.spearmanr(ours, theirs).statistic
         rng = np.random.default_rng(0)
