@@ -7,7 +7,7 @@ one compiled model, so a process compiles it once and trains many runs. Run it f
     python records/mini/transfer/screen.py PLAN.json 0/2 every second one: two processes share a plan
     python records/mini/transfer/score.py RUNS.jsonl SLOPES.jsonl
 
-The runs in this folder are of 28 November 2026. Those on bytes need the data of commit 0b2572d.
+The runs in this folder are of 28 and 29 November 2026. Those on bytes need the data of commit 0b2572d.
 
 A plan is {"size": {...}, "runs": [{"ideas": {"gelu": 1}, "seed": 3, "size": {...}}, ...]}. A size has settings
 of train_gpt.py, and "lr", a factor of all learning rates.
