@@ -167,11 +167,11 @@ def test_other_rules(tmp_path):
     for number, reason in [
         ("10485760", ""),
         ("20 * 524_288", ""),
-        ("int(n)", "field: the log doesn't say how many tokens the validation has"),
-        ("4096", "field: validated on 4,096 tokens instead of 10,485,760"),
+        ("int(n)", "field: val_tokens None, but the track fineweb needs 10485760"),
+        ("4096", "field: val_tokens 4096, but the track fineweb needs 10485760"),
     ]:
         field.write_text(text.replace("10485760", number))
-        assert [r for r in judged(field).reasons if "validat" in r] == [reason] * bool(reason)
+        assert [r for r in judged(field).reasons if "val_tokens" in r] == [reason] * bool(reason)
 
 
 def test_mini_is_the_whole_model(tmp_path):
@@ -257,7 +257,7 @@ torch._dynamo.config.compiled_autograd = True
 "torch._inductor.config.x = 1"
 @torch.compile
 def f():
-    "TORCHINDUCTOR_MAX_AUTOTUNE makes it faster."
+    "See TORCHINDUCTOR_MAX_AUTOTUNE."
 @torch.compile(dynamic=False)
 @torch.compiler.disable
 def g(): pass
