@@ -48,8 +48,9 @@ def test_times_of_runs_that_took_turns(tmp_path, n):
     rng = np.random.default_rng(n)
     ours = np.round(rng.normal(99_700, 200, n))
     prior = np.round(rng.normal(100_000, 400, n))
-    a = make_runs(tmp_path / "a", [1.48] * n, ours, turn=0)
-    b = make_runs(tmp_path / "b", [1.48] * n, prior, turn=1)
+    losses = [1.48 + seed / 1000 for seed in range(n)]  # two runs may take the same time
+    a = make_runs(tmp_path / "a", losses, ours, turn=0)
+    b = make_runs(tmp_path / "b", losses, prior, turn=1)
     c = judged(a, against=b).comparison
     assert c.p_value == pytest.approx(
         stats.ttest_rel(np.log(ours), np.log(prior), alternative="less").pvalue
