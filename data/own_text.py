@@ -26,12 +26,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data.datasets import MINI_VOCAB
 from data.gpt2_bpe import VOCAB_SIZE, gpt2_encoding, tokenize
 from data.shards import check_shard, read_shard, split_tokens, write_shard
 from judge.commands import UserError, command_parser, run_command, stop_on_signals, whole_number
 from judge.text import plural
 from lib.processes import ROOT
-from train_gpt import TRACKS
 
 FEWEST_STEPS = 50  # of mini
 
@@ -139,7 +139,7 @@ def parse_arguments(argv):
     add(
         "--vocab",
         type=int,
-        default=TRACKS["mini"].vocab_size,
+        default=MINI_VOCAB,
         metavar="V",
         help=f"size of the vocabulary; {VOCAB_SIZE} is all of GPT-2's; default: %(default)s, as in mini",
     )
@@ -189,9 +189,8 @@ def default_val_tokens(count, hp):
     return max(hp.val_seq_len + 1, tenth)
 
 
-def training_command(out, name, vocab_size):
+def training_command(out, name, vocab_size, hp):
     """The command that trains mini on the shards: with smaller steps or fewer steps, if the text is short."""
-    hp = TRACKS["mini"]
     lengths = [check_shard(path) for path in out.glob(f"{name}_train_*.bin")]
     for batch in (hp.batch_tokens, hp.train_seq_len):
         steps = sum((length - 1) // batch for length in lengths)
@@ -247,10 +246,12 @@ def write_shards(shards, val_tokens, out, name):
 
 def main(argv):
     args = parse_arguments(argv)
-    hp = TRACKS["fineweb" if args.vocab == VOCAB_SIZE else "mini"]
     out = args.out or ROOT / "data" / f"own_text_{args.vocab}"
     paths = find_files(args.patterns)
     print(f"{len(paths)} file(s), {sum(map(os.path.getsize, paths)):,} bytes")
+    from train_gpt import TRACKS  # with PyTorch, which takes seconds: a wrong path is noticed before
+
+    hp = TRACKS["fineweb" if args.vocab == VOCAB_SIZE else "mini"]
     encoding = gpt2_encoding(args.vocab)
     out.mkdir(parents=True, exist_ok=True)  # a folder that can't be written is noticed now
     # with disable=None, there is no bar unless on a terminal
@@ -265,7 +266,7 @@ def main(argv):
     count = write_shards(shards, val_tokens, out, name)
     print(f"done: {count} shards")
     if hp.track == "mini":
-        print(f"Now train on them:\n\n{training_command(out, name, args.vocab)}")
+        print(f"Now train on them:\n\n{training_command(out, name, args.vocab, hp)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ Checks and times an NVIDIA GPU (Ampere or later).
 
     ./run.sh gpu-report
 
-This writes logs/report/gpu_report.md and gpu_report.json in at most 20 minutes. The stages are:
+This writes logs/report/gpu_report.md in at most 20 minutes. The stages are:
 
     machine      the GPU, and the versions of its software
     head         the head, its loss and gradients against float64: in bf16, and in FP8 if supported
@@ -30,7 +30,6 @@ from pathlib import Path
 
 from lib.processes import ROOT
 from judge.commands import UserError, command_parser, run_command, stop_on_signals
-from judge.text import as_json
 from judge.files import write_file
 from gpu.report_stages import STAGES
 from gpu.report_page import page
@@ -93,7 +92,6 @@ def make_report(folder, names, minutes=20):
         print(f"{name}: ", end="", flush=True)
         results[name] = run_in_process(name, seconds)
         print(f"{results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
-        write_file(folder / "gpu_report.json", as_json({"stages": results}))
         write_file(folder / "gpu_report.md", page(results).encode())
     print(folder / "gpu_report.md")
 

@@ -28,10 +28,8 @@ def compiler_settings(source: bytes) -> list[str]:
             tree = ast.parse(source.decode("utf-8", "replace"))
     except SyntaxError as e:
         return [f"syntax that this Python can't parse in source line {e.lineno}"]
-    lines = {}  # one message for all lines that do the same
-    for line, what in sorted({*forbidden_settings(tree), *forbidden_variables(tree)}):
-        lines.setdefault(what, []).append(str(line))
-    return [f"{what} in source line {', '.join(numbers)}" for what, numbers in lines.items()]
+    found = sorted({*forbidden_settings(tree), *forbidden_variables(tree)})
+    return [f"{what} in source line {line}" for line, what in found]
 
 
 def forbidden_settings(tree: ast.AST):
@@ -53,23 +51,13 @@ def forbidden_settings(tree: ast.AST):
                     yield keyword.value.lineno, f"torch.compile({flag})"
 
 
-def harmless_nodes(tree: ast.AST):
-    """Yields the nodes in which the name of a variable sets nothing.
-
-    They are in the allowed call, in docstrings, and in places that only read a variable.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            text = ast.unparse(node)
-            if text == ALLOWED_CALL or text.startswith(READS):
-                yield from node.args
-        elif isinstance(node, ast.Expr):
-            yield node.value
-
-
 def forbidden_variables(tree: ast.AST):
-    """Yields (line, name) for variables of the compiler that the source may set."""
-    harmless = set(harmless_nodes(tree))
+    """Yields (line, name) for variables of the compiler that the source may set: not in the allowed call, and
+    not where a variable is only read."""
+    harmless = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node).startswith((ALLOWED_CALL, *READS)):
+            harmless.update(node.args)
     for node in ast.walk(tree):
         name = None
         if isinstance(node, ast.Constant):

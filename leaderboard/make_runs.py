@@ -33,12 +33,12 @@ def make_run(command: str, env: dict[str, str], seed: int, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         command += f" --seed {seed} --log_dir {os.path.relpath(folder, ROOT)}"
         started = datetime.now(UTC).replace(tzinfo=None).isoformat(" ")
-        console = Path(folder, "console")  # not the terminal: torchrun prints tracebacks after Ctrl-C
-        with open(console, "wb") as output:
-            done = subprocess.run(command, shell=True, cwd=ROOT, env=env, stdout=output, stderr=output)
+        # not on the terminal: torchrun prints tracebacks after Ctrl-C
+        streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        done = subprocess.run(command, shell=True, cwd=ROOT, env=env, **streams)
         logs = list(Path(folder).glob("*.txt"))
         if done.returncode or len(logs) != 1:
-            print(console.read_text("utf-8", "replace")[-2000:], file=sys.stderr)
+            print(done.stdout[-2000:], file=sys.stderr)
             raise UserError(f"this run failed: {command}")
         write_file(file, logs[0].read_bytes() + f"started: {started}\n".encode())
 

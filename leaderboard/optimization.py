@@ -27,7 +27,7 @@ from judge.logs.read import Log, read_logs
 from leaderboard.tables import print_wrapped
 from judge.stats.summary import p_below, p_lower
 from judge.commands import UserError
-from judge.text import plural, table
+from judge.text import p_text, plural, table
 
 TARGET = 3.28  # nats per token
 THRESHOLD = 0.004  # nats per token
@@ -83,8 +83,8 @@ class Decision:
     accepted: bool
     score: float  # left side of the rule, in nats per token
     formula: str
-    p_value: float | None  # None if there is no t-test
-    test: str  # what the t-test tests, or why there is none
+    p_value: float | None  # None if the losses don't differ, or there is only one
+    test: str  # what the t-test tests
 
 
 def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
@@ -119,8 +119,7 @@ def judge_result(result: LossesAtStep) -> Decision:
     """Is the mean loss low enough below the target?"""
     formula = f"({TARGET} - {result.mean:.6f}) * sqrt({result.n})"
     p = p_below(result.losses, TARGET)
-    test = "needs different losses" if p is None else f"one-sided, mean below {TARGET}"
-    return Decision(result.accepted, result.score, formula, p, test)
+    return Decision(result.accepted, result.score, formula, p, f"one-sided, mean below {TARGET}")
 
 
 def judge_pair(new: LossesAtStep, old: LossesAtStep) -> Decision:
@@ -174,9 +173,8 @@ def print_decision(recipes: list[Recipe], decision: Decision) -> None:
     for recipe in recipes:
         print_recipe(recipe)
     rule = f"{decision.formula} = {decision.score:.6f}, needs {THRESHOLD} or more; {ASSUMPTION}"
-    p = "none" if decision.p_value is None else f"p = {decision.p_value:.2g}"
     print_wrapped(rule, "rule    ", " " * 8)
-    print_wrapped(f"{p} ({decision.test})", "t-test  ", " " * 8)
+    print_wrapped(f"p = {p_text(decision.p_value)} ({decision.test})", "t-test  ", " " * 8)
     print()
     print_wrapped(verdict_text(recipes, decision))
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from judge.plot.curves import plot_curves
 from judge.plot.style import COLORS, plt, save_figure
 from judge.logs.read import Log, read_logs
-from leaderboard.rules import final_losses, final_times, judge_runs
+from leaderboard.rules import judge_runs, summary_of
 from leaderboard.tables import COLUMNS, machines, summary_lines, table_row
 from judge.stats.decide import P_VALUE
-from judge.stats.summary import Summary, summarize
+from judge.stats.summary import Summary
 from judge.commands import UserError
 from lib.processes import ROOT
 from judge.files import write_file
@@ -34,7 +34,6 @@ class Record:
     before: list[Log]  # runs of the record that it beat, which took turns with them; may be []
     name: str
     what: str  # what changed, in Markdown
-    target: float  # loss, in nats per token
     against: str  # folder name of the record that it beat; "" for the first one on its hardware
 
     @property
@@ -50,13 +49,18 @@ class Record:
         return self.logs[0].hardware
 
     @property
+    def target(self) -> float:
+        """Loss, in nats per token."""
+        return self.logs[0].target
+
+    @property
     def summary(self) -> Summary:
-        return summarize(final_losses(self.logs), final_times(self.logs), self.target)
+        return summary_of(self.logs, self.target)
 
 
 def read_record(folder: Path) -> Record:
     """Raises UserError."""
-    logs = read_logs(sorted(folder.glob("*.txt")) or [folder])
+    logs = read_logs([folder])
     before = read_logs([folder / BEFORE]) if (folder / BEFORE).is_dir() else []
     file = folder / "record.json"
     try:
@@ -146,7 +150,7 @@ def commands_to_repeat(record: Record, prior: Record | None) -> str:
 def record_readme(record: Record, prior: Record | None) -> str:
     """The README of a record's folder."""
     prior_logs = record.before or (prior.logs if prior else [])
-    verdict = judge_runs(record.logs, record.target, prior_logs)
+    verdict = judge_runs(record.logs, prior=prior_logs)
     results = "\n".join(f"- {name}: {value}" for name, value in summary_lines(verdict))
     results = results.replace("- prior:", "- previous record:")
     rows = [dict(zip(COLUMNS, table_row(log))) for log in record.logs]
@@ -232,25 +236,19 @@ def readme(tracks: dict[str, list[Record]]) -> str:
 
 
 def plot_leaderboard(records: list[Record], path: Path) -> None:
-    """Plots the times of records by number, with a line for each hardware."""
+    """A bar for the time of each record, in the color of its hardware."""
+    by_hardware = {}
+    for number, record in enumerate(records, 1):
+        label = f"#{number} {short(record.name, 32)}"
+        by_hardware.setdefault(record.hardware, {})[label] = record.summary.time_mean
     figure, axes = plt.subplots()
     axes.set_prop_cycle(color=COLORS)
-    for hardware in dict.fromkeys(r.hardware for r in records):
-        numbers = [n for n, r in enumerate(records, 1) if r.hardware == hardware]
-        times = [records[n - 1].summary.time_mean for n in numbers]
-        axes.step(numbers, times, "o-", where="post", label=hardware)
-        for n, time in zip(numbers, times):
-            name = short(records[n - 1].name, 32)
-            offset = (7, -14) if n == numbers[-1] else (7, 5)  # above the line, but the last one below
-            text = f"#{n} {name}, {time:.1f} s"
-            axes.annotate(text, (n, time), offset, textcoords="offset points", fontsize=9)
-    numbers = range(1, len(records) + 1)
-    axes.set_xticks(numbers, [f"#{n}" for n in numbers])
-    room = max(len(records) - 1, 1)
-    axes.set_xlim(1 - 0.05 * room, len(records) + 0.6 * room)  # room for the last name
-    axes.set_xlabel("record")
-    axes.set_ylim(0, 1.15 * max(r.summary.time_mean for r in records))
-    axes.set_ylabel("training time to the target (s)")
+    for hardware, times in by_hardware.items():
+        bars = axes.barh(list(times), list(times.values()), label=hardware)
+        axes.bar_label(bars, fmt=" %.1f s")
+    axes.invert_yaxis()
+    axes.set_xlabel("training time to the target (s)")
+    axes.margins(x=0.15)  # room for the numbers
     figure.legend(loc="outside upper center", ncols=2)
     save_figure(figure, path)
 

@@ -67,10 +67,9 @@ def python_command(words: list[str], processes: int) -> str:
 def command_to_run(log: Log, folder: Path) -> str:
     """The command that runs the sources in `folder`, with the settings of the log."""
     words = [f"{folder}/{log.sources[0][0]}"]
-    empty = "none" if b'"none"' in log.source else ""  # older scripts read an empty list from ""
     for name, value in log.hyperparameters.items():
         if isinstance(value, list):
-            value = ",".join(map(str, value)) or empty
+            value = ",".join(map(str, value)) or "none"
         if name not in NO_OPTIONS and value is not None:
             words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     command = python_command(words, processes_of(log))

@@ -1,20 +1,21 @@
 """
-The rules of a record, as far as they show in logs.
+The rules of a record (docs/rules.md), as far as they show in logs. compiler_rule.py has those about the compiler.
 """
 
 import itertools
+import re
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
-from judge.logs.comparable import check_between, check_repeats, difference, val_tokens
+from judge.logs.comparable import MACHINE, check_between, check_repeats, difference, val_tokens
 from judge.logs.read import Log
 from leaderboard.compiler_rule import compiler_settings
 from judge.stats.decide import P_VALUE, p_if_looked
 from judge.stats.summary import Summary, summarize
 from judge.logs.taking_turns import p_faster, turns
+from judge.text import plural
 
-FINEWEB_VAL_TOKENS = 10_485_760
 # Values that a track fixes, so that losses can be compared
 FIXED = {
     "mini": {
@@ -28,7 +29,7 @@ FIXED = {
     "fineweb": {
         "train_files": "data/fineweb10B/fineweb_train_*.bin",
         "val_files": "data/fineweb10B/fineweb_val_*.bin",
-        "val_tokens": FINEWEB_VAL_TOKENS,
+        "val_tokens": 10_485_760,
         "val_seq_len": 262_144,
         "target_val_loss": 3.28,
     },
@@ -39,6 +40,11 @@ SMALLEST = {
 }
 # On a CPU: the flags that train_gpt.py sets, and those of PyTorch
 COMPILER_FLAGS = {"-march=native -mtune=icelake-server", "-march=native"}
+FEWEST_VALIDATIONS = 8  # in a run, so that its curve can be drawn; validations are not timed
+ABSOLUTE_PATH = re.compile(
+    r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
+    re.MULTILINE,
+)
 
 
 @dataclass
@@ -58,9 +64,9 @@ class Verdict:
     metric: str
     target: float  # nats per token
     summary: Summary
-    p_if_looked: float | None = None  # of the losses, if somebody looked after each run
-    comparison: TimeSaved | None = None
-    reasons: list[str] = field(default_factory=list)  # why it isn't valid; [] if it is
+    p_if_looked: float | None  # of the losses, if somebody looked after each run
+    comparison: TimeSaved | None  # None if there is no prior record, or none on this hardware
+    reasons: list[str]  # why it isn't valid; [] if it is
 
 
 # -----------------------------------------------------------------------------
@@ -75,6 +81,10 @@ def final_losses(logs: list[Log]) -> list[float]:
 def final_times(logs: list[Log]) -> list[float]:
     """Training times of the complete runs, in seconds."""
     return [log.final.train_time_ms / 1000 for log in logs if not log.incomplete]
+
+
+def summary_of(logs: list[Log], target: float) -> Summary:
+    return summarize(final_losses(logs), final_times(logs), target)
 
 
 def compare_times(logs: list[Log], prior: list[Log]) -> TimeSaved:
@@ -113,16 +123,6 @@ def other_machine(log: Log) -> str:
     )
 
 
-def wrong_val_tokens(log: Log) -> str:
-    """Logs without hyperparameters count as runs on FineWeb."""
-    found = val_tokens(log)
-    if found is None:
-        return "the log doesn't say how many tokens the validation has"
-    if not log.hyperparameters and found != FINEWEB_VAL_TOKENS:
-        return f"validated on {found:,} tokens instead of {FINEWEB_VAL_TOKENS:,}"
-    return ""
-
-
 def too_small(log: Log) -> str:
     """Hyperparameters that are too small for the track."""
     settings = dict(log.hyperparameters)
@@ -137,12 +137,15 @@ def too_small(log: Log) -> str:
 
 
 def other_than_fixed(log: Log) -> str:
-    """Hyperparameters that aren't those of the track. Not all programs have all of them."""
+    """Hyperparameters that aren't those of the track. Not all programs have all of them. Logs without any count
+    as runs on FineWeb, and must at least say how many tokens the validation has."""
+    track = log.track or "fineweb"
+    settings = {"val_tokens": val_tokens(log), **log.hyperparameters}
     found = []
-    for name, wanted in FIXED.get(log.track, {}).items():
-        value = log.hyperparameters.get(name, wanted)
+    for name, wanted in FIXED.get(track, {}).items():
+        value = settings.get(name, wanted)
         if value != wanted:
-            found.append(f"{name} {value!r}, but the track {log.track} needs {wanted!r}")
+            found.append(f"{name} {value!r}, but the track {track} needs {wanted!r}")
     return "; ".join(found)
 
 
@@ -199,7 +202,6 @@ def broken_rules(logs: list[Log]) -> list[str]:
         *check_seeds(logs),
         *per_run(logs, lambda log: difference(logs[0], log, {"last step", "resumed on"})),
         *per_run(logs, other_machine),
-        *per_run(logs, wrong_val_tokens),
         *per_run(logs, too_small),
         *per_run(logs, other_than_fixed),
         *check_repeats(logs),
@@ -250,14 +252,63 @@ def judge_runs(logs: list[Log], target: float | None = None, prior: list[Log] = 
     reasons = broken_rules(logs)  # one of them: all runs have the same target
     if target is None:
         target = logs[0].target
-    summary = summarize(final_losses(logs), final_times(logs), target)
-    looked = p_if_looked(final_losses(logs), target)
-    verdict = Verdict(logs[0].metric, target, summary, looked, reasons=reasons)
+    summary = summary_of(logs, target)
     reasons += judge_losses(summary, target)
+    comparison = None
     if prior:
-        reasons += judge_prior(logs, prior)
-        ours, theirs = [{(log.hardware, log.limits) for log in side} for side in (logs, prior)]
-        if ours == theirs and final_times(logs) and final_times(prior):
-            verdict.comparison = compare_times(logs, prior)
-            reasons += judge_times(verdict.comparison, logs[0].track)
-    return verdict
+        faults = list(judge_prior(logs, prior))
+        if not faults and final_times(logs):
+            comparison = compare_times(logs, prior)
+            faults += judge_times(comparison, logs[0].track)
+        reasons += faults
+    looked = p_if_looked(final_losses(logs), target)
+    return Verdict(logs[0].metric, target, summary, looked, comparison, reasons)
+
+
+# -----------------------------------------------------------------------------
+# Rules for new records, which submit checks, too
+
+
+def too_few_validations(log: Log) -> str:
+    """What to do if a log has too few validations. "" if it has enough.
+
+    Logs of other programs have no hyperparameters and are exempt.
+    """
+    count = len([v for v in log.validations if v.step > 0])
+    if count >= FEWEST_VALIDATIONS or not log.hyperparameters:
+        return ""
+    every = log.num_steps // FEWEST_VALIDATIONS
+    return (
+        f"{plural(count, 'validation')} after step 0, but a record needs {FEWEST_VALIDATIONS}; run it "
+        f"with --val_loss_every {every}, which costs no training time"
+    )
+
+
+def absolute_path(log: Log) -> str:
+    """Only the run is searched, not the sources."""
+    found = ABSOLUTE_PATH.search(log.run)
+    return f"contains an absolute path: {found[1]}; run again with relative paths" if found else ""
+
+
+def other_than_record(log: Log, record: Log) -> str:
+    """How a run of --against differs from the runs of the record to beat."""
+    if log.sources != record.sources:
+        return f"other sources than the record to beat: {record.path.parent.name}"
+    return difference(record, log, MACHINE)
+
+
+def new_record_reasons(logs: list[Log], before: list[Log], track: str, record: list[Log]) -> list[str]:
+    """Why the runs can't be filed. `before` are the runs of --against; `record` those of the record to beat."""
+    reasons = per_run(logs, too_few_validations) + per_run([*logs, *before], absolute_path)
+    for log in logs:
+        if log.track not in ("", track):
+            reasons.append(f"{log.name}: this is a log of the track {log.track}, not {track}")
+    for side in (logs, before):
+        files = {log.path for log in side}
+        if len({file.stem for file in files}) < len(files):
+            reasons.append("two logs have the same file name; rename one")
+    if before and not record:
+        reasons.append("there is no record on this hardware; drop --against")
+    elif before:
+        reasons += per_run(before, lambda log: other_than_record(log, record[0]))
+    return reasons

@@ -26,67 +26,14 @@ import re
 import shutil
 from pathlib import Path
 
-from judge.logs.comparable import MACHINE, difference
 from judge.logs.read import Log, read_logs
 from leaderboard.make_runs import make_record_runs
-from leaderboard.pages import BEFORE, RECORDS, Record, read_records, record_to_beat, write_pages
-from leaderboard.rules import judge_runs, per_run
+from leaderboard.pages import BEFORE, RECORDS, read_records, record_to_beat, write_pages
+from leaderboard.rules import judge_runs, new_record_reasons
 from leaderboard.tables import print_reasons, print_summary, print_table
-from judge.commands import UserError, command_parser, positive, run_command
+from judge.commands import UserError, command_parser, run_command
 from lib.processes import ROOT
 from judge.files import new_folder
-from judge.text import plural
-
-ABSOLUTE_PATH = re.compile(
-    r"(?:^|[\s\"'=:(,\[])((?:/[\w.+@-]+){2,}/?|/(?:home|root|Users)\b\S*|[A-Za-z]:\\\w\S*)",
-    re.MULTILINE,
-)
-FEWEST_VALIDATIONS = 8  # in a run, so that its curve can be drawn; validations are not timed
-
-
-# -----------------------------------------------------------------------------
-# What a record may not contain
-
-
-def absolute_path(log: Log) -> str:
-    """Only the run is searched, not the sources."""
-    found = ABSOLUTE_PATH.search(log.run)
-    return f"contains an absolute path: {found[1]}; run again with relative paths" if found else ""
-
-
-def too_few_validations(log: Log) -> str:
-    """What to do if a log has too few validations. "" if it has enough.
-
-    Logs of other programs have no hyperparameters and are exempt.
-    """
-    count = len([v for v in log.validations if v.step > 0])
-    if count >= FEWEST_VALIDATIONS or not log.hyperparameters:
-        return ""
-    every = log.num_steps // FEWEST_VALIDATIONS
-    return (
-        f"{plural(count, 'validation')} after step 0, but a record needs {FEWEST_VALIDATIONS}; run it "
-        f"with --val_loss_every {every}, which costs no training time"
-    )
-
-
-def reasons_to_refuse(
-    logs: list[Log], before: list[Log], track: str, target: float, filed: list[Record]
-) -> list[str]:
-    """What is wrong besides the rules that verify checks. `before` are the runs of --against, and `filed`
-    the track's records so far."""
-    reasons = per_run(logs, too_few_validations) + per_run([*logs, *before], absolute_path)
-    for log in logs:
-        if log.track not in ("", track):
-            reasons.append(f"{log.name}: this is a log of the track {log.track}, not {track}")
-    targets = {record.target for record in filed}
-    targets |= {log.target for log in logs if "target_val_loss" in log.hyperparameters}
-    for other in sorted(targets - {target}):
-        reasons.append(f"the target is {other:g}, not {target:g}")
-    for side in (logs, before):
-        files = {log.path for log in side}
-        if len({file.stem for file in files}) < len(files):
-            reasons.append("two logs have the same file name; rename one")
-    return reasons
 
 
 # -----------------------------------------------------------------------------
@@ -134,9 +81,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--what", help="what changed, in Markdown (default: says how to see it)")
     day = datetime.date.fromisoformat
     add("--date", type=day, default=datetime.date.today(), help="YYYY-MM-DD (default: today)")
-    add("--target", type=positive, help="the target loss, for logs that don't name it")
     add("--regenerate", action="store_true", help="only write the pages and plots again")
-    add("--records_dir", type=Path, default=RECORDS, metavar="DIR", help="default: records/")
     args = parser.parse_args(argv)
     named = args.track and folder_name(args.name)
     if not args.regenerate and not (named and bool(args.logs) != args.make):
@@ -147,13 +92,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     if args.regenerate:
-        write_pages(args.records_dir)
+        write_pages(RECORDS)
         return 0
 
-    folder = args.records_dir / args.track / f"{args.date}_{folder_name(args.name)}"
+    folder = RECORDS / args.track / f"{args.date}_{folder_name(args.name)}"
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another name")
-    filed = read_records(args.records_dir).get(args.track, [])
+    filed = read_records(RECORDS).get(args.track, [])
     if args.make:
         source = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:8]
         made = ROOT / "logs" / "records" / f"{folder_name(args.name)}_{source}"
@@ -162,13 +107,9 @@ def main(argv: list[str]) -> int:
     logs = read_logs(args.logs)
     prior = record_to_beat(filed, logs[0].hardware)
     before = read_logs(args.against)
-    verdict = judge_runs(logs, args.target, before or (prior.logs if prior else []))
-    reasons = verdict.reasons + reasons_to_refuse(logs, before, args.track, verdict.target, filed)
-    if before and (prior is None or any(log.sources != prior.logs[0].sources for log in before)):
-        name = prior.folder.name if prior else "none on this hardware"
-        reasons.append(f"the runs of --against have other sources than the record to beat: {name}")
-    elif before:
-        reasons += per_run(before, lambda log: difference(prior.logs[0], log, MACHINE))
+    record = prior.logs if prior else []
+    verdict = judge_runs(logs, prior=before or record)
+    reasons = verdict.reasons + new_record_reasons(logs, before, args.track, record)
     print_table(logs)
     print()
     print_summary(verdict)
@@ -185,11 +126,10 @@ def main(argv: list[str]) -> int:
     facts = {
         "name": args.name,
         "what": args.what or what,
-        "target": verdict.target,
         "against": prior.folder.name if prior else "",
     }
     file_record(logs, before, folder, facts)
-    write_pages(args.records_dir)
+    write_pages(RECORDS)
     print(f"\nfiled under {folder}")
     return 0
 

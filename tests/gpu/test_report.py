@@ -1,7 +1,6 @@
 """Tests of gpu/gpu_report.py without a GPU: its stages, its page and its verdicts."""
 
 import fcntl
-import json
 import re
 from types import SimpleNamespace
 
@@ -46,19 +45,14 @@ def fake_checks(tmp_path, monkeypatch):
     return tmp_path
 
 
-def status_of_stages(folder):
-    stages = json.loads((folder / "gpu_report.json").read_text())["stages"]
-    return {name: result["status"] for name, result in stages.items()}
-
-
 def test_a_stage_that_fails_is_reported_and_the_others_go_on(fake_checks):
     out = fake_checks / "out"
     gpu_report.make_report(out, FAKE_STAGES[1:], 0.3)  # a stage ends after 6 s, with its processes
     with open(fake_checks / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    done = dict.fromkeys(FAKE_STAGES, "done")
-    assert status_of_stages(out) == done | {"attention": "failed", "muon": "timed out"}
     text = (out / "gpu_report.md").read_text()
+    done = dict.fromkeys(FAKE_STAGES, "done") | {"attention": "failed", "muon": "timed out"}
+    assert re.findall(r"^\| (\w+) \| (done|failed|timed out) \|", text, re.M) == list(done.items())
     assert text.startswith("# a GPU, PyTorch 2.11\n\nMeasured on 2026-11-28 with")
     assert "error: a kernel failed in ./gpu/report_stages.py" in text
     assert str(fake_checks) not in text

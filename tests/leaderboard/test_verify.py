@@ -48,8 +48,9 @@ def test_times_of_runs_that_took_turns(tmp_path, n):
     rng = np.random.default_rng(n)
     ours = np.round(rng.normal(99_700, 200, n))
     prior = np.round(rng.normal(100_000, 400, n))
-    a = make_runs(tmp_path / "a", [1.48] * n, ours, turn=0)
-    b = make_runs(tmp_path / "b", [1.48] * n, prior, turn=1)
+    losses = [1.48 + seed / 1000 for seed in range(n)]  # two runs may take the same time
+    a = make_runs(tmp_path / "a", losses, ours, turn=0)
+    b = make_runs(tmp_path / "b", losses, prior, turn=1)
     c = judged(a, against=b).comparison
     assert c.p_value == pytest.approx(
         stats.ttest_rel(np.log(ours), np.log(prior), alternative="less").pvalue
@@ -167,11 +168,11 @@ def test_other_rules(tmp_path):
     for number, reason in [
         ("10485760", ""),
         ("20 * 524_288", ""),
-        ("int(n)", "field: the log doesn't say how many tokens the validation has"),
-        ("4096", "field: validated on 4,096 tokens instead of 10,485,760"),
+        ("int(n)", "field: val_tokens None, but the track fineweb needs 10485760"),
+        ("4096", "field: val_tokens 4096, but the track fineweb needs 10485760"),
     ]:
         field.write_text(text.replace("10485760", number))
-        assert [r for r in judged(field).reasons if "validat" in r] == [reason] * bool(reason)
+        assert [r for r in judged(field).reasons if "val_tokens" in r] == [reason] * bool(reason)
 
 
 def test_mini_is_the_whole_model(tmp_path):
@@ -257,7 +258,7 @@ torch._dynamo.config.compiled_autograd = True
 "torch._inductor.config.x = 1"
 @torch.compile
 def f():
-    "TORCHINDUCTOR_MAX_AUTOTUNE makes it faster."
+    "See TORCHINDUCTOR_MAX_AUTOTUNE."
 @torch.compile(dynamic=False)
 @torch.compiler.disable
 def g(): pass

@@ -2,15 +2,10 @@
 Schedules over all 1,601 steps of the official run. test_2026_model.py has the rotary frequencies.
 """
 
-from dataclasses import replace
-
 import pytest
-import torch
 
 from recipes.january2026 import (
-    GPT,
     TRACKS,
-    build_optimizers,
     get_loss_weights,
     get_lr,
     get_muon_momentum,
@@ -18,7 +13,6 @@ from recipes.january2026 import (
     get_window_blocks,
     is_tied,
     scheduled_iterations,
-    set_schedules,
 )
 from tests.recipes import reference
 
@@ -52,21 +46,3 @@ def test_rates():
         assert get_loss_weights(step, hp) == pytest.approx(want, abs=1e-12), step
     tied = [is_tied(step, hp) for step in STEPS]
     assert tied == [step <= 1041 for step in STEPS]
-
-
-def test_set_schedules():
-    """What reaches the model and the optimizers, in the order of the run and at once.
-    test_training_loss_and_gradients compares the values."""
-    hp = replace(TRACKS["mini"], num_iterations=80)
-    model = GPT(hp)
-    adam, muon = optimizers = build_optimizers(model, hp)
-    for step in range(80):
-        set_schedules(model, optimizers, step, hp)
-        for group in adam.param_groups + muon.param_groups:
-            assert group["lr"] == group["initial_lr"] * get_lr(step, hp)
-        assert {group["momentum"] for group in muon.param_groups} == {get_muon_momentum(step, hp)}
-        if step in (0, 25, 26, 52, 78, 79):
-            fresh = GPT(hp)
-            fresh.set_step(step)
-            for (name, a), b in zip(model.named_buffers(), fresh.buffers()):
-                assert torch.equal(a, b), (step, name)

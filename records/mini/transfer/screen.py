@@ -60,7 +60,7 @@ def settings(size):
     lr = size.pop("lr", 1)
     hp = replace(T.MINI, **size)
     rates = {name: lr * getattr(hp, name) for name in ("head_lr", "embed_lr", "scalar_lr", "muon_lr")}
-    warmup = max(1, round(hp.num_iterations * 100 / 325))
+    warmup = max(1, round(hp.num_iterations * 111 / 360))
     return replace(hp, muon_momentum_warmup=warmup, **rates)
 
 
