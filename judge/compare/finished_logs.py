@@ -108,6 +108,6 @@ def compare_logs(args: argparse.Namespace, settings: Settings) -> int:
     if args.json:
         target = target_of(args.target, base)
         summaries = {side: asdict(summary_of(logs, target)) for side, logs in sides.items()}
-        more = {"metric": base[0].metric, "target": target, "sides": summaries}
+        more = {"metric": base[0].metric, "target": target, "summaries": summaries}
         write_file(args.json, answer_as_json([effect], sides, **more))
     return int(args.gate and effect.verdict != "helps")

@@ -319,7 +319,7 @@ def test_finished_logs(logs):
     test = stats.ttest_rel(np.log(times), np.log(base_times))  # the runs took turns
     assert bounds(effect["step_time"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
     p = stats.ttest_1samp(idea, 3.28, alternative="less").pvalue
-    assert found["sides"]["idea"]["p_value"] == pytest.approx(p)
+    assert found["summaries"]["idea"]["p_value"] == pytest.approx(p)
     assert words.startswith("runs mean loss sd p (below 3.28) time base 12 3.27")
     for said in [
         f" {p:.4f} {np.mean(times):.3f} s The",
