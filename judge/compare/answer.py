@@ -97,18 +97,18 @@ def answer_in_words(
     return lines + wrap(" ".join([test, *facts]))
 
 
-def warnings_in_words(sides: dict[str, list[Log]]) -> list[str]:
+def warnings_in_words(sides: dict[str, dict[str, float]]) -> list[str]:
     """About runs that are far from the others of their side, and about a side whose losses vary much less than
-    those of another one."""
+    those of another one. `sides` has losses by the names of the runs."""
     warnings = []
     sds = {}
-    for side, logs in sides.items():
+    for side, losses in sides.items():
         name = short(side, 30)
-        losses = end_losses(logs)
-        far = far_from_others(losses)
-        near = [loss for i, loss in enumerate(losses) if i not in far]
+        labels = list(losses)
+        far = [labels[i] for i in far_from_others(list(losses.values()))]
+        near = [loss for label, loss in losses.items() if label not in far]
         if far:
-            where = f"{', '.join(logs[i].name for i in far)} of {name} ended far from its other runs"
+            where = f"{', '.join(far)} of {name} ended far from its other runs"
             warnings.append(f"Warning: {where}; look at the logs, because failed runs can mislead.")
         if len(near) > 2:
             sds[name] = statistics.stdev(near)
@@ -144,7 +144,8 @@ def facts_in_words(sides: dict[str, list[Log]], slope: Slope | None) -> list[str
             if count != base_steps:
                 facts.append(f"{short(name, 30)} trains {count} steps, the base {base_steps}.")
     facts.append(judged_in_words(sides[base]))
-    return facts + warnings_in_words(sides)
+    losses = {name: {log.name: log.end.val_loss for log in logs} for name, logs in sides.items()}
+    return facts + warnings_in_words(losses)
 
 
 def machine_in_words(pool: Pool) -> str:
