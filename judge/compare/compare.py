@@ -170,11 +170,12 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         refuse(
             "--confirm compares the first base of the ledger with the working tree; leave out --base, --idea"
         )
-    if bool(args.base_logs) != bool(args.idea_logs):
-        refuse("finished runs need both --base_logs and --idea_logs")
-    if args.base_logs and (args.command or args.base or args.idea or common):
+    made = args.base_logs or args.idea_logs
+    both = args.base_logs and args.idea_logs
+    if made and (not both or args.command or args.base or args.idea or common):
         refuse(
-            "finished runs train nothing; leave out --command, --base, --idea and options of the script"
+            "finished runs need --base_logs and --idea_logs, and train nothing; leave out --command, --base, --idea "
+            "and options of the script"
         )
     return args, common
 

@@ -254,7 +254,7 @@ BAD = [
     ),
     (["--base", "theirs/data/tokens"], "git knows no file in"),
     (["--base_logs", "a", "--idea_logs", "b"], "leave out --command, --base, --idea"),
-    (["--base_logs", "a"], "finished runs need both --base_logs and --idea_logs"),
+    (["--base_logs", "a"], "finished runs need --base_logs and --idea_logs"),
     (
         ["--command", "x", "--base", "theirs", "--idea", "--lr 1"],
         "write {options} where --lr 1 must stand",
