@@ -4,7 +4,9 @@ import math
 import statistics
 from dataclasses import asdict
 
+from judge.logs.comparable import judged_in_words, steps_in_words
 from judge.logs.read import Log
+from judge.runs.make import Pool
 from judge.stats.decide import (
     P_WORTHLESS,
     Effect,
@@ -14,7 +16,7 @@ from judge.stats.decide import (
     p_if_looked,
 )
 from judge.stats.summary import Summary, summarize
-from judge.text import p_text, short, table, wrap
+from judge.text import as_json, p_text, plural, short, table, wrap
 
 NO_INTERVAL = "no interval yet"
 NO_SEED = "With --no_seed, all runs may start from the same weights, and the answer may be about these."
@@ -38,19 +40,15 @@ def verdict_in_words(effect: Effect, until: float | None) -> str:
     return f"{name}: undecided."
 
 
-def time_in_words(effect: Effect) -> list[str]:
-    """A sentence about the time to the same loss, or about the steps; none if neither is known."""
-    time, steps = effect.time, effect.steps
-    if time is not None:
-        more = "less" if time.value < 0 else "more"
-        change = percent(time.value).lstrip("+-")
-        return [f"The same loss takes {change} {more} time ({interval_in_words(time)})."]
-    if steps is None or effect.verdict == "not worth it":
+def change_in_words(effect: Effect) -> list[str]:
+    """A sentence about the time to the same loss, or else about the steps; none if neither is known."""
+    change, words = effect.time, ("less time", "more time")
+    if change is None:
+        change, words = effect.steps, ("fewer steps", "more steps")
+    if change is None or effect.verdict in ("not worth it", "undecided"):
         return []
-    if effect.verdict == "undecided":
-        return [f"It changes the steps by {interval_in_words(steps)}."] if steps.high < math.inf else []
-    more = "fewer" if steps.value < 0 else "more"
-    return [f"It needs {percent(steps.value).lstrip('+-')} {more} steps for the same loss."]
+    size = percent(change.value).lstrip("+-")
+    return [f"The same loss takes {size} {words[change.value > 0]}."]
 
 
 def percent(log_ratio: float) -> str:
@@ -75,7 +73,11 @@ def number_lines(effect: Effect) -> list[str]:
         name = "loss at equal steps" if effect.own_steps == 1 else "last loss"
         interval = losses_in_words(effect.difference)
         rows.append((name, f"{effect.difference.value:+.4f}", interval))
-    for name, change in [("steps to the same loss", steps), ("time of a step", effect.step_time)]:
+    for name, change in [
+        ("steps to the same loss", steps),
+        ("time to the same loss", effect.time),
+        ("time of a step", effect.step_time),
+    ]:
         if change is not None:
             rows.append((name, percent(change.value), interval_in_words(change)))
     return [f"  {name:<22} {value:>8}   ({interval})" for name, value, interval in rows]
@@ -88,28 +90,11 @@ def answer_in_words(
     intervals hold for; `facts` are sentences about the runs."""
     lines = []
     for effect in effects:
-        lines += wrap(" ".join([verdict_in_words(effect, until), *time_in_words(effect)]))
+        lines += wrap(" ".join([verdict_in_words(effect, until), *change_in_words(effect)]))
         lines += number_lines(effect)
     if all(effect.verdict == "identical" and effect.time is None for effect in effects):
         return lines
-    sentences = [test]
-    if any(effect.steps is not None for effect in effects):
-        timed = any(effect.time is not None for effect in effects)
-        steps = "Steps and time" if timed else "Steps"
-        sentences.append(
-            f"{steps} are those to reach the base's loss, computed from the difference in loss."
-        )
-    return lines + wrap(" ".join([*sentences, *facts]))
-
-
-def other_steps(name: str, steps: int | None, base_steps: int, has_slope: bool) -> list[str]:
-    """What to know if the idea trains another number of steps than the base."""
-    if steps in (None, base_steps):
-        return []
-    sentence = f"{short(name, 30)} trains {steps} steps, the base {base_steps}"
-    if not has_slope:
-        return [f"{sentence}; without --loss_per_100_steps, only their last losses are compared."]
-    return [f"{sentence}."]
+    return lines + wrap(" ".join([test, *facts]))
 
 
 def warnings_in_words(sides: dict[str, dict[str, float]]) -> list[str]:
@@ -136,10 +121,43 @@ def warnings_in_words(sides: dict[str, dict[str, float]]) -> list[str]:
 
 def slope_in_words(slope: Slope | None) -> str:
     if slope is None:
-        return "Steps are unknown: they take more runs of the base with fewer and with more steps."
+        return (
+            "Steps are unknown: they take --loss_per_100_steps, or runs of the base with fewer and with more steps "
+            "(see --steps_option)."
+        )
     one_percent = abs(slope.value) * -math.log1p(-0.01)
-    words = f"If the base trains 1% fewer steps, its loss rises by {one_percent:.5f}"
-    return f"{words} ({f'standard error {slope.error:.0%}' if slope.n else 'as given'})."
+    words = f"if the base trains 1% fewer steps, its loss rises by {one_percent:.5f}"
+    error = f"standard error {slope.error:.0%}" if slope.n else "as given"
+    return f"Steps are computed from the loss: {words} ({error})."
+
+
+def facts_in_words(sides: dict[str, list[Log]], slope: Slope | None) -> list[str]:
+    """Sentences about the runs of the base, which is the first side, and of the ideas."""
+    steps = {name: logs[0].end.step for name, logs in sides.items()}
+    (base, base_steps), *others = steps.items()
+    facts = steps_in_words(sides)
+    if not facts and base_steps == 1:
+        facts = ["Steps are unknown: the logs have none."]
+    elif not facts:
+        facts = [slope_in_words(slope)]
+        for name, count in others:
+            if count != base_steps:
+                facts.append(f"{short(name, 30)} trains {count} steps, the base {base_steps}.")
+    facts.append(judged_in_words(sides[base]))
+    losses = {name: {log.name: log.end.val_loss for log in logs} for name, logs in sides.items()}
+    return facts + warnings_in_words(losses)
+
+
+def machine_in_words(pool: Pool) -> str:
+    """Where the runs were made."""
+    words = [" and ".join(sorted(pool.places)) or pool.facts["machine"]]
+    if pool.facts["threads"]:
+        words.append(f"{plural(pool.facts['threads'], 'thread')} per run")
+    if "torch" in pool.facts:
+        words.append(f"PyTorch {pool.facts['torch']}")
+    again = sum(map(len, pool.lost.values()))
+    more = f" {plural(again, 'run')} were lost and made again." if again else ""
+    return f"{', '.join(words)}.{more}"
 
 
 # -----------------------------------------------------------------------------
@@ -157,17 +175,9 @@ def end_times(logs: list[Log]) -> list[float]:
     return times if all(0 < time < math.inf for time in times) else []
 
 
-def end_as_json(log: Log) -> dict:
-    return {"path": f"{log.path}{log.number}", **asdict(log.end)}
-
-
 def step_time(log: Log) -> float:
     """In ms; nan if the log has no times."""
     return log.end.train_time_ms / max(1, log.end.step)
-
-
-def count_sources(logs: list[Log]) -> int:
-    return len({tuple(log.sources) for log in logs})
 
 
 def summary_of(logs: list[Log], target: float | None) -> Summary:
@@ -198,3 +208,15 @@ def target_table(sides: dict[str, list[Log]], given: float | None, looks: bool) 
     if not (given or target is None or "target_val_loss" in base[0].hyperparameters):
         lines.append(f"The target {target:g} is assumed; --target changes it.")
     return lines
+
+
+# -----------------------------------------------------------------------------
+# JSON
+
+
+def answer_as_json(effects: list[Effect], sides: dict[str, list[Log]], **more) -> bytes:
+    """`more` is what else there is to say."""
+    runs = {}
+    for name, logs in sides.items():
+        runs[name] = [{"path": f"{log.path}{log.number}", **asdict(log.end)} for log in logs]
+    return as_json({"ideas": list(map(asdict, effects)), "runs": runs, **more})

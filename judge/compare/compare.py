@@ -55,7 +55,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from judge.logs.comparable import judged_in_words, steps_in_words
 from judge.compare.finished_logs import compare_logs
 from judge.compare.ledger import (
     Row,
@@ -77,7 +76,7 @@ from judge.compare.pairs import (
     wanted_runs,
 )
 from judge.settings import TEXTS, Settings, add_run_options, read_settings
-from judge.runs.make import Pool, locked_folder, make_runs, open_pool, show_line, why_again
+from judge.runs.make import locked_folder, make_runs, open_pool, show_line, why_again
 from judge.runs.variants import (
     Variant,
     check_settings,
@@ -91,13 +90,14 @@ from judge.runs.variants import (
 from judge.compare.step_times import add_all_times
 from judge.compare.answer import (
     NO_SEED,
+    answer_as_json,
     answer_in_words,
-    end_as_json,
-    other_steps,
-    slope_in_words,
+    end_losses,
+    facts_in_words,
+    machine_in_words,
     target_table,
-    warnings_in_words,
 )
+from judge.logs.read import Log
 from judge.stats.decide import SLOPE_FACTOR, Effect, rounding
 from judge.commands import (
     UserError,
@@ -111,7 +111,7 @@ from judge.commands import (
     whole_number,
 )
 from judge.files import write_file
-from judge.text import as_json, p_text, plural, short, wrap
+from judge.text import p_text, short, wrap
 
 TOO_EARLY = "too early for an answer; it takes 2 pairs, or --runs N."
 
@@ -170,11 +170,12 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         refuse(
             "--confirm compares the first base of the ledger with the working tree; leave out --base, --idea"
         )
-    if bool(args.base_logs) != bool(args.idea_logs):
-        refuse("finished runs need both --base_logs and --idea_logs")
-    if args.base_logs and (args.command or args.base or args.idea or common):
+    made = args.base_logs or args.idea_logs
+    both = args.base_logs and args.idea_logs
+    if made and (not both or args.command or args.base or args.idea or common):
         refuse(
-            "finished runs train nothing; leave out --command, --base, --idea and options of the script"
+            "finished runs need --base_logs and --idea_logs, and train nothing; leave out --command, --base, --idea "
+            "and options of the script"
         )
     return args, common
 
@@ -279,66 +280,36 @@ def test_in_words(c: Comparison, effects: list[Effect]) -> str:
     return f"{effect.n} pairs of runs, {test}. {bounds}."
 
 
-def facts_in_words(c: Comparison, ledger: list[Row]) -> list[str]:
+def more_facts(c: Comparison, ledger: list[Row]) -> list[str]:
     """Sentences for the end of the answer."""
-    slope = c.slope()
-    sentences = [slope_in_words(slope)]
-    if clock := steps_in_words({v.name: list(v.runs.values()) for v in [c.base, *c.ideas]}):
-        sentences = clock
-    elif c.steps(c.base) == 1:
-        sentences = ["Steps are unknown: the logs have none."]
-    elif c.fewer is None and slope is None:
-        sentences = [
-            f"Steps are unknown: give --loss_per_100_steps, or {c.pool.settings.steps_option} N {{options}} in "
-            "the command."
-        ]
-    sentences.append(judged_in_words(list(c.base.runs.values())))
+    sentences = []
     if c.base.name != "worktree":
         sentences.append(f"The base is {short(c.base.name, 30)}.")
-    sides = {}
-    for variant in [c.base, *c.ideas]:
-        runs = sorted(variant.runs.items())
-        sides[variant.name] = {f"seed {seed}": log.end.val_loss for seed, log in runs}
-    sentences += warnings_in_words(sides)
-    for idea in c.ideas:
-        sentences += other_steps(idea.name, c.steps(idea), c.steps(c.base), slope is not None)
-        timed = len(idea.timed)
-        if 0 < timed < c.count(idea):
-            sentences.append(f"Only {timed} pairs of {idea.name} took turns, and were timed.")
     if any(log.uncompiled for variant in c.variants for log in variant.runs.values()):
         sentences.append("The runs were not compiled (their logs say why).")
-    sentences += [*c.notes, *loop_in_words(ledger)]
-    return [*sentences, machine_in_words(c.pool)]
+    return [*sentences, *c.notes, *loop_in_words(ledger), machine_in_words(c.pool)]
 
 
-def machine_in_words(pool: Pool) -> str:
-    """Where the runs were made."""
-    words = [" and ".join(sorted(pool.places)) or pool.facts["machine"]]
-    if pool.facts["threads"]:
-        words.append(f"{plural(pool.facts['threads'], 'thread')} per run")
-    if "torch" in pool.facts:
-        words.append(f"PyTorch {pool.facts['torch']}")
-    again = sum(map(len, pool.lost.values()))
-    more = f" {plural(again, 'run')} were lost and made again." if again else ""
-    return f"{', '.join(words)}.{more}"
+def runs_of(variants: list[Variant]) -> dict[str, list[Log]]:
+    """By name, in the order of their seeds; without variants that have none."""
+    sides = {}
+    for variant in variants:
+        if variant.runs:
+            sides[variant.name] = [variant.runs[seed] for seed in sorted(variant.runs)]
+    return sides
 
 
 def comparison_as_json(c: Comparison) -> bytes:
-    runs = {}
-    for variant in c.variants:
-        logs = sorted(variant.runs.items())
-        runs[variant.name] = [{"seed": seed, **end_as_json(log)} for seed, log in logs]
     slope = c.slope()
-    found = {
-        "until": c.until,
-        "base": c.base.name,
-        "slope": slope and asdict(slope),
-        "ideas": [asdict(effect) for effect in c.effects()],
-        "facts": c.pool.facts,
-        "runs_made": c.pool.made,
-        "runs": runs,
-    }
-    return as_json(found)
+    return answer_as_json(
+        c.effects(),
+        runs_of(c.variants),
+        until=c.until,
+        base=c.base.name,
+        slope=slope and asdict(slope),
+        facts=c.pool.facts,
+        runs_made=c.pool.made,
+    )
 
 
 def answer_lines(c: Comparison, args: argparse.Namespace, ledger: list[Row]) -> list[str]:
@@ -349,15 +320,16 @@ def answer_lines(c: Comparison, args: argparse.Namespace, ledger: list[Row]) -> 
     if not effects:
         return [TOO_EARLY.capitalize(), *c.notes]
     lines = [line for text in c.warnings for line in wrap(text)]
-    losses = [log.end.val_loss for v in [c.base, *c.ideas] for log in v.runs.values()]
+    sides = runs_of([c.base, *c.ideas])
+    losses = [loss for logs in sides.values() for loss in end_losses(logs)]
     if rounding(losses) >= 0.01 and "identical" in [effect.verdict for effect in effects]:
         lines += wrap("Warning: the logs show two decimals or fewer, so small differences don't show.")
-    lines += answer_in_words(effects, c.until, test_in_words(c, effects), facts_in_words(c, ledger))
+    facts = facts_in_words(sides, c.slope()) + more_facts(c, ledger)
+    lines += answer_in_words(effects, c.until, test_in_words(c, effects), facts)
     for idea in c.ideas:
         if c.effect(idea) is None:
             lines.append(f"{short(idea.name, 20)}: {TOO_EARLY}")
     if args.target:
-        sides = {v.name: list(v.runs.values()) for v in [c.base, *c.ideas] if v.runs}
         lines += ["", *target_table(sides, args.target, looks=not c.runs)]
     return lines
 
@@ -365,8 +337,6 @@ def answer_lines(c: Comparison, args: argparse.Namespace, ledger: list[Row]) -> 
 def main(argv: list[str]) -> int:
     args, common = read_arguments(argv)
     settings = read_settings(args, start_of(sources(args)), needs_command=not args.base_logs)
-    args.metric = settings.name_of_metric
-    args.no_seed = settings.no_seed
     if args.target and settings.higher_is_better:
         args.target = -args.target
     if args.base_logs:
@@ -376,7 +346,8 @@ def main(argv: list[str]) -> int:
         c = set_up(args, common, settings, lock)
         try:
             make_all_runs(c, args.gate)
-            add_all_times(c, args)
+            if not (args.no_times or args.gate):
+                add_all_times(c, args.times)
         except KeyboardInterrupt:
             status = 130
             c.notes.append("Interrupted; run the same command again to continue.")

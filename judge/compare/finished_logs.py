@@ -9,19 +9,17 @@ import argparse
 import math
 from dataclasses import asdict
 
-from judge.logs.comparable import MACHINE, check_sides, judged_in_words, steps_in_words
+from judge.logs.comparable import MACHINE, check_sides, steps_in_words
 from judge.compare.answer import (
     NO_SEED,
+    answer_as_json,
     answer_in_words,
-    count_sources,
-    end_as_json,
     end_losses,
     end_times,
-    other_steps,
+    facts_in_words,
     summary_of,
     target_of,
     target_table,
-    warnings_in_words,
 )
 from judge.logs.read import Log, read_logs
 from judge.stats.decide import add_times, given_slope, look_once
@@ -29,7 +27,7 @@ from judge.logs.taking_turns import log_ratios, turns
 from judge.commands import UserError
 from judge.files import write_file
 from judge.settings import Settings
-from judge.text import as_json, wrap
+from judge.text import wrap
 
 OTHER_SESSION = (
     "Their times can't be compared, because they didn't take turns: the same script is up to 2% slower in another "
@@ -38,16 +36,20 @@ OTHER_SESSION = (
 ONE_LOOK = "These numbers hold for one look at a number of runs that was chosen beforehand."
 
 
-def read_sides(args: argparse.Namespace, stops_early: bool) -> dict[str, list[Log]]:
+def read_sides(args: argparse.Namespace, settings: Settings) -> dict[str, list[Log]]:
     """The runs of the base, and of the idea. Raises UserError if they can't be compared."""
     sides = {
-        "base": read_logs(args.base_logs, args.metric),
-        "idea": read_logs(args.idea_logs, args.metric),
+        "base": read_logs(args.base_logs, settings.name_of_metric),
+        "idea": read_logs(args.idea_logs, settings.name_of_metric),
     }
     for side, logs in sides.items():
         if len(logs) < 2:
             raise UserError(f"the {side} has one run; give two or more")
-    given = {"target_val_loss": args.target, "stops early": stops_early, "seed": args.no_seed}
+    given = {
+        "target_val_loss": args.target,
+        "stops early": settings.stops_early,
+        "seed": settings.no_seed,
+    }
     check_sides(list(sides.values()), MACHINE.union(name for name in given if given[name]))
     for side, logs in sides.items():
         if len(set(end_losses(logs))) < 2:
@@ -67,17 +69,12 @@ def machines(logs: list[Log]) -> tuple[bool, str]:
     return True, f"All runs were on {where}."
 
 
-def facts_in_words(sides: dict[str, list[Log]], has_slope: bool) -> list[str]:
-    base, idea = sides.values()
-    facts = [judged_in_words([*base, *idea])]
-    for side, logs in sides.items():
-        count = count_sources(logs)
-        if count > 1:
-            facts.append(f"The logs of the {side} have {count} different sources.")
-    losses = {side: {log.name: log.end.val_loss for log in logs} for side, logs in sides.items()}
-    facts += warnings_in_words(losses)
-    clock = steps_in_words(sides)
-    return facts + (clock or other_steps("The idea", idea[0].end.step, base[0].end.step, has_slope))
+def sources_in_words(sides: dict[str, list[Log]]) -> list[str]:
+    """None if the runs of each side have the same sources."""
+    counts = {side: len({tuple(log.sources) for log in logs}) for side, logs in sides.items()}
+    return [
+        f"The logs of the {side} have {n} different sources." for side, n in counts.items() if n > 1
+    ]
 
 
 def compare_logs(args: argparse.Namespace, settings: Settings) -> int:
@@ -85,7 +82,7 @@ def compare_logs(args: argparse.Namespace, settings: Settings) -> int:
 
     Raises UserError.
     """
-    sides = read_sides(args, settings.stops_early)
+    sides = read_sides(args, settings)
     base, idea = sides.values()
     timed, where = machines([*base, *idea])
     clock = steps_in_words(sides)
@@ -104,15 +101,13 @@ def compare_logs(args: argparse.Namespace, settings: Settings) -> int:
         print(effect.verdict)
     else:
         lines = target_table(sides, args.target, looks=False)
-        facts = [*facts_in_words(sides, slope is not None), where, ONE_LOOK]
+        facts = [*facts_in_words(sides, slope), *sources_in_words(sides), where, ONE_LOOK]
         test = f"p = {effect.p:.2g} (Welch's t-test). In parentheses: 99% confidence intervals."
-        lines = [*wrap(NO_SEED if args.no_seed else ""), *lines]
+        lines = [*wrap(NO_SEED if settings.no_seed else ""), *lines]
         print("\n".join([*lines, "", *answer_in_words([effect], None, test, facts)]))
     if args.json:
         target = target_of(args.target, base)
-        found = {"effect": asdict(effect), "target": target, "metric": base[0].metric}
-        for side, logs in sides.items():
-            runs = list(map(end_as_json, logs))
-            found[side] = {**asdict(summary_of(logs, target)), "runs": runs}
-        write_file(args.json, as_json(found))
+        summaries = {side: asdict(summary_of(logs, target)) for side, logs in sides.items()}
+        more = {"metric": base[0].metric, "target": target, "summaries": summaries}
+        write_file(args.json, answer_as_json([effect], sides, **more))
     return int(args.gate and effect.verdict != "helps")

@@ -28,7 +28,6 @@ FIELDS = "date base commit idea text metric until verdict loss low high seed run
 FINDING = itemgetter(*FIELDS[1:-2])  # what a line says, whenever it was found out
 IDEA = itemgetter("base", "idea", "metric")  # one idea, also if it was judged again with more runs
 TEST = itemgetter("seed", "runs")  # of an idea: the first seed and --runs
-NEW = {"seed": "0", "runs": ""}  # what older ledgers lack
 
 
 def read_ledger(file: Path) -> list[Row]:
@@ -37,7 +36,7 @@ def read_ledger(file: Path) -> list[Row]:
     if not file.exists():
         return []
     text = without_windows(file.read_bytes()).decode("utf-8", "replace")  # of a spreadsheet
-    rows = [NEW | row for row in csv.DictReader(io.StringIO(text), delimiter="\t")]
+    rows = list(csv.DictReader(io.StringIO(text), delimiter="\t"))
     if any(row.keys() != set(FIELDS) or None in row.values() for row in rows):
         raise UserError(
             f"{file}: it isn't a ledger of compare, or it is damaged; give another --ledger"
@@ -68,7 +67,7 @@ def commit_of(variant: Variant, text: str) -> str:
 def seeds_of_other_tests(c: Comparison, args: argparse.Namespace, idea: Variant) -> list[int]:
     """The seeds of the tests of this idea that began with another seed, or had another --runs."""
     seeds = []
-    key = (c.base.key(), idea.key(), args.metric)
+    key = (c.base.key(), idea.key(), c.pool.settings.name_of_metric)
     for row in read_ledger(args.ledger):
         same = IDEA(row) == key and (row["text"] == CONFIRMATION) == args.confirm
         if same and TEST(row) != test_of(c):
@@ -95,7 +94,7 @@ def with_answers(c: Comparison, args: argparse.Namespace) -> list[Row]:
             commit_of(c.base, args.base or ""),
             idea.key(),
             CONFIRMATION if args.confirm else " ".join(text.split()),
-            args.metric,
+            c.pool.settings.name_of_metric,
             c.until,
             effect.verdict,
             *(f"{number:.5f}" for number in asdict(effect.difference).values()),

@@ -8,6 +8,7 @@ value step_val_loss, and `final val_loss:3.3 val_bpb:1.2` has final_val_loss and
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 # A number is whole if something is behind it, because a log may be cut anywhere, also by a progress bar
@@ -74,14 +75,19 @@ def is_called(words: list[str], metric: str) -> bool:
     return any(joined(words[-count:]) == metric for count in range(1, len(words) + 1))
 
 
+def values(text: str) -> Iterator[tuple[re.Match, str]]:
+    """The numbers of a line, each with what stands between it and the one before."""
+    end = 0
+    for value in VALUE.finditer(text):
+        yield value, TIME.split(text[end : value.start()])[-1]
+        end = value.end()
+
+
 def read_line(text: str, start: int, metric: str) -> Line:
     line = Line(start, text, None, None, [])
     first = None  # the words before the first value
-    end = 0
-    for value in VALUE.finditer(text):
-        before = TIME.split(text[end : value.start()])[-1]
+    for value, before in values(text):
         words = WORD.findall(before)
-        end = value.end()
         begins = STEP.fullmatch(before) if first is None else None
         if begins and value[1].isdecimal() and (begins[1] or value[2]):
             line.step = int(value[1])
@@ -102,10 +108,7 @@ def named_numbers(text: str) -> dict[str, list[str]]:
     """All numbers that have a name, by the name, in the order of the text."""
     found = {}
     for line in text.splitlines():
-        end = 0
-        for value in VALUE.finditer(f"{line} "):
-            before = line[end : value.start()]
-            end = value.end()
+        for value, before in values(f"{line} "):
             if NAMED.search(before) and not STEP.fullmatch(before):
                 found.setdefault(joined(WORD.findall(before)), []).append(value[1])
     return found

@@ -56,8 +56,7 @@ class Variant:
     edited: dict[str, str] = unknown(dict)  # see check_edit
     before: list[int] = unknown(list)  # seeds of its other tests
     new: set[int] = unknown(set)  # seeds of the runs of this session
-    log_ratios: list[float] = unknown(list)  # of step times; see add_all_times
-    timed: list[int] = unknown(list)  # seeds of pairs; see read_times
+    log_ratios: list[float] = unknown(list)  # of step times; see step_times.py
 
     def key(self) -> str:
         return hash_text(json.dumps(self.identity, sort_keys=True))

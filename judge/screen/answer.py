@@ -1,11 +1,9 @@
-"""The answer of screen.py: as a table, as JSON and as a plot."""
+"""The answer of screen.py: as a table, and as JSON."""
 
-import math
 from dataclasses import asdict
-from pathlib import Path
 
 from judge.logs.comparable import judged_in_words
-from judge.compare.answer import NO_SEED, losses_in_words
+from judge.compare.answer import NO_SEED, losses_in_words, machine_in_words
 from judge.screen.blocks import Screen
 from judge.screen.design import PartEffect
 from judge.text import as_json, plural, short, table, wrap
@@ -45,7 +43,7 @@ def facts_in_words(s: Screen) -> str:
             "Each bound of an interval is wrong at most 1 time in 100, for all parts together, however often you look.",
             f"Barnacle: we are 95% sure that the part changes the loss by less than {s.until:g}.",
             judged_in_words(list(s.variants[0].runs.values())),
-            f"{s.pool.facts['machine']}, PyTorch {s.pool.facts['torch']}.",
+            machine_in_words(s.pool),
         ]
     )
 
@@ -70,30 +68,3 @@ def effects_as_json(s: Screen) -> bytes:
         "losses": s.losses().tolist(),
     }
     return as_json(found)
-
-
-# -----------------------------------------------------------------------------
-# Plot
-
-
-def plot_effects(s: Screen, path: Path) -> None:
-    """Draws the loss without each part with its interval, the most needed one at the top. Raises
-    UserError."""
-    from judge.plot.style import plt, save_figure  # slow to import, and only needed here
-
-    effects = s.effects()
-    figure, ax = plt.subplots(figsize=(8, 1.6 + 0.35 * len(effects)))
-    for row, effect in enumerate(effects):
-        found = effect.without
-        error = found.high - found.value if found.high < math.inf else 0
-        ax.errorbar(found.value, row, xerr=error, fmt="o", color="tab:blue", linewidth=2)
-    ax.set_yticks(range(len(effects)), [f"{short(e.name, 40)}: {e.verdict}" for e in effects])
-    ax.set_ylim(len(effects) - 0.5, -0.5)
-    ax.axvline(0, color="0.35", linestyle="--", linewidth=1.2, zorder=1)
-    until = s.until
-    ax.axvspan(-until, until, color="0.9", zorder=0, label=f"less than {until:g}")
-    ax.set_xlabel("loss without the part, minus with it")
-    ax.legend(fontsize=9)
-    blocks = plural(len(s.losses()), "block")
-    ax.set_title(f"{blocks}; each bound is wrong at most 1 time in 100", fontsize=10)
-    save_figure(figure, path)

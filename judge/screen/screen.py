@@ -44,13 +44,12 @@ from judge.runs.variants import (
     start_of,
 )
 from judge.screen.blocks import Screen, wanted_blocks
-from judge.screen.answer import effects_as_json, effects_in_words, plot_effects
+from judge.screen.answer import effects_as_json, effects_in_words
 from judge.screen.parts import combine, given_part, read_parts
 from judge.commands import (
     UserError,
     command_parser,
     join_values,
-    output_file,
     positive,
     run_command,
     stop_on_signals,
@@ -78,7 +77,6 @@ def make_parser() -> argparse.ArgumentParser:
     until = "a part that changes the loss by less than this is a barnacle; default: 0.002"
     add("--until", type=positive, default=0.002, metavar="LOSS", help=until)
     add("--blocks", type=whole_number, default=sys.maxsize, metavar="N", help="stop after N blocks")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw the effects and their intervals")
     add_run_options(parser)
     return parser
 
@@ -203,8 +201,6 @@ def main(argv: list[str]) -> int:
         print("\n".join(effects_in_words(s)))
         if args.json:
             write_file(args.json, effects_as_json(s))
-        if args.plot:
-            plot_effects(s, args.plot)
     if status:
         print("Interrupted; run the same command again to continue.")
     return status

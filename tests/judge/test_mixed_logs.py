@@ -141,7 +141,7 @@ def answer() -> tuple:
     """What compare says: the losses, and the test's p-value."""
     assert call(*COMPARE, "--json", "o.json", "--target", "1.5").returncode == 0
     found = json.loads(Path("o.json").read_text())
-    return [run["val_loss"] for run in found["idea"]["runs"]], found["effect"]["p"]
+    return [run["val_loss"] for run in found["runs"]["idea"]], found["ideas"][0]["p"]
 
 
 def refuses(*words, name: str = "0") -> bool:

@@ -254,7 +254,7 @@ BAD = [
     ),
     (["--base", "theirs/data/tokens"], "git knows no file in"),
     (["--base_logs", "a", "--idea_logs", "b"], "leave out --command, --base, --idea"),
-    (["--base_logs", "a"], "finished runs need both --base_logs and --idea_logs"),
+    (["--base_logs", "a"], "finished runs need --base_logs and --idea_logs"),
     (
         ["--command", "x", "--base", "theirs", "--idea", "--lr 1"],
         "write {options} where --lr 1 must stand",
@@ -312,14 +312,14 @@ def test_finished_logs(logs):
     found, words = answer(*SIDES)
     base, base_times = logs["base"]
     idea, times = logs["idea"]
-    effect = found["effect"]
+    (effect,) = found["ideas"]
     test = stats.ttest_ind(idea, base, equal_var=False)
     assert effect["p"] == pytest.approx(test.pvalue)
     assert bounds(effect["difference"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
     test = stats.ttest_rel(np.log(times), np.log(base_times))  # the runs took turns
     assert bounds(effect["step_time"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
     p = stats.ttest_1samp(idea, 3.28, alternative="less").pvalue
-    assert found["idea"]["p_value"] == pytest.approx(p)
+    assert found["summaries"]["idea"]["p_value"] == pytest.approx(p)
     assert words.startswith("runs mean loss sd p (below 3.28) time base 12 3.27")
     for said in [
         f" {p:.4f} {np.mean(times):.3f} s The",
@@ -335,7 +335,7 @@ def test_finished_logs_of_fewer_steps(logs):
     write_logs("fewer", *logs["idea"], steps=90, minutes=range(1, 60, 2))
     arguments = ["--base_logs", "base", "--idea_logs"]
     found, words = answer(*arguments, "fewer", "--loss_per_100_steps", "0.1")
-    assert "The idea trains 90 steps, the base 100." in words
+    assert "idea trains 90 steps, the base 100." in words
     equal = np.array(logs["idea"][0]) + 0.1 * np.log(0.9)
     saved = -np.expm1((np.mean(equal) - np.mean(logs["base"][0])) / 0.1)
     assert f"steps to the same loss {-saved:+.1%} (" in words
@@ -343,7 +343,7 @@ def test_finished_logs_of_fewer_steps(logs):
     assert f"time of a step {ratio * 100 / 90 - 1:+.1%}" in words
     found, words = answer(*arguments, "fewer")
     assert "idea: undecided." in words
-    assert "without --loss_per_100_steps, only their last losses are compared." in words
+    assert "Steps are unknown: they take --loss_per_100_steps" in words and "last loss" in words
     write_logs("later", *logs["idea"], minutes=range(31, 60))
     found, words = answer(*arguments, "later")
     assert "Their times can't be compared, because they didn't take turns" in words
@@ -364,7 +364,7 @@ def test_finished_logs_that_cannot_be_compared(logs):
         for i in "123":
             Path(side, f"{i}.log").write_text(f"{side}\nbpb: 0.{i}\n")
     sides = ["--base_logs", "no", "--idea_logs", "steps", "--metric", "bpb"]
-    assert "steps" not in answer(*sides, "--loss_per_100_steps", "1")[1].replace("equal steps", "")
+    assert "Steps are unknown: the logs have none." in answer(*sides, "--loss_per_100_steps", "1")[1]
 
 
 def write_sides(base: str, idea: str, more: str = "") -> list[str]:

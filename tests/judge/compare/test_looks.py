@@ -9,8 +9,9 @@ import pytest
 
 from judge.compare import compare, ledger
 from judge.compare.pairs import Comparison
+from judge.settings import Settings
 
-POOL = SimpleNamespace(minutes=lambda: 0.0, fixed_time=False)
+POOL = SimpleNamespace(minutes=lambda: 0.0, fixed_time=False, settings=Settings())
 USERS = 1000
 # What they try until the idea helps: first seed, and --runs (0: as many as it takes, at most 20)
 HABITS = {
@@ -42,7 +43,6 @@ def make_variant(rng: np.random.Generator, name: str) -> Variant:
 def arguments(seed: int, runs: int):
     words = ["--command", "x {seed}", "--seed", str(seed), "--ledger", "l.tsv"]
     args, _ = compare.read_arguments(words + ["--runs", str(runs)] * (runs > 0))
-    args.metric = ""
     return args
 
 
@@ -79,13 +79,13 @@ def test_users_who_stop_at_helps(tmp_path, monkeypatch, habit):
     assert wrong <= 0.01 * USERS
 
 
-OLD = "date base commit idea text metric until verdict loss low high pairs last_seed minutes"
-ROW = "2026-11-28 b c{} i --lr=1 m 0.02 undecided 0.1 -1 1 3 2 0.0"
+HEADER = " ".join(ledger.FIELDS)
+ROW = "2026-11-28 b c{} i --lr=1 m 0.02 undecided 0.1 -1 1 0 5 3 2 0.0"
 
 
 def test_a_merged_ledger(tmp_path):
-    """git puts the lines of two ledgers below each other, with both headers. Older ones have fewer columns."""
-    lines = [OLD, ROW.format(1), ROW.format(2), OLD, ROW.format(2), ROW.format(3)]
+    """git puts the lines of two ledgers below each other, with both headers."""
+    lines = [HEADER, ROW.format(1), ROW.format(2), HEADER, ROW.format(2), ROW.format(3)]
     file = tmp_path / "l.tsv"
     file.write_text("\n".join(line.replace(" ", "\t") for line in lines))
     rows = ledger.read_ledger(file)
