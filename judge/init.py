@@ -33,21 +33,11 @@ from judge.commands import (
 from judge.logs.lines import joined, named_numbers, plain
 from judge.logs.read import parse_log
 from judge.settings import KEYS, TEXTS, Settings, add_settings, read_settings
-from judge.runs.make import (
-    Pool,
-    Worker,
-    end_worker,
-    fail,
-    files_of_logs,
-    last_lines,
-    locked_folder,
-    open_pool,
-    opened,
-    show_line,
-    start_worker,
-)
+from judge.runs.kept import opened
+from judge.runs.make import Pool, end_worker, files_of_logs, locked_folder, open_pool, start_worker
+from judge.runs.start import Worker, fail, last_lines
 from judge.runs.variants import Variant, check_options, first_variant, read_variant
-from judge.text import plural, short, wrap
+from judge.text import plural, short, show_line, wrap
 
 MEASURES = re.compile(r"loss|bpb|acc|ppl|perplexity|error|score|reward|mse|auc|f1(?![a-z0-9])")
 HELD_OUT = re.compile(r"val|test|eval|dev")
@@ -101,8 +91,7 @@ def read_trial(pool: Pool, worker: Worker, seconds: float) -> Trial:
 
 def make_trial(pool: Pool, variant, seed: int, limit: float) -> Trial:
     """Raises UserError."""
-    start_worker(pool, variant, [seed])
-    worker = pool.workers[-1]
+    worker = start_worker(pool, variant, [seed])
     began = time.monotonic()
     show_line(f"a run with seed {seed}, for at most {limit:.0f} s")
     try:
@@ -188,10 +177,10 @@ def main(argv: list[str]) -> int:
     args, common = make_parser().parse_known_args(join_values(argv, TEXTS))
     settings = read_settings(args, Path.cwd())
     check_options(settings.command, common)
-    with locked_folder(settings) as lock:
+    with locked_folder(settings):
         first = first_variant([], replace(settings, no_seed=True))  # a missing seed is reported below
         base = read_variant(".", first, common)
-        pool = open_pool([base], lock, settings, math.inf)
+        pool = open_pool([base], settings, math.inf)
         trials = [make_trial(pool, base, seed, args.seconds) for seed in (1, 2)]
     metric, others = choose_metric(settings.metric, list(trials[0].numbers))
     print("\n".join(report(base, metric, others, trials, len(pool.slots))))

@@ -194,6 +194,11 @@ def run_environment(root: Path | None = None) -> dict[str, str]:
     return {"PATH": os.defpath} | variables
 
 
+def without_job(environment: dict[str, str]) -> dict[str, str]:
+    """The variables that could change a loss."""
+    return {name: value for name, value in environment.items() if not matches(name, OF_A_JOB)}
+
+
 def changes(old: dict[str, dict], new: dict[str, dict]) -> list[str]:
     """What isn't the same, in words."""
     words = []

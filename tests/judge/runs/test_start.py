@@ -7,7 +7,7 @@ import pytest
 
 from judge.commands import UserError
 from judge.settings import Settings
-from judge.runs import slots
+from judge.runs import start
 from tests.judge.helpers import commit_files, make_runs
 
 # Says which GPUs it has, and waits for as many runs as there are slots
@@ -60,13 +60,13 @@ def place(tmp_path, monkeypatch):
 def test_gpus_of_slots(eight_gpus, monkeypatch, visible, keys, expected):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [",".join(slot.gpus) for slot in slots.find_slots(Settings(**keys))] == expected
+    assert [",".join(slot.gpus) for slot in start.find_slots(Settings(**keys))] == expected
 
 
 def test_more_runs_than_gpus(eight_gpus):
     for keys in (dict(jobs=8), dict(gpus_per_run=9), dict(gpus_per_run=2, jobs=5)):
         with pytest.raises(UserError, match="need more than the 8 GPUs that are visible"):
-            slots.find_slots(Settings(**keys))
+            start.find_slots(Settings(**keys))
 
 
 @pytest.mark.parametrize("each, together", [(1, 8), (2, 4)])
