@@ -74,12 +74,12 @@ PATHS = ["log_dir", "train_files", "val_files", "resume"]  # options of training
 COMMANDS = {
     "train": "train_gpt",
     "prepare": "train_gpt",
-    "compare": "judge.compare.compare",
-    "screen": "judge.screen.screen",
+    "compare": "judge compare",
+    "screen": "judge screen",
     "verify": "leaderboard.verify",
     "submit": "leaderboard.submit",
     "replay": "leaderboard.replay",
-    "plot": "judge.plot.plot",
+    "plot": "judge plot",
     "bench": "gpu.bench",
     "gpu-report": "gpu.gpu_report",
     "levers": "gpu.levers",
@@ -429,7 +429,7 @@ def launch(argv):
     if wants_help and name == "train":
         print(USAGE, flush=True)
     script = COMMANDS[name]
-    needs_judge = script.startswith(("judge.", "leaderboard."))
+    needs_judge = script.startswith(("judge ", "leaderboard."))
     folders = FOLDERS.get(name, ["judge"] if needs_judge else [])
     if name == "data text" and any(".parquet" in word for word in words):
         folders = FOLDERS["hellaswag"]  # the package that reads such files

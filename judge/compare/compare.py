@@ -107,8 +107,6 @@ from judge.commands import (
     join_values,
     output_file,
     positive,
-    run_command,
-    stop_on_signals,
     whole_number,
 )
 from judge.files import write_file
@@ -393,8 +391,3 @@ def main(argv: list[str]) -> int:
     if args.gate and status == 0:
         return int(lines[0] != "helps")
     return status
-
-
-if __name__ == "__main__":
-    stop_on_signals()
-    run_command(main)

@@ -52,8 +52,6 @@ from judge.commands import (
     join_values,
     output_file,
     positive,
-    run_command,
-    stop_on_signals,
     whole_number,
 )
 from judge.files import write_file
@@ -208,8 +206,3 @@ def main(argv: list[str]) -> int:
     if status:
         print("Interrupted; run the same command again to continue.")
     return status
-
-
-if __name__ == "__main__":
-    stop_on_signals()
-    run_command(main)

@@ -66,11 +66,16 @@ def test_each_key_is_an_option():
 PROJECTS = {
     "nanoGPT": (
         "print(f'step 9: train loss {2 + x:.4f}, val loss {3 + x:.4f}\\niter 9: loss {2 + x:.4f}, time 4.0ms')",
-        ("val_loss", "takes effect: val_loss is", "9; --num_iterations sets them", "none outside"),
+        (
+            "val_loss",
+            "takes effect: val_loss is",
+            "9; --num_iterations sets them",
+            "outside the project: none",
+        ),
     ),
     "a fixed seed": (
         "x = 0; print(f'Epoch 3: acc: {0.9 + x:.3f}')",
-        ("acc", "HAS NO EFFECT: acc is 0.900 with both", "unknown; ", "none outside"),
+        ("acc", "HAS NO EFFECT: acc is 0.900 with both", "unknown; ", "outside the project: none"),
     ),
     "JSON lines": (
         "open(os.path.expanduser('~/corpus')); os.mkdir('out'); "
@@ -79,7 +84,7 @@ PROJECTS = {
     ),
     "no end": (
         "print(f'step:1/90 val_bpb:{1 + x}', flush=True); time.sleep(60)",
-        ("val_bpb", "takes effect: val_bpb is", "90; ", "none outside"),
+        ("val_bpb", "takes effect: val_bpb is", "90; ", "outside the project: none"),
     ),
 }
 
@@ -102,7 +107,7 @@ def test_init(tmp_path, monkeypatch, name):
     said = " ".join(out.split())
     assert f"metric: {metric}" in said and f"steps: {steps}" in said
     assert f"seed: {seed}" in said and f"data: {data.format(tmp_path)}" in said
-    assert ("more than 5 s, when it was ended" in said) == (name == "no end")
+    assert ("more than 5 s;" in said) == (name == "no end")
     found = settings_of()
     assert (found.command, found.metric) == (command, metric)
     before = Path("judge.toml").read_text()

@@ -423,7 +423,7 @@ def test_a_check_that_fails_ends_the_run(machine):
     [
         ("sample x.pt", [], "evals.sample x.pt"),
         ("data edu --help", [], "data.fineweb edu --help"),
-        ("compare --command=x", ["judge"], "judge.compare.compare --command=x"),
+        ("compare --command=x", ["judge"], "judge compare --command=x"),
         ("hellaswag x", ["evals"], "evals.hellaswag x"),
     ],
 )
@@ -466,7 +466,7 @@ def test_compare_checks_the_machine(training):
         ),
     ]:
         launch.launch(["compare", "--device", "cpu", *words, "--runs", "2"])
-        command = ["python", "-P", "-m", "judge.compare.compare", "--project", str(launch.ROOT)]
+        command = ["python", "-P", "-m", "judge", "compare", "--project", str(launch.ROOT)]
         assert training.ran[-1] == [*command, *expected, "--runs", "2"]
         assert training.checked == ["compare", *words, "--runs", "2"]
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

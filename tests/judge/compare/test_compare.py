@@ -465,7 +465,7 @@ def test_a_second_comparison_waits_for_the_first(place, monkeypatch):
 def start_on_a_terminal(place, *options) -> tuple[subprocess.Popen, int]:
     """Returns the process of compare, and the terminal's file descriptor."""
     shutil.copytree(ROOT / "judge", place / "judge")
-    command = [sys.executable, "-m", "judge.compare.compare", *options]
+    command = [sys.executable, "-m", "judge", "compare", *options]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     streams = dict(stdout=subprocess.PIPE, stderr=theirs)
