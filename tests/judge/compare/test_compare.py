@@ -400,7 +400,7 @@ BAD = [
     ),
     (["--idea", "--effect", "1"], "unexpected argument: 1. Say what to compare"),
     (["--idea", "--effect '1"], "No closing quotation"),
-    (["--idea", "--seed 4"], "--seed: the command sets this option"),
+    (["--idea", "--seed 4"], "seed_4 has the same source and settings as worktree"),
     (["--idea", "--effect 1", "--until", "0"], "0: must be a percentage of at most 50%"),
 ]
 
