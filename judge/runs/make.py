@@ -41,7 +41,7 @@ from judge.runs.same_run import (
     python_of,
     run_environment,
 )
-from judge.runs.start import Slot, Worker, end, fail, find_slots, note_place, start, status_of
+from judge.runs.start import LOST, Slot, Worker, end, fail, find_slots, note_place, start
 from judge.runs.variants import Variant
 from judge.settings import Settings, make_folder
 from judge.text import show_line
@@ -282,9 +282,10 @@ def end_worker(pool: Pool, worker: Worker) -> None:
 def is_lost(pool: Pool, worker: Worker) -> bool:
     """Whether a run that has failed is to be made again: its job was cancelled, or lost its machine. A script
     that fails by itself ends with the same status again."""
-    status = status_of(worker)
+    file = worker.folder / "status"
+    status = int(file.read_text()) if file.exists() else LOST
     before = pool.lost.setdefault((worker.variant.key(), worker.seeds[0]), [])
-    by_itself = status < 128 and status in before
+    by_itself = status < LOST and status in before
     again = len(before) + 1 < pool.settings.tries() and not by_itself
     if again:
         before.append(status)

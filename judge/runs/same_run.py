@@ -116,8 +116,7 @@ def named_paths(text: str, known: list[Path], path: str) -> set[str]:
     are installed there."""
     found = set()
     folder = Path(text.split("\t")[0])
-    words = re.split(r"['\"=\t]", text)  # may have blanks
-    for word in words + re.split(r"[\s'\"=:;,|&<>()]+", text):
+    for word in re.split(r"[\s'\"=:;,|&<>()]+", text):
         word = os.path.expanduser(os.path.expandvars(word))
         for name in glob.glob(word, root_dir=folder) or [shutil.which(word, path=path) or "/"]:
             named = Path(os.path.normpath(folder / name))

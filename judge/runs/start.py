@@ -70,21 +70,22 @@ def find_slots(settings: Settings) -> list[Slot]:
 # The start of a run
 
 
-# What a slot runs. It says when it began, where it is, and how the command ended: a job that was cancelled
-# says nothing. If it is told to end, it ends the command, too
-START = """\
-cd {copy} || exit
-{exports}
-{{ uname -n; grep -m 1 "model name" /proc/cpuinfo
-nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader; }} >{folder}/place.new 2>/dev/null
-mv {folder}/place.new {folder}/place
+# What a slot runs, for the words COPY FOLDER COMMAND. It says when it began, where it is, and how the command
+# ended: a job that was cancelled doesn't. If it is told to end, it ends the command, too
+START = """
+cd "$1" || exit
+{ uname -n; grep -m 1 "model name" /proc/cpuinfo
+nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader; } >"$2/place.new" 2>/dev/null
+mv "$2/place.new" "$2/place"
 trap 'trap - TERM; kill 0' TERM
-bash -o pipefail -c {command} &
+bash -o pipefail -c "$3" &
 wait $!
 status=$?
-echo $status >{folder}/status
+echo $status >"$2/status.new"
+mv "$2/status.new" "$2/status"
 exit $status
 """
+LOST = 128  # the exit status of a command that didn't say how it ended
 
 
 @dataclass
@@ -128,12 +129,11 @@ def write_script(variant: Variant, seeds: list[int], slot: Slot, folder: Path) -
         shutil.copy(variant.folder / name, copy / name, follow_symlinks=False)
     command = variant.command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(str(WATCH))}:")
     command = fill_in(command, variant.options, seeds[0], len(seeds), slot.number)
-    words = {"copy": copy, "folder": folder, "command": command}
-    quoted = {name: shlex.quote(str(value)) for name, value in words.items()}
     own = variables(variant, slot, folder)
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in own.items()]
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in own.items()]
+    lines.append(f"set -- {shlex.join([str(copy), str(folder), command])}")
     script = folder / "start.sh"
-    script.write_text(START.format(exports="\n".join(exports), **quoted))
+    script.write_text("\n".join(lines) + START)
     return script
 
 
@@ -187,13 +187,6 @@ def end(worker: Worker) -> None:
         os.killpg(worker.child.pid, signal.SIGKILL)
     worker.child.wait()
     shutil.rmtree(worker.folder, ignore_errors=True)
-
-
-def status_of(worker: Worker) -> int:
-    """How the command ended; 128 if its job couldn't say that, or not to the end."""
-    file = worker.folder / "status"
-    text = file.read_text() if file.exists() else ""
-    return int(text or 128)
 
 
 def last_lines(console: Path) -> str:

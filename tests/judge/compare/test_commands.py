@@ -559,7 +559,7 @@ def test_an_idea_that_touches_what_measures(theirs):
 def test_what_an_ended_run_has_started(tmp_path):
     """It is told to end, too, and gets time to clean up: a compiler must not leave half a file."""
     work = "(trap 'sleep 1; echo cleaned > file; exit' TERM; echo; while :; do sleep 0.1; done) & wait"
-    script = start.START.format(copy=tmp_path, folder=tmp_path, exports="", command=shlex.quote(work))
+    script = f"set -- {shlex.join([str(tmp_path), str(tmp_path), work])}{start.START}"
     child = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     child.stdout.readline()
     start.end(start.Worker(None, [0], None, tmp_path / "folder", child, False))
