@@ -332,6 +332,7 @@ ELSEWHERE = [
     ("python train.py", "import other", "other.py"),
     ("PYTHONPATH=data python train.py", "open({place!r} + '/config.json')", "config.json"),
     ("python train.py", "open({place!r} + '/data/x/a.bin'); open({place!r} + '/o', 'w')", ""),
+    ("python train.py", "open({place!r} + '/ignored.pyc')", ""),
     (
         "python train.py",
         "sys.exit('out of memory')",
@@ -375,6 +376,7 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     place = tmp_path / "place"
     script = READING.format(place=str(place), code=code.format(place=str(place)))
     files = {"config.json": "", "data/x/a.bin": "", "other.py": "", ".gitignore": "data/x/\n*.pyc\n"}
+    files["ignored.pyc"] = ""
     commit_files(place, files | {"train.py": script})
     work_in(tmp_path, monkeypatch)
     text = command.format(place=place, options="{options}", seed="{seed}")

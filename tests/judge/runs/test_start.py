@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from judge import processes
 from judge.commands import UserError
 from judge.settings import Settings
 from judge.runs import start
@@ -63,10 +64,24 @@ def test_gpus_of_slots(eight_gpus, monkeypatch, visible, keys, expected):
     assert [",".join(slot.gpus) for slot in start.find_slots(Settings(**keys))] == expected
 
 
-def test_more_runs_than_gpus(eight_gpus):
-    for keys in (dict(jobs=8), dict(gpus_per_run=9), dict(gpus_per_run=2, jobs=5)):
-        with pytest.raises(UserError, match="need more than the 8 GPUs that are visible"):
-            start.find_slots(Settings(**keys))
+@pytest.mark.parametrize("keys", [dict(jobs=8), dict(gpus_per_run=9), dict(gpus_per_run=2, jobs=5)])
+def test_more_runs_than_gpus(eight_gpus, keys):
+    with pytest.raises(UserError, match="need more than the 8 GPUs that are visible"):
+        start.find_slots(Settings(**keys))
+
+
+def test_gpus_without_a_name(monkeypatch, tmp_path):
+    """Runs share none of them by mistake. The user can name them."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(processes, "DEVICES", tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(
+        UserError, match="the 0 GPUs that are visible; .* name the GPUs in CUDA_VISIBLE"
+    ):
+        start.find_slots(Settings(job_per_core=True))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert [slot.gpus for slot in start.find_slots(Settings(job_per_core=True))] == [("0",)]
 
 
 @pytest.mark.parametrize("each, together", [(1, 8), (2, 4)])
@@ -124,14 +139,19 @@ def test_a_script_that_fails_by_itself_is_not_lost(place, launcher):
 
 
 def test_a_queue_does_not_count(place, monkeypatch):
-    """The time limit of a run begins when its job does. Other machines see its environment."""
+    """The time limit of a run begins when its job does. Other machines see its environment, but for what the modules
+    of a cluster leave there: functions of bash."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("MY_LR", "it's 3")
+    monkeypatch.setenv("BASH_FUNC_module%%", "() { echo; }")
     file = place / "queue"
-    file.write_text('#!/bin/sh\nsleep 4\nexec env -i PATH=/usr/bin:/bin HOME=$HOME "$@"\n')
+    file.write_text(
+        '#!/bin/sh\nsleep 4\nexec env -i PATH=/usr/bin:/bin HOME=$HOME "$@" 2>$HOME/errors\n'
+    )
     file.chmod(0o755)
     text = "import os\nassert os.environ['MY_LR'] == \"it's 3\"\nprint('step:1/1 val_loss:3.1 ')"
     (place / "theirs/train.py").write_text(text)
     settings = Settings(command="python train.py {seed}", launcher=str(file), root=Path.cwd())
     settings.run_timeout = 3.9 / 60
     assert make_runs(settings, range(1))[0].made == 1
+    assert (place / "errors").read_text() == ""
