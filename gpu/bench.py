@@ -30,7 +30,7 @@ import os
 import sys
 
 from judge.commands import command_parser, positive, run_command, whole_number
-from judge.environment import environment
+from lib.processes import environment
 from judge.text import plural, table
 
 if __name__ == "__main__" and not environment().items() <= os.environ.items():

@@ -37,19 +37,6 @@ def chosen_threads() -> int:
     return int(threads) if threads.isdecimal() else 0
 
 
-def environment(processes: int = 1) -> dict[str, str]:
-    """The environment variables of runs on a CPU, `processes` of them at once. What the user has set
-    stays, but processes share the threads of OMP_NUM_THREADS."""
-    cores = chosen_threads() or usable_cores()
-    variables = {
-        # glibc keeps freed memory, because mapping it again is slow
-        "MALLOC_TRIM_THRESHOLD_": "-1",  # never returns the top of the heap
-        "MALLOC_MMAP_MAX_": "0",  # takes large blocks from the heap, too
-    }
-    variables = {name: os.environ.get(name, value) for name, value in variables.items()}
-    return variables | {"OMP_NUM_THREADS": str(max(1, cores // processes))}
-
-
 # --------------------------------------------------------------------------------------------------
 # The environment of child processes. What could change what they run is dropped, or it is in KEPT
 #   - variables of git (in a hook, they name another repository), of Python, and of another job

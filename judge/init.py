@@ -18,36 +18,20 @@ import json
 import math
 import os
 import re
+import subprocess
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from judge.commands import (
-    UserError,
-    command_parser,
-    join_values,
-    positive,
-    run_command,
-    stop_on_signals,
-)
+from judge.commands import UserError, command_parser, join_values, positive
 from judge.logs.lines import joined, named_numbers, plain
 from judge.logs.read import parse_log
 from judge.settings import KEYS, TEXTS, Settings, add_settings, read_settings
-from judge.runs.make import (
-    Pool,
-    Worker,
-    end_worker,
-    fail,
-    files_of_logs,
-    last_lines,
-    locked_folder,
-    open_pool,
-    opened,
-    show_line,
-    start_worker,
-)
+from judge.runs.kept import opened
+from judge.runs.make import Pool, end_worker, files_of_logs, locked_folder, open_pool, start_worker
+from judge.runs.start import Worker, fail, last_lines
 from judge.runs.variants import Variant, check_options, first_variant, read_variant
-from judge.text import plural, short, wrap
+from judge.text import plural, short, show_line, wrap
 
 MEASURES = re.compile(r"loss|bpb|acc|ppl|perplexity|error|score|reward|mse|auc|f1(?![a-z0-9])")
 HELD_OUT = re.compile(r"val|test|eval|dev")
@@ -101,13 +85,12 @@ def read_trial(pool: Pool, worker: Worker, seconds: float) -> Trial:
 
 def make_trial(pool: Pool, variant, seed: int, limit: float) -> Trial:
     """Raises UserError."""
-    start_worker(pool, variant, [seed])
-    worker = pool.workers[-1]
+    worker = start_worker(pool, variant, [seed])
     began = time.monotonic()
     show_line(f"a run with seed {seed}, for at most {limit:.0f} s")
     try:
-        while worker.child.poll() is None and time.monotonic() - began < limit:
-            time.sleep(0.1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.child.wait(limit)
         return read_trial(pool, worker, time.monotonic() - began)
     finally:
         show_line()
@@ -145,42 +128,33 @@ def report(base: Variant, metric: str, others: list[str], trials: list[Trial], j
     """Six lines, some of which may be wrapped."""
     first = trials[0]
     option = base.project.steps_option
-    steps = f"{first.steps if first.steps > 1 else 'unknown'}; {option} sets them"
-    if not base.given_steps():
-        steps = steps.replace("sets them", "isn't in the command; see steps_option")
+    how = "sets them" if base.given_steps() else "isn't in the command; see steps_option"
     outside = ", ".join(sorted({path for trial in trials for path in trial.outside}))
     longest = max(trial.seconds for trial in trials)
-    each = f"takes {time_in_words(longest)}"
-    if not first.ended:
-        each = f"takes more than {time_in_words(longest)}, when it was ended"
+    more = "" if first.ended else "more than "
     few, many = [time_in_words(longest * math.ceil(runs / jobs)) for runs in (FEW_RUNS, MANY_RUNS)]
     words = {
         "metric": f"{metric}, of {first.file or 'the output'}"
         + f"; also there: {', '.join(others)}" * bool(others),
-        "steps": steps,
+        "steps": f"{first.steps if first.steps > 1 else 'unknown'}; {option} {how}",
         "seed": seed_in_words(base.command, metric, trials),
-        "data": f"outside the project: {short(outside, 150)}"
-        if outside
-        else "none outside the project",
-        "a run": f"{each}; {plural(jobs, 'run')} at a time",
+        "data": f"outside the project: {short(outside, 150) or 'none'}",
+        "a run": f"takes {more}{time_in_words(longest)}; {plural(jobs, 'run')} at a time",
         "an answer": f"takes {few} if the effect is large, {many} if there is none",
     }
     lines = [wrap(f"{name + ':':11}{text}", later_indent=" " * 11) for name, text in words.items()]
     return list(itertools.chain(*lines))
 
 
-def write_project(settings: Settings, metric: str) -> str:
+def write_project(settings: Settings) -> str:
     """Writes judge.toml, unless there is one. Returns what it did."""
     file = settings.root / "judge.toml"
     if file.exists():
         return "judge.toml stays as it is"
-    usual = Settings()
-    lines = []
-    for name in KEYS:
-        value = metric if name == "metric" else getattr(settings, name)
-        if value != getattr(usual, name):
-            lines.append(f"{name} = {json.dumps(value)}")
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    values = {name: getattr(settings, name) for name in KEYS}
+    unusual = {name: value for name, value in values.items() if value != KEYS[name].default}
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in unusual.items()]
+    file.write_text("".join(lines), encoding="utf-8")
     return 'wrote judge.toml; next: judge compare --idea "OPTIONS, a patch or a branch"'
 
 
@@ -188,17 +162,12 @@ def main(argv: list[str]) -> int:
     args, common = make_parser().parse_known_args(join_values(argv, TEXTS))
     settings = read_settings(args, Path.cwd())
     check_options(settings.command, common)
-    with locked_folder(settings) as lock:
+    with locked_folder(settings):
         first = first_variant([], replace(settings, no_seed=True))  # a missing seed is reported below
         base = read_variant(".", first, common)
-        pool = open_pool([base], lock, settings, math.inf)
+        pool = open_pool([base], settings, math.inf)
         trials = [make_trial(pool, base, seed, args.seconds) for seed in (1, 2)]
     metric, others = choose_metric(settings.metric, list(trials[0].numbers))
     print("\n".join(report(base, metric, others, trials, len(pool.slots))))
-    print(write_project(settings, settings.metric or metric))
+    print(write_project(replace(settings, metric=settings.metric or metric)))
     return 0
-
-
-if __name__ == "__main__":
-    stop_on_signals()
-    run_command(main)

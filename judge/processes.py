@@ -28,8 +28,6 @@ def has_nvidia_gpu() -> bool:
 
 
 def end_with_parent() -> None:
-    """Runs in a child process before its program. It gets signals that its parent blocks, and on Linux SIGTERM
-    if its parent is killed."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    """Runs in a child process before its program. On Linux, it gets SIGTERM when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

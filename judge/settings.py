@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from judge.commands import UserError, command_parser, output_file, positive, whole_number
-from judge.environment import usable_cores
 from judge.logs.read import signed
 
 
@@ -75,9 +74,6 @@ class Settings:
         """How often a run may be started."""
         usual = 2 if self.launcher else 0
         return 1 + (usual if self.retries < 0 else self.retries)
-
-    def jobs_on_cpu(self) -> int:
-        return self.jobs or (usable_cores() if self.job_per_core and not self.launcher else 1)
 
 
 KEYS = {entry.name: entry for entry in fields(Settings) if entry.metadata}

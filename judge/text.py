@@ -1,7 +1,8 @@
-"""Numbers in words, tables, and JSON."""
+"""Numbers in words, tables, JSON, and the line of progress."""
 
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Collection
 
@@ -12,6 +13,15 @@ def plural(count: int, noun: str) -> str:
 
 def short(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "~"
+
+
+def show_line(text: str = "") -> None:
+    """Shows at most 79 columns on standard error. On a terminal, the next line replaces them."""
+    text = short(text, 79)
+    if sys.stderr.isatty():
+        print(f"{text:79}\r", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr)
 
 
 def p_text(p: float | None) -> str:

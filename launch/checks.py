@@ -30,10 +30,9 @@ import torch
 from data.datasets import get_data
 from judge.commands import did_you_mean, join_values
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
-from judge.environment import environment
 from judge.processes import output_of
 from launch import terminal
-from lib.processes import ROOT, cache_folder, checkpoints, say, start, wait
+from lib.processes import ROOT, cache_folder, checkpoints, environment, say, start, wait
 from train_gpt import DTYPE, TRACKS, InputError
 
 MOST_CPU_PROCESSES = 2  # one per core was measured with two cores

@@ -37,6 +37,7 @@ if __name__ == "__main__":
 from data.datasets import DATASETS, get_data
 from judge.commands import UserError, did_you_mean
 from judge.processes import has_nvidia_gpu, output_of
+from judge.runs.same_run import ask_python
 from lib.processes import (
     ROOT,
     check_machine,
@@ -44,7 +45,6 @@ from lib.processes import (
     clean_environment,
     run,
     say,
-    search_path,
     setup_lock,
     start,
     version_of,
@@ -74,12 +74,12 @@ PATHS = ["log_dir", "train_files", "val_files", "resume"]  # options of training
 COMMANDS = {
     "train": "train_gpt",
     "prepare": "train_gpt",
-    "compare": "judge.compare.compare",
-    "screen": "judge.screen.screen",
+    "compare": "judge compare",
+    "screen": "judge screen",
     "verify": "leaderboard.verify",
     "submit": "leaderboard.submit",
     "replay": "leaderboard.replay",
-    "plot": "judge.plot.plot",
+    "plot": "judge plot",
     "bench": "gpu.bench",
     "gpu-report": "gpu.gpu_report",
     "levers": "gpu.levers",
@@ -147,13 +147,7 @@ def make_environment():
         raise UserError(
             f"{sys.executable} has no venv module; install it (on Debian or Ubuntu: apt install python3-venv)"
         )
-    try:
-        venv.create(
-            VENV, system_site_packages=system_torch, symlinks=True, with_pip=bool(has_ensurepip)
-        )
-    except subprocess.CalledProcessError as e:
-        print(e.output.decode(errors="replace"), end="", file=sys.stderr)
-        raise UserError("can't make the virtual environment; Python's output is above")
+    venv.create(VENV, system_site_packages=system_torch, symlinks=True, with_pip=bool(has_ensurepip))
     if not has_ensurepip:
         pip_install(sys.executable, ["pip"], "--python", VENV / "bin" / "python")
 
@@ -182,10 +176,10 @@ def install(folders, theirs=False):
             f"the PyTorch of the active environment ({active}) is older than 2.11; update it, or deactivate "
             "the environment"
         )
-    path = search_path(python)
-    if ours and not (ready.exists() and path):
+    version, path = ask_python(python)
+    if ours and not (ready.exists() and version):
         make_environment()
-        path = search_path(python)
+        _, path = ask_python(python)
     missing = missing_packages(path, folders)
     if missing and ours:
         ready.unlink(missing_ok=True)
@@ -357,8 +351,6 @@ def parse(name, words):
 def of_our_scripts(words):
     """What compare and screen need to train train_gpt.py: judge.toml; or --recipe NAME, or several processes:
     another command than the one in there."""
-    if any(word.startswith(("--command", "--base_logs")) for word in words):
-        return words  # those of others
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
     parser.add_argument("--nproc_per_node", default="1")
@@ -389,8 +381,6 @@ def command_line(name, python, arguments):
     script, *words = COMMANDS[name].split()
     os.environ["PYTHONPATH"] = str(ROOT)  # the working directory stays the caller's
     os.environ["JUDGE_PROGRAM"] = "./run.sh"
-    if name in ("compare", "screen"):
-        arguments = of_our_scripts(arguments)
     return [python, "-P", "-m", script, *words, *arguments]
 
 
@@ -429,7 +419,7 @@ def launch(argv):
     if wants_help and name == "train":
         print(USAGE, flush=True)
     script = COMMANDS[name]
-    needs_judge = script.startswith(("judge.", "leaderboard."))
+    needs_judge = script.startswith(("judge ", "leaderboard."))
     folders = FOLDERS.get(name, ["judge"] if needs_judge else [])
     if name == "data text" and any(".parquet" in word for word in words):
         folders = FOLDERS["hellaswag"]  # the package that reads such files
@@ -440,7 +430,7 @@ def launch(argv):
             python = install(folders, theirs)
     except UserError:
         raise
-    except OSError as e:  # a disk is full or read-only
+    except (OSError, subprocess.CalledProcessError) as e:  # a disk is full or read-only
         raise UserError(f"can't install the packages: {e}")
     if script == "train_gpt":
         module = f"recipes.{args.recipe}" if args.recipe else script
@@ -454,9 +444,11 @@ def launch(argv):
             f" --{name} {getattr(args, name)}" for name in ("device", "recipe") if getattr(args, name)
         ]
         return train_and_sample(command, needs, f"./run.sh{''.join(chosen)}")
+    if name in ("compare", "screen") and not theirs:
+        if not wants_help:
+            check_machine(python, name, *words)
+        words = of_our_scripts(words)
     command = command_line(name, python, words)
-    if name in ("compare", "screen") and not (wants_help or theirs):
-        check_machine(python, name, *words)
     os.execv(python, command)
 
 

@@ -17,10 +17,8 @@ from judge.logs.read import parse_log
 from leaderboard.pages import Record, record_to_beat
 from leaderboard.replay import command_to_run, processes_of, python_command, write_sources
 from judge.commands import UserError
-from judge.environment import environment
-from lib.processes import ROOT
 from judge.files import write_file
-from lib.processes import check_machine
+from lib.processes import ROOT, check_machine, environment
 
 RUNS = 10  # of each side
 

@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -17,9 +16,10 @@ import tempfile
 from concurrent import futures
 from pathlib import Path
 
-from judge.environment import child_environment, usable_cores
+from judge.environment import child_environment, chosen_threads, usable_cores
 from judge.files import write_file
-from judge.processes import end_with_parent, has_nvidia_gpu, output_of
+from judge.processes import end_with_parent, has_nvidia_gpu
+from judge.runs.same_run import ask_python, machine_facts
 
 ROOT = Path(__file__).resolve().parent.parent  # the repository
 
@@ -70,6 +70,19 @@ def run(command, **options):
     return wait([start(command, **options)])[1]
 
 
+def environment(processes: int = 1) -> dict[str, str]:
+    """The environment variables of runs on a CPU, `processes` of them at once. What the user has set
+    stays, but processes share the threads of OMP_NUM_THREADS."""
+    cores = chosen_threads() or usable_cores()
+    variables = {
+        # glibc keeps freed memory, because mapping it again is slow
+        "MALLOC_TRIM_THRESHOLD_": "-1",  # never returns the top of the heap
+        "MALLOC_MMAP_MAX_": "0",  # takes large blocks from the heap, too
+    }
+    variables = {name: os.environ.get(name, value) for name, value in variables.items()}
+    return variables | {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+
+
 def clean_environment() -> list[str]:
     """Gives this process the environment of its child processes. Returns the variables of training and
     of pip that it drops: the user may have set them on purpose."""
@@ -107,12 +120,6 @@ def setup_lock():
 # The check before a run. It imports PyTorch, which takes seconds, so a training on a CPU remembers the answer.
 
 
-def search_path(python):
-    """Returns the folders of a Python's packages; none if it doesn't run."""
-    printed = output_of(python, "-c", "import sys; print('\\n'.join(sys.path))") or ""
-    return printed.splitlines()
-
-
 def version_of(package, path):
     """Returns the version of an installed package, or ""."""
     for found in importlib.metadata.distributions(name=package, path=path):
@@ -132,20 +139,13 @@ def facts_of_answer(python, words):
     sources = []
     for folder in ("", "recipes", "launch", "gpu", "data"):
         sources += sorted(ROOT.joinpath(folder).glob("*.py"))
-    variables = {k: v for k, v in os.environ.items() if k.startswith(("TORCH", "OMP", "MALLOC"))}
-    cpu = platform.processor()
-    if sys.platform == "linux":
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
-    compiler = os.environ.get("CXX", "g++")
+    changing = ("TORCH", "OMP", "MALLOC", "CXX")
     facts = [
         [str(python), *words],
         [path.read_text(encoding="utf-8") for path in sources],
-        sorted(variables.items()),
-        cpu,
-        usable_cores(),
-        [compiler, output_of(*compiler.split(), "--version")],
-        version_of("torch", search_path(python)),
+        sorted(pair for pair in os.environ.items() if pair[0].startswith(changing)),
+        machine_facts(gpu=False),
+        version_of("torch", ask_python(python)[1]),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

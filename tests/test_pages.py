@@ -11,6 +11,7 @@ import subprocess
 
 import pytest
 
+import judge.__main__ as judge
 from launch import launch
 from tests.util import ROOT
 
@@ -42,7 +43,7 @@ def check_command(words):
     if name in ("train", "prepare"):
         return check_training(words, args.recipe)
     module, *words = [*launch.COMMANDS[name].split(), *words]
-    main = importlib.import_module(module).main
+    main = judge.run if module == "judge" else importlib.import_module(module).main
     left = []  # words that the parser leaves: options of the runs
 
     def parse_and_stop(parser, args=None, namespace=None):

@@ -76,7 +76,8 @@ from judge.compare.pairs import (
     wanted_runs,
 )
 from judge.settings import TEXTS, Settings, add_run_options, read_settings
-from judge.runs.make import locked_folder, make_runs, open_pool, show_line, why_again
+from judge.runs.kept import why_again
+from judge.runs.make import locked_folder, make_runs, open_pool
 from judge.runs.variants import (
     Variant,
     check_settings,
@@ -106,12 +107,10 @@ from judge.commands import (
     join_values,
     output_file,
     positive,
-    run_command,
-    stop_on_signals,
     whole_number,
 )
 from judge.files import write_file
-from judge.text import p_text, short, wrap
+from judge.text import p_text, short, show_line, wrap
 
 TOO_EARLY = "too early for an answer; it takes 2 pairs, or --runs N."
 
@@ -208,7 +207,7 @@ def check_measures(args: argparse.Namespace, base: Variant, ideas: list[Variant]
     return [f"Warning: {text}. Then a lower loss says nothing." for text in found]
 
 
-def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock: int) -> Comparison:
+def set_up(args: argparse.Namespace, common: list[str], settings: Settings) -> Comparison:
     """Raises UserError."""
     args.ledger = args.ledger or settings.folder / "ledger.tsv"
     write_ledger(args.ledger, read_ledger(args.ledger))  # what is wrong is said before the runs
@@ -222,8 +221,8 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
         fewer = with_steps(base, 1 / SLOPE_FACTOR, ideas)
         more = with_steps(base, SLOPE_FACTOR, ideas)
         variants = [*variants, fewer, more]
-    pool = open_pool(variants, lock, settings, args.hours)
-    changed = why_again(pool, variants)
+    pool = open_pool(variants, settings, args.hours)
+    changed = why_again(variants)
     if changed:
         print(f"training again, because {changed}", file=sys.stderr)
     if fewer and not args.runs:
@@ -342,8 +341,8 @@ def main(argv: list[str]) -> int:
     if args.base_logs:
         return compare_logs(args, settings)
     status = 0
-    with locked_folder(settings) as lock:
-        c = set_up(args, common, settings, lock)
+    with locked_folder(settings):
+        c = set_up(args, common, settings)
         try:
             make_all_runs(c, args.gate)
             if not (args.no_times or args.gate):
@@ -363,8 +362,3 @@ def main(argv: list[str]) -> int:
     if args.gate and status == 0:
         return int(lines[0] != "helps")
     return status
-
-
-if __name__ == "__main__":
-    stop_on_signals()
-    run_command(main)

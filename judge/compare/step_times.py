@@ -17,12 +17,12 @@ import sys
 from dataclasses import replace
 
 from judge.compare.pairs import Comparison
-from judge.runs.make import make_runs, open_pool, runs_a_process, show_line
+from judge.runs.make import make_runs, open_pool, runs_a_process
 from judge.runs.variants import Variant, set_steps
 from judge.compare.answer import step_time
 from judge.files import write_file
 from judge.processes import has_nvidia_gpu
-from judge.text import short
+from judge.text import short, show_line
 
 SHORT_SEEDS = range(100_000, 100_006)  # of short runs; no other runs have them
 STEPS = 110  # of a short run
@@ -56,7 +56,7 @@ def measure_times(c: Comparison, idea: Variant) -> None:
     steps = min(c.base.num_iterations(), idea.num_iterations(), STEPS)
     pair = [set_steps(variant, steps) for variant in (c.base, idea)]
     try:
-        pool = open_pool(pair, c.pool.lock, settings, math.inf)
+        pool = open_pool(pair, settings, math.inf)
         for count, seed in enumerate(SHORT_SEEDS):
             if seed not in read_ratios(*pair):
                 show_line(f"step times of {name}: {count} of {len(SHORT_SEEDS)} runs")

@@ -19,7 +19,7 @@ import os
 import sys
 from pathlib import Path
 
-from judge.commands import UserError, command_parser, output_file, positive, run_command
+from judge.commands import UserError, command_parser, output_file, positive
 from judge.logs.comparable import MACHINE, add_metric, check_sides, difference
 from judge.logs.read import Log, parse_log, read_logs, signed
 from judge.plot.curves import X_LABELS, plot_curves
@@ -102,7 +102,3 @@ def main(argv: list[str]) -> int:
     plot_curves(groups, output, args.x, target)
     print(output)
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

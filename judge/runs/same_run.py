@@ -116,8 +116,7 @@ def named_paths(text: str, known: list[Path], path: str) -> set[str]:
     are installed there."""
     found = set()
     folder = Path(text.split("\t")[0])
-    words = re.split(r"['\"=\t]", text)  # may have blanks
-    for word in words + re.split(r"[\s'\"=:;,|&<>()]+", text):
+    for word in re.split(r"[\s'\"=:;,|&<>()]+", text):
         word = os.path.expanduser(os.path.expandvars(word))
         for name in glob.glob(word, root_dir=folder) or [shutil.which(word, path=path) or "/"]:
             named = Path(os.path.normpath(folder / name))
@@ -192,6 +191,11 @@ def run_environment(root: Path | None = None) -> dict[str, str]:
     if bin and bin.is_dir() and "VIRTUAL_ENV" not in variables:
         variables["PATH"] = f"{bin}:{variables.get('PATH', '')}"
     return {"PATH": os.defpath} | variables
+
+
+def without_job(environment: dict[str, str]) -> dict[str, str]:
+    """The variables that could change a loss."""
+    return {name: value for name, value in environment.items() if not matches(name, OF_A_JOB)}
 
 
 def changes(old: dict[str, dict], new: dict[str, dict]) -> list[str]:

@@ -29,6 +29,7 @@ NO_EFFECT_ON_LOSS = ("seed", "val_loss_every", "target_val_loss", "save_checkpoi
 VALIDATION = ("track", "val_files", "val_tokens", "val_seq_len")
 # A script whose source has this word prints its settings when it gets this option, and ends
 PRINTS = "print_settings"
+ENDS = r"\s'\";&|"  # what stands between the words of a command
 
 
 def unknown(kind: type):
@@ -67,7 +68,7 @@ class Variant:
 
     def script(self) -> str:
         """The Python script of the command, as a path in the folder; "" if there is none."""
-        words = re.split(r"[\s'\";&|]+", self.command)
+        words = re.split(f"[{ENDS}]+", self.command)
         for before, word in zip(["", *words], words):
             path = f"{word.replace('.', '/')}.py" if before == "-m" else word
             if path.endswith(".py") and (self.folder / path).is_file():
@@ -120,18 +121,25 @@ def copy_folder(source: Path, base: Variant) -> Variant:
     return replace(base, folder=folder, origin=source)
 
 
+def script_of(base: Variant) -> str:
+    """Raises UserError if there is none."""
+    script = base.script()
+    if not script:
+        raise UserError("the command names no script that another one could take the place of")
+    return script
+
+
 def with_script(base: Variant, path: str) -> Variant:
-    """The base with another script of its folder."""
+    """The base with another script of its folder, by its path or by its module's name."""
     if not (base.folder / path).is_file():
         raise UserError(f"there is no file {path}")
-    old = base.script()
-    words = [(old, path)] + [tuple(name[:-3].replace("/", ".") for name in (old, path))]
-    for before, after in words if old else []:
-        found = re.search(rf"(?<![^\s'\"]){re.escape(before)}(?![^\s'\"])", base.command)
+    names = [script_of(base), path]
+    for old, new in [names, [name[:-3].replace("/", ".") for name in names]]:
+        word = rf"(?<![^{ENDS}]){re.escape(old)}(?![^{ENDS}])"
+        command, found = re.subn(word, lambda _: new, base.command)
         if found:
-            command = base.command[: found.start()] + after + base.command[found.end() :]
-            return replace(base, command=command)
-    raise UserError(f"the command names no script that {path} could take the place of")
+            break
+    return replace(base, command=command)
 
 
 def read_script(file: Path, base: Variant) -> Variant:
@@ -139,9 +147,7 @@ def read_script(file: Path, base: Variant) -> Variant:
     path = file.resolve()
     if path.is_relative_to(base.origin) and (base.folder / path.relative_to(base.origin)).is_file():
         return with_script(base, str(path.relative_to(base.origin)))
-    if not base.script():
-        raise UserError("the command names no script that this file could take the place of")
-    return replace(base, folder=changed(base.folder, base.script(), [file]))
+    return replace(base, folder=changed(base.folder, script_of(base), [file]))
 
 
 def read_source(kind: str, base: Variant) -> Variant:
@@ -246,9 +252,6 @@ def read_variant(text: str, base: Variant, common: list[str]) -> Variant:
     except UserError as e:
         raise UserError(f"{text}: {e}") from None
     options = common + options
-    for option in re.findall(r"(--\w+)[ =]{(?:seed|runs)}", base.command):
-        if option in [word.split("=")[0] for word in options]:
-            raise UserError(f"{option}: the command sets this option for each run; remove it")
     check_options(base.command, options)
     name = re.sub(r"[^\w.+-]+", "_", name or usual_name).strip("_.")
     return replace(base, name=name[:60] or "idea", options=options, settings={})

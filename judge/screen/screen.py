@@ -32,7 +32,7 @@ import sys
 from dataclasses import replace
 
 from judge.settings import TEXTS, Settings, add_run_options, read_settings
-from judge.runs.make import add_variants, locked_folder, make_runs, open_pool, show_line
+from judge.runs.make import add_variants, locked_folder, make_runs, open_pool
 from judge.runs.variants import (
     Variant,
     check_options,
@@ -51,12 +51,10 @@ from judge.commands import (
     command_parser,
     join_values,
     positive,
-    run_command,
-    stop_on_signals,
     whole_number,
 )
 from judge.files import write_file
-from judge.text import plural
+from judge.text import plural, show_line
 
 # -----------------------------------------------------------------------------
 # Arguments
@@ -147,7 +145,7 @@ def sources(args: argparse.Namespace) -> list[str]:
     return [text for text in [args.base, *(args.part or []), args.idea] if text]
 
 
-def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock: int) -> Screen:
+def set_up(args: argparse.Namespace, common: list[str], settings: Settings) -> Screen:
     """Raises UserError."""
     parts = [given_part(text) for text in args.part or []]
     tree = first_variant(sources(args), settings)
@@ -156,7 +154,7 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock
     if args.idea:
         idea = read_variant(args.idea, base, common)
         parts = read_parts(base, idea, (args.base, args.idea), args.by)
-    pool = open_pool([base], lock, settings, args.hours)  # links data, which are no part
+    pool = open_pool([base], settings, args.hours)  # links data, which are no part
     if not parts:
         raise UserError(f"{args.base} and {args.idea} are the same, so there are no parts")
     more = [word for part in parts for word in part.options] + shlex.split(args.trial)
@@ -190,8 +188,8 @@ def show_progress(s: Screen) -> None:
 def main(argv: list[str]) -> int:
     args, common = read_arguments(argv)
     settings = read_settings(args, start_of(sources(args)))
-    with locked_folder(settings) as lock:
-        s = set_up(args, common, settings, lock)
+    with locked_folder(settings):
+        s = set_up(args, common, settings)
         status = 0
         try:
             make_runs(s.pool, lambda: wanted_blocks(s), lambda: show_progress(s))
@@ -204,8 +202,3 @@ def main(argv: list[str]) -> int:
     if status:
         print("Interrupted; run the same command again to continue.")
     return status
-
-
-if __name__ == "__main__":
-    stop_on_signals()
-    run_command(main)

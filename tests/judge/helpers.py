@@ -87,10 +87,10 @@ def bounds(estimate: dict) -> tuple[float, float]:
 
 def make_runs(settings: Settings, seeds: range, options=()) -> tuple[make.Pool, str]:
     """Of the working tree. Returns the error with which they end, too; "" if all are made."""
-    with make.locked_folder(settings) as lock:
+    with make.locked_folder(settings):
         idea = variants.first_variant([], settings)
         idea = replace(idea, name="idea", options=list(options))
-        pool = make.open_pool([idea], lock, settings, math.inf)
+        pool = make.open_pool([idea], settings, math.inf)
         try:
             make.make_runs(pool, lambda: [(idea, seeds)])
         except UserError as error:

@@ -33,11 +33,11 @@ def test_cores_follow_the_quota(tmp_path, monkeypatch, files, cores):
 def test_what_the_user_set_stays(monkeypatch):
     """Processes share the threads that the user chose, or else the cores."""
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "5")
-    monkeypatch.setattr(environment, "usable_cores", lambda: 7)
-    assert environment.environment()["MALLOC_MMAP_MAX_"] == "5"
+    monkeypatch.setattr(processes, "usable_cores", lambda: 7)
+    assert processes.environment()["MALLOC_MMAP_MAX_"] == "5"
     for threads, of_two in [("6", "3"), ("1", "1"), ("", "3"), ("4,2", "3"), ("²", "3")]:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        assert environment.environment(processes=2)["OMP_NUM_THREADS"] == of_two
+        assert processes.environment(processes=2)["OMP_NUM_THREADS"] == of_two
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from judge.plot.plot import read_groups
 from judge.settings import Settings
 from tests.leaderboard.makers import SMI, SOURCE, cpu, our_log, run, unwrapped
 
-POOL = compare_runs.Pool(Settings(), 1, {}, {}, [], [], 0, 0)
 COMPARE = ["compare", "--base_logs", "base", "--idea_logs", "idea"]
 PLOT = ["plot", "idea", "-o", "o.png"]
 VERIFY = ["verify", "idea"]
@@ -160,11 +159,11 @@ def collected(path: Path):
     folder = Path("worker/copy/logs")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.txt").write_bytes(path.read_bytes())
-    variant = SimpleNamespace(name="idea", command="x", runs={}, identity={"files": {}})
+    variant = SimpleNamespace(name="idea", command="x", identity={"files": {}}, project=Settings())
     Path("worker/console.txt").touch()
-    worker = SimpleNamespace(variant=variant, seeds=[0], folder=Path("worker"))
-    kept = compare_runs.complete_log(POOL, path)
-    return kept, compare_runs.log_of_command(POOL, worker)
+    worker = SimpleNamespace(variant=variant, several=False, seeds=[0], folder=Path("worker"))
+    kept = compare_runs.complete_log(path, Settings())
+    return kept, compare_runs.log_of_command(worker)
 
 
 def plot_mixes(*names):
@@ -247,7 +246,8 @@ def test_seeds_are_those_in_the_logs(sides):
     for i in range(3):
         write("worker/copy/logs", i).rename(f"worker/copy/logs/{9 - i}.txt")
         os.utime(f"worker/copy/logs/{9 - i}.txt", (0, 9 - i))
-    worker = SimpleNamespace(several=True, seeds=[0, 1, 2], folder=Path("worker"))
+    variant = SimpleNamespace(identity={"files": {}}, project=Settings())
+    worker = SimpleNamespace(variant=variant, several=True, seeds=[0, 1, 2], folder=Path("worker"))
     for status, seeds in ((0, [0, 1, 2]), (None, [0, 1])):
-        logs = compare_runs.complete_logs(POOL, worker, status)
+        logs = compare_runs.complete_logs(worker, status)
         assert [log.hyperparameters["seed"] for log in logs] == seeds

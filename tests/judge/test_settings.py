@@ -9,7 +9,7 @@ import pytest
 
 from judge import init
 from judge.compare import compare
-from judge.settings import KEYS, Settings, make_folder, read_settings
+from judge.settings import Settings, make_folder, read_settings
 from tests.judge.helpers import check_refused, commit_files, run_main, work_in
 from tests.util import ROOT
 
@@ -57,20 +57,20 @@ def test_settings_that_are_wrong(tmp_path, monkeypatch, text, message):
     check_refused(compare.main, ["--idea", "--lr 1"], message)
 
 
-def test_each_key_is_an_option():
-    parser = compare.make_parser()
-    assert {f"--{name}" for name in KEYS} <= set(parser.format_help().split())
-
-
 # What a project prints, and what is found: the metric, what is said of the seed, of its steps, and of data
 PROJECTS = {
     "nanoGPT": (
         "print(f'step 9: train loss {2 + x:.4f}, val loss {3 + x:.4f}\\niter 9: loss {2 + x:.4f}, time 4.0ms')",
-        ("val_loss", "takes effect: val_loss is", "9; --num_iterations sets them", "none outside"),
+        (
+            "val_loss",
+            "takes effect: val_loss is",
+            "9; --num_iterations sets them",
+            "outside the project: none",
+        ),
     ),
     "a fixed seed": (
         "x = 0; print(f'Epoch 3: acc: {0.9 + x:.3f}')",
-        ("acc", "HAS NO EFFECT: acc is 0.900 with both", "unknown; ", "none outside"),
+        ("acc", "HAS NO EFFECT: acc is 0.900 with both", "unknown; ", "outside the project: none"),
     ),
     "JSON lines": (
         "open(os.path.expanduser('~/corpus')); os.mkdir('out'); "
@@ -79,7 +79,7 @@ PROJECTS = {
     ),
     "no end": (
         "print(f'step:1/90 val_bpb:{1 + x}', flush=True); time.sleep(60)",
-        ("val_bpb", "takes effect: val_bpb is", "90; ", "none outside"),
+        ("val_bpb", "takes effect: val_bpb is", "90; ", "outside the project: none"),
     ),
 }
 
@@ -102,7 +102,7 @@ def test_init(tmp_path, monkeypatch, name):
     said = " ".join(out.split())
     assert f"metric: {metric}" in said and f"steps: {steps}" in said
     assert f"seed: {seed}" in said and f"data: {data.format(tmp_path)}" in said
-    assert ("more than 5 s, when it was ended" in said) == (name == "no end")
+    assert ("more than 5 s;" in said) == (name == "no end")
     found = settings_of()
     assert (found.command, found.metric) == (command, metric)
     before = Path("judge.toml").read_text()
@@ -123,23 +123,11 @@ def test_init_of_a_project_that_fails(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_package_stands_alone(tmp_path):
-    """Installed by pip, far from this repository, it has the command judge, with all of its modules."""
+    """Installed by pip, far from this repository, it has the command judge, whose modules import nothing of ours."""
     target = tmp_path / "site"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        target,
-        ROOT / "judge",
-    ]
+    pip = [sys.executable, *"-m pip install -q --no-deps --target".split(), target, ROOT / "judge"]
     subprocess.run(pip, check=True, env=os.environ | {"PYTHONPATH": ""})
-    names = [str(path.relative_to(ROOT)) for path in (ROOT / "judge").rglob("*.py")]
-    names = [name for name in names if not name.startswith("judge/build/")]  # which pip leaves
-    assert not [name for name in names if not (target / name).is_file()]
+    assert (target / "judge/runs/watch/sitecustomize.py").is_file()  # which no command imports
     env = {**os.environ, "PYTHONPATH": str(target)}
     for command in ("compare", "screen", "plot", "init"):
         words = [target / "bin" / "judge", command, "--help"]

@@ -27,6 +27,7 @@ from data import datasets
 from launch import launch
 from judge.commands import UserError
 from judge import processes as judge_processes
+from judge.runs import same_run
 from lib import processes
 from recipes import gpt2, january2026
 from train_gpt import TRACKS
@@ -61,12 +62,11 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setattr(launch, "VENV", machine.root / ".venv")
     monkeypatch.setattr(judge_processes, "DEVICES", tmp_path / "dev")
-    monkeypatch.setattr(judge_processes, "output_of", output_of)
     monkeypatch.setattr(launch, "version_of", lambda package, path: machine.versions.get(package, ""))
     for module in (launch, processes, datasets):
         monkeypatch.setattr(module, "ROOT", machine.root)
         monkeypatch.setattr(module, "run", run)
-    for module in (launch, processes, judge_processes):
+    for module in (launch, same_run, judge_processes):
         monkeypatch.setattr(module, "output_of", output_of)
     monkeypatch.setattr(venv, "create", lambda folder, **how: None)
     return machine
@@ -163,7 +163,7 @@ def test_a_new_environment_is_ready_only_after_the_installation(machine):
         assert sorted(path.name for path in launch.VENV.iterdir()) == ["ours", "ready"]
     assert machine.ran[1][-2:] == ["torch==2.13.0", "numpy==2.4.6"]
 
-    machine.answers["sys.path"] = "x\n"
+    machine.answers["sys.path"] = "3.11.2\nx\n"
     machine.versions["torch"] = "2.12.0"  # another version stays
     launch.install([])
     assert len(machine.ran) == 2
@@ -210,7 +210,7 @@ def test_the_active_environment_is_used_as_it_is(machine, monkeypatch):
 
 
 def test_which_packages_are_installed():
-    path = launch.search_path(sys.executable)
+    _, path = same_run.ask_python(sys.executable)
     assert launch.version_of("pytest", path) == pytest.__version__
     assert launch.version_of("no-package", path) == ""
 
@@ -423,7 +423,7 @@ def test_a_check_that_fails_ends_the_run(machine):
     [
         ("sample x.pt", [], "evals.sample x.pt"),
         ("data edu --help", [], "data.fineweb edu --help"),
-        ("compare --command=x", ["judge"], "judge.compare.compare --command=x"),
+        ("compare --command=x", ["judge"], "judge compare --command=x"),
         ("hellaswag x", ["evals"], "evals.hellaswag x"),
     ],
 )
@@ -466,7 +466,7 @@ def test_compare_checks_the_machine(training):
         ),
     ]:
         launch.launch(["compare", "--device", "cpu", *words, "--runs", "2"])
-        command = ["python", "-P", "-m", "judge.compare.compare", "--project", str(launch.ROOT)]
+        command = ["python", "-P", "-m", "judge", "compare", "--project", str(launch.ROOT)]
         assert training.ran[-1] == [*command, *expected, "--runs", "2"]
         assert training.checked == ["compare", *words, "--runs", "2"]
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

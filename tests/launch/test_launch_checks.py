@@ -22,7 +22,6 @@ from recipes import january2026
 from gpu import memory
 from gpu.report_stages import PEAKS
 from launch import checks
-from judge import environment
 from lib import processes
 from train_gpt import TRACKS
 from tests.util import ROOT, Job, random_tokens, tiny_options, write_shard
@@ -321,13 +320,13 @@ def right_code(tmp_path, monkeypatch):
 def test_a_right_answer_is_remembered(right_code, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     status, needs, err = check(tmp_path, capsys)
-    assert (status, needs["environment"]) == (0, environment.environment(needs["processes"]))
+    assert (status, needs["environment"]) == (0, processes.environment(needs["processes"]))
     assert needs["text"].endswith(", compiled")
     monkeypatch.setattr(checks, "find_problem", lambda processes: "it is wrong")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     _, again, err = check(tmp_path, capsys)
     assert (again["text"], err) == (needs["text"], "")
-    variables = environment.environment()
+    variables = processes.environment()
     del variables["OMP_NUM_THREADS"]  # runs at the same time share the cores
     assert check(tmp_path, capsys, mode="compare")[1] == {"environment": variables}
     for module, name, value in [
@@ -379,17 +378,17 @@ def test_each_part_is_compared_in_a_process(monkeypatch, code):
             checks.find_problem(2)
 
 
-@pytest.mark.parametrize("cores, processes", [(1, 1), (8, 2)])
-def test_processes_on_a_cpu(right_code, got, tmp_path, monkeypatch, capsys, cores, processes):
+@pytest.mark.parametrize("cores, count", [(1, 1), (8, 2)])
+def test_processes_on_a_cpu(right_code, got, tmp_path, monkeypatch, capsys, cores, count):
     """At most two, and they share the cores."""
     seen = []
     monkeypatch.setattr(checks, "find_problem", seen.append)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(environment, "usable_cores", lambda: cores)
+    monkeypatch.setattr(processes, "usable_cores", lambda: cores)
     _, needs, _ = check(tmp_path, capsys, "--batch_tokens=8192")  # 8 could share these
-    assert needs["processes"] == processes
-    assert needs["environment"]["OMP_NUM_THREADS"] == str(cores // processes)
-    assert seen == [processes]
+    assert needs["processes"] == count
+    assert needs["environment"]["OMP_NUM_THREADS"] == str(cores // count)
+    assert seen == [count]
     assert got == [TRACKS["mini"].train_files]
 
 

@@ -1,5 +1,5 @@
 """
-Python imports this file when it starts, because make.py names its folder in PYTHONPATH. It writes down, in
+Python imports this file when it starts, because start.py names its folder in PYTHONPATH. It writes down, in
 the order of the events, what a run does outside of its copy:
 
     r PATH   reads a file, or the names in a folder

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from scipy import stats
 
 from judge.compare import changed_evaluation, compare
 from judge.compare.answer import NO_SEED
-from judge.runs import make as runs
+from judge.runs import start
 from leaderboard import verify
 from tests.judge.helpers import (
     answer_of,
@@ -560,10 +559,9 @@ def test_an_idea_that_touches_what_measures(theirs):
 def test_what_an_ended_run_has_started(tmp_path):
     """It is told to end, too, and gets time to clean up: a compiler must not leave half a file."""
     work = "(trap 'sleep 1; echo cleaned > file; exit' TERM; echo; while :; do sleep 0.1; done) & wait"
-    script = runs.START.format(copy=tmp_path, folder=tmp_path, exports="", command=shlex.quote(work))
+    script = f"set -- {shlex.join([str(tmp_path), str(tmp_path), work])}{start.START}"
     child = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     child.stdout.readline()
-    worker = runs.Worker(None, [0], None, child, tmp_path / "folder", False)
-    runs.end_worker(SimpleNamespace(workers=[worker]), worker)
+    start.end(start.Worker(None, [0], None, tmp_path / "folder", child, False))
     child.stdout.read()  # until all have ended
     assert (tmp_path / "file").read_text() == "cleaned\n"

@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from judge import settings as project
 from judge.compare import compare, ledger
 from judge.settings import Settings
 from judge.runs import make as compare_runs
+from judge.runs import start
 from judge.runs import variants as compare_sources
 from judge.stats import decide as compare_stats
 from judge.compare import step_times as compare_steps
@@ -356,7 +356,7 @@ def test_what_can_be_compared(place):
 
 def test_jobs_share_the_cores(place, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    for module in (compare_runs, project):
+    for module in (compare_runs, start):
         monkeypatch.setattr(module, "usable_cores", lambda: 7)
     for keys, *expected in [
         (dict(jobs=3), 3, 2),
@@ -365,8 +365,8 @@ def test_jobs_share_the_cores(place, monkeypatch):
         (dict(), 1, 0),  # the script's own choice
         (dict(launcher="srun", job_per_core=True, jobs=4), 4, 0),
     ]:
-        pool = compare_runs.open_pool([], 0, Settings(command="x", root=place, **keys), 1)
-        assert [len(pool.slots), pool.threads] == expected
+        pool = compare_runs.open_pool([], Settings(command="x", root=place, **keys), 1)
+        assert [len(pool.slots), pool.facts["threads"]] == expected
 
 
 # -----------------------------------------------------------------------------
@@ -402,7 +402,7 @@ BAD = [
     ),
     (["--idea", "--effect", "1"], "unexpected argument: 1. Say what to compare"),
     (["--idea", "--effect '1"], "No closing quotation"),
-    (["--idea", "--seed 4"], "--seed: the command sets this option"),
+    (["--idea", "--seed 4"], "seed_4 has the same source and settings as worktree"),
     (["--idea", "--effect 1", "--until", "0"], "0: must be a percentage of at most 50%"),
 ]
 
@@ -427,7 +427,7 @@ def test_a_run_that_fails(place):
     assert sorted(kept) == ["seed0.txt", "seed0.txt", "seed1.txt"]
     compile_error = "torch._dynamo.exc.TorchRuntimeError: no such kernel\n\nfrom user code:\n"
     (place / "console").write_text("Traceback ...\n" + compile_error + "  File ...\n" * 20)
-    shown = compare_runs.last_lines(place / "console").splitlines()
+    shown = start.last_lines(place / "console").splitlines()
     assert shown[0] == compile_error.splitlines()[0]
     assert shown[1:] == ["  File ..."] * 12
     (place / "short.py").write_text(STANDIN.read_text().replace("step:{n}/{n}", "step:{n - 1}/{n}"))
@@ -467,7 +467,7 @@ def test_a_second_comparison_waits_for_the_first(place, monkeypatch):
 def start_on_a_terminal(place, *options) -> tuple[subprocess.Popen, int]:
     """Returns the process of compare, and the terminal's file descriptor."""
     shutil.copytree(ROOT / "judge", place / "judge")
-    command = [sys.executable, "-m", "judge.compare.compare", *options]
+    command = [sys.executable, "-m", "judge", "compare", *options]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     streams = dict(stdout=subprocess.PIPE, stderr=theirs)
@@ -515,24 +515,6 @@ def test_a_closed_terminal(place):
     assert child.wait(60) != 0
     with open(place / ".judge/lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run that went on would hold it
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_no_interrupt(number):
-    """A process that was started is noted before a signal ends compare."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # another test may have reset it
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, it would be ignored
-    stop_on_signals()
-    noted = []
-    try:
-        with pytest.raises(KeyboardInterrupt), compare_runs.no_interrupt():
-            signal.raise_signal(number)
-            noted.append(number)
-        assert noted
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def test_nohup(monkeypatch):

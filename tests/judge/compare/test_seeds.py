@@ -145,7 +145,8 @@ def test_no_place_for_a_seed(tmp_path, monkeypatch):
         compare.main, words, "write {seed} where the command sets its seed, or give --no_seed"
     )
     status, out, err = run_main(compare.main, *words, "--no_seed")
-    assert status == 0 and out.startswith("With --no_seed, all runs may start from the same weights")
+    assert status == 0, err
+    assert out.startswith("With --no_seed, all runs may start from the same weights")
 
 
 # -----------------------------------------------------------------------------

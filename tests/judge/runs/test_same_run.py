@@ -12,8 +12,8 @@ import pytest
 from judge.commands import UserError
 from judge.compare import compare
 from judge.settings import Settings, read_settings
-from judge.runs import make as compare_runs
-from judge.runs import copies, same_run, variants
+from judge.runs import kept as kept_runs
+from judge.runs import copies, make, same_run, variants
 
 from tests.judge.helpers import commit_files, git, make_runs, run_main, work_in
 
@@ -77,10 +77,10 @@ def kept(tmp_path_factory):
         def count() -> tuple[list[int], str]:
             args, common = compare.read_arguments([*arguments, *first, "--idea", "b=--lr 2"])
             settings = read_settings(args, place / "base")
-            with compare_runs.locked_folder(settings) as lock:
-                c = compare.set_up(args, common, settings, lock)
+            with make.locked_folder(settings):
+                c = compare.set_up(args, common, settings)
             found = [len(variant.runs) for variant in c.variants]
-            return found, compare_runs.why_again(c.pool, c.variants)
+            return found, kept_runs.why_again(c.variants)
 
         yield count
 
@@ -140,8 +140,8 @@ CHANGES = [
     ("threads 1 -> 3", lambda patch: patch.setenv("OMP_NUM_THREADS", "3")),
     ("compiler", lambda patch: patch.setenv("CXX", "another")),
     ("machine", lambda patch: patch.setattr(same_run, "cpu_line", lambda name: "Z80")),
-    ("Python", lambda patch: patch.setattr(compare_runs, "ask_python", lambda python: ("3.99", []))),
-    ("dream None -> 0.1", lambda patch: patch.setattr(compare_runs, "ask_python", another_path)),
+    ("Python", lambda patch: patch.setattr(make, "ask_python", lambda python: ("3.99", []))),
+    ("dream None -> 0.1", lambda patch: patch.setattr(make, "ask_python", another_path)),
     # No reason to make runs again
     ("", lambda patch: None),
     ("", lambda patch: os.utime("base/config.json", (1, 1))),
@@ -163,13 +163,6 @@ CHANGES = [
 ]
 
 
-def keep_facts_of_an_older_judge(patch):
-    facts = json.loads(next(Path("base/.judge/runs").glob("*/facts.json")).read_text())
-    del facts["read"]
-    write("base/.judge/runs/old/facts.json", json.dumps(facts))(patch)
-
-
-CHANGES.append(("", keep_facts_of_an_older_judge))
 # What managers of jobs, terminals and WSL set
 OF_A_JOB = """
     SLURM_JOB_ID SLURMD_NODENAME SLURM_NODELIST PBS_JOBID PBS_O_HOST LSB_JOBID LS_SUBCWD SGE_TASK_ID JOB_ID
@@ -339,6 +332,7 @@ ELSEWHERE = [
     ("python train.py", "import other", "other.py"),
     ("PYTHONPATH=data python train.py", "open({place!r} + '/config.json')", "config.json"),
     ("python train.py", "open({place!r} + '/data/x/a.bin'); open({place!r} + '/o', 'w')", ""),
+    ("python train.py", "open({place!r} + '/ignored.pyc')", ""),
     (
         "python train.py",
         "sys.exit('out of memory')",
@@ -382,6 +376,7 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
     place = tmp_path / "place"
     script = READING.format(place=str(place), code=code.format(place=str(place)))
     files = {"config.json": "", "data/x/a.bin": "", "other.py": "", ".gitignore": "data/x/\n*.pyc\n"}
+    files["ignored.pyc"] = ""
     commit_files(place, files | {"train.py": script})
     work_in(tmp_path, monkeypatch)
     text = command.format(place=place, options="{options}", seed="{seed}")
@@ -394,4 +389,4 @@ def test_what_ran_is_the_copy(tmp_path, monkeypatch, command, code, message):
         assert said == "" and pool.made == 3
     elif "while idea trained" not in message:
         assert f"\na run failed: idea, seed {1 + pool.made} (" in said
-    assert not (place / ".judge" / "working").exists()
+    assert not list((place / ".judge").glob("working/*"))

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from judge import processes
 from judge.commands import UserError
 from judge.settings import Settings
-from judge.runs import slots
+from judge.runs import start
 from tests.judge.helpers import commit_files, make_runs
 
 # Says which GPUs it has, and waits for as many runs as there are slots
@@ -60,13 +61,27 @@ def place(tmp_path, monkeypatch):
 def test_gpus_of_slots(eight_gpus, monkeypatch, visible, keys, expected):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [",".join(slot.gpus) for slot in slots.find_slots(Settings(**keys))] == expected
+    assert [",".join(slot.gpus) for slot in start.find_slots(Settings(**keys))] == expected
 
 
-def test_more_runs_than_gpus(eight_gpus):
-    for keys in (dict(jobs=8), dict(gpus_per_run=9), dict(gpus_per_run=2, jobs=5)):
-        with pytest.raises(UserError, match="need more than the 8 GPUs that are visible"):
-            slots.find_slots(Settings(**keys))
+@pytest.mark.parametrize("keys", [dict(jobs=8), dict(gpus_per_run=9), dict(gpus_per_run=2, jobs=5)])
+def test_more_runs_than_gpus(eight_gpus, keys):
+    with pytest.raises(UserError, match="need more than the 8 GPUs that are visible"):
+        start.find_slots(Settings(**keys))
+
+
+def test_gpus_without_a_name(monkeypatch, tmp_path):
+    """Runs share none of them by mistake. The user can name them."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(processes, "DEVICES", tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(
+        UserError, match="the 0 GPUs that are visible; .* name the GPUs in CUDA_VISIBLE"
+    ):
+        start.find_slots(Settings(job_per_core=True))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert [slot.gpus for slot in start.find_slots(Settings(job_per_core=True))] == [("0",)]
 
 
 @pytest.mark.parametrize("each, together", [(1, 8), (2, 4)])
@@ -81,14 +96,13 @@ def test_runs_at_a_time_share_no_gpu(eight_gpus, place, each, together):
 # -----------------------------------------------------------------------------
 # Launchers
 
-# Runs a command, but loses some jobs: it ends them before or after they began, by the number of the call. The
-# second is lost while it writes its status
+# Runs a command, but loses some jobs: it ends them before or after they began, by the number of the call
 LAUNCHER = """#!/bin/bash
 shift # -n1
 echo "$@" >>~/calls
 case $(wc -l <~/calls) in
 1) exit 1 ;;
-2) "$@" & sleep 1; kill -KILL $!; script=${@: -1}; : >"${script%/*}/status"; exit 137 ;;
+2) "$@" & sleep 1; kill -KILL $!; exit 137 ;;
 esac
 exec "$@"
 """
@@ -125,14 +139,19 @@ def test_a_script_that_fails_by_itself_is_not_lost(place, launcher):
 
 
 def test_a_queue_does_not_count(place, monkeypatch):
-    """The time limit of a run begins when its job does. Other machines see its environment."""
+    """The time limit of a run begins when its job does. Other machines see its environment, but for what the modules
+    of a cluster leave there: functions of bash."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("MY_LR", "it's 3")
+    monkeypatch.setenv("BASH_FUNC_module%%", "() { echo; }")
     file = place / "queue"
-    file.write_text('#!/bin/sh\nsleep 4\nexec env -i PATH=/usr/bin:/bin HOME=$HOME "$@"\n')
+    file.write_text(
+        '#!/bin/sh\nsleep 4\nexec env -i PATH=/usr/bin:/bin HOME=$HOME "$@" 2>$HOME/errors\n'
+    )
     file.chmod(0o755)
     text = "import os\nassert os.environ['MY_LR'] == \"it's 3\"\nprint('step:1/1 val_loss:3.1 ')"
     (place / "theirs/train.py").write_text(text)
     settings = Settings(command="python train.py {seed}", launcher=str(file), root=Path.cwd())
     settings.run_timeout = 3.9 / 60
     assert make_runs(settings, range(1))[0].made == 1
+    assert (place / "errors").read_text() == ""
