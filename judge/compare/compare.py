@@ -233,7 +233,6 @@ def check_measures(args: argparse.Namespace, base: Variant, ideas: list[Variant]
 
 def set_up(args: argparse.Namespace, common: list[str], settings: Settings, lock: int) -> Comparison:
     """Raises UserError."""
-    args.ledger = args.ledger or settings.folder / "ledger.tsv"
     write_ledger(args.ledger, read_ledger(args.ledger))  # what is wrong is said before the runs
     notes = []
     if args.confirm:
@@ -402,6 +401,7 @@ def main(argv: list[str]) -> int:
         args.target = -args.target
     if args.base_logs:
         return compare_logs(args, settings)
+    args.ledger = args.ledger or settings.folder / "ledger.tsv"
     status = 0
     with locked_folder(settings) as lock:
         if args.sizes:

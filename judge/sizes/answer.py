@@ -61,8 +61,8 @@ def trend_in_words(sizes: list[Size], pairs: int) -> list[str]:
     measured = [size for size in sizes if size.change]
     found = ", ".join(f"{size.name} {percent(size.change.value)}" for size in measured)
     sentences = [
-        f"Trend, from the first {pairs} pairs of each size ({found}): with twice the parameters, the idea's steps "
-        f"change by {with_interval(line)} more."
+        f"Trend, from the first {pairs} pairs of each size ({found}): each doubling of the parameters changes "
+        f"the idea's steps by {with_interval(line)}."
     ]
     for size in measured:
         if size.forecast:

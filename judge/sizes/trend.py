@@ -89,34 +89,32 @@ def weighted_sum(changes: list[Change], factors: np.ndarray, wider: float = 1.0)
     return Estimate(value, value - half, value + half)
 
 
-def line_factors(changes: list[Change]) -> tuple[float, np.ndarray, np.ndarray]:
-    """The center of the sizes, and what to multiply the changes with to get the line's height there, and its
-    slope. Sizes are in doublings of the parameters."""
+def interval_of(change: Change) -> Estimate:
+    return weighted_sum([change], np.ones(1))
+
+
+def on_line(changes: list[Change], at: np.ndarray, wider: float = 1.0) -> Estimate:
+    """`at`, (2,), times the line's height and slope, over the doublings of the parameters. If the changes scatter
+    about the line more than their errors say, the interval is wider in the same proportion (Birge's ratio)."""
     x = np.log2([change.parameters for change in changes])
+    y = np.array([change.value for change in changes])
     weights = 1 / np.array([change.variance for change in changes])
-    weights /= weights.sum()
-    center = float(weights @ x)
-    return center, weights, weights * (x - center) / (weights @ (x - center) ** 2)
+    design = np.stack([np.ones(len(x)), x])  # (2, sizes)
+    fit = np.linalg.solve((design * weights) @ design.T, design * weights)  # (2, sizes): changes to height and slope
+    scatter = weights @ (y - fit @ y @ design) ** 2 / max(1, len(x) - 2)
+    return weighted_sum(changes, at @ fit, wider * max(1.0, math.sqrt(scatter)))
 
 
 def trend(changes: list[Change]) -> Estimate | None:
     """By how much the change differs for each doubling of the parameters. None for a single size."""
-    if len(changes) < 2:
-        return None
-    _, _, rise = line_factors(changes)
-    return weighted_sum(changes, rise)
-
-
-def interval_of(change: Change) -> Estimate:
-    return weighted_sum([change], np.ones(1))
+    return on_line(changes, np.array([0, 1])) if len(changes) > 1 else None
 
 
 def forecast(changes: list[Change], parameters: float) -> Estimate | None:
     """The change at another size. None with too few sizes."""
     if len(changes) < FEWEST_SIZES:
         return None
-    center, height, rise = line_factors(changes)
-    return weighted_sum(changes, height + (math.log2(parameters) - center) * rise, WIDER)
+    return on_line(changes, np.array([1, math.log2(parameters)]), WIDER)
 
 
 # -----------------------------------------------------------------------------
