@@ -103,7 +103,8 @@ def judge_size(c: Comparison, size: Size, pairs: int) -> None:
         for variant in c.variants:
             ends = {f"seed {seed}": log.end.val_loss for seed, log in sorted(variant.runs.items())}
             size.losses[variant.name] = ends
-        size.notes = c.notes + warnings_in_words(size.losses)
+        judged = [variant.name for variant in [c.base, *c.ideas]]
+        size.notes = c.notes + warnings_in_words({name: size.losses[name] for name in judged})
 
 
 # -----------------------------------------------------------------------------

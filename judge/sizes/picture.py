@@ -28,9 +28,6 @@ def draw_ladder(name: str, sizes: list[Size], path: Path) -> None:
     for size in sizes:
         if size.change:
             draw_point(axes, size.parameters, interval_of(size.change), fmt="o", color=COLORS[0])
-            label = f"{size.name}: {size.effect.verdict}"
-            place = (size.parameters, percent(interval_of(size.change).high))
-            axes.annotate(label, place, xytext=(0, 6), textcoords="offset points", ha="center")
         if size.forecast:
             draw_point(axes, 1.06 * size.parameters, size.forecast, fmt="s", color=COLORS[1])
     if known and forecast(known, known[-1].parameters):
@@ -39,6 +36,10 @@ def draw_ladder(name: str, sizes: list[Size], path: Path) -> None:
         axes.plot(ends, line, linestyle="--", color=COLORS[1], linewidth=1.2)
         draw_point(axes, ends[-1], forecast(known, ends[-1]), fmt="s", color=COLORS[1])
     axes.set_xscale("log")
+    names = [f"{size.name}\n{size.effect.verdict}" if size.effect else size.name for size in sizes]
+    axes.set_xticks([size.parameters for size in sizes], names)
+    axes.minorticks_off()
+    axes.margins(x=0.1, y=0.1)
     axes.set_xlabel("parameters")
     axes.set_ylabel("steps to the base's loss (%)")
     axes.set_title(f"{short(name, 40)}: measured, and forecast (squares), with {LEVEL:.0%} intervals")

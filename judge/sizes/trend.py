@@ -100,7 +100,9 @@ def on_line(changes: list[Change], at: np.ndarray, wider: float = 1.0) -> Estima
     y = np.array([change.value for change in changes])
     weights = 1 / np.array([change.variance for change in changes])
     design = np.stack([np.ones(len(x)), x])  # (2, sizes)
-    fit = np.linalg.solve((design * weights) @ design.T, design * weights)  # (2, sizes): changes to height and slope
+    fit = np.linalg.solve(
+        (design * weights) @ design.T, design * weights
+    )  # (2, sizes): changes to height and slope
     scatter = weights @ (y - fit @ y @ design) ** 2 / max(1, len(x) - 2)
     return weighted_sum(changes, at @ fit, wider * max(1.0, math.sqrt(scatter)))
 

@@ -69,7 +69,7 @@ def test_an_early_end(place):
     assert "x: hurts at all 2 sizes." in words and "The two smallest sizes decide" in words
     assert [bool(size["effect"]) for size in found["sizes"]] == [True, True, False, False]
     found, words = answer("--idea", "x=--effect 0.02", "--sizes", "2", "--all_sizes")
-    assert "x: hurts at all 4 sizes." in words
+    assert "at all 4 sizes." in words and all(size["effect"] for size in found["sizes"])
     found, words = answer("--idea", "y=--effect 0.01", "--sizes", "--hours", "0")
     assert words == "Too early for an answer; 10k takes 2 pairs." and found["verdict"] == "undecided"
 
