@@ -54,6 +54,12 @@ class Settings:
     scratch: str = setting(
         ".judge", "where copies and runs lie; with a launcher, on a shared disk", "FOLDER"
     )
+    confirm_options: str = setting(
+        "", "options of all runs of --confirm, which name other validation tokens", "OPTIONS"
+    )
+    sizes: dict[str, str] = field(
+        default_factory=dict
+    )  # options by the number of parameters, for --sizes
     root: Path = field(default_factory=Path.cwd)
 
     @property
@@ -126,13 +132,17 @@ def read_keys(file: Path) -> dict:
     if file.name == "pyproject.toml":
         found = found.get("tool", {}).get("judge", {})
     words = []
+    sizes = found.pop("sizes", {})
+    if not isinstance(sizes, dict):
+        refuse("sizes must be a table: [sizes]")
     for name, value in found.items():
         for item in value if isinstance(value, list) else [value]:
             if item is not False:
                 words.append(f"--{name}" if item is True else f"--{name}={item}")
     parser = command_parser("", "", refuse)
     add_settings(parser)
-    return given(parser.parse_args(words))
+    keys = given(parser.parse_args(words))
+    return keys | {"sizes": sizes} if sizes else keys
 
 
 def find_project(start: Path) -> tuple[Path, dict]:

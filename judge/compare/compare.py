@@ -38,7 +38,10 @@ With --command, it compares the scripts of others, in any folder:
     judge compare --base_logs logs/before --idea_logs logs/after
 
 A loop of ideas, decided by --gate, ends with --confirm: the first base of the ledger against the working
-tree, with new seeds.
+tree, with new seeds, and on the validation tokens that confirm_options in judge.toml names.
+
+--sizes judges an idea at each size of the table [sizes] in judge.toml, smallest first: its trend, and a
+forecast of each next size before that is run.
 
 Press Ctrl-C to stop. compare then prints the answer so far. Run the same command again to continue.
 You may look as often as you like: that doesn't make a wrong answer more likely. Other tests of the same
@@ -51,6 +54,7 @@ Exit status: 0 the comparison was made (with --gate: helps), 1 another answer wi
 """
 
 import argparse
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -61,6 +65,7 @@ from judge.compare.ledger import (
     first_base,
     loop_in_words,
     read_ledger,
+    seen_in_words,
     seeds_of_other_tests,
     unused_seed,
     with_answers,
@@ -89,6 +94,8 @@ from judge.runs.variants import (
     with_steps,
 )
 from judge.compare.step_times import add_all_times
+from judge.sizes.ladder import climb
+from judge.sizes.retune import retuned, value_list
 from judge.compare.answer import (
     NO_SEED,
     answer_as_json,
@@ -148,15 +155,26 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gate", action="store_true", help="print only the verdict; exit status 0 if it helps")
     ledger = "the table of all ideas that were judged; default: .judge/ledger.tsv"
     add("--ledger", type=output_file, metavar="FILE", help=ledger)
-    confirm = "compare the working tree with the first base of the ledger, with seeds that weren't used"
+    confirm = "compare the working tree with the first base of the ledger, with seeds that weren't used, and with "
+    confirm += "judge.toml's confirm_options"
     add("--confirm", action="store_true", help=confirm)
+    sizes = "judge the idea at each size of judge.toml; the trend takes this many pairs of each (default: 8)"
+    add("--sizes", type=whole_number, nargs="?", const=8, metavar="PAIRS", help=sizes)
+    all_sizes = "go on after the two smallest sizes, even if the idea pays at neither"
+    add("--all_sizes", action="store_true", help=all_sizes)
+    picture = "with --sizes: a picture of the effect over the size"
+    add("-o", "--output", type=output_file, metavar="FILE.png", help=picture)
+    retune = "give base and idea the best of these values each, on other seeds: '--lr 0.01 0.02'"
+    add("--retune", type=value_list, metavar='"OPTION VALUE VALUE..."', help=retune)
     add_run_options(parser)
     return parser
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns our options, and the options for all runs. Raises UserError."""
-    args, common = make_parser().parse_known_args(join_values(argv, ("--base", "--idea", *TEXTS)))
+    args, common = make_parser().parse_known_args(
+        join_values(argv, ("--base", "--idea", "--retune", *TEXTS))
+    )
     for before, word in zip(["", *common], common):
         if not before.startswith("--") and not word.startswith("--"):
             refuse(
@@ -169,6 +187,12 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         refuse(
             "--confirm compares the first base of the ledger with the working tree; leave out --base, --idea"
         )
+    if args.sizes and (
+        args.runs or args.gate or args.confirm or args.base_logs or len(args.idea or []) > 1
+    ):
+        refuse("--sizes judges one --idea, without --runs, --gate, --confirm or finished logs")
+    if args.output and (not args.sizes or args.output.suffix != ".png"):
+        refuse("-o writes the picture of --sizes, so its name must end in .png")
     made = args.base_logs or args.idea_logs
     both = args.base_logs and args.idea_logs
     if made and (not both or args.command or args.base or args.idea or common):
@@ -209,12 +233,18 @@ def check_measures(args: argparse.Namespace, base: Variant, ideas: list[Variant]
 
 def set_up(args: argparse.Namespace, common: list[str], settings: Settings) -> Comparison:
     """Raises UserError."""
-    args.ledger = args.ledger or settings.folder / "ledger.tsv"
     write_ledger(args.ledger, read_ledger(args.ledger))  # what is wrong is said before the runs
+    notes = []
     if args.confirm:
         args.base = first_base(args.ledger)
         args.seed = unused_seed(args.ledger)
-    base, *ideas = variants = read_variants(args, common, settings)
+        common = common + shlex.split(settings.confirm_options)
+        notes.append(seen_in_words(args.ledger, settings.confirm_options))
+    variants = read_variants(args, common, settings)
+    if args.retune:
+        variants, found = retuned(variants, args.retune, args.hours)
+        notes += found
+    base, *ideas = variants
     warnings = check_measures(args, base, ideas) + [NO_SEED] * settings.no_seed
     fewer = more = None
     if not args.loss_per_100_steps and base.num_iterations() is not None:
@@ -228,7 +258,7 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings) -> C
     if fewer and not args.runs:
         check_settings([fewer, more], again=True)  # there may be too few data
     asked = (args.seed, args.runs, args.until, args.loss_per_100_steps)
-    c = Comparison(pool, base, ideas, *asked, fewer, more, warnings)
+    c = Comparison(pool, base, ideas, *asked, fewer, more, warnings, notes)
     for idea in ideas:
         idea.before = seeds_of_other_tests(c, args, idea)
     return c
@@ -340,8 +370,11 @@ def main(argv: list[str]) -> int:
         args.target = -args.target
     if args.base_logs:
         return compare_logs(args, settings)
+    args.ledger = args.ledger or settings.folder / "ledger.tsv"
     status = 0
     with locked_folder(settings):
+        if args.sizes:
+            return climb(args, settings, lambda args, size: set_up(args, common + size, settings))
         c = set_up(args, common, settings)
         try:
             make_all_runs(c, args.gate)

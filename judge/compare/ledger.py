@@ -21,6 +21,7 @@ from judge.runs.variants import Variant
 from judge.stats.decide import P_VALUE
 from judge.commands import UserError
 from judge.files import without_windows, write_file
+from judge.text import plural
 
 Row = dict[str, str]
 CONFIRMATION = "--confirm"  # instead of an idea
@@ -133,3 +134,15 @@ def first_base(file: Path) -> str:
 def unused_seed(file: Path) -> int:
     """The first seed after those of all comparisons."""
     return max(int(row["last_seed"]) for row in read_ledger(file)) + 1
+
+
+def seen_in_words(file: Path, confirm_options: str) -> str:
+    """A sentence about how often the validation text of a confirmation was seen before."""
+    rows = read_ledger(file)
+    if confirm_options:
+        rows = [row for row in rows if row["text"] == CONFIRMATION]
+        return f"Its validation text ({confirm_options}) was seen by {plural(len(rows), 'confirmation')} before."
+    return (
+        f"Its validation text was seen by {plural(len(rows), 'comparison')} before; confirm_options in judge.toml "
+        "names another one."
+    )

@@ -20,6 +20,7 @@ class Hyperparameters:
     val_loss_every: int = 0
     val_tokens: int = 512
     effect: float = 0.0  # on the loss
+    factor: float = 1.0  # of the effect, at this size
     noise: float = 0.002  # standard deviation that is shared by all variants with a seed
     own_noise: float = 0.001
     slower: float = 1.0  # factor of a step's time
@@ -55,7 +56,7 @@ def final_loss(hp):
     threads = os.environ.get("OMP_NUM_THREADS", "all")
     settings = (hp.seed, hp.num_iterations, hp.effect, hp.slower, threads)
     own = random.Random(repr(settings)).gauss(0, hp.own_noise)
-    return 1.5 + hp.effect - 0.123 * math.log(hp.num_iterations / 100) + common + own
+    return 1.5 + hp.effect * hp.factor - 0.123 * math.log(hp.num_iterations / 100) + common + own
 
 
 def header(hp):
