@@ -214,9 +214,10 @@ def target_table(sides: dict[str, list[Log]], given: float | None, looks: bool) 
 # JSON
 
 
-def answer_as_json(effects: list[Effect], sides: dict[str, list[Log]], **more) -> bytes:
-    """`more` is what else there is to say."""
-    runs = {}
-    for name, logs in sides.items():
-        runs[name] = [{"path": f"{log.path}{log.number}", **asdict(log.end)} for log in logs]
+def end_as_json(log: Log) -> dict:
+    return {"path": f"{log.path}{log.number}", **asdict(log.end)}
+
+
+def answer_as_json(effects: list[Effect], runs: dict[str, list[dict]], **more) -> bytes:
+    """`runs` has those of each side, see end_as_json; `more` is what else there is to say."""
     return as_json({"ideas": list(map(asdict, effects)), "runs": runs, **more})

@@ -100,6 +100,7 @@ from judge.compare.answer import (
     NO_SEED,
     answer_as_json,
     answer_in_words,
+    end_as_json,
     end_losses,
     facts_in_words,
     machine_in_words,
@@ -330,9 +331,14 @@ def runs_of(variants: list[Variant]) -> dict[str, list[Log]]:
 
 def comparison_as_json(c: Comparison) -> bytes:
     slope = c.slope()
+    runs = {}
+    for variant in c.variants:
+        logs = sorted(variant.runs.items())
+        if logs:
+            runs[variant.name] = [{"seed": seed, **end_as_json(log)} for seed, log in logs]
     return answer_as_json(
         c.effects(),
-        runs_of(c.variants),
+        runs,
         until=c.until,
         base=c.base.name,
         slope=slope and asdict(slope),

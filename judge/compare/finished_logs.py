@@ -13,6 +13,7 @@ from judge.logs.comparable import MACHINE, check_sides, steps_in_words
 from judge.compare.answer import (
     NO_SEED,
     answer_as_json,
+    end_as_json,
     answer_in_words,
     end_losses,
     end_times,
@@ -109,5 +110,6 @@ def compare_logs(args: argparse.Namespace, settings: Settings) -> int:
         target = target_of(args.target, base)
         summaries = {side: asdict(summary_of(logs, target)) for side, logs in sides.items()}
         more = {"metric": base[0].metric, "target": target, "summaries": summaries}
-        write_file(args.json, answer_as_json([effect], sides, **more))
+        runs = {side: list(map(end_as_json, logs)) for side, logs in sides.items()}
+        write_file(args.json, answer_as_json([effect], runs, **more))
     return int(args.gate and effect.verdict != "helps")
