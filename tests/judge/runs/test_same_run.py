@@ -69,7 +69,7 @@ def kept(tmp_path_factory):
         patch.setenv("HOME", str(place))
         patch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
         patch.setenv("OMP_NUM_THREADS", "1")
-        arguments = ["--command", COMMAND, "--base", "base", "--seed", "-5"]
+        arguments = ["--command", COMMAND, "--base", "base", "--seed", "-5", "--ledger", "ledger.tsv"]
         first = ["--idea", "a=--lr 1", "--runs", "2"]
         status, out, err = run_main(compare.main, *arguments, *first)
         assert status == 0, err
