@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Collection
 from pathlib import Path
 
@@ -63,12 +64,22 @@ def did_you_mean(word: str, names: Collection[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
+def wrap_paragraphs(text: str) -> str:
+    """Paragraphs for 80 columns. Those that begin with a space stay as they are."""
+    paragraphs = text.strip("\n").split("\n\n")
+    filled = [
+        text if text.startswith(" ") else textwrap.fill(text, 79, break_on_hyphens=False)
+        for text in paragraphs
+    ]
+    return "\n\n".join(filled)
+
+
 def command_parser(command: str, description: str, refuse=None) -> argparse.ArgumentParser:
-    """The parser of a command, whose --help shows the description as it is, but for the program's name. It calls
-    refuse(message) instead of argparse's own way to end with an error."""
+    """The parser of a command. Its --help shows the description, with the program's name. It calls refuse(message)
+    instead of argparse's own way to end with an error."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {command}",
-        description=description.replace("    judge ", f"    {PROGRAM} "),
+        description=wrap_paragraphs(description).replace("    judge ", f"    {PROGRAM} "),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -31,11 +31,13 @@ class Settings:
     metric: str = setting(
         "", "what to judge, by its name in the logs; default: the validation loss", "NAME"
     )
-    higher_is_better: bool = setting(False, "judge the negative of the metric, so that lower is better")
+    higher_is_better: bool = setting(False, "more of the metric is better")
     no_seed: bool = setting(False, "the runs may have no seed, or all the same one")
     stops_early: bool = setting(False, "the runs end before their last step, all at the same one")
     steps_option: str = setting(
-        "--num_iterations", "the option of the command that sets its steps", "OPTION"
+        "--num_iterations",
+        "the option that sets the steps; default: --num_iterations",
+        "OPTION",
     )
     data: tuple[str, ...] = setting(
         ("data",), "folders that git ignores, and the runs need; default: data"
@@ -92,7 +94,10 @@ KINDS |= {"data": str, "not_read": str}
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """The options that stand for the keys of judge.toml."""
     parser.add_argument(
-        "--project", type=Path, metavar="FOLDER", help="where judge.toml is; default: found"
+        "--project",
+        type=Path,
+        metavar="FOLDER",
+        help="where judge.toml is; default: here or above",
     )
     for name, entry in KEYS.items():
         how = {"default": None, "help": entry.metadata["help"]}

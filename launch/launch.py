@@ -57,7 +57,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 USAGE = f"""\
 usage: ./run.sh [OPTIONS]            train; first, install packages and get data
        ./run.sh --recipe NAME        train recipes/NAME.py instead of train_gpt.py
-       ./run.sh prepare              do all of that but the training
+       ./run.sh prepare              all of that but the training
        ./run.sh compare | screen     does an idea help? which parts of it matter?
                                      (--recipe NAME, --nproc_per_node N: of our scripts)
        ./run.sh verify | submit      check the logs of a record; file it

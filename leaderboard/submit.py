@@ -11,7 +11,7 @@ comparable, so --make trains both, in turns: your train_gpt.py and the record's 
 keeps the logs in logs/records/, and files your record. --against names the record's runs if you made them
 yourself, in turns. On hardware that is new to the track, there is no time to beat.
 
-It refuses logs that verify refuses, logs that contain an absolute path, which often has the name of the
+submit refuses logs that verify refuses, logs that contain an absolute path, which often has the name of the
 user, and logs of train_gpt.py with fewer than 8 validations after step 0. (Records that were filed before
 this rule stay valid.)
 

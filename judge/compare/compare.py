@@ -141,9 +141,9 @@ def make_parser() -> argparse.ArgumentParser:
     until = "the smallest saving of steps that matters; default: 2%%"
     add("--until", type=fraction, default=0.02, metavar="X%", help=until)
     slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the "
-    slope += "number of steps can be set by --num_iterations"
+    slope += "number of steps can be set (--steps_option)"
     add("--loss_per_100_steps", type=positive, metavar="LOSS", help=slope)
-    target = "shows whether the mean losses are below this; default: that of the logs, or 3.28"
+    target = "also tests whether the mean losses are below this; default of finished logs: their own"
     add("--target", type=positive, metavar="LOSS", help=target)
     for side in ("base", "idea"):
         logs = f"logs of finished runs of the {side}, or folders of them"

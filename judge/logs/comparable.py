@@ -40,7 +40,7 @@ MOVED = 0.01  # of the first loss: runs of all seeds may begin with the same one
 def add_metric(parser: argparse.ArgumentParser) -> None:
     metric = "what to judge, by its name in the logs; default: the validation loss"
     parser.add_argument("--metric", default="", metavar="NAME", help=metric)
-    higher = "judge the negative of the metric, so that lower is better"
+    higher = "more of the metric is better"
     parser.add_argument("--higher_is_better", action="store_true", help=higher)
 
 

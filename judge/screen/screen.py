@@ -7,7 +7,7 @@ Which parts of a change matter? Trains combinations of them until each part is c
     judge screen --command "python train.py {seed} {options}"
                     --base ../theirs@main --idea ../theirs@mine
 
---base, --idea and --command are those of compare (judge compare --help). screen first tries the
+--base, --idea and --command are those of compare. screen first tries the
 combinations that it needs: the patches must apply, and two steps must run. Parts that only work
 together become one. Up to 16 parts share the runs of a two-level design, in which each part is in half
 of the combinations. Where parts can't be combined like that, each is left out of the whole once.
@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--part", metavar="[NAME=]PART", action="append", help=part)
     trial = "options of a short run, to try a combination; default: --num_iterations 2, if it has that"
     add("--try", dest="trial", default="", metavar="OPTIONS", help=trial)
-    until = "a part that changes the loss by less than this is a barnacle; default: 0.002"
+    until = "a part that is worth less than this loss is a barnacle; default: 0.002"
     add("--until", type=positive, default=0.002, metavar="LOSS", help=until)
     add("--blocks", type=whole_number, default=sys.maxsize, metavar="N", help="stop after N blocks")
     add_run_options(parser)

@@ -128,11 +128,13 @@ def test_the_package_stands_alone(tmp_path):
     pip = [sys.executable, *"-m pip install -q --no-deps --target".split(), target, ROOT / "judge"]
     subprocess.run(pip, check=True, env=os.environ | {"PYTHONPATH": ""})
     assert (target / "judge/runs/watch/sitecustomize.py").is_file()  # which no command imports
-    env = {**os.environ, "PYTHONPATH": str(target)}
+    env = {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "80"}
     for command in ("compare", "screen", "plot", "init"):
         words = [target / "bin" / "judge", command, "--help"]
         done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.stdout.startswith(f"usage: judge {command}") and "./run.sh" not in done.stdout, done
+        prose = [line for line in done.stdout.splitlines() if line[:1].isalpha()]
+        assert len(prose) > 4 and max(map(len, prose)) < 80
     code = (
         "import sys, judge.compare.compare; assert not {'lib', 'data', 'train_gpt'} & set(sys.modules)"
     )
