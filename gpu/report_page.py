@@ -1,5 +1,5 @@
 """
-The page that gpu/gpu_report.py writes. Results are {stage: {"status", "seconds", "figures", "error"}}.
+The page that gpu/gpu_report.py writes. Results are {stage: {"seconds", "figures", "error"}}.
 """
 
 from judge.text import markdown_table
@@ -20,8 +20,8 @@ def table_lines(header, rows):
 def stage_lines(name, result):
     """The section of a stage: its figures, checks and kernels, or why it failed."""
     lines = ["", f"## {name}"]
-    if result["status"] != "done":
-        return lines + ["", f"This stage {result['status']}:", "", "```", result["error"], "```"]
+    if result["error"]:
+        return lines + ["", "This stage failed:", "", "```", result["error"], "```"]
     figures = dict(result["figures"])
     checks = figures.pop("checks", [])
     kernels = figures.pop("kernels", [])
@@ -36,19 +36,20 @@ def stage_lines(name, result):
     return lines
 
 
-def page(results):
+def page(machine, results):
     """The whole report as Markdown."""
-    machine = results["machine"]["figures"]
     rows = []
     for stage, result in results.items():
         passed = [check["ok"] for check in result["figures"].get("checks", [])]
         checks = f"{sum(passed)} of {len(passed)}" if passed else ""
-        rows.append((stage, result["status"], checks, f"{result['seconds']:.0f}"))
+        status = "failed" if result["error"] else "done"
+        rows.append((stage, status, checks, f"{result['seconds']:.0f}"))
     lines = [
         f"# {machine['GPU']}, PyTorch {machine['PyTorch']}",
         "",
         f"Measured on {machine['date']} with `./run.sh gpu-report`, which explains the stages. Times are "
         "medians in milliseconds.",
+        *table_lines(["machine", ""], machine.items()),
         *table_lines(["stage", "status", "checks passed", "seconds"], rows),
     ]
     for stage, result in results.items():

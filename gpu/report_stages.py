@@ -1,5 +1,5 @@
 """
-The stages of gpu/gpu_report.py, which runs each in a process of its own.
+The stages of gpu/gpu_report.py.
 
 A stage returns a dict of figures. Under "checks" it has a list of measured values with their limits,
 as check() makes them. The stages head, attention and muon compare with float64 on the CPU, so that a
@@ -9,19 +9,16 @@ GPU that computes nothing can't agree with itself. They also run on a CPU.
 import dataclasses
 import math
 import platform
-import sys
 import time
 
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
 import torch.nn.functional as F
-from judge.text import as_json
 from judge.environment import usable_cores
-from judge.files import write_file
 from judge.processes import output_of
 from gpu.measure import PEAK_FLOPS, Training, measure, slowest_kernels
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
-from train_gpt import DEVICE, InputError, require
+from train_gpt import DEVICE, require
 
 FINEWEB = train_gpt.TRACKS["fineweb"]
 
@@ -207,19 +204,6 @@ def check_muon(width=768):
 # Speed and memory of the track fineweb
 
 
-# Peaks in MiB that were measured without a GPU, in training and in validation, by head and train_seq_len:
-# the table of docs/hardware.md
-PEAKS = {
-    ("FP8", 49152): (29_580, 11_069),
-    ("FP8", 24576): (16_362, 11_069),
-    ("FP8", 12288): (9_753, 11_069),
-    ("bf16", 49152): (24_893, 11_060),
-    ("bf16", 24576): (14_051, 11_060),
-    ("bf16", 12288): (8_582, 11_060),
-}
-NEAR = 0.03  # a peak that differs by less confirms the table
-
-
 def fitted_fineweb():
     """The hyperparameters of the track, with sequences that fit this GPU."""
     return fit_to_memory(FINEWEB, 1)
@@ -227,15 +211,11 @@ def fitted_fineweb():
 
 def measure_speed():
     """The time of a step by part, its slowest kernels and its memory."""
+    torch._dynamo.utils.counters.clear()  # those of other stages
     training = Training(fitted_fineweb())
     figures = measure(training, repeats=5, peak_flops=PEAK_FLOPS.get(torch.cuda.get_device_name()))
     figures["kernels"] = slowest_kernels(training.last_step, 10)
     return figures | peaks(training)
-
-
-def memory_peaks(seq_len, fp8):
-    hp = dataclasses.replace(FINEWEB, train_seq_len=seq_len, batch_tokens=2 * seq_len, fp8=fp8)
-    return peaks(Training(hp))
 
 
 def peaks(training):
@@ -259,7 +239,7 @@ def peaks(training):
     training.train(0)
     validate(0)
     graphs = counters["stats"]["unique_graphs"]
-    figures = {
+    return {
         "train_seq_len": hp.train_seq_len,
         "head": head_name(hp),
         "training MiB": peak(training.train),
@@ -267,17 +247,6 @@ def peaks(training):
         "graph breaks": sum(counters["graph_break"].values()),
         "recompilations": counters["stats"]["unique_graphs"] - graphs,
     }
-    return figures | {"checks": check_peaks(figures)}
-
-
-def check_peaks(figures):
-    """Compares with the table, if it has this head and this length."""
-    expected = PEAKS.get((figures["head"], figures["train_seq_len"]), ())
-    measured = (figures["training MiB"], figures["validation MiB"])
-    return [
-        check(f"distance from {want:,} MiB", abs(got / want - 1), NEAR)
-        for got, want in zip(measured, expected)
-    ]
 
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -320,22 +289,9 @@ def count_waits(events, steps):
 
 
 STAGES = {
-    "machine": machine,
     "head": check_head,
     "attention": check_attention,
     "muon": check_muon,
     "speed": measure_speed,
     "waits": waits,
-    "memory-24576": lambda: memory_peaks(24576, True),
-    "memory-12288": lambda: memory_peaks(12288, True),
-    "memory-49152-bf16": lambda: memory_peaks(49152, False),
 }
-
-
-def run_stage(name, file):
-    """Runs a stage, and writes its figures into a file as JSON."""
-    train_gpt.init_processes()
-    try:
-        write_file(file, as_json(STAGES[name]()))
-    except InputError as e:
-        sys.exit(f"error: {e}")
