@@ -24,8 +24,8 @@ from pathlib import Path
 from lib.processes import ROOT
 from judge.commands import UserError, command_parser, run_command, stop_on_signals
 from judge.files import write_file
+from judge.text import plural
 from gpu.report_stages import STAGES, machine
-from gpu.report_page import page
 from train_gpt import InputError, init_processes
 
 
@@ -33,6 +33,28 @@ def end_of(output, lines=15):
     """The last lines of a traceback, without the names of your folders."""
     text = "\n".join(output.strip().splitlines()[-lines:])
     return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
+
+
+def number(value):
+    """A figure as text."""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def section(name, figures, error=""):
+    """What the page says of a stage: its figures, checks and kernels, or why it failed."""
+    yield f"\n## {name}\n"
+    if error:
+        yield f"This stage failed:\n\n```\n{error}\n```"
+    for name, value in figures.items():
+        if name not in ("checks", "kernels"):
+            yield f"- {name}: {number(value)}"
+    for check in figures.get("checks", []):
+        verdict = "ok" if check["ok"] else "**too large**"
+        yield f"- {check['name']}: {number(check['value'])}, at most {check['limit']}: {verdict}"
+    for name, calls, ms, percent in figures.get("kernels", []):
+        yield f"- {percent:.1f}%, {ms:.3f} ms, {plural(calls, 'call')}: {name}"
 
 
 def run_stage(stage):
@@ -48,12 +70,17 @@ def run_in_process(stage):
 
 
 def make_report(folder, stages):
-    """Runs the stages, functions by their names, and writes the report after each of them."""
+    """Runs the stages, functions by their names, and writes the page after each of them."""
     if folder.exists():
         raise UserError(f"{folder} exists; choose another folder with --out, or remove it")
     facts = run_in_process(machine)
+    page = [
+        f"# {facts['GPU']}, PyTorch {facts['PyTorch']}\n",
+        f"Measured on {time.strftime('%Y-%m-%d')} with `./run.sh gpu-report`, which explains the stages. Times "
+        "are medians in milliseconds.",
+        *section("machine", facts),
+    ]
     folder.mkdir(parents=True)
-    results = {}
     for name, stage in stages.items():
         print(f"{name}: ", end="", flush=True)
         started = time.monotonic()
@@ -62,10 +89,9 @@ def make_report(folder, stages):
             figures = run_in_process(stage)
         except Exception as e:  # of a kernel, of the compiler, of memory, or the process has crashed
             error = end_of(str(e.__cause__ or e))  # the traceback in the other process
-        seconds = time.monotonic() - started
-        print(f"{'failed' if error else 'done'}, {seconds:.0f} s", flush=True)
-        results[name] = {"figures": figures, "error": error, "seconds": seconds}
-        write_file(folder / "gpu_report.md", page(facts, results).encode())
+        print(f"{'failed' if error else 'done'}, {time.monotonic() - started:.0f} s", flush=True)
+        page += section(name, figures, error)
+        write_file(folder / "gpu_report.md", "\n".join([*page, ""]).encode())
     print(folder / "gpu_report.md")
 
 

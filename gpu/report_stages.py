@@ -9,7 +9,6 @@ GPU that computes nothing can't agree with itself. They also run on a CPU.
 import dataclasses
 import math
 import platform
-import time
 
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
@@ -45,7 +44,6 @@ def machine():
     free, total = torch.cuda.mem_get_info(0)
     query = ["--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
     return {
-        "date": time.strftime("%Y-%m-%d"),
         "GPU": gpu.name,
         "GPUs": torch.cuda.device_count(),
         "compute capability": f"{gpu.major}.{gpu.minor}",

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import train_gpt
-from recipes import january2026
+from recipes import gpt2, january2026
 from gpu import memory
 from launch import checks
 from lib import processes
@@ -66,21 +66,20 @@ def test_the_answer_reaches_the_launcher(tmp_path, monkeypatch):
     assert os.environ["MALLOC_MMAP_MAX_"] == "0"
 
 
-def test_a_comparison_gets_the_data_of_each_side(tmp_path, capsys, got):
-    """compare starts its runs in copies, where nothing is downloaded."""
+def test_a_comparison_gets_the_data_of_all_sides(tmp_path, capsys, got):
+    """compare starts its runs in copies, where nothing is downloaded. An idea may have options of its own."""
     words = [
         "--idea",
-        "more=--num_iterations 9 --train_files a*",
+        "--train_files=a*",
+        "--gate",
+        "--base",
+        "x.patch",
         "--recipe",
-        "gone",
-        "--track",
-        "mini",
+        "gpt2",
+        "--track=edu",
     ]
-    words += ["--idea", "HEAD:recipes/january2026.py --muon_lr 1", "--gate", "--base", "x.patch"]
     assert check(tmp_path, capsys, *words, mode="compare")[0] == 0
-    assert got == [TRACKS["mini"].train_files]
-    assert check(tmp_path, capsys, *words[:2], "--track=mini", mode="compare")[0] == 0
-    assert got[1:] == [TRACKS["mini"].train_files, "a*"]
+    assert got == [gpt2.TRACKS["edu"].train_files]
 
 
 # -----------------------------------------------------------------------------
