@@ -8,7 +8,6 @@ This writes logs/report/gpu_report.md. The stages are:
     machine      the GPU, and the versions of its software
     head         the head, its loss and gradients against float64: in bf16, and in FP8 if supported
     attention    FlexAttention and its gradients against float64
-    muon         three steps of Muon against float64
     speed        the time of a step of fineweb by part, its slowest kernels and its memory
     waits        how often the host waits for the GPU between validations
 

@@ -2,7 +2,7 @@
 The stages of gpu/gpu_report.py.
 
 A stage returns a dict of figures. Under "checks" it has a list of measured values with their limits,
-as check() makes them. The stages head, attention and muon compare with float64 on the CPU, so that a
+as check() makes them. The stages head and attention compare with float64 on the CPU, so that a
 GPU that computes nothing can't agree with itself. They also run on a CPU.
 """
 
@@ -62,7 +62,7 @@ def machine():
 
 
 # -----------------------------------------------------------------------------
-# The head, attention and Muon against float64
+# The head and attention against float64
 
 
 def with_gradients(function, inputs, grad):
@@ -163,41 +163,6 @@ def check_attention(cases=ATTENTION_CASES, heads=6, dim=128):
     return {"checks": sum(found, [])}
 
 
-def newton_schulz_in_float64(G):
-    """The iteration of https://kellerjordan.github.io/posts/muon for matrices (..., m, n)."""
-    tall = G.size(-2) > G.size(-1)
-    X = G.mT if tall else G
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        A = X @ X.mT
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
-    return X.mT if tall else X
-
-
-def muon_case(*shape):
-    """Checks the weights after three steps."""
-    rng = torch.Generator().manual_seed(0)
-    p = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
-    optimizer = train_gpt.Muon([p], lr=1.0, momentum=0.9, ns_steps=5, beta2=0.0)
-    scale = max(1, shape[-2] / shape[-1]) ** 0.5
-    buffer = want = torch.zeros(shape, dtype=torch.float64)
-    for _ in range(3):
-        grad = torch.randn(shape, generator=rng)
-        p.grad = grad.to(DEVICE)
-        optimizer.step()
-        grad = grad.double()
-        buffer = 0.9 * buffer + 0.1 * grad
-        want = want - scale * newton_schulz_in_float64(0.1 * grad + 0.9 * buffer)
-    name = " x ".join(map(str, shape))
-    return check(f"weights {name}", relative_error(p.detach().cpu(), want), 0.05)
-
-
-def check_muon(width=768):
-    """The errors of three steps of Muon, on matrices of the official shapes."""
-    shapes = [(width, width), (4 * width, width), (width, 4 * width), (3, width, width)]
-    return {"steps": 3, "checks": [muon_case(*shape) for shape in shapes]}
-
-
 # -----------------------------------------------------------------------------
 # Speed and memory of the track fineweb
 
@@ -289,7 +254,6 @@ def count_waits(events, steps):
 STAGES = {
     "head": check_head,
     "attention": check_attention,
-    "muon": check_muon,
     "speed": measure_speed,
     "waits": waits,
 }

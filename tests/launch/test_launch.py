@@ -560,37 +560,20 @@ def test_a_rank_that_fails_ends_the_others(capfd, code, status, says):
     assert "".join(capfd.readouterr()) == says
 
 
-# Runs a command. The signal comes when the command has started, but start() hasn't returned yet.
-AT_THE_START = """
-import os, subprocess
-popen = subprocess.Popen
-
-def start(*arguments, **options):
-    child = popen(*arguments, **options)
-    os.kill(os.getpid(), 15)
-    return child
-
-subprocess.Popen = start
-"""
 LAUNCHER = "import sys; from launch import launch; launch.launch = lambda argv: launch.run(argv); sys.exit(launch.main(sys.argv[1:]))"
 
 
 @pytest.mark.parametrize(
-    "number, send, before",
-    [
-        (signal.SIGINT, os.killpg, ""),
-        (signal.SIGTERM, os.kill, ""),
-        (signal.SIGTERM, None, AT_THE_START),
-        (signal.SIGKILL, os.kill, ""),
-    ],
+    "number, send",
+    [(signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill), (signal.SIGKILL, os.kill)],
 )
-def test_a_signal(number, send, before):
+def test_a_signal(number, send):
     """A terminal sends Ctrl-C to the child, too, which ignores it. The pipes close when no child is left."""
     process = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            before + LAUNCHER,
+            LAUNCHER,
             *python("print(signal.getsignal(2) == signal.SIG_IGN, flush=True)\ntime.sleep(60)"),
         ],
         env=env(PYTHONPATH=str(ROOT)),
@@ -599,9 +582,8 @@ def test_a_signal(number, send, before):
         text=True,
         start_new_session=True,
     )
-    if send:
-        assert process.stdout.readline() == "True\n"
-        send(process.pid, number)
+    assert process.stdout.readline() == "True\n"
+    send(process.pid, number)
     said = f"run.sh: stopped by {number.name}; run the same command again to continue\n"
     killed = number == signal.SIGKILL
     assert process.communicate(timeout=20)[1] == ("" if killed else said)
