@@ -106,27 +106,19 @@ def draw(effects, t, percent, path):
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     small = {name: pair for name, pair in effects.items() if abs(pair[0]) < 20 * percent}
-    for row, name in enumerate(sorted(small, key=lambda name: -small[name][0])):
+    for name in sorted(small, key=lambda name: -small[name][0]):
         effect, error = small[name]
         sign, size = CLEAR.get(name, (0, None))
         color = "tab:blue" if sign else "tab:gray"
+        row = NAMES.get(name, name)
         axes.errorbar(effect / percent, row, xerr=t * error / percent, fmt="o", color=color, capsize=3)
         if size:
             axes.plot(sign * size, row, "D", color="tab:orange")
-        axes.text(
-            -0.02,
-            row,
-            NAMES.get(name, name),
-            transform=axes.get_yaxis_transform(),
-            ha="right",
-            va="center",
-        )
     axes.plot([], [], "o", color="tab:blue", label="mini, clear in the list (99%)")
     axes.plot([], [], "o", color="tab:gray", label="mini, contested")
     axes.plot([], [], "D", color="tab:orange", label="in the list, where known")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel("more steps with the change, in %")
-    axes.set_yticks([])
     axes.legend(fontsize=9)
     figure.savefig(path, dpi=150)
 
