@@ -24,6 +24,7 @@ from lib.processes import ROOT
 from judge.commands import UserError, command_parser, run_command, stop_on_signals
 from judge.files import write_file
 from judge.text import plural
+from gpu.measure import number
 from gpu.report_stages import STAGES, machine
 from train_gpt import InputError, init_processes
 
@@ -32,13 +33,6 @@ def end_of(output, lines=15):
     """The last lines of a traceback, without the names of your folders."""
     text = "\n".join(output.strip().splitlines()[-lines:])
     return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
-
-
-def number(value):
-    """A figure as text."""
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def section(name, figures, error=""):
