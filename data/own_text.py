@@ -12,7 +12,7 @@ The shards are called after the text. Of notes.txt or notes/*.md, the first one,
 validation set; the others, notes_train_000001.bin and so on, are the training set. A document may continue
 in the next shard, and the last shard may be shorter than the others. A shard is written to a temporary file
 and renamed when it is complete. After an error or an interruption, or when the text has changed, run the same
-command again: shards that are as they should be stay, and the others are made anew.
+command again: it makes all shards of this text anew.
 """
 
 import glob
@@ -23,12 +23,11 @@ import re
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from data.datasets import MINI_VOCAB
 from data.gpt2_bpe import VOCAB_SIZE, gpt2_encoding, tokenize
-from data.shards import check_shard, read_shard, split_tokens, write_shard
+from data.shards import check_shard, split_tokens, write_shard
 from judge.commands import UserError, command_parser, run_command, stop_on_signals, whole_number
 from judge.text import plural
 from lib.processes import ROOT
@@ -214,18 +213,9 @@ def training_command(out, name, vocab_size, hp):
     )
 
 
-def remove_shards(out, name, first):
-    """Removes the shards of a text from number `first` on."""
-    for split in ("train", "val"):
-        for path in out.glob(f"{name}_{split}_{'[0-9]' * 6}.bin"):
-            if int(path.stem[-6:]) >= first:
-                path.unlink()
-
-
 def write_shards(shards, val_tokens, out, name):
-    """Writes a stream of token arrays, the validation shard first. Shards that are there stay as long as they
-    are equal; then all others of this name are removed. Returns the number of shards. Raises UserError if
-    there is no training data, before writing anything."""
+    """Writes a stream of token arrays, the validation shard first, in place of all shards of this name. Returns
+    their number. Raises UserError if there is no training data, before writing anything."""
     val = next(shards, ())
     train = next(shards, None)
     if train is None:
@@ -233,14 +223,14 @@ def write_shards(shards, val_tokens, out, name):
             f"the text has only {len(val):,} tokens, and the validation shard takes "
             f"{val_tokens:,}, so none are left for training; add text, or lower --val_tokens"
         )
+    for split in ("train", "val"):
+        for old in out.glob(f"{name}_{split}_{'[0-9]' * 6}.bin"):
+            old.unlink()
     for i, tokens in enumerate(chain([val, train], shards)):
         split = "train" if i else "val"
         path = out / f"{name}_{split}_{i:06d}.bin"
-        if not (path.exists() and np.array_equal(read_shard(path), tokens)):
-            remove_shards(out, name, i)
-            write_shard(path, tokens)
+        write_shard(path, tokens)
         tqdm.write(f"{path}: {len(tokens):,} tokens")
-    remove_shards(out, name, i + 1)
     return i + 1
 
 

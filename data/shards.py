@@ -72,22 +72,20 @@ def split_tokens(arrays, first_size, size):
     Yields uint16 arrays: the first has first_size tokens, all others have `size` tokens. The last
     one may be shorter.
     """
-    shard = np.empty(first_size, dtype=np.uint16)
-    used = 0
+    parts = []
+    missing = first_size  # tokens of the current shard
     for array in arrays:
-        while len(array):
-            # A full shard is yielded only when more tokens arrive, so that a stream that ends
-            # here doesn't start an empty shard.
-            if used == len(shard):
-                yield shard
-                shard = np.empty(size, dtype=np.uint16)
-                used = 0
-            n = min(len(array), len(shard) - used)
-            shard[used : used + n] = array[:n]
-            used += n
-            array = array[n:]
-    if used:
-        yield shard[:used]
+        # A full shard is yielded only when more tokens arrive, so that a stream that ends here doesn't
+        # start an empty shard.
+        while len(array) > missing:
+            yield np.concatenate([*parts, array[:missing]])
+            parts = []
+            array = array[missing:]
+            missing = size
+        parts.append(array)
+        missing -= len(array)
+    if parts:
+        yield np.concatenate(parts)
 
 
 # -----------------------------------------------------------------------------

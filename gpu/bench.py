@@ -17,10 +17,9 @@ numbers, and many weights start at zero. The first step includes compilation, un
 cached.
 
 The "matmul peak" is the speed of the best of several large square matrix products in the data type
-of the activations. It is measured before and after the steps, and the table shows percentages of
-the higher of the two. The GFLOP of a row are those of the model, as gpu/measure.py counts
-them. For the optimizers, they are those of Newton-Schulz; for the whole step, the sum of both. The
-gap to 100% is element-wise work, masked pairs, memory traffic and small products.
+of the activations, before and after the steps. The GFLOP of a part are those of the model, as
+gpu/measure.py counts them. For the optimizers, they are those of Newton-Schulz; for the whole step,
+the sum of both. The gap to 100% is element-wise work, masked pairs, memory traffic and small products.
 
 MFU (model FLOPs utilization) is the model's FLOP/s divided by the dense bf16 peak in the GPU's
 datasheet, even if the head runs in FP8.
@@ -31,7 +30,7 @@ import sys
 
 from judge.commands import command_parser, positive, run_command, whole_number
 from lib.processes import environment
-from judge.text import plural, table
+from judge.text import table
 
 if __name__ == "__main__" and not environment().items() <= os.environ.items():
     os.execve(sys.executable, sys.orig_argv, os.environ | environment())  # as ./run.sh trains on a CPU
@@ -39,55 +38,8 @@ if __name__ == "__main__" and not environment().items() <= os.environ.items():
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
-from gpu.measure import PEAK_FLOPS, Training, device_name, measure, slowest_kernels
+from gpu.measure import PEAK_FLOPS, Training, device_name, measure, number, slowest_kernels
 from train_gpt import InputError
-
-# -----------------------------------------------------------------------------
-# Tables
-
-
-def print_speed(hp, figures):
-    tokens = figures["micro-step tokens"]
-    mfu = "- (give --peak_tflops)"
-    if figures["MFU %"] is not None:
-        mfu = f"{figures['MFU %']:.2f} %"
-    micro_steps = plural(hp.batch_tokens // tokens, "micro-step")
-    print(
-        f"{hp.track}: {plural(hp.num_layers, 'layer')}, width {hp.model_dim}; "
-        f"{hp.batch_tokens:,} tokens a step, {micro_steps} of {tokens:,}"
-    )
-    print(
-        f"speed: {figures['tokens/s']:,.0f} tokens/s; first step, with compilation: "
-        f"{figures['first step s']:.1f} s"
-    )
-    print(
-        f"model: {1000 * figures['step model TFLOP']:,.3f} GFLOP a step, "
-        f"{1000 * figures['model TFLOP/s']:,.0f} GFLOP/s, MFU {mfu}"
-    )
-    print(
-        f"matmul peak: {figures['matmul peak before GFLOP/s']:,.0f} GFLOP/s before, "
-        f"{figures['matmul peak after GFLOP/s']:,.0f} after the steps"
-    )
-
-
-def print_parts(figures):
-    step = 1e12 * figures["step model TFLOP"]
-    micro_step = step * figures["micro-step tokens"] / figures["step tokens"]
-    muon = 1e12 * figures["optimizer TFLOP"]
-    parts = [
-        ("forward", "forward ms", micro_step / 3),
-        ("backward", "backward ms", micro_step * 2 / 3),
-        ("optimizers", "optimizer ms", muon),
-        ("whole step", "step ms", step + muon),
-    ]
-    peak = max(figures["matmul peak before GFLOP/s"], figures["matmul peak after GFLOP/s"])
-    rows = [("part", "ms", "GFLOP", "GFLOP/s", "% of peak")]
-    for part, figure, flops in parts:
-        ms = figures[figure]
-        gflop = flops / 1e9
-        rate = gflop / (ms / 1000)
-        rows.append((part, f"{ms:,.3f}", f"{gflop:,.3f}", f"{rate:,.0f}", f"{100 * rate / peak:.0f}"))
-    print("", *table(rows, "<>>>>"), sep="\n")
 
 
 def print_kernels(step, count):
@@ -136,12 +88,11 @@ def main(argv):
     args, hp = read_options(argv)
     train_gpt.init_processes()
     machine = device_name()
-    print(f"{machine}, PyTorch {torch.__version__}", flush=True)
+    print(f"{hp.track} on {machine}, PyTorch {torch.__version__}\n", flush=True)
     peak_flops = args.peak_tflops * 1e12 if args.peak_tflops else PEAK_FLOPS.get(machine)
     training = Training(hp)
     figures = measure(training, args.repeats, peak_flops)
-    print_speed(hp, figures)
-    print_parts(figures)
+    print(*table([(name, number(value)) for name, value in figures.items()], "<>"), sep="\n")
     if args.kernels:
         print_kernels(training.last_step, args.kernels)
 

@@ -174,26 +174,41 @@ def measure(training, repeats, peak_flops):
     times = zip(*(ms_of_parts(training) for _ in range(repeats)))
     forward_ms, backward_ms, optimizer_ms = map(statistics.median, times)
 
+    peak = max(peak_before, matmul_peak())  # GFLOP/s
+
     sequences = training.tokens[:-1].view(-1, hp.train_seq_len)
     docs = train_gpt.document_ids(sequences, hp.eot_token)
     flops = model_flops(hp, docs, int(longest_window(hp)))
-    flops_per_second = flops / (step_ms / 1000)
-    return {
+    of_pass = flops * micro_step_tokens(hp) / hp.batch_tokens
+    of_muon = newton_schulz_flops(training.optimizers)
+    parts = [
+        ("forward", forward_ms, of_pass / 3),
+        ("backward", backward_ms, of_pass * 2 / 3),
+        ("optimizers", optimizer_ms, of_muon),
+        ("whole step", step_ms, flops + of_muon),
+    ]
+    figures = {
         "micro-step tokens": micro_step_tokens(hp),
         "step tokens": hp.batch_tokens,
-        "forward ms": forward_ms,
-        "backward ms": backward_ms,
-        "optimizer ms": optimizer_ms,
-        "step ms": step_ms,
-        "tokens/s": hp.batch_tokens / (step_ms / 1000),
-        "step model TFLOP": flops / 1e12,
-        "optimizer TFLOP": newton_schulz_flops(training.optimizers) / 1e12,
-        "model TFLOP/s": flops_per_second / 1e12,
-        "MFU %": 100 * flops_per_second / peak_flops if peak_flops else None,
         "first step s": first_ms / 1000,
-        "matmul peak before GFLOP/s": peak_before,
-        "matmul peak after GFLOP/s": matmul_peak(),
+        "tokens/s": hp.batch_tokens / (step_ms / 1000),
+        "matmul peak GFLOP/s": peak,
     }
+    if peak_flops:
+        figures["MFU %"] = 100 * flops / (step_ms / 1000) / peak_flops
+    for name, ms, part_flops in parts:
+        gflop = part_flops / 1e9
+        figures[f"{name} ms"] = ms
+        figures[f"{name} GFLOP"] = gflop
+        figures[f"{name} % of matmul peak"] = 100 * gflop / (ms / 1000) / peak
+    return figures
+
+
+def number(value):
+    """A figure as text."""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def slowest_kernels(step, count):

@@ -1,27 +1,23 @@
 """
-The stages of gpu/gpu_report.py, which runs each in a process of its own.
+The stages of gpu/gpu_report.py.
 
 A stage returns a dict of figures. Under "checks" it has a list of measured values with their limits,
-as check() makes them. The stages head, attention and muon compare with float64 on the CPU, so that a
+as check() makes them. The stages head and attention compare with float64 on the CPU, so that a
 GPU that computes nothing can't agree with itself. They also run on a CPU.
 """
 
 import dataclasses
 import math
 import platform
-import sys
-import time
 
 import train_gpt  # before torch, because it sets variables that torch reads when it is loaded
 import torch
 import torch.nn.functional as F
-from judge.text import as_json
 from judge.environment import usable_cores
-from judge.files import write_file
 from judge.processes import output_of
 from gpu.measure import PEAK_FLOPS, Training, measure, slowest_kernels
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
-from train_gpt import DEVICE, InputError, require
+from train_gpt import DEVICE, require
 
 FINEWEB = train_gpt.TRACKS["fineweb"]
 
@@ -48,7 +44,6 @@ def machine():
     free, total = torch.cuda.mem_get_info(0)
     query = ["--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
     return {
-        "date": time.strftime("%Y-%m-%d"),
         "GPU": gpu.name,
         "GPUs": torch.cuda.device_count(),
         "compute capability": f"{gpu.major}.{gpu.minor}",
@@ -67,7 +62,7 @@ def machine():
 
 
 # -----------------------------------------------------------------------------
-# The head, attention and Muon against float64
+# The head and attention against float64
 
 
 def with_gradients(function, inputs, grad):
@@ -168,56 +163,8 @@ def check_attention(cases=ATTENTION_CASES, heads=6, dim=128):
     return {"checks": sum(found, [])}
 
 
-def newton_schulz_in_float64(G):
-    """The iteration of https://kellerjordan.github.io/posts/muon for matrices (..., m, n)."""
-    tall = G.size(-2) > G.size(-1)
-    X = G.mT if tall else G
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        A = X @ X.mT
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
-    return X.mT if tall else X
-
-
-def muon_case(*shape):
-    """Checks the weights after three steps."""
-    rng = torch.Generator().manual_seed(0)
-    p = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
-    optimizer = train_gpt.Muon([p], lr=1.0, momentum=0.9, ns_steps=5, beta2=0.0)
-    scale = max(1, shape[-2] / shape[-1]) ** 0.5
-    buffer = want = torch.zeros(shape, dtype=torch.float64)
-    for _ in range(3):
-        grad = torch.randn(shape, generator=rng)
-        p.grad = grad.to(DEVICE)
-        optimizer.step()
-        grad = grad.double()
-        buffer = 0.9 * buffer + 0.1 * grad
-        want = want - scale * newton_schulz_in_float64(0.1 * grad + 0.9 * buffer)
-    name = " x ".join(map(str, shape))
-    return check(f"weights {name}", relative_error(p.detach().cpu(), want), 0.05)
-
-
-def check_muon(width=768):
-    """The errors of three steps of Muon, on matrices of the official shapes."""
-    shapes = [(width, width), (4 * width, width), (width, 4 * width), (3, width, width)]
-    return {"steps": 3, "checks": [muon_case(*shape) for shape in shapes]}
-
-
 # -----------------------------------------------------------------------------
 # Speed and memory of the track fineweb
-
-
-# Peaks in MiB that were measured without a GPU, in training and in validation, by head and train_seq_len:
-# the table of docs/hardware.md
-PEAKS = {
-    ("FP8", 49152): (29_580, 11_069),
-    ("FP8", 24576): (16_362, 11_069),
-    ("FP8", 12288): (9_753, 11_069),
-    ("bf16", 49152): (24_893, 11_060),
-    ("bf16", 24576): (14_051, 11_060),
-    ("bf16", 12288): (8_582, 11_060),
-}
-NEAR = 0.03  # a peak that differs by less confirms the table
 
 
 def fitted_fineweb():
@@ -227,15 +174,11 @@ def fitted_fineweb():
 
 def measure_speed():
     """The time of a step by part, its slowest kernels and its memory."""
+    torch._dynamo.utils.counters.clear()  # those of other stages
     training = Training(fitted_fineweb())
     figures = measure(training, repeats=5, peak_flops=PEAK_FLOPS.get(torch.cuda.get_device_name()))
     figures["kernels"] = slowest_kernels(training.last_step, 10)
     return figures | peaks(training)
-
-
-def memory_peaks(seq_len, fp8):
-    hp = dataclasses.replace(FINEWEB, train_seq_len=seq_len, batch_tokens=2 * seq_len, fp8=fp8)
-    return peaks(Training(hp))
 
 
 def peaks(training):
@@ -259,7 +202,7 @@ def peaks(training):
     training.train(0)
     validate(0)
     graphs = counters["stats"]["unique_graphs"]
-    figures = {
+    return {
         "train_seq_len": hp.train_seq_len,
         "head": head_name(hp),
         "training MiB": peak(training.train),
@@ -267,17 +210,6 @@ def peaks(training):
         "graph breaks": sum(counters["graph_break"].values()),
         "recompilations": counters["stats"]["unique_graphs"] - graphs,
     }
-    return figures | {"checks": check_peaks(figures)}
-
-
-def check_peaks(figures):
-    """Compares with the table, if it has this head and this length."""
-    expected = PEAKS.get((figures["head"], figures["train_seq_len"]), ())
-    measured = (figures["training MiB"], figures["validation MiB"])
-    return [
-        check(f"distance from {want:,} MiB", abs(got / want - 1), NEAR)
-        for got, want in zip(measured, expected)
-    ]
 
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -320,22 +252,8 @@ def count_waits(events, steps):
 
 
 STAGES = {
-    "machine": machine,
     "head": check_head,
     "attention": check_attention,
-    "muon": check_muon,
     "speed": measure_speed,
     "waits": waits,
-    "memory-24576": lambda: memory_peaks(24576, True),
-    "memory-12288": lambda: memory_peaks(12288, True),
-    "memory-49152-bf16": lambda: memory_peaks(49152, False),
 }
-
-
-def run_stage(name, file):
-    """Runs a stage, and writes its figures into a file as JSON."""
-    train_gpt.init_processes()
-    try:
-        write_file(file, as_json(STAGES[name]()))
-    except InputError as e:
-        sys.exit(f"error: {e}")

@@ -240,31 +240,18 @@ def check_run(mode, script, options):
     )
 
 
-def sides_of(words):
-    """For each side of a comparison, the name of the module that it trains, and the options that say which
-    data it reads. Those of the base or an idea come after those of all sides."""
+def check_comparison(words):
+    """Gets the data that all sides of a comparison read. Of a side that reads other data, compare asks the
+    script what is missing. Returns what the runs need. Raises InputError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe")
-    for side in ("--base", "--idea"):
-        parser.add_argument(side, dest="sides", action="append", default=[""])
-    args, common = parser.parse_known_args(join_values(words, ("--base", "--idea")))
-    of_data = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("track", "train_files", "val_files", "num_iterations"):
-        of_data.add_argument(f"--{name}")
-    for side in args.sides:
-        found = re.search(r"recipes/(\w+)\.py", side)
-        recipe = found[1] if found else args.recipe
-        given = vars(of_data.parse_known_args([*common, *side.split()])[0]).items()
-        options = [f"--{name}={value}" for name, value in given if value]
-        yield f"recipes.{recipe}" if recipe else "train_gpt", options
-
-
-def check_comparison(words):
-    """Gets the data of a comparison's runs. Returns what they need. Raises InputError."""
-    for module, options in sides_of(words):
-        with contextlib.suppress(ImportError, AttributeError):  # compare will say that it isn't there
-            _, hp = importlib.import_module(module).parse_arguments(options)
-            get_data(sys.executable, vars(hp))
+        parser.add_argument(f"--{name}")
+    given = vars(parser.parse_known_args(join_values(words, ("--base", "--idea")))[0])
+    recipe = given.pop("recipe")
+    module = importlib.import_module(f"recipes.{recipe}" if recipe else "train_gpt")
+    _, hp = module.parse_arguments([f"--{name}={value}" for name, value in given.items() if value])
+    get_data(sys.executable, vars(hp))
     if find_gpus():
         check_gpus(1)  # each run uses one
         return dict(environment={})

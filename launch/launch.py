@@ -184,11 +184,6 @@ def install(folders, theirs=False):
     if missing and ours:
         ready.unlink(missing_ok=True)
     pip_install(python, missing)
-    if missing_packages(path, folders):
-        raise UserError(
-            "pip has installed the packages elsewhere; remove target, prefix, root and user from its "
-            "settings (pip config list)"
-        )
     if ours and not ready.exists():
         ready.touch()
     return python
@@ -396,22 +391,12 @@ def split_command(argv):
     return "train", argv
 
 
-def make_cache_folder():
-    """Importing torch._dynamo makes this folder, too, but not its error in one line."""
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    try:
-        os.makedirs(folder or ".", exist_ok=True)
-    except OSError as e:
-        raise UserError(f"TORCHINDUCTOR_CACHE_DIR: {e}; name a folder that can be made, or unset it")
-
-
 def launch(argv):
     """Runs a command. Returns its exit status."""
     dropped = clean_environment()
     if dropped:
         say(f"ignored: {', '.join(dropped)}")
     name, words = split_command(list(map(at_home, argv)))
-    make_cache_folder()
     args, words = parse(name, words)
     if args.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

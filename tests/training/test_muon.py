@@ -1,6 +1,6 @@
 """
 Tests of Muon, on one and three processes: beside its definition in float64, matrix by matrix, with the singular
-value decomposition in place of Newton-Schulz. tests/gpu/test_report.py compares it in bf16.
+value decomposition in place of Newton-Schulz.
 """
 
 import math
@@ -105,15 +105,18 @@ def check_muon(beta2, ns_steps, world_size=1):
     for p, start, those in zip(params, starts, plain):
         want = torch.stack([matrix.weight for matrix in those]).view_as(p)
         error = p.detach().double() - want
-        assert error.norm() <= 0.01 * (want - start).norm()  # updates are rounded to bf16
+        limit = 0.01 if train_gpt.DTYPE == torch.float32 else 0.05  # updates are rounded to bf16
+        assert error.norm() <= limit * (want - start).norm()
 
 
-@pytest.mark.parametrize("beta2, ns_steps", [(0.0, 4), (0.9, 5)])
-def test_one_process(beta2, ns_steps, monkeypatch):
-    monkeypatch.setattr(train_gpt, "DTYPE", torch.float32)
+@pytest.mark.parametrize(
+    "beta2, ns_steps, dtype",
+    [(0.0, 4, torch.float32), (0.9, 5, torch.float32), (0.0, 5, torch.bfloat16)],
+)
+def test_one_process(beta2, ns_steps, dtype, monkeypatch):
+    monkeypatch.setattr(train_gpt, "DTYPE", dtype)
     check_muon(beta2, ns_steps)
-    monkeypatch.setattr(train_gpt, "DTYPE", torch.bfloat16)
-    assert zeropower_via_newtonschulz5(torch.randn(4, 8)).dtype == torch.bfloat16
+    assert zeropower_via_newtonschulz5(torch.randn(4, 8)).dtype == dtype
 
 
 def muon_child(rank, world_size):

@@ -1,11 +1,12 @@
 """
 Scores a miniature on the reference list (docs/transfer.md): which ideas it decides rightly.
 
-    python score.py screen.jsonl slopes.jsonl [picture.png]
+    python score.py tokens.jsonl slopes_tokens.jsonl [picture.png]
 
-screen.jsonl has the runs of a fractional factorial design of screen.py, in blocks of one seed. slopes.jsonl has
-runs of the recipe alone, with fewer and more steps. Effects are means over the combinations of the other ideas;
-intervals are 99%, for one idea at a time (Student's t).
+The first file has the runs of a fractional factorial design (resolution IV, 16 switches in 32 runs), in blocks of
+one seed. The second has runs of the recipe alone, with fewer and more steps. The runs are of 28 and 29 November
+2026; docs/transfer.md says which commit has the scripts that made them. Effects are means over the combinations of
+the other ideas; intervals are 99%, for one idea at a time (Student's t).
 """
 
 import json
@@ -16,7 +17,7 @@ from collections import defaultdict
 import numpy as np
 from scipy import stats
 
-# What the field says (docs/transfer.md): the idea as screen.py has it, whether it should help (-1) or cost (+1)
+# What the field says (docs/transfer.md): the name of the idea in the runs, whether it should help (-1) or cost (+1)
 # steps, and how many percent of them, if that is known
 CLEAR = {
     "adam": (+1, None),
@@ -105,27 +106,19 @@ def draw(effects, t, percent, path):
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     small = {name: pair for name, pair in effects.items() if abs(pair[0]) < 20 * percent}
-    for row, name in enumerate(sorted(small, key=lambda name: -small[name][0])):
+    for name in sorted(small, key=lambda name: -small[name][0]):
         effect, error = small[name]
         sign, size = CLEAR.get(name, (0, None))
         color = "tab:blue" if sign else "tab:gray"
+        row = NAMES.get(name, name)
         axes.errorbar(effect / percent, row, xerr=t * error / percent, fmt="o", color=color, capsize=3)
         if size:
             axes.plot(sign * size, row, "D", color="tab:orange")
-        axes.text(
-            -0.02,
-            row,
-            NAMES.get(name, name),
-            transform=axes.get_yaxis_transform(),
-            ha="right",
-            va="center",
-        )
     axes.plot([], [], "o", color="tab:blue", label="mini, clear in the list (99%)")
     axes.plot([], [], "o", color="tab:gray", label="mini, contested")
     axes.plot([], [], "D", color="tab:orange", label="in the list, where known")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel("more steps with the change, in %")
-    axes.set_yticks([])
     axes.legend(fontsize=9)
     figure.savefig(path, dpi=150)
 
