@@ -45,17 +45,13 @@ class LossesAtStep:
     losses: list[float]
 
     @property
-    def n(self) -> int:
-        return len(self.losses)
-
-    @property
     def mean(self) -> float:
         return statistics.fmean(self.losses)
 
     @property
     def score(self) -> float:
         """Left side of the rule. Rounded, because 3.28 - 3.276 < 0.004 as floats."""
-        return round((TARGET - self.mean) * math.sqrt(self.n), 12)
+        return round((TARGET - self.mean) * math.sqrt(len(self.losses)), 12)
 
     @property
     def accepted(self) -> bool:
@@ -80,11 +76,14 @@ class Recipe:
 class Decision:
     """What the rule says, and the t-test beside it."""
 
-    accepted: bool
     score: float  # left side of the rule, in nats per token
     formula: str
     p_value: float | None  # None if the losses don't differ, or there is only one
     test: str  # what the t-test tests
+
+    @property
+    def accepted(self) -> bool:
+        return self.score >= THRESHOLD
 
 
 def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
@@ -117,9 +116,9 @@ def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
 
 def judge_result(result: LossesAtStep) -> Decision:
     """Is the mean loss low enough below the target?"""
-    formula = f"({TARGET} - {result.mean:.6f}) * sqrt({result.n})"
+    formula = f"({TARGET} - {result.mean:.6f}) * sqrt({len(result.losses)})"
     p = p_below(result.losses, TARGET)
-    return Decision(result.accepted, result.score, formula, p, f"one-sided, mean below {TARGET}")
+    return Decision(result.score, formula, p, f"one-sided, mean below {TARGET}")
 
 
 def judge_pair(new: LossesAtStep, old: LossesAtStep) -> Decision:
@@ -127,11 +126,12 @@ def judge_pair(new: LossesAtStep, old: LossesAtStep) -> Decision:
     fewer_steps = old.step - new.step
     worth = fewer_steps * LOSS_PER_STEP
     lower_loss = old.mean - new.mean
-    score = round((lower_loss + worth) / math.sqrt(1 / new.n + 1 / old.n), 12)
-    formula = f"({lower_loss:.6f} + {fewer_steps} * 0.0045 / 100) / sqrt(1/{new.n} + 1/{old.n})"
+    n1, n2 = len(new.losses), len(old.losses)
+    score = round((lower_loss + worth) / math.sqrt(1 / n1 + 1 / n2), 12)
+    formula = f"({lower_loss:.6f} + {fewer_steps} * 0.0045 / 100) / sqrt(1/{n1} + 1/{n2})"
     p = p_lower(new.losses, [loss + worth for loss in old.losses])
     test = "Welch's t-test, one-sided, old losses adjusted to the new number of steps"
-    return Decision(score >= THRESHOLD, score, formula, p, test)
+    return Decision(score, formula, p, test)
 
 
 # -----------------------------------------------------------------------------
@@ -139,21 +139,19 @@ def judge_pair(new: LossesAtStep, old: LossesAtStep) -> Decision:
 
 
 def print_recipe(recipe: Recipe) -> None:
-    """The results around the one that counts, or the last ones, and the losses of each run."""
-    results = recipe.results
+    """The results up to the one that counts, and the losses of each run there."""
     result = recipe.result
-    print(f"{recipe.name}: {plural(result.n, 'run')} of {recipe.runs[0].num_steps} steps\n")
+    n = len(recipe.runs)
+    print(f"{recipe.name}: {plural(n, 'run')} of {recipe.runs[0].num_steps} steps\n")
 
-    start = max(0, min(results.index(result) - 1, len(results) - SHOWN))
     rows = [("step", "runs", "mean", "statistic", "verdict")]
-    for r in results[start : start + SHOWN]:
+    count = recipe.results.index(result) + 1
+    for r in recipe.results[:count][-SHOWN:]:
         verdict = "passes" if r.accepted else "fails"
-        if r is result and r.accepted:
-            verdict = "passes: the first"
-        rows.append((str(r.step), str(r.n), f"{r.mean:.6f}", f"{r.score:.6f}", verdict))
+        rows.append((str(r.step), str(n), f"{r.mean:.6f}", f"{r.score:.6f}", verdict))
     print("\n".join(table(rows, ">>>><")))
 
-    std = f"{statistics.stdev(result.losses):.6f}" if result.n > 1 else "unknown"
+    std = f"{statistics.stdev(result.losses):.6f}" if n > 1 else "unknown"
     print(f"\n{recipe.runs[0].metric} at step {result.step}, standard deviation {std}:")
     losses = [f"{run.name}={loss:.5f}" for run, loss in zip(recipe.runs, result.losses)]
     print_wrapped(" ".join(losses), "  ", "  ")
