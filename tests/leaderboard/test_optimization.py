@@ -13,6 +13,7 @@ from scipy import stats
 
 from judge.commands import UserError
 from leaderboard import optimization
+from leaderboard.optimization import LossesAtStep
 from tests.leaderboard.makers import LINE, run, unwrapped
 
 NEW = [3.27794, 3.27816, 3.28146, 3.27847, 3.2788]
@@ -41,30 +42,22 @@ def folder_of(path: Path, losses, steps=3500) -> Path:
     return path
 
 
-def decide(folder: Path, against: Path | None = None) -> optimization.Decision:
-    new = optimization.read_recipe("new", [folder]).result
-    if against is None:
-        return optimization.judge_result(new)
-    return optimization.judge_pair(new, optimization.read_recipe("old", [against]).result)
-
-
 # -----------------------------------------------------------------------------
 # The rule
 @pytest.mark.parametrize(
     "losses, accepted",
     [
-        (["3.276"], True),  # exactly 0.004, although 3.28 - 3.276 < 0.004 in floats
-        (["3.2760000001"], False),
-        (["3.264"] + ["3.28"] * 15, True),  # 0.001 * sqrt(16)
-        (["3.2764", "3.2778"], True),  # 0.0029 * sqrt(2) = 0.00410
-        (["3.2766", "3.2778"], False),  # 0.0028 * sqrt(2) = 0.00396
+        ([3.276], True),  # exactly 0.004, although 3.28 - 3.276 < 0.004 in floats
+        ([3.2760000001], False),
+        ([3.264] + [3.28] * 15, True),  # 0.001 * sqrt(16)
+        ([3.2764, 3.2778], True),  # 0.0029 * sqrt(2) = 0.00410
+        ([3.2766, 3.2778], False),  # 0.0028 * sqrt(2) = 0.00396
     ],
 )
-def test_threshold_of_a_result(tmp_path, losses, accepted):
-    decision = decide(folder_of(tmp_path, losses))
+def test_threshold_of_a_result(losses, accepted):
+    decision = optimization.judge_result(LossesAtStep(3500, losses))
     assert decision.accepted is accepted
-    numbers = [float(loss) for loss in losses]
-    expected = (3.28 - np.mean(numbers)) * np.sqrt(len(numbers))
+    expected = (3.28 - np.mean(losses)) * np.sqrt(len(losses))
     assert decision.score == pytest.approx(expected, abs=1e-12)
     assert (decision.p_value is None) == (len(set(losses)) == 1)
 
@@ -81,10 +74,10 @@ def test_threshold_of_a_result(tmp_path, losses, accepted):
         (3.2790, 20, 3375, 3.2788, 20, 3425, True),
     ],
 )
-def test_threshold_of_a_pair(tmp_path, new, new_runs, new_steps, old, old_runs, old_steps, accepted):
-    mine = folder_of(tmp_path / "mine", [new] * new_runs, new_steps)
-    before = folder_of(tmp_path / "before", [old] * old_runs, old_steps)
-    decision = decide(mine, before)
+def test_threshold_of_a_pair(new, new_runs, new_steps, old, old_runs, old_steps, accepted):
+    mine = LossesAtStep(new_steps, [new] * new_runs)
+    before = LossesAtStep(old_steps, [old] * old_runs)
+    decision = optimization.judge_pair(mine, before)
     assert decision.accepted is accepted
     gap = old - new + (old_steps - new_steps) * 0.0045 / 100
     expected = gap / math.sqrt(1 / new_runs + 1 / old_runs)
@@ -151,7 +144,7 @@ def test_a_run_that_ends_before_the_others(tmp_path, loss, step):
     cut.write_text(cut.read_text().partition("step:3500/")[0])
     if step:
         result = optimization.read_recipe("new", [tmp_path]).result
-        assert result == optimization.LossesAtStep(step, [loss, loss])
+        assert result == LossesAtStep(step, [loss, loss])
     else:
         with pytest.raises(UserError, match="no finite val_loss at step 3500, the last of these runs"):
             optimization.read_recipe("new", [tmp_path])

@@ -125,14 +125,6 @@ def test_losses_that_are_measured_in_another_way(theirs, old, new, said):
         assert len(list(Path("theirs/.judge/runs").rglob("seed*"))) == 2
 
 
-def test_a_fixed_seed_and_two_runs(theirs):
-    """Nobody knows the noise."""
-    (theirs / "train.py").write_text("import sys\nprint(f'step:9/9 val_loss:{len(sys.argv)} ')")
-    options = ["--runs", "2", "--idea", "--lr 1", "--base", "theirs"]
-    found, words = answer("--command", "python train.py {options}", "--no_seed", *options)
-    assert "undecided" in words and found["ideas"][0]["p"] == 1
-
-
 @pytest.mark.parametrize("digits", [2, 4])
 def test_identical_losses_with_few_decimals(theirs, digits):
     code = f"import sys\nprint(f'val_loss: {{3.0011 + int(sys.argv[1]) / 10:.{digits}f}}')"

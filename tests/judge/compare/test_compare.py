@@ -321,8 +321,6 @@ def test_what_can_be_compared(place):
     (place / "p.patch").write_text(patch)
     (place / "ideas" / "noisy").mkdir(parents=True)
     (place / "ideas" / "noisy" / "idea.patch").write_text(patch)
-    plain = patch.replace("a/train", "train").replace("b/train", "train")
-    (place / "plain.patch").write_text("diff --git train_gpt.py train_gpt.py\n" + plain)
     (place / "my script.py").write_text("text")
     (place / "train_gpt.py").write_text("now")
     project = Settings(
@@ -340,7 +338,6 @@ def test_what_can_be_compared(place):
         ("--effect 0.1 --slower=2", "effect_0.1_slower_2", source, ["--effect", "0.1", "--slower=2"]),
         ("p.patch --effect 1", "p_effect_1", patched, ["--effect", "1"]),
         ("ideas/noisy", "noisy", patched, []),
-        ("plain.patch", "plain", patched, []),  # of git diff --no-prefix
         ("'my script.py'", "my_script", "text", []),
         ("v1~0", "v1_0", source, []),
         (".", "worktree", "now", []),
