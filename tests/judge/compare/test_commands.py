@@ -24,6 +24,7 @@ from tests.judge.helpers import (
     run_main,
     work_in,
 )
+from tests.leaderboard.makers import make_runs
 from tests.util import ROOT
 
 # Like the field's scripts: no options, no seed, a log below logs/
@@ -271,30 +272,16 @@ def test_bad_input_of_commands(theirs, monkeypatch):
 SIDES = ["--base_logs", "base", "--idea_logs", "idea"]
 
 
-def write_logs(folder: str, losses, times, steps: int = 100, minutes=range(0, 60, 2)) -> str:
-    """Logs of the field's kind, with times in seconds. They began at these minutes of an hour."""
-    Path(folder).mkdir()
-    for i, (loss, seconds, minute) in enumerate(zip(losses, times, minutes)):
-        date = f"Thu Oct  1 12:{minute:02}:59 2026       \n"
-        gpu = "|   0  NVIDIA H100 80GB HBM3          On  |\n"
-        header = f"\nRunning PyTorch 2.10.0\n{date}{gpu}"
-        head = "import torch\n" + "=" * 100 + header + "=" * 100 + "\n"
-        first = f"step:0/{steps} val_loss:10.8258 train_time:0.000s step_avg:nanms\n"
-        last = f"step:{steps}/{steps} val_loss:{loss} train_time:{seconds}s step_avg:1.0ms\n"
-        Path(folder, f"{i}.txt").write_text(head + first + last)
-    return folder
-
-
 @pytest.fixture
 def logs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(2)
     sides = {}
     for side, loss, seconds in (("base", 3.2775, 51), ("idea", 3.2780, 50)):
-        losses = rng.normal(loss, 0.0015, 12).round(4)
-        times = rng.normal(seconds, 0.1, 12).round(3)
-        sides[side] = (losses.tolist(), times.tolist())
-        write_logs(side, *sides[side], minutes=range(side == "idea", 60, 2))
+        losses = rng.normal(loss, 0.0015, 8).round(4)
+        times = rng.normal(1000 * seconds, 100, 8).round()
+        sides[side] = (losses, times)
+        make_runs(Path(side), *sides[side], turn=side == "idea", track="")
     return sides
 
 
@@ -311,44 +298,44 @@ def test_finished_logs(logs):
     assert bounds(effect["step_time"]) == pytest.approx(tuple(test.confidence_interval(0.99)))
     p = stats.ttest_1samp(idea, 3.28, alternative="less").pvalue
     assert found["summaries"]["idea"]["p_value"] == pytest.approx(p)
-    assert words.startswith("runs mean loss sd p (below 3.28) time base 12 3.27")
+    assert words.startswith("runs mean loss sd p (below 3.28) time base 8 3.27")
     for said in [
-        f" {p:.4f} {np.mean(times):.3f} s The",
+        f" {p:.4f} {np.mean(times) / 1000:.3f} s The",
         "The target 3.28 is assumed;",
         "idea: undecided.",
-        "All runs were on 1x NVIDIA H100 80GB HBM3, PyTorch 2.10.0.",
+        "All runs were on AMD EPYC with AVX2, 2 cores, PyTorch 2.13.0+cpu.",
     ]:
         assert said in words
 
 
 def test_finished_logs_of_fewer_steps(logs):
     """Times of runs that didn't take turns aren't compared."""
-    write_logs("fewer", *logs["idea"], steps=90, minutes=range(1, 60, 2))
+    make_runs(Path("fewer"), *logs["idea"], turn=1, track="", steps=540, every=90)
     arguments = ["--base_logs", "base", "--idea_logs"]
     found, words = answer(*arguments, "fewer", "--loss_per_100_steps", "0.1")
-    assert "idea trains 90 steps, the base 100." in words
-    equal = np.array(logs["idea"][0]) + 0.1 * np.log(0.9)
-    saved = -np.expm1((np.mean(equal) - np.mean(logs["base"][0])) / 0.1)
+    assert "idea trains 540 steps, the base 600." in words
+    equal = logs["idea"][0] + 0.6 * np.log(0.9)
+    saved = -np.expm1((np.mean(equal) - np.mean(logs["base"][0])) / 0.6)
     assert f"steps to the same loss {-saved:+.1%} (" in words
     ratio = np.exp(np.log(logs["idea"][1]).mean() - np.log(logs["base"][1]).mean())
     assert f"time of a step {ratio * 100 / 90 - 1:+.1%}" in words
     found, words = answer(*arguments, "fewer")
     assert "idea: undecided." in words
     assert "Steps are unknown: they take --loss_per_100_steps" in words and "last loss" in words
-    write_logs("later", *logs["idea"], minutes=range(31, 60))
+    make_runs(Path("later"), *logs["idea"], track="")
     found, words = answer(*arguments, "later")
     assert "Their times can't be compared, because they didn't take turns" in words
     assert "time of a" not in words
 
 
 def test_finished_logs_that_cannot_be_compared(logs):
-    same = write_logs("same", [3.27, 3.27], [80, 81])
-    one = write_logs("one", [3.27], [80])
-    for folder, message in [
-        (same, "the losses of the idea are all equal, so there is no test"),
-        (one, "the idea has one run; give two or more"),
+    for i in range(2):
+        Path(f"{i}.txt").write_text(f"step:600/600 val_loss:3.27 train_time:10{i}s ")
+    for files, message in [
+        (["0.txt"], "the idea has one run; give two or more"),
+        (["0.txt", "1.txt"], "the losses of the idea are all equal, so there is no test"),
     ]:
-        check_refused(compare.main, ["--base_logs", "base", "--idea_logs", folder], message)
+        check_refused(compare.main, [*SIDES[:2], "--idea_logs", *files], message)
     assert run(*SIDES, "--target", "3.2", "--gate") == (1, "undecided\n", "")
     for side in ("no", "steps"):
         Path(side).mkdir()
