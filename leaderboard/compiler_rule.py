@@ -3,6 +3,7 @@
 import ast
 import re
 import warnings
+from collections.abc import Iterator
 
 FLAGS = ("backend", "mode", "options", "dynamic", "fullgraph", None)  # of torch.compile; None: **flags
 # fullgraph=True only turns a graph break into an error
@@ -28,44 +29,34 @@ def compiler_settings(source: bytes) -> list[str]:
             tree = ast.parse(source.decode("utf-8", "replace"))
     except SyntaxError as e:
         return [f"syntax that this Python can't parse in source line {e.lineno}"]
-    found = sorted({*forbidden_settings(tree), *forbidden_variables(tree)})
-    return [f"{what} in source line {line}" for line, what in found]
-
-
-def forbidden_settings(tree: ast.AST):
-    """Yields (line, what): uses of torch._inductor.config, and flags of torch.compile(f, ...),
-    partial(torch.compile, ...) or model.compile(...)."""
-    for node in ast.walk(tree):
-        # of an attribute, and of what is imported
-        names = [getattr(node, kind, None) or "" for kind in ("attr", "name", "module")]
-        if "_inductor" in ".".join(names).split("."):
-            yield node.lineno, "torch._inductor.config"
-        if isinstance(node, ast.ImportFrom) and node.module == "torch":
-            if "compile" in [alias.name for alias in node.names]:
-                yield node.lineno, "from torch import compile"
-        if isinstance(node, ast.Call):
-            called = [getattr(function, "attr", "") for function in (node.func, *node.args)]
-            for keyword in node.keywords if "compile" in called else []:
-                flag = f"{keyword.arg or '**'}={ast.unparse(keyword.value)}"
-                if keyword.arg in FLAGS and flag not in ALLOWED_FLAGS:
-                    yield keyword.value.lineno, f"torch.compile({flag})"
-
-
-def forbidden_variables(tree: ast.AST):
-    """Yields (line, name) for variables of the compiler that the source may set: not in the allowed call, and
-    not where a variable is only read."""
-    harmless = set()
-    for node in ast.walk(tree):
+    found = set()
+    harmless = set()  # arguments of the allowed call, and of calls that only read a variable
+    for node in ast.walk(tree):  # a call comes before its arguments
         if isinstance(node, ast.Call) and ast.unparse(node).startswith((ALLOWED_CALL, *READS)):
             harmless.update(node.args)
-    for node in ast.walk(tree):
-        name = None
-        if isinstance(node, ast.Constant):
-            name = node.value
-        elif isinstance(node, ast.keyword):  # os.environ.update(TORCHINDUCTOR_MAX_AUTOTUNE="1")
-            name = node.arg
-        if node in harmless or not isinstance(name, str):
-            continue
-        match = VARIABLE.match(name)
+        if node not in harmless:
+            found.update((node.lineno, what) for what in forbidden(node))
+    return [f"{what} in source line {line}" for line, what in sorted(found)]
+
+
+def forbidden(node: ast.AST) -> Iterator[str]:
+    """What a node of the syntax tree does that isn't allowed: it uses torch._inductor.config, gives flags to
+    torch.compile(f, ...), partial(torch.compile, ...) or model.compile(...), or names a variable of the compiler."""
+    # of an attribute, and of what is imported
+    names = [getattr(node, kind, None) or "" for kind in ("attr", "name", "module")]
+    if "_inductor" in ".".join(names).split("."):
+        yield "torch._inductor.config"
+    if isinstance(node, ast.ImportFrom) and node.module == "torch":
+        if "compile" in [alias.name for alias in node.names]:
+            yield "from torch import compile"
+    if isinstance(node, ast.Call):
+        called = [getattr(function, "attr", "") for function in (node.func, *node.args)]
+        for keyword in node.keywords if "compile" in called else []:
+            flag = f"{keyword.arg or '**'}={ast.unparse(keyword.value)}"
+            if keyword.arg in FLAGS and flag not in ALLOWED_FLAGS:
+                yield f"torch.compile({flag})"
+    # a string, or os.environ.update(TORCHINDUCTOR_MAX_AUTOTUNE="1")
+    for text in (getattr(node, "value", None), getattr(node, "arg", None)):
+        match = VARIABLE.match(text) if isinstance(text, str) else None
         if match and match[0] != ALLOWED_VARIABLE:
-            yield node.lineno, match[0]
+            yield match[0]

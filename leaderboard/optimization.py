@@ -13,8 +13,8 @@ one when
 
 where dloss says how much lower its mean loss is, and dsteps how many steps fewer it takes, each at the
 step that counts, or at the last one if none is accepted. Both are one-sided z-tests at p < 0.001 for
-losses with a standard deviation of about 0.0013. The t-test that is printed beside them uses the
-standard deviation of the runs instead.
+losses with a standard deviation of about 0.0013. The t-test that is printed beside a result uses the
+standard deviation of its runs instead.
 """
 
 import math
@@ -25,7 +25,7 @@ from pathlib import Path
 from judge.logs.comparable import MACHINE, check_sides
 from judge.logs.read import Log, read_logs
 from leaderboard.tables import print_wrapped
-from judge.stats.summary import p_below, p_lower
+from judge.stats.summary import p_below
 from judge.commands import UserError
 from judge.text import p_text, plural, table
 
@@ -45,138 +45,63 @@ class LossesAtStep:
     losses: list[float]
 
     @property
-    def n(self) -> int:
-        return len(self.losses)
-
-    @property
     def mean(self) -> float:
         return statistics.fmean(self.losses)
 
     @property
     def score(self) -> float:
         """Left side of the rule. Rounded, because 3.28 - 3.276 < 0.004 as floats."""
-        return round((TARGET - self.mean) * math.sqrt(self.n), 12)
+        return round((TARGET - self.mean) * math.sqrt(len(self.losses)), 12)
 
     @property
     def accepted(self) -> bool:
         return self.score >= THRESHOLD
 
 
-@dataclass
-class Recipe:
-    """The runs of one recipe, all with the same number of steps."""
-
-    name: str
-    runs: list[Log]
-    results: list[LossesAtStep]  # at each step that all runs validated, in order
-
-    @property
-    def result(self) -> LossesAtStep:
-        """The one that counts: the first that the rule accepts, or the last if it accepts none."""
-        return next((r for r in self.results if r.accepted), self.results[-1])
+def score_of_pair(new: LossesAtStep, old: LossesAtStep) -> float:
+    """Left side of the rule for a new recipe against an old one."""
+    gain = old.mean - new.mean + (old.step - new.step) * LOSS_PER_STEP
+    return round(gain / math.sqrt(1 / len(new.losses) + 1 / len(old.losses)), 12)
 
 
-@dataclass
-class Decision:
-    """What the rule says, and the t-test beside it."""
+def losses_at_steps(runs: list[Log]) -> list[LossesAtStep]:
+    """At each step that all runs of a recipe validated, up to the first that the rule accepts, which counts.
 
-    accepted: bool
-    score: float  # left side of the rule, in nats per token
-    formula: str
-    p_value: float | None  # None if the losses don't differ, or there is only one
-    test: str  # what the t-test tests
-
-
-def read_recipe(name: str, paths: list[Path], metric: str = "") -> Recipe:
-    """Reads the runs of one recipe, at least one.
-
-    Raises UserError if a log can't be read, or if the runs aren't repetitions of one training. A run that
-    ended before the others doesn't matter below the step that the rule accepts. If there is none, this
-    raises it, too.
+    A run that ended before the others doesn't matter below that step. If there is none, raises UserError.
     """
-    runs = read_logs(paths, metric)
-    check_sides([runs], ALLOWED)
     losses = [
         {v.step: v.val_loss for v in run.validations if math.isfinite(v.val_loss)} for run in runs
     ]
     results = []
     for step in sorted(set.intersection(*map(set, losses))):
         results.append(LossesAtStep(step, [found[step] for found in losses]))
+        if results[-1].accepted:
+            return results
     end = max(run.last_step for run in runs)
     for run, found in zip(runs, losses):
-        if end not in found and not any(result.accepted for result in results):
+        if end not in found:
             raise UserError(
                 f"{run.name}: no finite val_loss at step {end}, the last of these runs; let it finish"
             )
-    return Recipe(name, runs, results)
+    return results
 
 
-# -----------------------------------------------------------------------------
-# The rule
-
-
-def judge_result(result: LossesAtStep) -> Decision:
-    """Is the mean loss low enough below the target?"""
-    formula = f"({TARGET} - {result.mean:.6f}) * sqrt({result.n})"
-    p = p_below(result.losses, TARGET)
-    return Decision(result.accepted, result.score, formula, p, f"one-sided, mean below {TARGET}")
-
-
-def judge_pair(new: LossesAtStep, old: LossesAtStep) -> Decision:
-    """Is the new recipe better? A step saved is worth LOSS_PER_STEP."""
-    fewer_steps = old.step - new.step
-    worth = fewer_steps * LOSS_PER_STEP
-    lower_loss = old.mean - new.mean
-    score = round((lower_loss + worth) / math.sqrt(1 / new.n + 1 / old.n), 12)
-    formula = f"({lower_loss:.6f} + {fewer_steps} * 0.0045 / 100) / sqrt(1/{new.n} + 1/{old.n})"
-    p = p_lower(new.losses, [loss + worth for loss in old.losses])
-    test = "Welch's t-test, one-sided, old losses adjusted to the new number of steps"
-    return Decision(score >= THRESHOLD, score, formula, p, test)
-
-
-# -----------------------------------------------------------------------------
-# Output
-
-
-def print_recipe(recipe: Recipe) -> None:
-    """The results around the one that counts, or the last ones, and the losses of each run."""
-    results = recipe.results
-    result = recipe.result
-    print(f"{recipe.name}: {plural(result.n, 'run')} of {recipe.runs[0].num_steps} steps\n")
-
-    start = max(0, min(results.index(result) - 1, len(results) - SHOWN))
+def print_recipe(name: str, runs: list[Log]) -> LossesAtStep:
+    """Prints the last results of a recipe, and the losses of each run. Returns the result that counts."""
+    results = losses_at_steps(runs)
     rows = [("step", "runs", "mean", "statistic", "verdict")]
-    for r in results[start : start + SHOWN]:
+    for r in results[-SHOWN:]:
         verdict = "passes" if r.accepted else "fails"
-        if r is result and r.accepted:
-            verdict = "passes: the first"
-        rows.append((str(r.step), str(r.n), f"{r.mean:.6f}", f"{r.score:.6f}", verdict))
+        rows.append((str(r.step), str(len(runs)), f"{r.mean:.6f}", f"{r.score:.6f}", verdict))
+    print(f"{name}: {plural(len(runs), 'run')} of {runs[0].num_steps} steps\n")
     print("\n".join(table(rows, ">>>><")))
-
-    std = f"{statistics.stdev(result.losses):.6f}" if result.n > 1 else "unknown"
-    print(f"\n{recipe.runs[0].metric} at step {result.step}, standard deviation {std}:")
-    losses = [f"{run.name}={loss:.5f}" for run, loss in zip(recipe.runs, result.losses)]
+    last = results[-1]
+    std = f"{statistics.stdev(last.losses):.6f}" if len(runs) > 1 else "unknown"
+    print(f"\n{runs[0].metric} at step {last.step}, standard deviation {std}:")
+    losses = [f"{run.name}={loss:.5f}" for run, loss in zip(runs, last.losses)]
     print_wrapped(" ".join(losses), "  ", "  ")
-    print()
-
-
-def verdict_text(recipes: list[Recipe], decision: Decision) -> str:
-    steps = " against step ".join(str(recipe.result.step) for recipe in recipes)
-    if len(recipes) == 1:
-        return f"accepted at step {steps}" if decision.accepted else "NOT ACCEPTED at any step"
-    if decision.accepted:
-        return f"accepted: the new recipe is better, at step {steps}"
-    return f"NOT ACCEPTED: the runs don't show that the new recipe is better, at step {steps}"
-
-
-def print_decision(recipes: list[Recipe], decision: Decision) -> None:
-    for recipe in recipes:
-        print_recipe(recipe)
-    rule = f"{decision.formula} = {decision.score:.6f}, needs {THRESHOLD} or more; {ASSUMPTION}"
-    print_wrapped(rule, "rule    ", " " * 8)
-    print_wrapped(f"p = {p_text(decision.p_value)} ({decision.test})", "t-test  ", " " * 8)
-    print()
-    print_wrapped(verdict_text(recipes, decision))
+    print(f"t-test: p = {p_text(p_below(last.losses, TARGET))} (one-sided, mean below {TARGET})\n")
+    return last
 
 
 def apply_rule(logs: list[Path], against: list[Path], metric: str) -> int:
@@ -184,11 +109,18 @@ def apply_rule(logs: list[Path], against: list[Path], metric: str) -> int:
 
     Returns the exit status: 0 accepted, 1 not. Raises UserError if the logs can't be used.
     """
-    recipes = [read_recipe("new", logs, metric)]
-    decision = judge_result(recipes[0].result)
+    recipes = {"new": read_logs(logs, metric)}
     if against:
-        recipes.append(read_recipe("old", against, metric))
-        check_sides([recipe.runs for recipe in recipes], ALLOWED)
-        decision = judge_pair(*[recipe.result for recipe in recipes])
-    print_decision(recipes, decision)
-    return 0 if decision.accepted else 1
+        recipes["old"] = read_logs(against, metric)
+    check_sides(list(recipes.values()), ALLOWED)
+    new, *old = [print_recipe(name, runs) for name, runs in recipes.items()]
+    score = score_of_pair(new, *old) if old else new.score
+    accepted = score >= THRESHOLD
+    verdict = f"accepted at step {new.step}" if accepted else "NOT ACCEPTED at any step"
+    if old:
+        shown = "accepted: the new" if accepted else "NOT ACCEPTED: the runs don't show that the new"
+        verdict = f"{shown} recipe is better, at step {new.step} against step {old[0].step}"
+    print_wrapped(f"rule: {score:.6f}, needs {THRESHOLD} or more; {ASSUMPTION}")
+    print()
+    print_wrapped(verdict)
+    return 0 if accepted else 1

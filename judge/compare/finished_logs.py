@@ -43,9 +43,6 @@ def read_sides(args: argparse.Namespace, settings: Settings) -> dict[str, list[L
         "base": read_logs(args.base_logs, settings.name_of_metric),
         "idea": read_logs(args.idea_logs, settings.name_of_metric),
     }
-    for side, logs in sides.items():
-        if len(logs) < 2:
-            raise UserError(f"the {side} has one run; give two or more")
     given = {
         "target_val_loss": args.target,
         "stops early": settings.stops_early,
@@ -53,6 +50,8 @@ def read_sides(args: argparse.Namespace, settings: Settings) -> dict[str, list[L
     }
     check_sides(list(sides.values()), MACHINE.union(name for name in given if given[name]))
     for side, logs in sides.items():
+        if len(logs) < 2:
+            raise UserError(f"the {side} has one run; give two or more")
         if len(set(end_losses(logs))) < 2:
             raise UserError(f"the losses of the {side} are all equal, so there is no test")
     return sides

@@ -88,19 +88,13 @@ def draw_curve(axes, label: str, c: Curve) -> None:
     axes.fill_between(c.x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
 
 
-def set_losses(axes, losses: list[float]) -> None:
-    """Sets the limits of the y axis, so that it shows these losses."""
-    lowest = min(losses)
-    highest = max(losses)
-    margin = 0.06 * (highest - lowest) or 0.01
-    axes.set_ylim(lowest - margin, highest + margin)
-
-
 def set_limits(whole, end, curves: list[Curve], targets: list[float]) -> None:
     """Zooms in on the losses after the steep fall at the start, and on the end."""
-    lows = [min(c.mean - c.spread) for c in curves]
-    set_losses(whole, [*targets, *lows, max(c.loss_at(0.1) for c in curves)])
-    set_losses(end, [*targets, *lows, max(c.loss_at(END) for c in curves)])
+    lowest = min([*targets, *(min(c.mean - c.spread) for c in curves)])
+    for axes, fraction in ((whole, 0.1), (end, END)):
+        highest = max([*targets, *(c.loss_at(fraction) for c in curves)])
+        margin = 0.06 * (highest - lowest) or 0.01
+        axes.set_ylim(lowest - margin, highest + margin)
     start = min(c.at(END) for c in curves)
     last = max(c.x[-1] for c in curves)
     room = 0.04 * (last - start) or 1

@@ -152,9 +152,8 @@ def changed(folder: Path, script: str, files: list[Path]) -> Path:
         # Otherwise git finds the repository, and looks for the patch's paths from there
         ceiling = str(copy.parent)
         patch = without_windows(file.read_bytes())
-        has_prefix = not re.search(rb"^diff --git (.+) \1$", patch, re.MULTILINE)  # see diff.noprefix
         try:
-            git("apply", f"-p{has_prefix:d}", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
+            git("apply", cwd=copy, input=patch, GIT_CEILING_DIRECTORIES=ceiling)
         except UserError as e:
             shutil.rmtree(copy)  # otherwise it would be found as the changed one
             raise UserError(f"{file.name} doesn't apply ({e})") from None

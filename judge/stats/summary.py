@@ -3,7 +3,6 @@ Finished runs together: their losses against a target, and their times against t
 """
 
 import statistics
-import warnings
 from dataclasses import dataclass
 
 from scipy import stats
@@ -40,11 +39,3 @@ def summarize(losses: list[float], times: list[float], target: float | None) -> 
         p_value=p_below(losses, target),
         time_mean=statistics.fmean(times) if times else None,
     )
-
-
-def p_lower(ours: list[float], theirs: list[float]) -> float | None:
-    """Welch's t-test of our mean being lower. None if a side has one run, or if neither has a spread."""
-    if min(len(ours), len(theirs)) < 2 or len(set(ours)) == len(set(theirs)) == 1:
-        return None
-    with warnings.catch_warnings(action="ignore"):  # almost equal numbers
-        return float(stats.ttest_ind(ours, theirs, equal_var=False, alternative="less").pvalue)

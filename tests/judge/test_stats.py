@@ -349,23 +349,6 @@ def test_two_percent_with_a_measured_slope(effect):
     assert upper_bound(verdicts.count(wrong), trials) < (0.05 if effect else 0.015)
 
 
-@pytest.mark.parametrize("draw", [gaussian, students, rounded, kept_residuals])
-def test_bounds_at_any_look(draw):
-    """At one of many looks, each is wrong at most 1 time in 100."""
-    rng = np.random.default_rng(10)
-    trials = 250
-    wrong = np.zeros(2, dtype=int)
-    step = 1.0 if draw is rounded else 0.02
-    for differences in draw(rng, (trials, 40)):
-        missed = set()
-        for n in (3, 4, 6, 10, 20, 40):
-            some = differences[:n]
-            found = interval(some.mean(), n * (some.var() + step**2 / 6), n, n, 100)
-            missed |= {0} if found.low > 0 else {1} if found.high < 0 else set()
-        wrong[list(missed)] += 1
-    assert all(stats.binom.sf(wrong - 1, trials, 0.01) > 1e-3), wrong
-
-
 def test_intervals_hold_the_truth():
     """Loss, steps and time, at the moment when the verdict stands."""
     rng = np.random.default_rng(9)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.datasets import MINI_VOCAB
+from judge.compare.changed_evaluation import changed_measure
 from judge.runs.copies import changed, copy_commit, git
 from tests.util import EOT, ROOT, Job, random_tokens, read_checkpoint, succeeds, write_shard
 
@@ -38,14 +39,16 @@ def final_head(script: Path, folder: Path) -> bytes:
 
 @pytest.mark.slow
 def test_ideas_train(tmp_path):
-    """In another way than the script itself, and than each other. This needs the whole history: a
-    shallow clone fails with a line that says so."""
+    """In another way than the script itself, and than each other. They leave alone what measures. This needs the
+    whole history: a shallow clone fails with a line that says so."""
     without = {}  # commit -> the head of its script
     heads = []
     for patch in sorted((ROOT / "records/mini/ideas").glob("*/idea.patch")):
         last_change = git("log", "-1", "--format=%H", "--", str(patch), cwd=ROOT).decode().strip()
         before = copy_commit(last_change, tmp_path, ROOT)
         after = changed(before, "train_gpt.py", [patch])
+        texts = [(folder / "train_gpt.py").read_text() for folder in (before, after)]
+        assert changed_measure(*texts, "") == ""
         heads.append(final_head(after / "train_gpt.py", tmp_path / patch.parent.name))
         if last_change not in without:
             folder = tmp_path / f"at {last_change}"
