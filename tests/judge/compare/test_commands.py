@@ -360,11 +360,11 @@ UNITS = "step:0/9 val_loss:{} {}:4.1029 lr:{}\nstep:9/9 val_loss:{}@ {}:1.225@ l
     "values, message",
     [
         (
-            ("8.3110", "val_bpb", 0.1, 2.484, "val_bpb"),
+            ("8.3110", "val_bpb", 0.1, 2.481, "val_bpb"),
             "val_loss is 1.69 and 2.03 times the bits per byte, so the tok",
         ),
         (
-            ("8.3110", "bits per byte", 0.1, 2.484, "bits per byte"),
+            ("8.3110", "bits per byte", 0.1, 2.481, "bits per byte"),
             "val_loss is 1.69 and 2.03 times the bits per byte",
         ),
         (("6.9305", "val_bpb", 0.2, 2.065, "val_bpb"), ""),  # another learning rate
