@@ -152,12 +152,14 @@ def check_repeats(logs: list[Log], kinds: Collection[str] = ALL_DIFFERENT) -> It
 
 
 def check_units(log: Log, other: Log) -> Iterator[str]:
-    """Losses per token of unlike vocabularies can't be compared. Bits per byte can."""
-    if log.unit and other.unit and not math.isclose(log.unit, other.unit, rel_tol=0.02):
-        yield (
-            f"{log.path} and {other.path} can't be compared: {log.metric} is {log.unit:.3g} and {other.unit:.3g} "
-            "times the bits per byte, so the tokens aren't the same; choose one of the two with --metric NAME"
-        )
+    """Losses per token of unlike vocabularies can't be compared. Their lines may have a number that can."""
+    for name in log.units.keys() & other.units.keys():
+        old, new = [f"{side.units[name]:.3g}" for side in (log, other)]
+        if not math.isclose(log.units[name], other.units[name], rel_tol=0.005):
+            yield (
+                f"{log.path} and {other.path} can't be compared: {log.metric} is {old} and {new} times {name}, "
+                "so the tokens aren't the same; choose one of the two with --metric NAME"
+            )
 
 
 def by_the_clock(logs: list[Log]) -> bool:

@@ -172,6 +172,9 @@ def test_a_resume_describes_its_machine(tmp_path, machine, later, processes, res
     assert log.resumed_on == resumed_on
 
 
+WRONG_TIME = "its train_time isn't that of its steps: they took step_avg each"
+
+
 def test_what_is_not_one_whole_run(tmp_path):
     path = our_log(tmp_path / "a.txt")
     text = path.read_text()
@@ -186,6 +189,8 @@ def test_what_is_not_one_whole_run(tmp_path):
         (text.replace("train_time:50000ms", "train_time:90000ms"), "its clock goes back"),
         (text.replace("step_avg:166.67ms", "step_avg:nanms"), ""),
         (text.replace(" step_avg:166.67ms", ""), ""),
+        (text.replace("train_time:100000ms", "train_time:900000ms"), WRONG_TIME),
+        (text.replace("step_avg:166.67ms", "step_avg:1666.7ms"), WRONG_TIME),
         (text[text.index("step:0/600") :], "no source above the run"),
     ]:
         path.write_text(changed)

@@ -361,18 +361,18 @@ UNITS = "step:0/9 val_loss:{} {}:4.1029 lr:{}\nstep:9/9 val_loss:{}@ {}:1.225@ l
     [
         (
             ("8.3110", "val_bpb", 0.1, 2.481, "val_bpb"),
-            "val_loss is 1.69 and 2.03 times the bits per byte, so the tok",
+            "val_loss is 1.69 and 2.03 times val_bpb, so the tok",
         ),
         (
             ("8.3110", "bits per byte", 0.1, 2.481, "bits per byte"),
-            "val_loss is 1.69 and 2.03 times the bits per byte",
+            "val_loss is 1.69 and 2.03 times bits_per_byte",
         ),
         (("6.9305", "val_bpb", 0.2, 2.065, "val_bpb"), ""),  # another learning rate
-        (("8.3110", "val_ppl", 0.2, 2.065, "val_ppl"), ""),  # not known to be a unit
+        (("8.3110", "val_ppl", 0.2, 2.065, "val_ppl"), ""),  # no fixed ratio
     ],
 )
 def test_losses_of_unlike_tokens(tmp_path, monkeypatch, values, message):
-    """Bits per byte in the same lines tell. With --metric, the user has chosen."""
+    """Two numbers in the same lines tell, whatever they are called. With --metric, the user has chosen."""
     monkeypatch.chdir(tmp_path)
     loss, name, rate, last, name = values
     first = UNITS.format("6.9305", name, 0.1, "2.070", name)
