@@ -25,6 +25,7 @@ from tests.judge.helpers import (
     work_in,
 )
 from tests.leaderboard.makers import make_runs
+from tests.util import ROOT
 
 # Like the field's scripts: no options, no seed, a log below logs/
 SCRIPT = """
@@ -497,6 +498,27 @@ def test_changes_of_what_measures(old, new, touches):
     assert MEASURE.count(old) == 1
     found = changed_evaluation.changed_measure(MEASURE, MEASURE.replace(old, new), "-core metric")
     assert bool(found) == touches
+
+
+def test_the_ideas_of_mini_leave_alone_what_measures(tmp_path):
+    """Those of the patches that still apply. Others, such as the easier half of the validation, don't."""
+    source = (ROOT / "train_gpt.py").read_text()
+    git(tmp_path, "init", "-q")
+    found = []
+    for patch in (ROOT / "records/mini/ideas").glob("*/idea.patch"):
+        (tmp_path / "train_gpt.py").write_text(source)
+        command = ["git", "apply", "--include=train_gpt.py", patch]
+        if subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 0:
+            changed = (tmp_path / "train_gpt.py").read_text()
+            found.append(changed != source and changed_evaluation.changed_measure(source, changed, ""))
+    assert found == [""] * len(found) and len(found) > 5
+    for old, new in [
+        ("loss / hp.val_seq_len for loss in sums", "loss / hp.val_seq_len for loss in sums[::2]"),
+        ("mean = torch.stack(losses)", "mean = torch.stack(losses[1:])"),
+        ("return torch.from_numpy(tokens", "return torch.from_numpy(0 * tokens"),
+    ]:
+        changed = source.replace(old, new)
+        assert changed != source and changed_evaluation.changed_measure(source, changed, "")
 
 
 def test_an_idea_that_touches_what_measures(theirs):
