@@ -27,7 +27,7 @@ try:
 except ImportError as e:  # of a package that an idea needs
     sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
-from data.datasets import get_data
+from data.datasets import dataset_of, get_data
 from judge.commands import did_you_mean, join_values
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from judge.processes import output_of
@@ -261,16 +261,20 @@ def sides_of(words):
 
 def check_comparison(words):
     """Gets the data of a comparison's runs. Returns what they need. Raises InputError."""
+    confirm = []
     for module, options in sides_of(words):
         with contextlib.suppress(ImportError, AttributeError):  # compare will say that it isn't there
             _, hp = importlib.import_module(module).parse_arguments(options)
             get_data(sys.executable, vars(hp))
+            dataset = dataset_of(vars(hp))
+            if "--confirm" in words and dataset and dataset.unseen:
+                confirm = ["--confirm_options", f"--val_files {dataset.unseen} --val_tokens 65536"]
     if find_gpus():
         check_gpus(1)  # each run uses one
-        return dict(environment={})
+        return dict(environment={}, options=confirm)
     variables = environment() | check_compiler(1)
     del variables["OMP_NUM_THREADS"]  # runs share the cores
-    return dict(environment=variables)
+    return dict(environment=variables, options=confirm)
 
 
 def meant_option(message):

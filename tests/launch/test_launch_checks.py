@@ -83,6 +83,22 @@ def test_a_comparison_gets_the_data_of_each_side(tmp_path, capsys, got):
     assert got[1:] == [TRACKS["mini"].train_files, "a*"]
 
 
+def test_a_confirmation_reads_tokens_that_no_run_reads(tmp_path, capsys):
+    """Those of Shakespeare, if the runs train on Shakespeare. They are whole sequences, and as many as there are."""
+    for words, words_of_confirm in [
+        (["--track=mini"], 1),
+        (["--track=fineweb"], 0),
+        (["--track=mini", "--train_files", "mine/*"], 0),
+    ]:
+        needs = check(tmp_path, capsys, "--confirm", *words, mode="compare")[1]
+        assert len(needs["options"]) == 2 * words_of_confirm
+    name, options = check(tmp_path, capsys, "--confirm", "--track=mini", mode="compare")[1]["options"]
+    hp = train_gpt.parse_arguments(["--track=mini", *options.split()])[1]
+    (file,) = train_gpt.find_shards(str(ROOT / hp.val_files))
+    assert hp.val_tokens <= train_gpt.shard_length(file) - 1 < hp.val_tokens + hp.val_seq_len
+    assert name == "--confirm_options"
+
+
 # -----------------------------------------------------------------------------
 # GPUs
 
@@ -328,7 +344,7 @@ def test_a_right_answer_is_remembered(right_code, tmp_path, monkeypatch, capsys)
     assert (again["text"], err) == (needs["text"], "")
     variables = processes.environment()
     del variables["OMP_NUM_THREADS"]  # runs at the same time share the cores
-    assert check(tmp_path, capsys, mode="compare")[1] == {"environment": variables}
+    assert check(tmp_path, capsys, mode="compare")[1] == {"environment": variables, "options": []}
     for module, name, value in [
         (checks, "CXX", "another"),
         (checks, "DTYPE", torch.float16),

@@ -398,16 +398,21 @@ def train(hp, ideas, seed, val_tokens):
             opt.step()
             opt.zero_grad()
     seconds = time.perf_counter() - start_time
+    return evaluate(model, hp, tokens_of(hp.val_files)[: val_tokens + 1]), seconds
+
+
+def evaluate(model, hp, tokens):
+    """Returns the loss on an array of tokens; the last one is only a target."""
     model.ahead.copy_(torch.tensor([1.0, 0.0, 0.0]))
     window = T.get_window_blocks(hp.num_iterations, hp)
-    val = tokens_of(hp.val_files)
+    seq = hp.train_seq_len
+    block = min(MICRO, hp.batch_tokens // seq) * seq
     total = count = 0
-    block = micro * seq
-    for start in range(0, min(val_tokens, len(val) - 1) // block * block, block):
-        x, y = T.to_batch(val[start : start + block + 1], seq)
+    for start in range(0, (len(tokens) - 1) // block * block, block):
+        x, y = T.to_batch(tokens[start : start + block + 1], seq)
         total += model(x, y, window).item()  # the training graph: no second compilation
         count += block
-    return total / count, seconds
+    return total / count
 
 
 def key_of(run):
