@@ -21,7 +21,7 @@ from dataclasses import asdict
 import numpy as np
 
 from judge.commands import UserError
-from judge.compare.answer import warnings_in_words
+from judge.compare.answer import machine_in_words, warnings_in_words
 from judge.compare.ledger import with_answers, write_ledger
 from judge.compare.pairs import Comparison, losses, progress, slope_runs, wanted_runs
 from judge.files import write_file
@@ -134,11 +134,11 @@ def climb(
     as_they_are = Namespace(**vars(args) | {"retune": None})
     comparisons = [set_up(as_they_are, size.options) for size in sizes]  # errors come before the runs
     began = time.monotonic()
-    facts = []
+    facts = list(comparisons[0].warnings)  # the others have the same ones
     status = 0
     for size, c in zip(sizes, comparisons):
         if enough(verdicts(sizes)) and not args.all_sizes:
-            facts = ["The two smallest sizes decide; --all_sizes goes on."]
+            facts.append("The two smallest sizes decide; --all_sizes goes on.")
             break
         size.forecast = forecast(changes(sizes), size.parameters)
         if size.forecast:
@@ -153,11 +153,13 @@ def climb(
             judge_size(c, size, args.sizes)
         except KeyboardInterrupt:
             status = 130
-            facts = ["Interrupted; run the same command again to continue."]
+            facts.append("Interrupted; run the same command again to continue.")
         if size.effect:
             write_ledger(args.ledger, with_answers(c, args))
         if status or c.pool.late():
             break
+    if verdicts(sizes):
+        facts.append(machine_in_words(c.pool))
     print("\n".join(ladder_in_words(c.ideas[0].name, sizes, args.sizes, facts)))
     write_json(args, sizes)
     if args.output:
