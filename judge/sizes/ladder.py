@@ -23,7 +23,14 @@ import numpy as np
 from judge.commands import UserError
 from judge.compare.answer import machine_in_words, warnings_in_words
 from judge.compare.ledger import with_answers, write_ledger
-from judge.compare.pairs import Comparison, losses, progress, slope_runs, wanted_runs
+from judge.compare.pairs import (
+    Comparison,
+    losses,
+    progress,
+    slope_runs,
+    undecided,
+    wanted_runs,
+)
 from judge.files import write_file
 from judge.runs.make import Wanted, make_runs
 from judge.settings import Settings
@@ -86,6 +93,12 @@ def change_of(c: Comparison, parameters: float, pairs: int) -> Change | None:
     return measure_change(parameters, np.subtract(*sides), step, slope, own_steps)
 
 
+def progress_of_size(c: Comparison, pairs: int) -> str:
+    if undecided(c):
+        return progress(c)
+    return f"decided; {c.count(c.ideas[0])} of {pairs} pairs for the trend"
+
+
 def judge_size(c: Comparison, size: Size, pairs: int) -> None:
     """Makes its runs, and fills in what they say, also after Ctrl-C. Raises UserError."""
     began = time.monotonic()
@@ -93,7 +106,7 @@ def judge_size(c: Comparison, size: Size, pairs: int) -> None:
         make_runs(
             c.pool,
             lambda: runs_of_size(c, pairs),
-            lambda: show_line(f"{size.name}: {progress(c)}"),
+            lambda: show_line(f"{size.name}: {progress_of_size(c, pairs)}"),
         )
     finally:
         show_line()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE.parents[2]))
 from judge.stats.decide import decide
 
 RUNS = HERE / "luck.jsonl"
-SIZE = dict(model_dim=32, batch_tokens=1024, num_iterations=180)
+SIZE = dict(model_dim=32, batch_tokens=1024, num_iterations=90)
 CONFIRM = "data/shakespeare_1024/shakespeare_confirm_000000.bin"
 IDEAS = 200
 LOOPS = 1000
