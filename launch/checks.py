@@ -268,7 +268,7 @@ def check_comparison(words):
             get_data(sys.executable, vars(hp))
             dataset = dataset_of(vars(hp))
             if "--confirm" in words and dataset and dataset.unseen:
-                confirm = ["--confirm_options", f"--val_files {dataset.unseen} --val_tokens 65536"]
+                confirm = ["--confirm_options", f"--val_files {dataset.unseen} --val_tokens 57344"]
     if find_gpus():
         check_gpus(1)  # each run uses one
         return dict(environment={}, options=confirm)

@@ -83,20 +83,20 @@ def test_a_comparison_gets_the_data_of_each_side(tmp_path, capsys, got):
     assert got[1:] == [TRACKS["mini"].train_files, "a*"]
 
 
-def test_a_confirmation_reads_tokens_that_no_run_reads(tmp_path, capsys):
-    """Those of Shakespeare, if the runs train on Shakespeare. They are whole sequences, and as many as there are."""
-    for words, words_of_confirm in [
-        (["--track=mini"], 1),
-        (["--track=fineweb"], 0),
-        (["--track=mini", "--train_files", "mine/*"], 0),
-    ]:
-        needs = check(tmp_path, capsys, "--confirm", *words, mode="compare")[1]
-        assert len(needs["options"]) == 2 * words_of_confirm
-    name, options = check(tmp_path, capsys, "--confirm", "--track=mini", mode="compare")[1]["options"]
-    hp = train_gpt.parse_arguments(["--track=mini", *options.split()])[1]
-    (file,) = train_gpt.find_shards(str(ROOT / hp.val_files))
-    assert hp.val_tokens <= train_gpt.shard_length(file) - 1 < hp.val_tokens + hp.val_seq_len
+def test_a_confirmation_reads_tokens_that_no_run_reads(tmp_path, monkeypatch, capsys):
+    """Those of Shakespeare, if the runs train on Shakespeare: as many whole sequences as there are."""
+    monkeypatch.chdir(ROOT)
+
+    def options(*words):
+        return check(tmp_path, capsys, "--confirm", *words, mode="compare")[1]["options"]
+
+    assert options("--track=fineweb") == options("--track=mini", "--train_files", "mine/*") == []
+    name, words = options("--track=mini")
     assert name == "--confirm_options"
+    args, hp = train_gpt.parse_arguments(["--track=mini", *words.split()])
+    CHECK_INPUTS(args, hp)
+    (file,) = train_gpt.find_shards(hp.val_files)
+    assert train_gpt.shard_length(file) - 1 < hp.val_tokens + hp.val_seq_len
 
 
 # -----------------------------------------------------------------------------

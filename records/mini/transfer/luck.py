@@ -1,9 +1,9 @@
 """
-What are winners worth that were chosen on the tokens which everybody sees? Trains mini at width 32, the smallest size
-of the ladder, with many seeds, and evaluates each run on the validation tokens and on those of --confirm. Then it
-imitates loops of 200 ideas that do nothing: an idea is nothing but other seeds. Run it from the repository's root:
+What are winners worth that were chosen for their luck? Trains mini at width 32 with many seeds, and evaluates each
+run on the tokens that mini validates on, and on those behind them, which nobody sees. Then it imitates loops of 200
+ideas that do nothing: an idea is only other seeds. Run it from the repository's root:
 
-    python records/mini/transfer/luck.py train 96   trains the seeds that luck.jsonl lacks, up to 96
+    python records/mini/transfer/luck.py train 60   trains the seeds that luck.jsonl lacks, up to 60
     python records/mini/transfer/luck.py            prints the table
 """
 
@@ -21,9 +21,8 @@ from judge.stats.decide import decide
 
 RUNS = HERE / "luck.jsonl"
 SIZE = dict(model_dim=32, batch_tokens=1024, num_iterations=90)
-CONFIRM = "data/shakespeare_1024/shakespeare_confirm_000000.bin"
 IDEAS = 200
-LOOPS = 1000
+LOOPS = 300
 RUNS_A_SIDE = 2
 PAIRS = 20  # at most, of a comparison by the judge
 
@@ -35,7 +34,8 @@ def train_runs(count: int) -> None:
     hp = screen.settings(SIZE)
     for seed in range(5000 + done, 5000 + count):
         seen, seconds = screen.train(hp, {}, seed, hp.val_tokens)
-        unseen = screen.evaluate(screen.get_model(hp, {}), hp, screen.tokens_of(CONFIRM))
+        rest = screen.tokens_of(hp.val_files)[hp.val_tokens :]
+        unseen = screen.evaluate(screen.get_model(hp, {}), hp, rest)
         with open(RUNS, "a") as file:
             print(json.dumps(dict(seed=seed, seen=seen, unseen=unseen, seconds=seconds)), file=file)
 
@@ -44,41 +44,53 @@ def train_runs(count: int) -> None:
 # Loops of ideas that do nothing
 
 
-def hill_climbing(rng: np.random.Generator, losses: np.ndarray) -> np.ndarray:
-    """losses (runs, 2): seen, unseen. Each loop keeps an idea if a t-test of two runs each finds p < 0.2, and then
-    it is the next base, with the losses that were measured. Returns how much the loss fell from the first base to the
-    last, (LOOPS, 3): on the seen tokens, with the same runs on the unseen ones, and there with new seeds."""
+def loops(losses: np.ndarray, base_runs_again: bool) -> tuple[np.ndarray, np.ndarray]:
+    """losses (runs, 2): seen, unseen. Runs are drawn from the normal distribution with their mean and covariance.
+    Each loop keeps an idea if a t-test of RUNS_A_SIDE runs a side finds p < 0.2 on the seen tokens. The next base is
+    then this idea, with the losses that were measured, unless the base runs again for each idea.
+
+    Returns the sums of the gains of the ideas that were kept, (LOOPS, 3): on the seen tokens, with the same runs on the
+    unseen ones, and there with new seeds; and how many ideas were kept, (LOOPS,)."""
+    rng = np.random.default_rng(0)
+    size = (LOOPS, RUNS_A_SIDE)
 
     def draw() -> np.ndarray:
-        return losses[rng.integers(len(losses), size=(LOOPS, RUNS_A_SIDE))]  # (LOOPS, RUNS_A_SIDE, 2)
+        return rng.multivariate_normal(losses.mean(0), np.cov(losses.T), size)  # (*size, 2)
 
-    first = base = draw()
+    gains = np.zeros((LOOPS, 3))
+    count = np.zeros(LOOPS)
+    base = draw()
     for _ in range(IDEAS):
+        if base_runs_again:
+            base = draw()
         idea = draw()
         p = stats.ttest_ind(idea[..., 0], base[..., 0], axis=1, alternative="less").pvalue
-        base = np.where((p < 0.2)[:, None, None], idea, base)
-    fell = (first - base).mean(1)
-    fell_again = (draw() - draw()).mean(1)  # the last base does what the first one does
-    return np.column_stack([fell, fell_again[:, 1]])
+        kept = p < 0.2
+        gain = (base - idea).mean(1)  # (LOOPS, 2)
+        with_new_seeds = (draw() - draw()).mean(1)[:, 1]
+        gains += kept[:, None] * np.column_stack([gain, with_new_seeds])
+        count += kept
+        base = np.where(kept[:, None, None], idea, base)
+    return gains, count
 
 
 def main() -> None:
     losses = np.array([[run["seen"], run["unseen"]] for run in map(json.loads, RUNS.open())])
-    seen, unseen = losses.T
-    print(
-        f"{len(losses)} runs; sd {seen.std(ddof=1):.4f} seen, {unseen.std(ddof=1):.4f} unseen; ", end=""
-    )
-    print(f"correlation {np.corrcoef(seen, unseen)[0, 1]:.2f}")
+    sds = losses.std(0, ddof=1)
+    print(f"{len(losses)} runs; standard deviation {sds[0]:.4f} seen, {sds[1]:.4f} unseen")
+    fit = stats.linregress(*losses.T)
+    half = fit.stderr * stats.t.isf(0.025, len(losses) - 2)
+    print(f"Of luck on the seen tokens, the unseen ones have {fit.slope:.0%} (+-{half:.0%})")
+    for base_runs_again in (False, True):
+        gains, count = loops(losses, base_runs_again)
+        print(f"base runs again: {base_runs_again}; {count.mean():.1f} of {IDEAS} ideas kept")
+        for name, column in zip(["seen", "unseen, same runs", "unseen, new seeds"], gains.T):
+            low, high = np.quantile(column, [0.025, 0.975])
+            print(f"  gain {name}: {column.mean():.4f} ({low:+.4f} to {high:+.4f} in 95% of the loops)")
     rng = np.random.default_rng(0)
-    fell = hill_climbing(rng, losses)
-    for name, column in zip(["seen", "unseen, same runs", "unseen, new seeds"], fell.T):
-        low, high = np.quantile(column, [0.025, 0.975])
-        print(
-            f"{name}: the loss fell by {column.mean():.4f} ({low:+.4f} to {high:+.4f} in 95% of the loops)"
-        )
-    print(f"survives with the same runs: {fell[:, 1].mean() / fell[:, 0].mean():.0%}")
-    judged = rng.choice(seen, (100, IDEAS, 2, PAIRS)).round(4)
-    verdicts = [decide(idea - base, 1e-4, None, None, 1)[0] for loop in judged for base, idea in loop]
+    judged = rng.normal(losses[:, 0].mean(), sds[0], (100, IDEAS, PAIRS, 2)).round(4)
+    differences = np.diff(judged)[..., 0].reshape(-1, PAIRS)
+    verdicts = [decide(row, 1e-4, None, None, 1)[0] for row in differences]
     print(
         f"compare keeps {verdicts.count('helps') / 100:.2f} of {IDEAS} ideas, after up to {PAIRS} pairs"
     )
