@@ -16,8 +16,8 @@ with the scene before them.
 
 The validation set is Macbeth, Twelfth Night and Henry V, complete and in order. The training set is
 all scenes of the other plays, shuffled once. The scenes that mini leaves unread of the validation
-set, most of Henry V, are a third shard, which only compare --confirm reads. The shards are the same bytes on every
-machine, and the script checks that.
+set, most of Henry V, are a third shard, which only compare --confirm reads. The shards are the same
+bytes on every machine, and the script checks that.
 """
 
 import random
