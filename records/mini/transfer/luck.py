@@ -22,7 +22,7 @@ from judge.stats.decide import decide
 RUNS = HERE / "luck.jsonl"
 SIZE = dict(model_dim=32, batch_tokens=1024, num_iterations=90)
 IDEAS = 200
-LOOPS = 500
+LOOPS = 300
 RUNS_A_SIDE = 2
 PAIRS = 20  # at most, of a comparison by the judge
 
