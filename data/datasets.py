@@ -23,22 +23,34 @@ class Dataset(NamedTuple):
     folder: str  # where the script writes *_train_*.bin and *_val_*.bin
     shards: int  # for training; if there are several, the script takes the number to get
     mb: int  # to download for a shard
+    unseen: str = ""  # a file of validation tokens that only compare --confirm reads
 
 
 DATASETS = {
-    "shakespeare": Dataset("data.shakespeare", f"data/shakespeare_{MINI_VOCAB}", shards=1, mb=1),
+    "shakespeare": Dataset(
+        "data.shakespeare",
+        f"data/shakespeare_{MINI_VOCAB}",
+        shards=1,
+        mb=1,
+        unseen=f"data/shakespeare_{MINI_VOCAB}/shakespeare_confirm_000000.bin",
+    ),
     "fineweb": Dataset("data.fineweb fineweb", "data/fineweb10B", shards=103, mb=200),
     "edu": Dataset("data.fineweb edu", "data/finewebedu10B", shards=99, mb=200),
 }
 
 
-def get_data(python, settings):
-    """Gets the shards that a run with these settings reads. Your own files stay as they are."""
+def dataset_of(settings):
+    """The dataset that a run with these settings trains on; None if it is your own."""
     folder = str(Path(settings["train_files"]).parent)
     by_folder = {dataset.folder: dataset for dataset in DATASETS.values()}
-    if folder not in by_folder:
+    return by_folder.get(folder)
+
+
+def get_data(python, settings):
+    """Gets the shards that a run with these settings reads. Your own files stay as they are."""
+    dataset = dataset_of(settings)
+    if dataset is None:
         return
-    dataset = by_folder[folder]
     # If there are several shards, each has 100M tokens, and no batch is in two of them
     batch_tokens = settings.get("batch_tokens", 2**19)  # january2026 has none: its batches grow
     batches = (10**8 - 1) // batch_tokens
@@ -48,9 +60,11 @@ def get_data(python, settings):
     if dataset.shards > 1:
         command.append(str(shards))
     with setup_lock():
-        found = [len(glob.glob(f"{ROOT}/{folder}/*_{split}_*.bin")) for split in ("train", "val")]
-        if found[0] < shards or not found[1]:
-            say(f"getting {folder}: a download of {(shards + 1) * dataset.mb:,} MB")
+        files = f"{ROOT}/{dataset.folder}/*"
+        found = [len(glob.glob(f"{files}_{split}_*.bin")) for split in ("train", "val")]
+        unseen = ROOT / dataset.unseen  # in older clones, it is missing; without one, this is a folder
+        if found[0] < shards or not found[1] or not unseen.exists():
+            say(f"getting {dataset.folder}: a download of {(shards + 1) * dataset.mb:,} MB")
             status = run(command, cwd=ROOT)
             if status:
                 sys.exit(status)

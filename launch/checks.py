@@ -27,7 +27,7 @@ try:
 except ImportError as e:  # of a package that an idea needs
     sys.exit(f"error: train_gpt.py: {type(e).__name__}: {e}")
 import torch
-from data.datasets import get_data
+from data.datasets import dataset_of, get_data
 from judge.commands import did_you_mean, join_values
 from gpu.memory import check_gpus, find_gpus, fit_to_memory
 from judge.processes import output_of
@@ -252,12 +252,16 @@ def check_comparison(words):
     module = importlib.import_module(f"recipes.{recipe}" if recipe else "train_gpt")
     _, hp = module.parse_arguments([f"--{name}={value}" for name, value in given.items() if value])
     get_data(sys.executable, vars(hp))
+    dataset = dataset_of(vars(hp))
+    confirm = []
+    if "--confirm" in words and dataset and dataset.unseen:
+        confirm = ["--confirm_options", f"--val_files {dataset.unseen} --val_tokens 57344"]
     if find_gpus():
         check_gpus(1)  # each run uses one
-        return dict(environment={})
+        return dict(environment={}, options=confirm)
     variables = environment() | check_compiler(1)
     del variables["OMP_NUM_THREADS"]  # runs share the cores
-    return dict(environment=variables)
+    return dict(environment=variables, options=confirm)
 
 
 def meant_option(message):

@@ -431,7 +431,8 @@ def launch(argv):
         return train_and_sample(command, needs, f"./run.sh{''.join(chosen)}")
     if name in ("compare", "screen") and not theirs:
         if not wants_help:
-            check_machine(python, name, *words)
+            needs = check_machine(python, name, *words)
+            words = [*needs["options"], *words]
         words = of_our_scripts(words)
     command = command_line(name, python, words)
     os.execv(python, command)

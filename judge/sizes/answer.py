@@ -23,7 +23,7 @@ LEVELS = (
 def headline(name: str, sizes: list[Size]) -> str:
     """The verdict over the sizes that were run."""
     verdict = verdict_over(verdicts(sizes))
-    where = f"at all {len(sizes)} sizes"
+    where = f"at all {len(sizes)} sizes" if len(sizes) > 1 else f"at {sizes[0].name}"
     helpful = [size.name for size in sizes if size.effect.verdict == "helps"]
     if verdict == "helps only small":
         verdict, where = "helps", f"only at small sizes, up to {helpful[-1]}"

@@ -21,9 +21,16 @@ from dataclasses import asdict
 import numpy as np
 
 from judge.commands import UserError
-from judge.compare.answer import warnings_in_words
+from judge.compare.answer import machine_in_words, warnings_in_words
 from judge.compare.ledger import with_answers, write_ledger
-from judge.compare.pairs import Comparison, losses, progress, slope_runs, wanted_runs
+from judge.compare.pairs import (
+    Comparison,
+    losses,
+    progress,
+    slope_runs,
+    undecided,
+    wanted_runs,
+)
 from judge.files import write_file
 from judge.runs.make import Wanted, make_runs
 from judge.settings import Settings
@@ -86,6 +93,12 @@ def change_of(c: Comparison, parameters: float, pairs: int) -> Change | None:
     return measure_change(parameters, np.subtract(*sides), step, slope, own_steps)
 
 
+def progress_of_size(c: Comparison, pairs: int) -> str:
+    if undecided(c):
+        return progress(c)
+    return f"decided; {c.count(c.ideas[0])} of {pairs} pairs for the trend"
+
+
 def judge_size(c: Comparison, size: Size, pairs: int) -> None:
     """Makes its runs, and fills in what they say, also after Ctrl-C. Raises UserError."""
     began = time.monotonic()
@@ -93,7 +106,7 @@ def judge_size(c: Comparison, size: Size, pairs: int) -> None:
         make_runs(
             c.pool,
             lambda: runs_of_size(c, pairs),
-            lambda: show_line(f"{size.name}: {progress(c)}"),
+            lambda: show_line(f"{size.name}: {progress_of_size(c, pairs)}"),
         )
     finally:
         show_line()
@@ -134,11 +147,11 @@ def climb(
     as_they_are = Namespace(**vars(args) | {"retune": None})
     comparisons = [set_up(as_they_are, size.options) for size in sizes]  # errors come before the runs
     began = time.monotonic()
-    facts = []
+    facts = list(comparisons[0].warnings)  # the others have the same ones
     status = 0
     for size, c in zip(sizes, comparisons):
         if enough(verdicts(sizes)) and not args.all_sizes:
-            facts = ["The two smallest sizes decide; --all_sizes goes on."]
+            facts.append("The two smallest sizes decide; --all_sizes goes on.")
             break
         size.forecast = forecast(changes(sizes), size.parameters)
         if size.forecast:
@@ -153,11 +166,13 @@ def climb(
             judge_size(c, size, args.sizes)
         except KeyboardInterrupt:
             status = 130
-            facts = ["Interrupted; run the same command again to continue."]
+            facts.append("Interrupted; run the same command again to continue.")
         if size.effect:
             write_ledger(args.ledger, with_answers(c, args))
         if status or c.pool.late():
             break
+    if verdicts(sizes):
+        facts.append(machine_in_words(c.pool))
     print("\n".join(ladder_in_words(c.ideas[0].name, sizes, args.sizes, facts)))
     write_json(args, sizes)
     if args.output:

@@ -25,19 +25,23 @@ def draw_ladder(name: str, sizes: list[Size], path: Path) -> None:
     figure, axes = plt.subplots()
     axes.axhline(0, color="0.35", linewidth=1)
     known = changes(sizes)
+    names = [f"{size.name}\n{size.effect.verdict}" if size.effect else size.name for size in sizes]
+    places = [size.parameters for size in sizes]
     for size in sizes:
         if size.change:
             draw_point(axes, size.parameters, interval_of(size.change), fmt="o", color=COLORS[0])
         if size.forecast:
             draw_point(axes, 1.06 * size.parameters, size.forecast, fmt="s", color=COLORS[1])
     if known and forecast(known, known[-1].parameters):
-        ends = np.geomspace(known[0].parameters, 2 * known[-1].parameters)
+        last = [size for size in sizes if size.change][-1]
+        ends = np.geomspace(known[0].parameters, 2 * last.parameters)
         line = [percent(forecast(known, end).value) for end in ends]
         axes.plot(ends, line, linestyle="--", color=COLORS[1], linewidth=1.2)
         draw_point(axes, ends[-1], forecast(known, ends[-1]), fmt="s", color=COLORS[1])
+        places.append(ends[-1])
+        names.append(f"\n\ntwice {last.name}")  # below the others, which may be near
     axes.set_xscale("log")
-    names = [f"{size.name}\n{size.effect.verdict}" if size.effect else size.name for size in sizes]
-    axes.set_xticks([size.parameters for size in sizes], names)
+    axes.set_xticks(places, names)
     axes.minorticks_off()
     axes.margins(x=0.1, y=0.1)
     axes.set_xlabel("parameters")

@@ -18,7 +18,7 @@ import pytest
 import tokenizers
 
 import train_gpt
-from data.datasets import MINI_VOCAB
+from data.datasets import DATASETS, MINI_VOCAB
 from data import fineweb, gpt2_bpe, own_text, shakespeare, shards, wheels
 from judge.commands import UserError
 from tests.util import ROOT, run_script, shard_bytes
@@ -72,6 +72,17 @@ def test_the_published_shards(built):
     assert train_gpt.TRACKS["mini"].vocab_size == MINI_VOCAB
 
 
+def test_a_third_shard_that_no_run_reads(built):
+    """mini trains on other plays, and validates on the tokens before: the first inputs and their targets. The shard
+    begins with a document, as trainings demand."""
+    mini = train_gpt.TRACKS["mini"]
+    val = shards.read_shard(built / shakespeare.VAL)
+    unseen = shards.read_shard(built / shakespeare.UNSEEN)
+    assert np.array_equal(unseen, val[-len(unseen) :]) and unseen[0] == mini.eot_token
+    assert len(unseen) < len(val) - (mini.val_tokens + 1)
+    assert DATASETS["shakespeare"].unseen == str(Path(mini.val_files).parent / shakespeare.UNSEEN)
+
+
 def test_whole_shards_are_skipped_and_others_replaced(built, tmp_path):
     """Without a network, whole shards are no error."""
     out = tmp_path / "copy"
@@ -79,6 +90,9 @@ def test_whole_shards_are_skipped_and_others_replaced(built, tmp_path):
     offline = dict(PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_NO_CACHE_DIR="1", PIP_RETRIES="1")
     offline["PIP_INDEX_URL"] = "https://127.0.0.1:9/simple"
     assert "nothing to do" in succeeds(run("shakespeare", "--out", out, **offline))
+    (out / shakespeare.UNSEEN).unlink()  # an older clone has two shards
+    assert "64,933 tokens" in succeeds(run("shakespeare", "--out", out, **offline))
+    assert contents(out) == contents(built)
     path = out / "shakespeare_train_000000.bin"
     path.write_bytes(path.read_bytes()[:-2])
     failed = run("shakespeare", "--out", out, **offline)

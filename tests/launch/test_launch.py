@@ -446,7 +446,9 @@ def test_pytest_runs_in_the_repository(training, words, last):
 
 
 def test_compare_checks_the_machine(training):
-    """It trains by the command in judge.toml, with another script or torchrun if the user says so."""
+    """It trains by the command in judge.toml, with another script or torchrun if the user says so. The user's
+    options come after those of the checks, so they win."""
+    training.needs["options"] = ["--confirm_options", "--val_tokens 1"]
     file(launch.ROOT / "judge.toml", 'command = "python -m train_gpt {options}"')
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2"
     for words, expected in [
@@ -460,7 +462,7 @@ def test_compare_checks_the_machine(training):
     ]:
         launch.launch(["compare", "--device", "cpu", *words, "--runs", "2"])
         command = ["python", "-P", "-m", "judge", "compare", "--project", str(launch.ROOT)]
-        assert training.ran[-1] == [*command, *expected, "--runs", "2"]
+        assert training.ran[-1] == [*command, *expected, *training.needs["options"], "--runs", "2"]
         assert training.checked == ["compare", *words, "--runs", "2"]
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 

@@ -82,6 +82,22 @@ def test_a_comparison_gets_the_data_of_all_sides(tmp_path, capsys, got):
     assert got == [gpt2.TRACKS["edu"].train_files]
 
 
+def test_a_confirmation_reads_tokens_that_no_run_reads(tmp_path, monkeypatch, capsys):
+    """Those of Shakespeare, if the runs train on Shakespeare: as many whole sequences as there are."""
+    monkeypatch.chdir(ROOT)
+
+    def options(*words):
+        return check(tmp_path, capsys, "--confirm", *words, mode="compare")[1]["options"]
+
+    assert options("--track=fineweb") == options("--track=mini", "--train_files", "mine/*") == []
+    name, words = options("--track=mini")
+    assert name == "--confirm_options"
+    args, hp = train_gpt.parse_arguments(["--track=mini", *words.split()])
+    CHECK_INPUTS(args, hp)
+    (file,) = train_gpt.find_shards(hp.val_files)
+    assert train_gpt.shard_length(file) - 1 < hp.val_tokens + hp.val_seq_len
+
+
 # -----------------------------------------------------------------------------
 # GPUs
 
@@ -329,7 +345,7 @@ def test_a_right_answer_is_remembered(right_code, tmp_path, monkeypatch, capsys)
     assert (again["text"], err) == (needs["text"], "")
     variables = processes.environment()
     del variables["OMP_NUM_THREADS"]  # runs at the same time share the cores
-    assert check(tmp_path, capsys, mode="compare")[1] == {"environment": variables}
+    assert check(tmp_path, capsys, mode="compare")[1] == {"environment": variables, "options": []}
     for module, name, value in [
         (checks, "CXX", "another"),
         (checks, "DTYPE", torch.float16),

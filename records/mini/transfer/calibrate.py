@@ -6,12 +6,14 @@ as judge compare --sizes does (judge/sizes/trend.py). Run it from the repository
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[2]))
 
 from judge.sizes.trend import LEVEL, Change, forecast, interval_of, trend
+from judge.stats.decide import Estimate
 from records.mini.transfer.score import CLEAR, NAMES, fit, loss_of_one_percent, read
 
 WIDTHS = {32: "width_32", 40: "width_40", 48: "width_48", 64: "tokens"}
@@ -31,6 +33,27 @@ def changes_at(width: int, name: str) -> dict[str, Change]:
             FOUR_LAYERS * width**2, effect / slope, variances, (freedom, 2)
         )  # three seeds of slopes
     return found
+
+
+def answer(estimate: Estimate, sign: int) -> str:
+    """Whether an effect has the sign of the reference list, and whether its interval leaves no doubt."""
+    clearly = "clearly " if estimate.low * estimate.high > 0 else ""
+    return clearly + ("right" if estimate.value * sign > 0 else "wrong")
+
+
+def agreement(by_size: list[dict[str, Change]]) -> None:
+    """Prints, for each clear row of the list, what the smallest size says, and what all sizes say together: the
+    line at the largest one, and its forecast from the others."""
+    count = Counter()
+    for idea in sorted(by_size[0].keys() & CLEAR.keys()):
+        known = [changes[idea] for changes in by_size]
+        sign, _ = CLEAR[idea]
+        largest = known[-1].parameters
+        estimates = [interval_of(known[0]), forecast(known[:-1], largest), forecast(known, largest)]
+        answers = [answer(estimate, sign) for estimate in estimates]
+        print(f"| {NAMES[idea]} | {' | '.join(answers)} |")
+        count[tuple(text.removeprefix("clearly ") for text in answers)] += 1
+    print("smallest size, forecast, all sizes:", dict(count))
 
 
 def main():
@@ -56,6 +79,7 @@ def main():
         f"{held} of {len(distances)} forecasts hold at {LEVEL:.0%}; the largest distances, in half intervals:"
     )
     print([f"{d:.2f}" for d in sorted(distances)[-4:]])
+    agreement([*smaller, largest])
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def test_a_ladder(place):
     assert Path("sizes.png").read_bytes().startswith(b"\x89PNG")
     rows = Path(".judge/ledger.tsv").read_text().splitlines()
     assert len(rows) == 5  # a test of the idea at each size
+    assert "1 thread per run" in words
     again, _ = answer("--idea", "x=--effect -0.02", "--sizes", "4")
     assert again["trend"] == found["trend"]  # of kept runs
 
@@ -72,6 +73,12 @@ def test_an_early_end(place):
     assert "at all 4 sizes." in words and all(size["effect"] for size in found["sizes"])
     found, words = answer("--idea", "y=--effect 0.01", "--sizes", "--hours", "0")
     assert words == "Too early for an answer; 10k takes 2 pairs." and found["verdict"] == "undecided"
+
+
+def test_a_ladder_warns_as_compare_does(place):
+    (place / "train_gpt.py").write_text(STANDIN.read_text() + "\nval_loss = 0\n")
+    _, words = answer("--sizes", "--hours", "0")
+    assert "Warning: worktree changes what measures the loss (train_gpt.py: val_loss = 0)." in words
 
 
 def test_retuned(place):
