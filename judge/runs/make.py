@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import glob
 import itertools
+import math
 import os
 import re
 import shutil
@@ -249,6 +250,11 @@ def check_run(worker: Worker, log: Log) -> None:
 
 def runs_a_process(variant: Variant) -> int:
     return RUNS_A_PROCESS if "{runs}" in variant.command else 1
+
+
+def rounds(pool: Pool, variants: list[Variant]) -> int:
+    """How many processes of each variant keep all slots busy."""
+    return math.ceil(len(pool.slots) / len(variants))
 
 
 def next_runs(pool: Pool, wanted: Wanted) -> tuple[Variant, list[int]] | None:
