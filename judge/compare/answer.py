@@ -43,7 +43,7 @@ def verdict_in_words(effect: Effect, until: float | None) -> str:
 def change_in_words(effect: Effect) -> list[str]:
     """A sentence about the time to the same loss, or else about the steps; none if neither is known."""
     change, words = effect.time, ("less time", "more time")
-    if change is None:
+    if change is None and effect.verdict != "identical":
         change, words = effect.steps, ("fewer steps", "more steps")
     if change is None or effect.verdict in ("not worth it", "undecided"):
         return []
