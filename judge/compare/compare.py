@@ -144,7 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
     slope = "what the last 100 steps are worth, to turn losses into steps; default: measured if the "
     slope += "number of steps can be set by --num_iterations"
     add("--loss_per_100_steps", type=positive, metavar="LOSS", help=slope)
-    target = "shows whether the mean losses are below this; default: that of the logs, or 3.28"
+    target = "shows whether the mean losses are below this; default: that of the logs"
     add("--target", type=positive, metavar="LOSS", help=target)
     for side in ("base", "idea"):
         logs = f"logs of finished runs of the {side}, or folders of them"
