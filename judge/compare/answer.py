@@ -193,14 +193,17 @@ def target_table(sides: dict[str, list[Log]], given: float | None, looks: bool) 
     """A row for each side. If there is a target, it has the p-value for a mean loss below it; with `looks`,
     however often one looks. The first side is the base."""
     target = target_of(given, next(iter(sides.values())))
-    rows = [("", "runs", "mean loss", "sd", *[f"p (below {target:g})"] * bool(target), "time")]
+    below = [f"p (below {target:g})"] if target else []
+    rows = [("", "runs", "mean loss", "sd", *below, "time")]
     for name, logs in sides.items():
         found = summary_of(logs, target)
         sd = "-" if found.loss_std is None else f"{found.loss_std:.4f}"
         time = "-" if found.time_mean is None else f"{found.time_mean:.3f} s"
-        p = p_if_looked(end_losses(logs), target) if target and looks else found.p_value
+        p = []
+        if target:
+            p = [p_text(p_if_looked(end_losses(logs), target) if looks else found.p_value)]
         cells = [f"  {short(name, 16)}", str(found.n), f"{found.loss_mean:.4f}", sd]
-        rows.append((*cells, *[p_text(p)] * bool(target), time))
+        rows.append((*cells, *p, time))
     return table(rows, "<>>>>>")
 
 
