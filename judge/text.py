@@ -4,11 +4,18 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def counted(parts: Iterable[str]) -> str:
+    """Like "a CPU; 8x a GPU"."""
+    counts = Counter(parts).items()
+    return "; ".join(part if count == 1 else f"{count}x {part}" for part, count in counts)
 
 
 def short(text: str, width: int) -> str:

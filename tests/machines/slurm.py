@@ -187,11 +187,11 @@ def test_slurm_a_night(slurm, place, monkeypatch, count, seconds):
 def test_slurm_two_slots(place, monkeypatch):
     """They are almost twice as fast as one."""
     monkeypatch.setenv("SECONDS", "5")
-    times = {}
-    for jobs in (1, 2):
+    times = {1: 0.0, 2: 0.0}
+    for jobs in (1, 2, 2, 1):  # the load of the machine may drift
         began = time.monotonic()
         finished(judge(*ideas(5), "--runs", "4", "--no_times", "--json", "o.json", jobs=jobs))
-        times[jobs] = time.monotonic() - began
+        times[jobs] += time.monotonic() - began
         shutil.rmtree(".judge")
     print(times)
     assert times[1] / times[2] > 1.9

@@ -9,7 +9,7 @@ from judge import processes
 from judge.commands import UserError
 from judge.compare import compare
 from judge.settings import Settings
-from judge.runs import start
+from judge.runs import same_run, start
 from tests.judge.helpers import commit_files, make_runs, run_main
 
 # Says which GPUs it has, and waits for as many runs as there are slots
@@ -95,6 +95,14 @@ def test_runs_at_a_time_share_no_gpu(eight_gpus, place, each, together):
     seen = [file.read_text().split(",") for file in (place / "seen").iterdir()]
     assert sorted(gpu for gpus in seen for gpu in gpus) == list("01234567")
     assert {len(gpus) for gpus in seen} == {each}
+
+
+def test_equal_gpus_are_counted(eight_gpus):
+    """The answer of eight GPUs doesn't name each."""
+    Path(os.environ["PATH"].partition(":")[0], "nvidia-smi").write_text(
+        "#!/bin/sh\necho 'H100, 570'\necho 'H100, 570'\necho 'A100, 570'\n"
+    )
+    assert same_run.machine_facts(gpu=True)["machine"] == "2x H100, 570; A100, 570"
 
 
 # -----------------------------------------------------------------------------
