@@ -115,7 +115,10 @@ def seed_in_words(command: str, metric: str, trials: list[Trial]) -> str:
     """Whether the seed takes effect."""
     first, second = [trial.numbers.get(metric, []) for trial in trials]
     if "{seed}" not in command:
-        return "none: write {seed} where the command sets its seed"
+        return (
+            "none: write {seed} where the command sets its seed; a fixed one, such as 1337, is changed in the copy "
+            "by: sed -i s/1337/{seed}/ train.py && python train.py"
+        )
     if first[: len(second)] == second[: len(first)]:
         return f"HAS NO EFFECT: {metric} is {first[-1] if first else '?'} with both; does the script use it?"
     return f"takes effect: {metric} is {first[-1]} with seed 1, {second[-1]} with seed 2"
