@@ -31,7 +31,7 @@ from judge.runs.kept import opened
 from judge.runs.make import Pool, end_worker, files_of_logs, locked_folder, open_pool, start_worker
 from judge.runs.start import Worker, fail, last_lines
 from judge.runs.variants import Variant, check_options, check_settings, first_variant, read_variant
-from judge.text import plural, short, show_line, wrap
+from judge.text import duration, plural, short, show_line, wrap
 
 MEASURES = re.compile(r"loss|bpb|acc|ppl|perplexity|error|score|reward|mse|auc|f1(?![a-z0-9])")
 HELD_OUT = re.compile(r"val|test|eval|dev")
@@ -124,10 +124,6 @@ def seed_in_words(command: str, metric: str, trials: list[Trial]) -> str:
     return f"takes effect: {metric} is {first[-1]} with seed 1, {second[-1]} with seed 2"
 
 
-def time_in_words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-
-
 def report(base: Variant, metric: str, others: list[str], trials: list[Trial], jobs: int) -> list[str]:
     """Six lines, some of which may be wrapped."""
     first = trials[0]
@@ -138,7 +134,7 @@ def report(base: Variant, metric: str, others: list[str], trials: list[Trial], j
     outside = ", ".join(sorted({path for trial in trials for path in trial.outside}))
     longest = max(trial.seconds for trial in trials)
     more = "" if first.ended else "more than "
-    few, many = [time_in_words(longest * math.ceil(runs / jobs)) for runs in (FEW_RUNS, MANY_RUNS)]
+    few, many = [duration(longest * math.ceil(runs / jobs)) for runs in (FEW_RUNS, MANY_RUNS)]
     no_effect = (
         f", {many} if there is none" if can_be_set else "; only --hours ends it if there is none"
     )
@@ -148,7 +144,7 @@ def report(base: Variant, metric: str, others: list[str], trials: list[Trial], j
         "steps": f"{steps}; {f'{option} sets them' if can_be_set else needs}",
         "seed": seed_in_words(base.command, metric, trials),
         "data": f"outside the project: {short(outside, 150) or 'none'}",
-        "a run": f"takes {more}{time_in_words(longest)}; {plural(jobs, 'run')} at a time",
+        "a run": f"takes {more}{duration(longest)}; {plural(jobs, 'run')} at a time",
         "an answer": f"takes {few} if the effect is large{no_effect}",
     }
     lines = [wrap(f"{name + ':':11}{text}", later_indent=" " * 11) for name, text in words.items()]

@@ -12,6 +12,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def counted(parts: Iterable[str]) -> str:
     """Like "a CPU; 8x a GPU"."""
     counts = Counter(parts).items()

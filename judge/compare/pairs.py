@@ -30,7 +30,7 @@ from judge.stats.decide import (
     measure_slope,
     pairs_for,
 )
-from judge.text import plural, short
+from judge.text import duration, plural, short
 
 FIRST_PAIRS = 4  # as many decide whether losses are identical, and whether a slope may be needed
 MOST_SLOPES = 24  # seeds
@@ -210,7 +210,7 @@ def progress(c: Comparison) -> str:
     for the slope included."""
     waiting = undecided(c)
     expected = [pairs_expected(c, idea) for idea in waiting]
-    left = f"{c.pool.minutes() / 60:.1f} h so far"
+    left = f"{duration(60 * c.pool.minutes())} so far"
     if None not in expected:
         wanted = [*zip(waiting, expected), (c.base, max(expected, default=0))]
         wanted += [(variant, len(seeds)) for variant, seeds in slope_runs(c)]

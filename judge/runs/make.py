@@ -45,7 +45,7 @@ from judge.runs.same_run import (
 from judge.runs.start import LOST, Slot, Worker, end, fail, find_slots, note_place, start
 from judge.runs.variants import Variant
 from judge.settings import Settings, make_folder
-from judge.text import show_line
+from judge.text import duration, show_line
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
@@ -118,7 +118,7 @@ class Pool:
             return f"time unknown{more}"
         hours = self.minutes() / 60
         left = min(hours / self.made * runs, self.hours - hours)
-        return f"{max(0, left):.1f} h left{more}"
+        return f"{duration(3600 * max(0, left))} left{more}"
 
 
 def open_pool(variants: list[Variant], settings: Settings, hours: float) -> Pool:
