@@ -3,8 +3,10 @@ The cores of this process, and the environment of child processes.
 """
 
 import fnmatch
+import functools
 import math
 import os
+import re
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -63,8 +65,15 @@ FIXED = {
 }
 
 
+@functools.cache
+def expression(patterns: tuple[str, ...]) -> re.Pattern:
+    """One regular expression for all of them, because each run asks for each variable."""
+    return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
+
+
 def matches(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    """Whether a name is like one of these patterns of the shell."""
+    return bool(expression(tuple(patterns)).match(name))
 
 
 def child_environment() -> dict[str, str]:

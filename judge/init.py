@@ -30,8 +30,8 @@ from judge.settings import KEYS, TEXTS, Settings, add_settings, read_settings
 from judge.runs.kept import opened
 from judge.runs.make import Pool, end_worker, files_of_logs, locked_folder, open_pool, start_worker
 from judge.runs.start import Worker, fail, last_lines
-from judge.runs.variants import Variant, check_options, first_variant, read_variant
-from judge.text import plural, short, show_line, wrap
+from judge.runs.variants import Variant, check_options, check_settings, first_variant, read_variant
+from judge.text import duration, plural, short, show_line, wrap
 
 MEASURES = re.compile(r"loss|bpb|acc|ppl|perplexity|error|score|reward|mse|auc|f1(?![a-z0-9])")
 HELD_OUT = re.compile(r"val|test|eval|dev")
@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_trial(pool: Pool, worker: Worker, seconds: float) -> Trial:
-    """Raises UserError if the run has failed, or if it said nothing."""
+    """Raises UserError if the run has failed, or if it names no number that could count."""
     status = worker.child.poll()
     if status:
         fail(worker, f"exit status {status}")
@@ -70,9 +70,10 @@ def read_trial(pool: Pool, worker: Worker, seconds: float) -> Trial:
     if not numbers:
         limit = "" if status == 0 else f" in {seconds:.0f} s; give it more --seconds"
         raise UserError(f"{last_lines(console)}\nthe run names no number{limit}")
+    metric, _ = choose_metric(pool.settings.metric, list(numbers))
     steps = 0
-    with contextlib.suppress(UserError):  # several numbers could be the metric
-        steps = parse_log(file, pool.settings.name_of_metric).num_steps
+    with contextlib.suppress(UserError):  # no line has both
+        steps = parse_log(file, metric).num_steps
     read = [path for path, kinds in (opened(worker) or {}).items() if kinds[0] == "r"]
     outside = [
         path
@@ -114,33 +115,37 @@ def seed_in_words(command: str, metric: str, trials: list[Trial]) -> str:
     """Whether the seed takes effect."""
     first, second = [trial.numbers.get(metric, []) for trial in trials]
     if "{seed}" not in command:
-        return "none: write {seed} where the command sets its seed"
+        return (
+            "none: write {seed} where the command sets its seed; a fixed one, such as 1337, is changed in the copy "
+            "by: sed -i s/1337/{seed}/ train.py && python train.py"
+        )
     if first[: len(second)] == second[: len(first)]:
         return f"HAS NO EFFECT: {metric} is {first[-1] if first else '?'} with both; does the script use it?"
     return f"takes effect: {metric} is {first[-1]} with seed 1, {second[-1]} with seed 2"
 
 
-def time_in_words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-
-
 def report(base: Variant, metric: str, others: list[str], trials: list[Trial], jobs: int) -> list[str]:
     """Six lines, some of which may be wrapped."""
     first = trials[0]
+    steps = first.steps if first.steps > 1 else "unknown"
     option = base.project.steps_option
-    how = "sets them" if base.given_steps() else "isn't in the command; see steps_option"
+    can_be_set = base.num_iterations() is not None
+    needs = f"to set them, the command needs {{options}} and {option} (or another steps_option)"
     outside = ", ".join(sorted({path for trial in trials for path in trial.outside}))
     longest = max(trial.seconds for trial in trials)
     more = "" if first.ended else "more than "
-    few, many = [time_in_words(longest * math.ceil(runs / jobs)) for runs in (FEW_RUNS, MANY_RUNS)]
+    few, many = [duration(longest * math.ceil(runs / jobs)) for runs in (FEW_RUNS, MANY_RUNS)]
+    no_effect = (
+        f", {many} if there is none" if can_be_set else "; only --hours ends it if there is none"
+    )
     words = {
         "metric": f"{metric}, of {first.file or 'the output'}"
         + f"; also there: {', '.join(others)}" * bool(others),
-        "steps": f"{first.steps if first.steps > 1 else 'unknown'}; {option} {how}",
+        "steps": f"{steps}; {f'{option} sets them' if can_be_set else needs}",
         "seed": seed_in_words(base.command, metric, trials),
         "data": f"outside the project: {short(outside, 150) or 'none'}",
-        "a run": f"takes {more}{time_in_words(longest)}; {plural(jobs, 'run')} at a time",
-        "an answer": f"takes {few} if the effect is large, {many} if there is none",
+        "a run": f"takes {more}{duration(longest)}; {plural(jobs, 'run')} at a time",
+        "an answer": f"takes {few} if the effect is large{no_effect}",
     }
     lines = [wrap(f"{name + ':':11}{text}", later_indent=" " * 11) for name, text in words.items()]
     return list(itertools.chain(*lines))
@@ -165,6 +170,7 @@ def main(argv: list[str]) -> int:
     with locked_folder(settings):
         first = first_variant([], replace(settings, no_seed=True))  # a missing seed is reported below
         base = read_variant(".", first, common)
+        check_settings([base])
         pool = open_pool([base], settings, math.inf)
         trials = [make_trial(pool, base, seed, args.seconds) for seed in (1, 2)]
     metric, others = choose_metric(settings.metric, list(trials[0].numbers))

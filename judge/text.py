@@ -4,11 +4,24 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def counted(parts: Iterable[str]) -> str:
+    """Like "a CPU; 8x a GPU"."""
+    counts = Counter(parts).items()
+    return "; ".join(part if count == 1 else f"{count}x {part}" for part, count in counts)
 
 
 def short(text: str, width: int) -> str:

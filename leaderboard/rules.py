@@ -34,6 +34,7 @@ FIXED = {
         "target_val_loss": 3.28,
     },
 }
+DEFAULT_TARGET = FIXED["fineweb"]["target_val_loss"]  # of logs that name none, such as modded-nanogpt's
 # The smallest values that a track allows, so that `mini` has all mechanisms of the official model
 SMALLEST = {
     "mini": {"num_layers": 4, "num_value_embeds": 1, "max_window": 129, "muon_momentum_warmup": 1}
@@ -247,11 +248,11 @@ def judge_times(comparison: TimeSaved, track: str):
 def judge_runs(logs: list[Log], target: float | None = None, prior: list[Log] = ()) -> Verdict:
     """Judges one log or more. `prior` has the logs of the record to beat.
 
-    Without a target, that of the logs counts.
+    Without a target, that of the logs counts, or else that of the competition.
     """
     reasons = broken_rules(logs)  # one of them: all runs have the same target
     if target is None:
-        target = logs[0].target
+        target = logs[0].target or DEFAULT_TARGET
     summary = summary_of(logs, target)
     reasons += judge_losses(summary, target)
     comparison = None

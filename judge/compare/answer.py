@@ -43,7 +43,7 @@ def verdict_in_words(effect: Effect, until: float | None) -> str:
 def change_in_words(effect: Effect) -> list[str]:
     """A sentence about the time to the same loss, or else about the steps; none if neither is known."""
     change, words = effect.time, ("less time", "more time")
-    if change is None:
+    if change is None and effect.verdict != "identical":
         change, words = effect.steps, ("fewer steps", "more steps")
     if change is None or effect.verdict in ("not worth it", "undecided"):
         return []
@@ -190,24 +190,21 @@ def target_of(given: float | None, logs: list[Log]) -> float | None:
 
 
 def target_table(sides: dict[str, list[Log]], given: float | None, looks: bool) -> list[str]:
-    """A row for each side, with the p-value for a mean loss below the target; with `looks`, however often one
-    looks. The first side is the base."""
-    base = next(iter(sides.values()))
-    target = target_of(given, base)
-    p = "p" if target is None else f"p (below {target:g})"
-    rows = [("", "runs", "mean loss", "sd", p, "time")]
+    """A row for each side. If there is a target, it has the p-value for a mean loss below it; with `looks`,
+    however often one looks. The first side is the base."""
+    target = target_of(given, next(iter(sides.values())))
+    below = [f"p (below {target:g})"] if target else []
+    rows = [("", "runs", "mean loss", "sd", *below, "time")]
     for name, logs in sides.items():
         found = summary_of(logs, target)
         sd = "-" if found.loss_std is None else f"{found.loss_std:.4f}"
         time = "-" if found.time_mean is None else f"{found.time_mean:.3f} s"
-        p = p_if_looked(end_losses(logs), target) if target and looks else found.p_value
-        rows.append(
-            (f"  {short(name, 16)}", str(found.n), f"{found.loss_mean:.4f}", sd, p_text(p), time)
-        )
-    lines = table(rows, "<>>>>>")
-    if not (given or target is None or "target_val_loss" in base[0].hyperparameters):
-        lines.append(f"The target {target:g} is assumed; --target changes it.")
-    return lines
+        p = []
+        if target:
+            p = [p_text(p_if_looked(end_losses(logs), target) if looks else found.p_value)]
+        cells = [f"  {short(name, 16)}", str(found.n), f"{found.loss_mean:.4f}", sd]
+        rows.append((*cells, *p, time))
+    return table(rows, "<>>>>>")
 
 
 # -----------------------------------------------------------------------------

@@ -54,6 +54,7 @@ Exit status: 0 the comparison was made (with --gate: helps), 1 another answer wi
 """
 
 import argparse
+import math
 import shlex
 import sys
 from dataclasses import asdict
@@ -256,6 +257,11 @@ def set_up(args: argparse.Namespace, common: list[str], settings: Settings) -> C
     changed = why_again(variants)
     if changed:
         print(f"training again, because {changed}", file=sys.stderr)
+    if not (fewer or args.loss_per_100_steps or args.runs or pool.hours < math.inf):
+        print(
+            "without --hours, this may not end: nothing sets the steps (see --steps_option)",
+            file=sys.stderr,
+        )
     if fewer and not args.runs:
         check_settings([fewer, more], again=True)  # there may be too few data
     asked = (args.seed, args.runs, args.until, args.loss_per_100_steps)

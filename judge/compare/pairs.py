@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from judge.runs.make import Pool, runs_a_process
+from judge.runs.make import Pool, rounds, runs_a_process
 from judge.runs.variants import Variant
 from judge.stats.decide import (
     FEWEST_SLOPES,
@@ -30,7 +30,7 @@ from judge.stats.decide import (
     measure_slope,
     pairs_for,
 )
-from judge.text import plural, short
+from judge.text import duration, plural, short
 
 FIRST_PAIRS = 4  # as many decide whether losses are identical, and whether a slope may be needed
 MOST_SLOPES = 24  # seeds
@@ -175,12 +175,11 @@ def wanted_runs(c: Comparison) -> Iterator[tuple[Variant, range]]:
         yield from slope_runs(c)
     size = runs_a_process(c.base)
     chunk = (first + done) // size
-    # At most one chunk ahead of the one that isn't complete
-    for number in (chunk, chunk + 1):
-        variants = [c.base, *waiting]
-        if number % 2:  # each variant is as often first as last
-            variants.reverse()
-        for variant in variants:
+    variants = [c.base, *waiting]
+    # The chunk that isn't complete, and those behind it that keep all slots busy
+    for number in range(chunk, chunk + rounds(c.pool, variants) + 1):
+        order = variants[:: -1 if number % 2 else 1]  # each variant is as often first as last
+        for variant in order:
             yield variant, range(max(first, number * size), min((number + 1) * size, last))
 
 
@@ -211,7 +210,7 @@ def progress(c: Comparison) -> str:
     for the slope included."""
     waiting = undecided(c)
     expected = [pairs_expected(c, idea) for idea in waiting]
-    left = f"{c.pool.minutes() / 60:.1f} h so far"
+    left = f"{duration(60 * c.pool.minutes())} so far"
     if None not in expected:
         wanted = [*zip(waiting, expected), (c.base, max(expected, default=0))]
         wanted += [(variant, len(seeds)) for variant, seeds in slope_runs(c)]

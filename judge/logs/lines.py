@@ -22,12 +22,13 @@ STEP = re.compile(r"\W{0,2}(step|iter(?:ation)?)?[\"']?\W{0,3}", re.IGNORECASE) 
 SCHEDULE = re.compile(r"(?:step|iter(?:ation)?)[: ] *(\d{1,12})/(\d{1,12})\b", re.IGNORECASE)
 LOSS = re.compile(r"val(?:idation)?_(?:[^\W_]+_)*loss(?:_\w+)?")  # val_loss, val_ema_loss, ...
 COLOR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-# What logging, torchrun and others print before a line: "2026-11-28 12:00:00,123 - main - INFO - "
+# What logging, Hydra, torchrun and others print before a line: "2026-11-28 12:00:00,123 - main - INFO - ", or
+# "[2026-11-28 12:00:00,123][main][INFO] - ". A word in brackets is the logger's name only before another stamp
 STAMP = (
     r"[\[(<]*(?:\d{4}[-/]\d\d[-/]\d\d|T?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[-+]\d\d:?\d\d)?"
     r"|(?:DEBUG|INFO|WARNING)(?::[\w.]+)?|(?:rank|default)\d+)[\])>]*[ \t|:-]*"
 )
-STAMPS = re.compile(rf"^(?:{STAMP})+(?:[\w.]+ - (?:{STAMP})*)?(?=\S)", re.MULTILINE)
+STAMPS = re.compile(rf"^(?:{STAMP})+(?:[\w.]+ - (?:{STAMP})*|\[[\w.]+\](?:{STAMP})+)?(?=\S)", re.MULTILINE)
 
 
 @dataclass

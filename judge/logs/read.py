@@ -24,7 +24,6 @@ from judge.files import without_windows
 from judge.text import short
 
 SUFFIXES = (".txt", ".log", ".out")  # of the logs in a folder
-DEFAULT_TARGET = 3.28  # for logs that don't name their target: that of the competition, on FineWeb
 
 TIMES = re.compile(rf" train_time:({NUMBER})(ms|s)\b(?: step_avg:({NUMBER})ms)?")
 TORCH = re.compile(r"\bpytorch (\d[\w.+]*)", re.IGNORECASE)
@@ -176,8 +175,8 @@ class Log:
 
     @property
     def target(self) -> float | None:
-        default = DEFAULT_TARGET if "loss" in self.metric or not self.metric else None
-        return self.hyperparameters.get("target_val_loss", default)
+        """None if the log names none."""
+        return self.hyperparameters.get("target_val_loss")
 
 
 def contradicts_itself(v: Validation) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import glob
 import itertools
+import math
 import os
 import re
 import shutil
@@ -44,7 +45,7 @@ from judge.runs.same_run import (
 from judge.runs.start import LOST, Slot, Worker, end, fail, find_slots, note_place, start
 from judge.runs.variants import Variant
 from judge.settings import Settings, make_folder
-from judge.text import show_line
+from judge.text import duration, show_line
 
 Wanted = Iterable[tuple[Variant, Iterable[int]]]  # runs to make, in this order: variants with seeds
 
@@ -117,7 +118,7 @@ class Pool:
             return f"time unknown{more}"
         hours = self.minutes() / 60
         left = min(hours / self.made * runs, self.hours - hours)
-        return f"{max(0, left):.1f} h left{more}"
+        return f"{duration(3600 * max(0, left))} left{more}"
 
 
 def open_pool(variants: list[Variant], settings: Settings, hours: float) -> Pool:
@@ -249,6 +250,11 @@ def check_run(worker: Worker, log: Log) -> None:
 
 def runs_a_process(variant: Variant) -> int:
     return RUNS_A_PROCESS if "{runs}" in variant.command else 1
+
+
+def rounds(pool: Pool, variants: list[Variant]) -> int:
+    """How many processes of each variant keep all slots busy."""
+    return math.ceil(len(pool.slots) / len(variants))
 
 
 def next_runs(pool: Pool, wanted: Wanted) -> tuple[Variant, list[int]] | None:

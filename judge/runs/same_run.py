@@ -26,6 +26,7 @@ from pathlib import Path
 
 from judge.environment import child_environment, matches, usable_cores
 from judge.processes import output_of
+from judge.text import counted
 
 # The terminal, the shell's own notes, the desktop, remote logins, the name of a container, where it was
 # rented. Runs don't get these, nor what judge/environment.py drops
@@ -172,7 +173,7 @@ def machine_facts(gpu: bool) -> dict:
         gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = visible.count(",") + 1 if visible else None
-        machine = "; ".join((gpus or "a GPU").strip().splitlines()[:count])
+        machine = counted((gpus or "a GPU").strip().splitlines()[:count])
     compiler = os.environ.get("CXX", "g++").split()[:1]
     version = output_of(*compiler, "--version") or ""
     return {

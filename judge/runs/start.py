@@ -25,7 +25,7 @@ from judge.processes import end_with_parent, has_nvidia_gpu, output_of
 from judge.runs.same_run import SYSTEM, run_environment, without_job
 from judge.runs.variants import Variant, fill_in
 from judge.settings import Settings
-from judge.text import plural
+from judge.text import counted, plural
 
 WATCH = Path(__file__).resolve().parent / "watch"
 
@@ -168,7 +168,7 @@ def note_place(worker: Worker) -> str:
     if not worker.variant.project.launcher:
         return ""
     lines = place.read_text().splitlines()[1:]
-    return "; ".join(line.partition(": ")[2] or line for line in lines) or "an unknown machine"
+    return counted(line.partition(": ")[2] or line for line in lines) or "an unknown machine"
 
 
 # -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from judge.runs.make import Pool, runs_a_process
+from judge.runs.make import Pool, rounds, runs_a_process
 from judge.runs.variants import Variant
 from judge.screen.design import Design, PartEffect, find_part_effect
 from judge.screen.parts import Group, Part, Works, choose_design, combine, members
@@ -76,6 +76,7 @@ def wanted_blocks(s: Screen) -> list[tuple[Variant, range]]:
     done = len(s.losses())
     if done >= s.blocks or not s.undecided():
         return []
-    blocks = min(done + runs_a_process(s.base), s.blocks)
+    ahead = rounds(s.pool, s.variants) * runs_a_process(s.base)
+    blocks = min(done + ahead, s.blocks)
     seeds = range(s.seed, s.seed + blocks)
     return [(variant, seeds) for variant in s.variants]

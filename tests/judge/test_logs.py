@@ -23,7 +23,7 @@ def test_logs_of_the_field(tmp_path, kind):
     assert log.path.name == "run.log"
     assert log.incomplete == ""
     assert log.hyperparameters == {}
-    assert log.target == 3.28
+    assert log.target is None
     assert log.final.val_loss == loss
     assert log.final.train_time_ms == pytest.approx(train_time)
     assert log.final.step_avg_ms == step_avg

@@ -90,6 +90,7 @@ SAME = {
     "colours": lines("^(step:.*) val_loss:(.*?) ", "\x1b[1;32m\\1 val_loss:\x1b[0m\\2\x1b[0m "),
     "times": lines("^step", "[2026-11-28 04:02:22] step"),
     "logging": lines("^step", "2026-11-28 04:02:22,123 - __main__ - INFO - step"),
+    "Hydra": lines("^step", "[2026-11-28 04:02:22,123][my.train][INFO] - step"),
     "Docker": lines("^step", "2026-11-28T04:02:22.123456Z step"),
     "ranks": lines("^step", "[rank0]: step"),
     "carriage returns": lines("\n(?=step)", "\r"),

@@ -75,7 +75,7 @@ PROJECTS = {
     "JSON lines": (
         "open(os.path.expanduser('~/corpus')); os.mkdir('out'); "
         "open('out/m.jsonl', 'w').write(f'{{\"step\": 7, \"eval/loss\": {3 + x}}}\\n')",
-        ("eval_loss", "takes effect: eval_loss is", "unknown; ", "outside the project: {}/corpus"),
+        ("eval_loss", "takes effect: eval_loss is", "7; ", "outside the project: {}/corpus"),
     ),
     "no end": (
         "print(f'step:1/90 val_bpb:{1 + x}', flush=True); time.sleep(60)",
@@ -103,6 +103,7 @@ def test_init(tmp_path, monkeypatch, name):
     assert f"metric: {metric}" in said and f"steps: {steps}" in said
     assert f"seed: {seed}" in said and f"data: {data.format(tmp_path)}" in said
     assert ("more than 5 s;" in said) == (name == "no end")
+    assert ("only --hours ends it" in said) == (not steps_option)
     found = settings_of()
     assert (found.command, found.metric) == (command, metric)
     before = Path("judge.toml").read_text()

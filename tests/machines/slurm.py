@@ -2,7 +2,8 @@
 A night on a cluster: comparisons through Slurm, one node of which is started here. Skips itself without Slurm
 (Debian: apt install slurm-wlm munge), and for users that aren't root.
 
-    ./run.sh test machines -k slurm
+    ./run.sh test machines -k slurm           a small night: two minutes
+    ./run.sh test machines -k slurm --slow    40 ideas, and the speed of two slots: a quarter of an hour
 """
 
 import json
@@ -47,11 +48,11 @@ SlurmdParameters=config_overrides
 NodeName={host} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
 PartitionName=all Nodes={host} Default=YES State=UP
 """
-# The loss of an idea is that of its number: every fifth helps. A run takes a second
+# The loss of an idea is that of its number: every fifth helps. A run hardly computes, so two cores don't limit it
 SCRIPT = """
-import random, sys, time
+import os, random, sys, time
 seed, idea = int(sys.argv[1]), int((sys.argv[3:] or [1])[0])
-time.sleep(0.5)
+time.sleep(float(os.environ["SECONDS"]))
 loss = 3 - 0.05 * (idea % 5 == 0) + random.Random(f"{seed}").gauss(0, 0.01)
 loss += random.Random(f"{seed} {idea}").gauss(0, 0.001)
 print(f"step:9/9 val_loss:{loss:.5f} ")
@@ -112,13 +113,14 @@ def wait_until(happens, seconds: float = 60) -> None:
 @pytest.fixture
 def place(slurm, tmp_path, monkeypatch):
     commit_files(tmp_path / "theirs", {"train.py": SCRIPT})
+    monkeypatch.setenv("SECONDS", "0.5")
     monkeypatch.chdir(tmp_path / "theirs")
     return tmp_path / "theirs"
 
 
-def judge(*words, launcher: str = "srun -Q -n1 -c1") -> subprocess.Popen:
+def judge(*words, launcher: str = "srun -Q -n1 -c1", jobs: int = 2) -> subprocess.Popen:
     """Starts a comparison by Slurm, or on this machine."""
-    command = [sys.executable, *"-m judge compare --jobs 2 --command".split()]
+    command = [sys.executable, *f"-m judge compare --jobs {jobs} --command".split()]
     command += ["python train.py {seed} {options}"]
     command += ["--launcher", launcher] if launcher else []
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -149,10 +151,12 @@ def count_kept() -> int:
     return len(list(Path(".judge/runs").glob("*/seed*.txt")))
 
 
-def test_slurm_a_night(slurm, place):
+@pytest.mark.parametrize("count, seconds", [(8, 0.5), pytest.param(40, 3, marks=pytest.mark.slow)])
+def test_slurm_a_night(slurm, place, monkeypatch, count, seconds):
     """Jobs are cancelled, the node is drained for a while, and the judge is killed once. No run is lost, none
     counts twice, and the verdicts are those of the same seeds on this machine."""
-    words = [*ideas(8), "--runs", "4", "--no_times", "--json", "o.json"]
+    monkeypatch.setenv("SECONDS", str(seconds))
+    words = [*ideas(count), "--runs", "4", "--no_times", "--json", "o.json"]
     child = judge(*words)
     for kept in (2, 6, 10):
         wait_until(lambda kept=kept: count_kept() >= kept)
@@ -168,13 +172,29 @@ def test_slurm_a_night(slurm, place):
     wait_until(lambda: not read("squeue", "-h"), 30)  # its jobs end with it
     kept = count_kept()
     found = finished(judge(*words))
-    assert found["runs_made"] == 9 * 4 - kept
+    assert found["runs_made"] == (count + 1) * 4 - kept
     shutil.rmtree(".judge")
     alone = finished(judge(*words, launcher=""))
     assert runs_of(found) == runs_of(alone)
     verdicts = [[(idea["name"], idea["verdict"]) for idea in each["ideas"]] for each in (found, alone)]
     assert verdicts[0] == verdicts[1]
-    assert {name for name, verdict in verdicts[0] if verdict == "helps"} == {"idea5"}
+    assert {name for name, verdict in verdicts[0] if verdict == "helps"} == {
+        f"idea{number}" for number in range(5, count + 1, 5)
+    }
+
+
+@pytest.mark.slow
+def test_slurm_two_slots(place, monkeypatch):
+    """They are almost twice as fast as one."""
+    monkeypatch.setenv("SECONDS", "5")
+    times = {1: 0.0, 2: 0.0}
+    for jobs in (1, 2, 2, 1):  # the load of the machine may drift
+        began = time.monotonic()
+        finished(judge(*ideas(5), "--runs", "4", "--no_times", "--json", "o.json", jobs=jobs))
+        times[jobs] += time.monotonic() - began
+        shutil.rmtree(".judge")
+    print(times)
+    assert times[1] / times[2] > 1.9
 
 
 def test_slurm_interrupted(place):

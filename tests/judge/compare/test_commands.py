@@ -286,7 +286,7 @@ def logs(tmp_path, monkeypatch):
 
 def test_finished_logs(logs):
     """Each number as scipy has it."""
-    found, words = answer(*SIDES)
+    found, words = answer(*SIDES, "--target", "3.28")
     base, base_times = logs["base"]
     idea, times = logs["idea"]
     (effect,) = found["ideas"]
@@ -299,9 +299,7 @@ def test_finished_logs(logs):
     assert found["summaries"]["idea"]["p_value"] == pytest.approx(p)
     assert words.startswith("runs mean loss sd p (below 3.28) time base 8 3.27")
     for said in [
-        f" {p:.4f} {np.mean(times) / 1000:.3f} s The",
-        "The target 3.28 is assumed;",
-        "idea: undecided.",
+        f" {p:.4f} {np.mean(times) / 1000:.3f} s idea: undecided.",
         "All runs were on AMD EPYC with AVX2, 2 cores, PyTorch 2.13.0+cpu.",
     ]:
         assert said in words

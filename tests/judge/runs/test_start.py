@@ -7,9 +7,10 @@ import pytest
 
 from judge import processes
 from judge.commands import UserError
+from judge.compare import compare
 from judge.settings import Settings
-from judge.runs import start
-from tests.judge.helpers import commit_files, make_runs
+from judge.runs import same_run, start
+from tests.judge.helpers import commit_files, make_runs, run_main
 
 # Says which GPUs it has, and waits for as many runs as there are slots
 SCRIPT = """
@@ -17,7 +18,7 @@ import os, sys, time
 from pathlib import Path
 seed, together = sys.argv[1:3]
 place = Path(os.environ["HOME"], "seen")
-(place / seed).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+(place / "_".join(sys.argv[1:])).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 deadline = time.time() + 100
 while len(list(place.iterdir())) < int(together) and time.time() < deadline:
     time.sleep(0.05)
@@ -86,11 +87,22 @@ def test_gpus_without_a_name(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("each, together", [(1, 8), (2, 4)])
 def test_runs_at_a_time_share_no_gpu(eight_gpus, place, each, together):
-    command = f"python train.py {{seed}} {together}"
-    make_runs(Settings(command=command, gpus_per_run=each, root=Path.cwd()), range(together))
+    """A comparison of one idea keeps all GPUs busy. Each run waits for those of the other slots."""
+    words = ["--command", f"python train.py {{seed}} {together} {{options}}", "--idea", "--idea"]
+    words += ["--runs", together // 2, "--gpus_per_run", each]
+    status, _, err = run_main(compare.main, *words)
+    assert status == 0, err
     seen = [file.read_text().split(",") for file in (place / "seen").iterdir()]
     assert sorted(gpu for gpus in seen for gpu in gpus) == list("01234567")
     assert {len(gpus) for gpus in seen} == {each}
+
+
+def test_equal_gpus_are_counted(eight_gpus):
+    """The answer of eight GPUs doesn't name each."""
+    Path(os.environ["PATH"].partition(":")[0], "nvidia-smi").write_text(
+        "#!/bin/sh\necho 'H100, 570'\necho 'H100, 570'\necho 'A100, 570'\n"
+    )
+    assert same_run.machine_facts(gpu=True)["machine"] == "2x H100, 570; A100, 570"
 
 
 # -----------------------------------------------------------------------------
