@@ -41,14 +41,19 @@ def verdict_in_words(effect: Effect, until: float | None) -> str:
 
 
 def change_in_words(effect: Effect) -> list[str]:
-    """A sentence about the time to the same loss, or else about the steps; none if neither is known."""
-    change, words = effect.time, ("less time", "more time")
-    if change is None and effect.verdict != "identical":
-        change, words = effect.steps, ("fewer steps", "more steps")
-    if change is None or effect.verdict in ("not worth it", "undecided"):
+    """A sentence about the time to the same loss, or else about the steps: the first whose interval doesn't contain
+    zero. None if there is no verdict about the loss."""
+    if effect.verdict in ("not worth it", "undecided"):
         return []
-    size = percent(change.value).lstrip("+-")
-    return [f"The same loss takes {size} {words[change.value > 0]}."]
+    steps = None if effect.verdict == "identical" else effect.steps
+    for change, less, more in [
+        (effect.time, "less time", "more time"),
+        (steps, "fewer steps", "more steps"),
+    ]:
+        if change is not None and change.low * change.high > 0:
+            size = percent(change.value).lstrip("+-")
+            return [f"The same loss takes {size} {less if change.value < 0 else more}."]
+    return []
 
 
 def percent(log_ratio: float) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from judge.compare.answer import losses_in_words
+from judge.compare.answer import change_in_words, losses_in_words
 from judge.screen.design import factorial, find_part_effect
 from judge.stats.decide import (
     Slope,
@@ -151,6 +151,18 @@ def test_an_identical_idea_is_as_fast_as_its_steps():
     add_times(effect, [-0.05, -0.051, -0.049])
     assert effect.verdict == "identical"
     assert effect.time == effect.step_time
+    assert change_in_words(effect) == ["The same loss takes 4.9% less time."]
+
+
+def test_the_headline_says_nothing_that_may_be_chance():
+    """An idea whose steps help, and whose time is unknown; and one that only has times."""
+    effect = analyse("x", [1.4, 1.41, 1.42, 1.4], [1.5, 1.511, 1.52, 1.5], SLOPE, 0.02)
+    add_times(effect, [0.03, -2.0, 0.14])
+    assert effect.verdict == "helps"
+    assert change_in_words(effect)[0].endswith("fewer steps.")
+    effect = analyse("x", [1.5, 1.4], [1.5, 1.4], SLOPE, 0.02)
+    add_times(effect, [0.03, -0.74, 0.14])
+    assert change_in_words(effect) == []
 
 
 # -----------------------------------------------------------------------------
