@@ -37,7 +37,7 @@ with open(__file__) as source, open(f"logs/deep/{uuid.uuid4()}.txt", "w") as log
     loss = 3.2 + EFFECT + random.gauss(0, 0.001)
     print(source.read(), "=" * 100, "Running PyTorch 2.13.0", "=" * 100, sep="\\n", file=log)
     print("step:0/100 val_loss:10.8258 train_time:0ms step_avg:nanms", file=log)
-    print(f"step:90/100 val_loss:{loss:.4f} train_time:900ms step_avg:10.0ms", file=log)
+    print(f"step:90/100 val_loss:{loss:.6f} train_time:900ms step_avg:10.0ms", file=log)
 """
 COMMAND = ["--command", "python train.py {options}", "--stops_early", "--no_seed"]
 
@@ -522,7 +522,7 @@ def test_the_ideas_of_mini_leave_alone_what_measures(tmp_path):
 def test_an_idea_that_touches_what_measures(theirs):
     """compare says it first, and --gate refuses."""
     patch = patch_of(
-        "train.py", SCRIPT, SCRIPT.replace("val_loss:{loss:.4f}", "val_loss:{loss - 1:.4f}")
+        "train.py", SCRIPT, SCRIPT.replace("val_loss:{loss:.6f}", "val_loss:{loss - 1:.6f}")
     )
     Path("cheat.patch").write_text(patch)
     words = [*COMMAND, "--base", "theirs", "--idea", "cheat.patch"]
